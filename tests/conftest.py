@@ -1,6 +1,7 @@
-"""Ranks of tests are forked from one server process that has imported, once, what they need.
+"""Shared set-up of all tests.
 
-What live engines and trainers were compared with is counted, and is the closing line of the run.
+Ranks of tests are forked from one server process, which imports their modules once. Tests count
+their comparisons of live engines and trainers; the sums are the last line of the run.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# An example takes as long as a machine that is busy makes it take.
+# On a busy machine, an example may take any time.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# Not the user's: what tests start keeps there how long it took.
+# Processes of tests store durations in the cache. The user's cache must not contain them.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build/cache")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As in the background of a shell; what tests start and interrupt would ignore it as well.
+    # Background jobs of a shell ignore SIGINT. Processes that tests start and interrupt would
+    # ignore it too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 multiprocessing.set_forkserver_preload(
@@ -71,7 +73,7 @@ LONGEST = (
     "transfer/test_saved_names.py",
     "transfer/test_dtensor.py",
 )
-"""Files that begin first, so that none of them is left to one worker in the end; then those with most tests."""
+"""Files that start first, so that no worker runs one alone at the end. Files with most tests follow."""
 
 PROPERTY = "compared"
 COUNTS = Counter[str]()
@@ -79,7 +81,7 @@ COUNTS = Counter[str]()
 
 @pytest.fixture
 def compared(request: pytest.FixtureRequest) -> Callable[[str, int], None]:
-    """Takes what was compared, in the plural, and how many; they count only if the test passes."""
+    """Provide a function that counts comparisons, named in the plural; they count if the test passes."""
     properties: list[tuple[str, object]] = request.node.user_properties
     return lambda what, count: properties.append((PROPERTY, {what: count}))
 
@@ -93,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Reached in the process that reports, also where another one ran the test."""
+    """Add up the counts; this runs in the reporting process, even if another process ran the test."""
     if report.when == "call" and report.passed:
         for kind, value in report.user_properties:
             if kind == PROPERTY and isinstance(value, dict):
@@ -101,7 +103,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """After everything else that pytest writes."""
+    """Print the sums after all other output of pytest."""
     if COUNTS and not hasattr(config, "workerinput"):
         said = ", ".join(f"{count} {what}" for what, count in sorted(COUNTS.items()))
         print(f"compared, all equal: {said}")

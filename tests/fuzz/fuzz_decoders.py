@@ -1,12 +1,13 @@
 """Fuzz every decoder of peer bytes, guided by coverage (atheris, libFuzzer): `make fuzz`.
 
-`fuzz_decoders.py [--seconds 600] [--corpus build/fuzz] [NAME ...]` runs one decoder after another, each in
-a process of its own, from the messages of `decoders.DECODERS` and from what earlier runs have kept. What
-raises anything but a named error is printed and kept as a file; run that again with `--input FILE NAME`,
-and add it to `FOUND` in `tests/control/test_decoders.py` with the mend.
+`fuzz_decoders.py [--seconds 600] [--corpus build/fuzz] [NAME ...]` runs one decoder after another,
+each in its own process, from the messages of `decoders.DECODERS` and the inputs that earlier runs
+kept. An input that raises an unexpected error is printed and kept as a file. Run that file
+again with `--input FILE NAME`, and add it to `FOUND` in `tests/control/test_decoders.py` together
+with the fix.
 
-atheris has wheels for Linux on x86-64 only, so it is an extra (`pip install '.[fuzz]'`) and no part of `make test`:
-there Hypothesis looks for bytes that reach more lines (`target`).
+atheris has wheels for Linux on x86-64 only, so it is an extra (`pip install '.[fuzz]'`) and no
+part of `make test`. There, Hypothesis searches for bytes that reach more lines (`target`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def fuzz(name: str, seconds: int, corpus: Path, artifacts: str) -> None:
-    """Never returns: libFuzzer ends the process."""
+    """Fuzz one decoder. This never returns, because libFuzzer ends the process."""
     import atheris
 
     with atheris.instrument_imports(include=["windlass"]):
@@ -41,7 +42,7 @@ def fuzz(name: str, seconds: int, corpus: Path, artifacts: str) -> None:
 
 
 def write_corpus(name: str, folder: Path) -> Path:
-    """Put the valid messages where libFuzzer begins."""
+    """Write the valid messages to the folder where libFuzzer starts."""
     from decoders import DECODERS
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,8 +53,10 @@ def write_corpus(name: str, folder: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of decoders; all by default")
-    parser.add_argument("--seconds", type=int, default=600, help="for all of them together")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="decoders; all by default")
+    parser.add_argument(
+        "--seconds", type=int, default=600, help="seconds for all decoders together"
+    )
     parser.add_argument("--corpus", type=Path, default=ROOT / "build" / "fuzz")
     parser.add_argument("--input", type=Path, help="decode this file once")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

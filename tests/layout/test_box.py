@@ -1,4 +1,4 @@
-"""Box algebra against sets of indices."""
+"""Box algebra, compared with sets of indices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables as columns: rows in and out, and what their bytes may be."""
+"""Tables as columns: rows in and out, and checks of their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests: what is refused, and that the wire form is the manifest."""
+"""Manifests: refusals, and equality after a trip over the wire."""
 
 from __future__ import annotations
 

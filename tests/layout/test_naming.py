@@ -1,4 +1,4 @@
-"""Naming tables: what lies in a Megatron-core parameter, without Megatron."""
+"""Naming tables: the contents of Megatron-core parameters, without Megatron."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GEOMETRY = Geometry(
 
 
 def gathered(parts: list[tuple[Placed, npt.NDArray[np.int64]]]) -> dict[str, npt.NDArray[np.int64]]:
-    """Tensors put together from parameters, by address arithmetic; -1 where nothing was said."""
+    """Return the tensors of parameters, put together by address arithmetic; -1 where no shard is."""
     found: dict[str, npt.NDArray[np.int64]] = {}
     for placed, memory in parts:
         for shard in placed.shards:
@@ -131,7 +131,7 @@ def test_many_names_are_said_by_pattern() -> None:
 
 
 def proposed(words: str) -> Callable[[str], str] | None:
-    """Return the function that an advice names, None where it names none."""
+    """Return the function that an advice names, or None."""
     line = words.partition("`name_map=")[2].partition("`")[0]
     return eval(line) if line.startswith("lambda") else None
 
@@ -195,7 +195,8 @@ def test_names_that_are_merely_alike_are_never_paired(
 
 
 def test_advice_is_never_wrong_for_random_bijections() -> None:
-    """Each side has random names of one shape; the truth pairs them at random, or by a change of all prefixes."""
+    """Each side has random names of one shape; the truth pairs them at random, or by one change of
+    all prefixes."""
     draw = random.Random(7)
     words = ("a", "b", "mlp", "norm", "weight", "q", "k", "proj", "0", "1")
     num_proposed = 0

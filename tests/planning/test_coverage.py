@@ -1,4 +1,4 @@
-"""Holes, atoms and patterns against sets of indices."""
+"""Holes, atoms and patterns, compared with sets of indices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modes, ties, casts, joins, and everything that is refused."""
+"""Modes, ties, casts, joins and refusals of the planner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rank(
     extent: int | None = None,
     alias: str = "",
 ) -> ShardManifest:
-    """One rank with one parameter that holds one box."""
+    """Return a rank with one parameter that contains one box."""
     engine = worker.startswith("engine")
     payload = box.numel * dtype.itemsize
     nbytes = extent or payload
@@ -118,7 +118,8 @@ def test_payloads_for_a_strided_destination_go_to_staging_memory_aligned() -> No
     transposed = rank("engine", FULL, strides=(2, 2 * ROWS))
     plan = plan_transfer(halves, [transposed], PlanPolicy(staging_alignment=1000))
     assert (plan.ops.mode == CopyMode.SCATTER).all()
-    assert plan.ops.staging_offset.tolist() == [0, 2000]  # 1024 bytes each
+    # Each payload has 1024 bytes.
+    assert plan.ops.staging_offset.tolist() == [0, 2000]
     assert plan.staging_nbytes == (4000,)
 
 
@@ -178,7 +179,7 @@ def test_a_hole_names_tensor_box_and_bytes() -> None:
 
 
 def test_overlap_does_not_hide_a_hole() -> None:
-    """Twelve rows twice are more bytes than sixteen rows once, and still do not cover them."""
+    """Twelve rows twice are more bytes than sixteen rows once, but do not cover them."""
     sources = [rank("t0", Box((0, 0), (12, 64))), rank("t1", Box((1, 0), (12, 64)))]
     with pytest.raises(IncompleteCoverage, match=r"box \[13:16, 0:64\]"):
         plan_transfer(sources, [rank("engine", FULL)])
@@ -244,7 +245,7 @@ def test_a_destination_without_shards_gets_no_ops() -> None:
 def test_two_destination_shards_on_the_same_bytes_are_refused(
     second: int, strides: tuple[int, int], refused: bool
 ) -> None:
-    """The sizes add up in all four cases: an overlap hides behind a gap as large."""
+    """The sizes add up in all four cases: an overlap hides behind a gap of the same size."""
     builder = ManifestBuilder("engine", Role.ENGINE)
     builder.add_parameter("idle", nbytes=32, dtype=DType.FLOAT32)
     builder.add_shard("a", (4, 8), Box((0, 0), (1, 8)), "idle")

@@ -1,4 +1,4 @@
-"""Any mesh to any mesh, executed, every destination byte against the manifests themselves."""
+"""Plans between any two meshes are executed; every destination byte is compared with the manifests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_every_destination_byte_is_written_once_with_the_right_element(
     assert differences(fleet, plan) == []
 
 
-@pytest.mark.long  # many more of the same
+# The same test with many more examples.
+@pytest.mark.long
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(fleet=fleets(), policy=st.sampled_from(POLICIES))
 def test_every_destination_byte_of_many_fleets_is_written_once_with_the_right_element(
@@ -87,7 +88,11 @@ def test_the_parts_of_all_ranks_are_the_plan(fleet: Fleet) -> None:
 
 
 def fused_fleet() -> Fleet:
-    """Two replicated column halves and a row-split tensor into fused, strided parameters."""
+    """Return a fleet with `q` and `k` in row halves and `o` in column halves, for fused, strided
+    parameters.
+
+    Each half is on two trainer ranks.
+    """
     sources = []
     for rank in range(4):
         builder = ManifestBuilder(f"trainer/{rank}", Role.TRAINER)
@@ -102,7 +107,8 @@ def fused_fleet() -> Fleet:
     for rank in range(2):
         builder = ManifestBuilder(f"engine/{rank}", Role.ENGINE)
         builder.add_parameter("qk", nbytes=2 * 6 * 4 * 4, dtype=DType.FLOAT32)
-        for place, name in enumerate(("q", "k")):  # interleaved rows of q and k, half the columns
+        # Rows of q and k are interleaved; each engine rank has half of the columns.
+        for place, name in enumerate(("q", "k")):
             builder.add_shard(
                 name,
                 (6, 8),
@@ -208,7 +214,8 @@ def test_shared_destination_bytes_are_refused_exactly_when_there_are_any(
     nbytes = max(start + p.nbytes for start, p in zip(starts, placed, strict=True))
     payload = 24 * len(placed)
     if payload > nbytes:
-        return  # a manifest that says so is refused on its own
+        # The builder refuses such a manifest by itself.
+        return
     builder = ManifestBuilder("engine", Role.ENGINE)
     builder.add_parameter("p", nbytes=nbytes, dtype=DType.FLOAT32, padding_nbytes=nbytes - payload)
     touched = np.zeros(nbytes, np.int64)
@@ -231,7 +238,7 @@ def test_shared_destination_bytes_are_refused_exactly_when_there_are_any(
 
 
 def expert_fleet(num_experts: int, padding: int, engine_dtype: DType = DType.FLOAT32) -> Fleet:
-    """Stacked experts cut over two trainer ranks, for two tensor-parallel engine ranks.
+    """Return stacked experts of two trainer ranks, for two tensor-parallel engine ranks.
 
     `padding`: bytes after each expert in the engine's fused parameter.
     """
@@ -278,7 +285,7 @@ def expert_fleet(num_experts: int, padding: int, engine_dtype: DType = DType.FLO
 
 @pytest.mark.parametrize("padding", [0, 8])
 def test_experts_of_a_parameter_are_one_op_per_link(padding: int) -> None:
-    """With padding, the two halves of an expert and the experts are at different distances."""
+    """With padding, the halves of an expert have another distance than the experts."""
     fleet = expert_fleet(16, padding)
     plan = plan_transfer(fleet.sources, fleet.destinations)
     assert len(plan.links()) == 4

@@ -1,4 +1,4 @@
-"""A plan from the network is a plan or a named error."""
+"""A plan from the network either decodes or raises a named error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relay groups, stripes and payloads: every destination byte exactly once, and the right one."""
+"""Relay groups, stripes and payloads: every destination byte arrives exactly once, with the right value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from windlass.planning.relay import (
 from windlass.transfer.payload import Payload, payload_of
 
 SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-"""A busy machine is no defect; reversed dims are frequent."""
+"""Suppressed checks: a busy machine is no defect, and reversed dims are frequent."""
 SHAPES = [RelayShape.CHAIN, RelayShape.TREE, RelayShape.AUTO]
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -49,7 +49,7 @@ def test_every_lane_is_a_tree_over_all_members(shape: RelayShape, num_members: i
     sent = [len([c for stripe in children_of(group, m) for c in stripe]) for m in group.members]
     assert sum(sent) == len(stripes) * (num_members - 1)
     if len(stripes) == 2:
-        # Each stripe has half of the bytes: two children are one copy.
+        # Each stripe has half of the bytes, so two children cost one copy.
         assert max(sent) <= (2 if num_members % 2 == 0 else 3)
         assert max(max(depths) for depths in depths_of(group)) <= np.log2(num_members) + 2
         assert len(set(group.roots())) == 2
@@ -73,7 +73,7 @@ def test_only_engines_that_differ_in_nothing_but_names_are_replicas(fleet: Fleet
 
 
 def bindable(plan: TransferPlan) -> bool:
-    """Reversed dims are refused when a plan is bound."""
+    """Return whether a plan can be bound: reversed dims are refused."""
     return bool((plan.ops.src_strides >= 0).all() and (plan.ops.dst_strides >= 0).all())
 
 
@@ -126,7 +126,7 @@ def relay(
     members: list[ShardManifest],
     sources: dict[str, list[Bytes]],
 ) -> dict[str, list[Bytes]]:
-    """Carry out a relay in numpy; every chunk is written once to every member, or it fails."""
+    """Run a relay in numpy; fail unless every chunk is written once to every member."""
     part = parts[group.members[0]]
     payloads = {
         p.peer: (p, payload_of(p, group.chunk_nbytes)) for p in bind_links(part, sending=False)
@@ -167,7 +167,7 @@ def relay(
 
 
 def link_bytes(part: TransferPlan, source: str, sources: dict[str, list[Bytes]]) -> Bytes:
-    """The payload of one link in the order of its digest, straight from the source."""
+    """Return the payload of one link in the order of its digest, read from the source."""
     found: list[Bytes] = [np.zeros(0, np.uint8)]
     ops = part.ops
     for row in np.flatnonzero(ops.src == part.sources.index(source)).tolist():

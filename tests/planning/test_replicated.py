@@ -1,4 +1,4 @@
-"""Boxes that several ranks hold are found whatever their layout, and a byte that differs is found in them."""
+"""Boxes that several ranks hold are found in any layout, and a byte that differs in them is detected."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ INT32 = DType.INT32
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_blocks() -> object:
-    """So that small boxes are many blocks."""
+    """Make small boxes consist of many blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated, "BLOCK_NBYTES", 24)
         yield
 
 
 class Ranks:
-    """Trainer ranks with memory, and what the controller makes of them."""
+    """Trainer ranks with memory, and the controller's comparison of them."""
 
     def __init__(self, manifests: Sequence[ShardManifest]) -> None:
         values = distinct_values(manifests)
@@ -69,7 +69,7 @@ def located(buffers: Sequence[np.ndarray]) -> list[ParameterMemory]:
 
 
 def laid_out(manifest: ShardManifest, rng: random.Random) -> ShardManifest:
-    """The same shards, each in a parameter of its own, dims in any order, rows with gaps."""
+    """Return the same shards, each in its own parameter, with dims in any order and gaps between rows."""
     builder = ManifestBuilder(manifest.worker, Role.TRAINER)
     for number, shard in enumerate(manifest.shards()):
         strides, step = [0] * shard.box.num_dims, 4
@@ -92,7 +92,7 @@ Held = dict[tuple[str, tuple[int, ...]], list[tuple[str, int, int]]]
 
 
 def who_holds(ranks: Ranks) -> Held:
-    """(tensor, index) -> (worker, parameter, byte offset), element by element."""
+    """Return (tensor, index) -> (worker, parameter, byte offset) for every element."""
     held: Held = {}
     for manifest in ranks.manifests.values():
         index = {p.name: i for i, p in enumerate(manifest.parameters)}
@@ -135,7 +135,8 @@ def test_every_byte_that_two_ranks_hold_is_compared_and_no_other(
         if key in several:
             assert said[0].count(worker) == 1
             assert repr(key[0]) in said[0]
-            assert sum(map(bool, said[1:])) == 1  # every block has one turn
+            # Every block has one turn.
+            assert sum(map(bool, said[1:])) == 1
         else:
             assert not any(said)
         ranks.memory[worker][parameter][offset : offset + 4] = fill(
@@ -178,7 +179,7 @@ def test_pieces_follow_each_other_row_major_and_each_has_one_turn(
 
 
 def hold(worker: str, box: Box, strides: tuple[int, ...], dtype: DType = INT32) -> ShardManifest:
-    """Part of one tensor; gaps between rows are padding."""
+    """Return a part of one tensor; gaps between rows are padding."""
     builder = ManifestBuilder(worker, Role.TRAINER)
     nbytes = sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True)) + dtype.itemsize
     padding = nbytes - box.numel * dtype.itemsize
@@ -252,12 +253,15 @@ def test_what_is_cut_ahead_is_used_where_nothing_moved(
         if ahead:
             for digests in ranks.digests.values():
                 digests.cut_ahead()
-                digests.cut_ahead()  # nothing more to do
-    assert num_cut == 2 * (7 + ahead)  # once per turn and rank, whenever
+                # The second call has nothing to do.
+                digests.cut_ahead()
+    # Each rank cuts once per turn, ahead or not.
+    assert num_cut == 2 * (7 + ahead)
     for worker in ranks.digests:
         assert [f[worker].tobytes() for f in found[:2]] == [f[worker].tobytes() for f in found[5:]]
         assert found[0][worker].tobytes() != found[1][worker].tobytes()
-    before = found[-1]["trainer/1"].tobytes()  # of turn 6
+    # This is the digest of turn 6.
+    before = found[-1]["trainer/1"].tobytes()
     memory = ranks.memory["trainer/1"]
     for moves in (False, True):
         ranks.taken(5, 5)
@@ -292,7 +296,8 @@ def test_tables_on_a_gpu_last_from_one_turn_to_the_next_and_are_freed(
         assert not allocated
         first.cut_ahead()
         kept = dict(allocated)
-        first.cut_ahead()  # nothing more to do
+        # The second call has nothing to do.
+        first.cut_ahead()
         assert allocated.keys() == kept.keys() != set()
     monkeypatch.setattr("windlass.transfer.replicated_digests.BATCH_PIECES", 1)
     assert ranks.compare(5, 1) == ""
@@ -303,7 +308,8 @@ def test_tables_on_a_gpu_last_from_one_turn_to_the_next_and_are_freed(
     both = len(allocated)
     first.close()
     assert len(allocated) == both // 2
-    gpu.distrust("kernels that go on for ever")  # may read the other's: it stays
+    # Such kernels may read the tables of the second rank, so these are not freed.
+    gpu.distrust("kernels that go on for ever")
     second.close()
     assert len(allocated) == both // 2
 
@@ -382,7 +388,7 @@ def test_a_sample_is_a_small_part_of_what_is_sent_and_never_empty() -> None:
 def test_nothing_is_uploaded_or_freed_on_a_gpu_while_the_trainer_s_work_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both wait for it in the driver, without a deadline; `settle` has one."""
+    """Both would wait for that work in the driver, without a deadline; `settle` has a deadline."""
     gpu = numpy_gpu()
     use_gpu(gpu, monkeypatch)
     ranks = Ranks([hold(f"trainer/{rank}", WHOLE, PLAIN) for rank in range(2)])

@@ -1,4 +1,4 @@
-"""Replicas share the work, and the certificate is a proof."""
+"""Replicas share the work, and the certificate proves the bound."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def groups_of(draw: st.DrawFn, num_sources: int = 5) -> Groups:
 
 
 def best_possible(groups: Groups, num_sources: int) -> float:
-    """By max-flow duality: the largest forced load over all sets of senders."""
+    """Return the optimum by max-flow duality: the largest forced load over all sets of senders."""
     best = 0.0
     for size in range(1, num_sources + 1):
         for chosen in itertools.combinations(range(num_sources), size):
@@ -120,7 +120,7 @@ def test_replicas_each_serve_a_share_of_the_destinations() -> None:
 def test_plans_for_engines_one_by_one_load_trainers_as_one_plan_for_all_does(
     shards: int, copies: int
 ) -> None:
-    """What is bound when engines come one after the other."""
+    """Engines that join one after another are bound by such plans."""
     shapes = {
         f"{i}.{n}": s for i in range(6) for n, s in (("q", (4096, 2048)), ("d", (2048, 6144)))
     }

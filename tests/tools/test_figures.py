@@ -1,4 +1,4 @@
-"""Figures are what their script draws from the results that are committed."""
+"""Figures equal the output of their script for the committed results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_figure_is_what_its_script_draws(name: str) -> None:
 
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_a_figure_lies_within_its_frame_and_is_told_in_words(name: str) -> None:
-    """At half an em a letter, which is more than they take on average."""
+    """A letter counts as half an em, which is more than the average."""
     root = ET.fromstring(figures.FIGURES[name]().svg())
     height = float(root.get("viewBox", "").split()[3])
     assert all((root.findtext(f"{SVG}{tag}") or "") for tag in ("title", "desc"))

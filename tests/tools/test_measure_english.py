@@ -1,4 +1,4 @@
-"""`tools/measure_english.py` counts hard words where people read prose, and compares rooms with their limits."""
+"""`tools/measure_english.py` counts hard words in prose, and compares each room with its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m tools.plan`: its figures are those of the plan, and its errors are one line."""
+"""`python -m tools.plan`: its figures agree with the plan, and its errors are one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHIPPED = Path(__file__).parents[2] / "examples" / "topologies" / "qwen3-30b-a3b
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """The shipped topology with fewer layers: all of them are planned in the first test."""
+    """Provide the shipped topology with fewer layers; the first test plans all layers."""
     path = tmp_path / "small.toml"
     path.write_text(SHIPPED.read_text().replace("num_hidden_layers = 48", "num_hidden_layers = 4"))
     return path

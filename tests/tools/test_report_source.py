@@ -1,4 +1,4 @@
-"""The report on the source: its list of files is there, and every figure adds up."""
+"""The report on the source: every file of its list exists, and every figure adds up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tools/run_tests.py` runs failed tests again, alone; `tools/run_suites.py` takes every suite in turn."""
+"""`tools/run_tests.py` runs failed tests again, alone; `tools/run_suites.py` runs every suite in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated wire phase: what can be worked out by hand, and what was measured."""
+"""The simulated wire phase, compared with calculations by hand and with measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROW = 1_000_000
 
 
 def rank(worker: str, role: Role, rows: list[tuple[int, int]], total: int) -> ShardManifest:
-    """Holds the given rows of one tensor, a million bytes each, one parameter per piece."""
+    """Return a rank with the given rows of one tensor: a million bytes per row, one parameter per piece."""
     builder = ManifestBuilder(worker, role)
     for first, stop in rows:
         name = f"rows{first}"
@@ -61,8 +61,9 @@ def test_links_of_one_sender_share_its_egress_and_the_rest_gets_what_is_left() -
     # trainer/0 -> both engines (4 MB and 1 MB), trainer/1 -> engine/1 (9 MB).
     plan = plan_of([[(0, 5)], [(5, 14)]], [[(0, 4)], [(4, 14)]], 14)
     run = simulate_wire(plan, FABRIC)
-    # engine/1 gets half from each until its 1 MB is there, at 2 ms; trainer/0 then sends 4 - 1 MB
-    # alone until 5 ms, and trainer/1 its remaining 8 MB until 10 ms.
+    # engine/1 gets half of its bandwidth from each trainer until the 1 MB has arrived, at 2 ms.
+    # Then trainer/0 sends its other 4 - 1 MB alone until 5 ms, and trainer/1 its remaining 8 MB
+    # until 10 ms.
     assert run.link_finish_s.tolist() == pytest.approx([0.005, 0.002, 0.010])
     assert run.destination_finish_s.tolist() == pytest.approx([0.005, 0.010])
 
@@ -133,7 +134,7 @@ def measured(case: str, metric: str) -> float:
 def test_the_measured_updates_over_nvlink_are_predicted_within_two_percent(
     label: str, ep: int, dtype: str, num_layers: int, pieces: str
 ) -> None:
-    """The only speed that goes in is that of one pair of GPUs with pieces of 1 MiB."""
+    """The only input is the measured speed of one pair of GPUs with pieces of 1 MiB."""
     rate = measured(f"{pieces} pieces of 1 MiB, kernel with digest", "median")
     topology = parse_topology(QWEN.read_text())
     topology = msgspec.structs.replace(

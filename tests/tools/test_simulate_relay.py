@@ -1,4 +1,4 @@
-"""The simulated relay: what can be worked out by hand, and that replicas cost next to nothing."""
+"""The simulated relay, compared with calculations by hand; replicas cost almost nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MB = 1_000_000
 
 
 def run(shape: RelayShape, num_members: int, chunk_nbytes: int, num_chunks: int) -> SimulatedRelay:
-    """Over 1 GB/s, fed at the same rate, in units of milliseconds per MB."""
+    """Simulate a relay over 1 GB/s, fed at the same rate: 1 ms per MB."""
     members = tuple(f"e{i}/0" for i in range(num_members))
     return simulate_relay(
         RelayGroup(members, stripes_of(shape, num_members), chunk_nbytes),

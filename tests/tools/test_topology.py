@@ -1,4 +1,4 @@
-"""Topologies: true sizes, whole models on both sides, and what is refused."""
+"""Topologies: true sizes, whole models on both sides, and refusals."""
 
 from __future__ import annotations
 
@@ -155,7 +155,8 @@ def test_a_padded_vocabulary_holds_only_real_rows() -> None:
     rows = [
         sum(s.box.sizes[0] for s in m.shards() if s.tensor == "lm_head.weight") for m in manifests
     ]
-    assert rows == [32, 32, 6, 0]  # 70 rows padded to 128
+    # 70 rows are padded to 128.
+    assert rows == [32, 32, 6, 0]
     padding = [m.parameters[-1].padding_nbytes // (16 * 4) for m in manifests]
     assert padding == [0, 0, 26, 32]
 
