@@ -1,4 +1,4 @@
-"""Record of passed tests, from which the table of docs/capabilities.md is made.
+"""Record of passed tests for the table of docs/capabilities.md.
 
 WINDLASS_CAPABILITIES names a JSON file. Rows of passed tests are added to it and replace rows of the same key. All other
 rows of the tests' matrix are `untested`. `tools/render_capabilities.py` makes the page from the file.

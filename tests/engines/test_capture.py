@@ -1,4 +1,4 @@
-"""Capture runs an engine's loader to find the layout, and an update then writes exactly the loader's bytes."""
+"""Capture runs an engine's loader to find the layout. An update then leaves exactly the bytes that the loader would write."""
 
 from __future__ import annotations
 

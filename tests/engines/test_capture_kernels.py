@@ -133,7 +133,8 @@ def test_what_is_wrong_and_what_is_padding_is_found_as_torch_does(
     assert by_kernel.is_right
     assert by_kernel.numel == 3 * 8 * 6
     experts = engine.get_parameter(layer).data
-    experts[1, 9, 3] = -1.5  # padding
+    # This element is padding.
+    experts[1, 9, 3] = -1.5
     by_torch, changed = checked()
     assert by_torch == changed
     assert changed.is_right

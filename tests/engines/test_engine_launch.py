@@ -89,7 +89,7 @@ def test_the_ranks_of_an_engine_are_those_of_all_stages_and_replicas(words: list
 
 
 class Refusing:
-    """A server that is never started and that refuses to order a capture."""
+    """A server that is never started, with ranks that refuse to capture their layout."""
 
     ready_line = "it serves"
     answers_for_all = True

@@ -47,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(200)
             self.end_headers()
         except ConnectionError:
-            pass  # whoever asked has gone
+            pass  # the client has closed the connection
 
     def log_message(self, *_):
         pass

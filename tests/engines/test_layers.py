@@ -1,4 +1,4 @@
-"""Capture loads digits into one layer of each kind, or into all layers if equal ones differ in layout."""
+"""Capture loads digits into one layer of each kind, or into all layers if layers of one kind differ in layout."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Engine(Module):
     """The layers `numbers` of a model.
 
     Args:
-        odd: layer with its rows in another order than equal layers.
+        odd: layer with its rows in another order than the other layers of its kind.
         refusal: error that a load of only a part of the checkpoint raises; None accepts parts.
     """
 

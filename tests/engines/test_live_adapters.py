@@ -7,7 +7,7 @@ update
    adapter that PEFT saved; no byte of the model has changed;
 2. requests that name the adapter get the greedy tokens and logprobs of transformers and PEFT, within bfloat16, through
    either route, with the new version;
-3. requests that do not name the adapter get the same answers as before, without an effect of its slot.
+3. requests that do not name the adapter get the same answers as before, and the adapter's slot has no effect on them.
 """
 
 from __future__ import annotations

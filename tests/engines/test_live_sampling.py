@@ -97,7 +97,7 @@ def require_sampled_logprobs(ask: Ask, model: Any, engine: str) -> None:
     for prompt, answers in zip(PROMPTS, (together, alone), strict=False):
         for sampling, (tokens, served) in zip(SAMPLINGS, answers, strict=True):
             if engine == "sglang" and sampling == {"top_k": 1}:
-                # SGLang turns a greedy request into `top_k` 1 and cannot tell the two apart.
+                # SGLang represents a greedy request like this request, so both get the same log-probabilities.
                 sampling = {"temperature": 0.0}
             expected = expected_logprobs(model, prompt, tokens, sampling, CUTS[engine])
             assert torch.allclose(torch.tensor(served), expected, atol=1e-3), (sampling, served)

@@ -1,4 +1,4 @@
-"""vLLM's reload counts the elements that weight loaders copy; equal cases get the answer of the first one at once."""
+"""vLLM's reload counts the elements that weight loaders copy; Windlass counts only once for equal tensors."""
 
 from __future__ import annotations
 

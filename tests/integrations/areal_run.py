@@ -169,7 +169,7 @@ def train_step(actor: Any, version: int) -> None:
     assert said["update_successful"] == 1.0
 
 
-class counting_gathers:  # noqa: N801 - reads as what it does
+class counting_gathers:  # noqa: N801 - used like a function
     """Counter of calls of `full_tensor`, which AReaL's own update uses to gather weights."""
 
     def __init__(self, found: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoint engine, named in NeMo-RL's configuration and made by its factory, between processes."""
+"""Windlass's checkpoint engine, from NeMo-RL's configuration and factory, between real processes."""
 
 from __future__ import annotations
 

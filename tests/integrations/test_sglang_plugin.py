@@ -1,4 +1,4 @@
-"""With Windlass installed next to SGLang, the user's own `sglang.launch_server` joins a named controller."""
+"""With Windlass installed next to SGLang, the user's own `sglang.launch_server` joins a controller on request."""
 
 from __future__ import annotations
 

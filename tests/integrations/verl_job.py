@@ -257,7 +257,7 @@ class Job:
         try:
             ray.get(results)
             raised = ""
-        except Exception as error:  # noqa: BLE001 - of whatever kind Ray makes it
+        except Exception as error:  # noqa: BLE001 - Ray chooses the class
             raised = f"{type(error).__name__}: {error}"
         if worker not in self.actors.workers:
             why, when = ray.get(self.actors.workers[0].how_ended.remote())

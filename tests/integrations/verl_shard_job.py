@@ -58,7 +58,7 @@ class Server(vLLMHttpServer):  # type: ignore[misc]  # verl has no types
 
     async def wait_running(self) -> None:
         """Wait until the server has requests."""
-        while not self.engine.output_processor.request_states:  # noqa: ASYNC110 - vLLM tells nobody
+        while not self.engine.output_processor.request_states:  # noqa: ASYNC110 - vLLM has no event for it
             await asyncio.sleep(0.01)
 
 

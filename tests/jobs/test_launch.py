@@ -182,7 +182,7 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
 
 
 DECLINING = """
-# Every second group declined: more, in the end, than the staleness bound lets be ahead.
+# Decline every second group. In total, this is more than the staleness bound allows ahead.
 from pathlib import Path
 from recipe import CountSevens
 
@@ -273,7 +273,7 @@ def test_a_last_version_that_was_not_published_fails_the_job(tmp_path: Path) -> 
 
 
 WATCHING = """
-# Who was trained on, at which step: one line per sample.
+# Write one line per sample with the step that trains on it.
 import json
 from pathlib import Path
 from recipe import CountSevens

@@ -385,7 +385,7 @@ ON_GPUS = ("world_size = 2", "world_size = 2\nnum_gpus = 1")
 
 
 def check(config: LaunchConfig) -> None:
-    """Run the checks of the command before its start of processes."""
+    """Run the checks that the command makes before it starts processes."""
     check_job(config)
     check_host(config)
 

@@ -25,7 +25,7 @@ CONFIG = {
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 OF_THE_MODEL = """
-# An engine that returns log-probabilities before temperature and top_k would be as far away.
+# This error is as large as with log-probabilities before temperature and top_k.
 import msgspec
 from recipe import CountSevens
 

@@ -1,4 +1,4 @@
-"""`MegatronEngine` on real Megatron-core ranks over gloo makes the steps of transformers, and engines serve the result."""
+"""`MegatronEngine` on real Megatron-core ranks over gloo makes the same steps as transformers, and engines serve its weights."""
 
 from __future__ import annotations
 

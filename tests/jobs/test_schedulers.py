@@ -185,7 +185,7 @@ async def test_what_a_cluster_cannot_free_takes_nobody_elses_time_to_end(
     await scheduler.start(python("saves", ends))
     await scheduler.wait("stuck")
     async with asyncio.timeout(15):
-        while "up" not in await scheduler.log_tail("saves"):  # noqa: ASYNC110 - a log tells nobody
+        while "up" not in await scheduler.log_tail("saves"):  # noqa: ASYNC110 - a log has no event
             await asyncio.sleep(0.05)
     with pytest.raises(PeerTimeout, match="scancel"):
         await scheduler.close(grace_s=10)

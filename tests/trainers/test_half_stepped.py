@@ -1,4 +1,4 @@
-"""With FSDP2 options that could leave weights half-stepped, engines get the weights of a training in one process."""
+"""With FSDP2 options that could leave weights half-stepped, engines get the same weights as from one process."""
 
 from __future__ import annotations
 
