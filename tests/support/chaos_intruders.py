@@ -77,7 +77,7 @@ class Intruder:
         self.name = f"intruder-{number}"
         self.host: SimulatedHost = world.network.host(self.name)
         self.transport = MemoryTransport(world.fabric, f"{self.name}#{number}")
-        # No engine has this layout, so these bytes would damage any other memory.
+        # The layout differs from a/0's, so a write of these bytes into a/0 damages it.
         self.manifest = engine_manifest(f"{self.name}/0", 1, 2)
         self.memory = np.zeros(self.manifest.parameters[0].nbytes, np.uint8)
         self.region: MemoryRegion = self.transport.register(self._address, self.memory.nbytes)

@@ -288,7 +288,7 @@ class Run:
             self.broken.append(f"rollout {rollout.task_id} is too stale: {rollout.versions}")
 
     def durable(self) -> set[int]:
-        """Return the versions that the journal on disk records as published or about to be."""
+        """Return the versions that the journal on disk records as published or being published."""
         whole, _, _ = self.journal.read_bytes().rpartition(b"\n")
         entries = [msgspec.json.decode(line, type=JournalEntry) for line in whole.split(b"\n")]
         kinds = {JournalKind.PUBLISHING, JournalKind.PUBLISHED}
@@ -355,8 +355,7 @@ class Run:
             await asyncio.sleep(0.1)
         return state
 
-    # --- faults
-    # --------------------------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------------------
 
     def _arm(self) -> None:
         phase = self.draw.choice(

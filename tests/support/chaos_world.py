@@ -213,7 +213,7 @@ class World:
     # --- invariants ------------------------------------------------------------------------------
 
     def durable(self) -> set[int]:
-        """Return the versions that the journal on disk records as published or about to be."""
+        """Return the versions that the journal on disk records as published or being published."""
         if self.journal_changed:
             self.journal_changed = False
             self._read_journal()

@@ -23,7 +23,7 @@ ABSENT = {"checkpoint_engine", "vllm", "sglang", "areal", "trl", "datasets", "nc
 
 
 class Parsed(BaseException):
-    """Raised when the options were understood, to end the script."""
+    """Signal that a script understood its options; it ends the script."""
 
 
 class StandIns:
