@@ -477,6 +477,7 @@ RARE_BUGS = (
         47,
     ),
 )
-"""Bugs behind another defence. About one schedule in a hundred finds them; only `chaos_run.py --bugs` tries."""
+"""Bugs behind another defence. About one schedule in a hundred finds them; only
+`chaos_run.py --bugs` searches for them."""
 
 ALL_BUGS = (*BUGS, *INTRUDER_BUGS, *RARE_BUGS)

@@ -88,8 +88,8 @@ class Host:
         return self.addresses[0]
 
     def command(self, *argv: str) -> list[str]:
-        """Return the command that runs `argv` on this host. Each step replaces its process, so
-        `argv` has the first pid."""
+        """Return the command that runs `argv` on this host. Each step replaces its process:
+        `argv` keeps the pid."""
         own = (f"--{kind}=/proc/{self.pid}/ns/{path}" for kind, path in _NAMESPACES)
         return ["nsenter", *own, "--", "env", f"--chdir={os.getcwd()}", *argv]
 

@@ -19,7 +19,7 @@ LANGUAGES: Mapping[str, str] = {
     "yaml": f"{HERE}::test_settings_name_what_is_there",
     "text": f"{HERE}::test_a_drawing_or_an_output_says_so",
 }
-"""Language -> the test that checks every block. Commands of `RUN` are also run."""
+"""Language -> the test that checks its blocks. Commands of `RUN` are also run."""
 SCRIPTS = re.compile(
     r"(?:\w+=\S+ )*(?:(?:\S*/)?python (?:benchmarks|tools|tests)/|python -m tools\.|benchmarks/\S+\.(?:sh|py) )"
 )
