@@ -85,7 +85,7 @@ async def test_an_engine_joins_a_fleet_and_serves_what_was_published(tmp_path: P
             assert engine.stdout is not None
             line = await asyncio.to_thread(engine.stdout.readline)
             url = json.loads(line)["url"]
-            # The next token is one higher, and after the second update one lower.
+            # Version 0 counts tokens upwards, version 1 downwards.
             for version, step in enumerate((1, -1)):
                 chances = 5 * torch.eye(NUM_TOKENS).roll(step, 1)
                 report = await asyncio.to_thread(published, chances, controller.url, version)

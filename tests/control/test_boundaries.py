@@ -127,7 +127,7 @@ async def test_whoever_waits_for_a_batch_is_told_that_the_controller_closes() ->
     policy = windlass.StalenessPolicy.unbounded(1)
     async with RolloutController(StaticEngines(), policy) as rollouts:
         waiting = [asyncio.create_task(rollouts.next_batch(1, deadline_s=600)) for _ in range(2)]
-        # Both calls wait now. A call that has not started yet is refused as well.
+        # Let both calls wait. A call that has not started yet is refused as well.
         await asyncio.sleep(0)
     async with asyncio.timeout(WITHIN_S):
         for each in waiting:

@@ -486,7 +486,7 @@ async def test_an_engine_killed_in_any_phase_is_left_out_at_once_and_comes_back(
         await wait(num_trainers=2, engines=("a", "b"), deadline_s=20)
         began = time.monotonic()
         report = await rig.publish(0)
-        # The closed connection ends the wait, not the deadline.
+        # The closed connection ended the wait before any deadline.
         assert time.monotonic() - began < 10
         assert report.outcome is RoundOutcome.PUBLISHED
         assert report.engines == ("b",)
@@ -786,7 +786,7 @@ async def test_whoever_waits_for_an_engine_that_is_refused_is_told_why_at_once(h
                 coordinator.members.wait_for_version(1, engines=("b",), deadline_s=60)
             )
         ]
-        # In the other case the engine is a member for a moment, and the wait ends.
+        # An engine that planning refuses is a member for a moment, which ends this wait.
         if how == "by its Hello":
             there = coordinator.members.wait_for_fleet(
                 num_trainers=2, engines=("a", "b"), deadline_s=60

@@ -111,7 +111,7 @@ async def test_an_agent_that_reads_nothing_is_unreachable_by_the_deadline_of_a_f
         session = AgentSession(socket, agent_named("engine-a/0"), send_deadline_s=0.3)
         with pytest.raises(PeerUnreachable, match=r"engine-a/0: .*does not read: waited 0\.3 s"):
             await session.send(Refused(LARGE))
-        # The session remembers it.
+        # The session stays unreachable.
         with pytest.raises(PeerUnreachable):
             await session.send(Refused(LARGE))
         await session.close()
@@ -164,7 +164,7 @@ async def test_an_engine_that_is_cut_off_because_it_does_not_read_may_still_be_w
 async def test_closing_a_connection_that_nobody_reads_ends_by_its_deadline() -> None:
     async def converse(socket: web.WebSocketResponse) -> None:
         sending = asyncio.create_task(socket.send_bytes(LARGE.encode()))
-        # The send has started and waits for room in the buffer.
+        # Let the send start and wait for room in the buffer.
         await asyncio.sleep(0)
         await close_socket(socket, deadline_s=0.3)
         with pytest.raises((ConnectionError, RuntimeError)):

@@ -81,7 +81,7 @@ async def test_an_engine_cut_off_in_any_phase_is_left_out_and_comes_back_when_it
                 needed = not data_only or command in BEFORE_DELIVERY[mode]
                 left_out = ["a"] if needed else []
                 assert await outcome(told) == ("published", left_out), command
-                # `state` checks that the engine served whole weights.
+                # `state` also checks that the engine served no mixed weights.
                 await fleet.state("a")
                 # If only data is cut off, the other engine may have brought this one up.
                 if not data_only:

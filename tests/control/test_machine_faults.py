@@ -202,7 +202,7 @@ async def test_a_disk_whose_every_sync_outlasts_a_heartbeat_delays_and_loses_not
             journal = tmp_path / "rounds.journal"
             nbytes = journal.stat().st_size
             publishing = asyncio.create_task(fleet.publish())
-            # The new entry is not on disk yet.
+            # When the file has grown, the sync of the new entry has not ended.
             await asyncio.to_thread(wait_for_more, journal, nbytes)
             victim.process.kill()
             assert await victim.ended() == -signal.SIGKILL

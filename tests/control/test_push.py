@@ -172,7 +172,7 @@ async def test_a_leader_that_comes_while_a_pause_fails_is_told_of_a_pause_that_l
         with RolloutCallback(rig.server.url, TOKEN, leader="second", deadline_s=WITHIN_S) as second:
             joining = asyncio.create_task(asyncio.to_thread(second.pause_generation))
             await pausing.acquire()
-            # The second call now waits for the first.
+            # Let the second call wait for the first.
             await asyncio.sleep(0)
             both_wait.set()
             with pytest.raises(RoundAborted, match="b cannot pause now"):

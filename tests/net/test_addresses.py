@@ -186,7 +186,7 @@ def test_a_listener_outlives_a_client_that_it_could_not_accept(
     listener = LivenessListener("127.0.0.1", name, "nixl")
     try:
         endpoint = PeerEndpoint("nixl", f"127.0.0.1:{listener.port}", name)
-        # The listener is inside `accept` by now.
+        # The listener already waits in the real `accept`.
         PeerLiveness(endpoint, Deadline.after(20.0, "first")).close()
         monkeypatch.setattr(socket.socket, "accept", scarce)
         for _ in range(2):

@@ -306,8 +306,8 @@ async def read_to_end(reader: asyncio.StreamReader) -> None:
     try:
         while await reader.read(1024):
             pass
-    # The connection was reset or cut within TLS.
     except OSError:
+        # The connection was reset or cut within TLS.
         return
 
 

@@ -50,7 +50,7 @@ def test_what_happens_to_engines_is_told_once_each() -> None:
             (a, b),
             (a, left_out),
             (a, left_out),
-            # The engine is not routable yet.
+            # Engine b has no weights yet.
             (a, replace_state(b, reason="")),
             (a, replace_state(b, version=4, status=EngineStatus.SERVING)),
             (a,),

@@ -93,7 +93,7 @@ class Nic:
         return tuple(
             QueuePair(row["type"], row["state"], pid, int(row["lqpn"]))
             for row in json.loads(done.stdout or "[]")
-            # The tool prints the id of a thread.
+            # `rdma` prints the id of a thread.
             if Path(f"/proc/{pid}/task/{row.get('pid', 0)}").exists()
         )
 

@@ -28,7 +28,7 @@ VerbsConfig = MooncakeConfig | NixlConfig
 class VerbsConformance(ProcessConformance):
     """Suite that derives `config` from the available devices."""
 
-    # An emulated processor shares its host with others.
+    # Emulated processors share one host.
     deadline_s: ClassVar[float] = 60.0
     prompt_s: ClassVar[float] = 10.0
     config: ClassVar[VerbsConfig]

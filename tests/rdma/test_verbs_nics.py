@@ -85,8 +85,8 @@ def test_two_nics_of_a_rank_both_carry_bytes(
     # This write makes the connections.
     rig.write(rig.batch([0], [0], [64]))
     sent, received = ([nic.packets_sent() for nic in nics] for nics in two_each)
-    # Mooncake picks a random NIC for every request of 1 MiB: all 16 use the same one once in 32
-    # 768.
+    # Mooncake picks a random NIC for each of 16 requests of 1 MiB. All take the same NIC once in
+    # 32 768 writes.
     for _ in range(2):
         rig.write(rig.batch([0], [0], [NBYTES]))
     rig.check_peer(rig.arena.bytes, "over two NICs")
@@ -100,8 +100,8 @@ def test_two_nics_of_a_rank_both_carry_bytes(
     if kind == "mooncake":
         assert min(packets) >= REQUEST_NBYTES // 4096, "one of the NICs carried no request"
         assert min(answers) > 0, "one of the peer's NICs received nothing"
-    # The limit is an eighth each, because NIXL aims at halves.
     else:
+        # NIXL aims at halves. Each NIC must carry at least an eighth.
         assert min(packets) >= NBYTES // 4096 // 4, "one of the NICs carried next to nothing"
     for name in names:
         assert name in rig.transport.report().detail

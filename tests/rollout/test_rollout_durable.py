@@ -126,7 +126,7 @@ async def test_kills_of_the_controller_while_it_delivers_lose_and_double_nothing
     workers = [await rig.worker(f"worker-{index}") for index in range(2)]
     progress = 0
     for number in range(1, 4):
-        # Requests arrive while answers leave.
+        # Requests arrive while results leave.
         target = number * NUM_GROUPS * GROUP_SIZE // 5
         await rig.engine.until(
             lambda: rig.engine.num_requests >= target,  # noqa: B023

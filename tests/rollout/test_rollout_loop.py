@@ -607,7 +607,7 @@ async def test_closing_ends_every_wait_with_an_error_and_cancels_nobody(rig: Rig
         asyncio.create_task(rig.controller.wait_for_room(deadline_s=60)),
         asyncio.create_task(rig.controller.wait_for_workers(9, deadline_s=60)),
     ]
-    # Both calls wait now.
+    # Let both calls wait.
     await asyncio.sleep(0)
     await rig.controller.close()
     for wait in waits:

@@ -250,8 +250,8 @@ def check_meshes_that_do_not_ascend(mesh: DeviceMesh) -> None:
         fully_shard(layers, mesh=both["dp"])
         if grid[0] != [3, 1]:
             check_module(layers, full)
-        # Ranks 0 and 1 hold the same quarter, and no rank holds the second.
         else:
+            # Ranks 0 and 1 hold the same quarter, and no rank holds the second.
             with pytest.raises(
                 UnsupportedLayout, match=r"parameter 'w': .* order their ranks alike"
             ):
