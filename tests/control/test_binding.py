@@ -50,7 +50,7 @@ def names_of(asked: Asked) -> list[tuple[str, str]]:
 
 
 async def until(fleet: FakeFleet, holds: Callable[[], bool]) -> None:
-    await fleet.coordinator.changes.until(holds, WITHIN_S, lambda: "it did not come to that")
+    await fleet.coordinator.changes.until(holds, WITHIN_S, lambda: "the fleet did not get there")
 
 
 async def settled(fleet: FakeFleet, num_engines: int) -> None:

@@ -52,6 +52,6 @@ async def test_a_newcomer_whose_source_fails_in_mid_write_is_brought_up_by_anoth
                 await whole.wait()
             # An engine reports that it serves before the controller routes rollouts to it.
             assert await fleet.held("newcomer") == [(5, "5", False)]
-            assert coordinator.num_updates == 1, "a trainer was asked"
+            assert coordinator.num_updates == 1, "a trainer got a command"
         finally:
             fleet.close()

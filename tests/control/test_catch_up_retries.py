@@ -298,9 +298,7 @@ def test_a_donor_that_ended_in_mid_write_is_replaced_when_its_write_would_be_ove
         assert rig.since(rig.writes[0][0]) == [(0, "a")]
         await rig.leave(donor, ended=True)
         await asyncio.sleep(WRITE_S - 0.1)
-        assert len(rig.writes) == 1, (
-            "what is still under way from it could have met another's bytes"
-        )
+        assert len(rig.writes) == 1, "a late write of the donor could meet bytes of another engine"
         await asyncio.sleep(0.2)
         assert rig.routable == {"b", "c"}
         assert [donor for _, donor in rig.writes] == ["a", "b"]
@@ -346,7 +344,7 @@ def test_a_donor_that_lost_only_its_connection_is_waited_for() -> None:
         await rig.join("a")
         await asyncio.sleep(0.2)
         assert [donor for _, donor in rig.writes] == ["a", "b"], (
-            "the probe says that it writes no more"
+            "the probe reports that the write has ended"
         )
         assert rig.routable == {"a", "b", "c"}
 

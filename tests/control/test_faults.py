@@ -212,7 +212,7 @@ def assert_delivered_once(folder: Path) -> int:
     tasks = [task for line in lines for task in line["tasks"]]
     assert len(tasks) == len(set(tasks)) == num_wanted * fault_processes.GROUP_SIZE
     for line in lines:
-        assert line["tokens"] == line["versions"], "a token of other weights than it says"
+        assert line["tokens"] == line["versions"], "a token is not of the version that it names"
         assert all(len(tokens) == fault_processes.NUM_TOKENS for tokens in line["tokens"])
     return len(tasks)
 

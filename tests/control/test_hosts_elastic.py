@@ -29,8 +29,8 @@ async def test_an_engine_joins_from_a_peer_without_a_pause_and_leaves_and_comes_
             await fleet.start_engine("c")
             await fleet.ready("c")
             await fleet.serves(["a", "b", "c"])
-            assert await pauses(fleet, "a", "b") == before, "nobody else was paused"
-            assert (await fleet.status())["status"]["updates"] == reports, "no trainer was asked"
+            assert await pauses(fleet, "a", "b") == before, "another engine was paused"
+            assert (await fleet.status())["status"]["updates"] == reports, "a trainer got a command"
             assert await fleet.publish() == []
             await fleet.serves(["a", "b", "c"])
             before = await pauses(fleet, "a", "b")

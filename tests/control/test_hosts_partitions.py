@@ -172,7 +172,7 @@ async def test_bytes_that_the_kernel_of_a_dead_trainer_still_holds_land_in_no_la
             assert orphans(network.host("trainer")) > 0
             await fleet.end("trainer0")
             await asyncio.gather(told, return_exceptions=True)
-            assert orphans(network.host("trainer")) > 0, "its kernel goes on trying"
+            assert orphans(network.host("trainer")) > 0, "its kernel must still be sending"
             await fleet.start_trainers(host="other")
             await fleet.ready("trainer0")
             assert await fleet.publish() == []

@@ -33,7 +33,7 @@ WITHIN_S = 20.0
 
 
 async def until(rig: FakeFleet, holds: Callable[[], bool]) -> None:
-    await rig.coordinator.changes.until(holds, WITHIN_S, lambda: "it did not come to that")
+    await rig.coordinator.changes.until(holds, WITHIN_S, lambda: "the fleet did not get there")
 
 
 def engine_of(rig: FakeFleet, name: str) -> dict[str, Any]:

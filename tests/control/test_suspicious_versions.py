@@ -149,7 +149,7 @@ async def test_version_that_changes_nothing_is_refused_if_asked(way: str, tmp_pa
     )
     assert [report.unchanged for report in reports] == [0, 1, 2, 0]
     for refused in reports[1:3]:
-        assert refused.outcome == "aborted", "the engine holds what it held"
+        assert refused.outcome == "aborted", "the version changes nothing"
 
 
 async def test_engine_that_joins_between_versions_hides_no_unchanged_version() -> None:

@@ -60,7 +60,7 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
     known = {each["name"] for each in DASHBOARD["templating"]["list"]}
     known |= {"__rate_interval", "__interval", "__all"}
     assert set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) <= known
-    assert DASHBOARD["schemaVersion"] >= 36, "data sources are objects since"
+    assert DASHBOARD["schemaVersion"] >= 36, "data sources are objects since version 36"
     assert DASHBOARD["uid"]
     panels, taken = DASHBOARD["panels"], set[tuple[int, int]]()
     assert len({panel["id"] for panel in panels}) == len(panels) > 10

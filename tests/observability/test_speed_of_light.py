@@ -123,7 +123,7 @@ def test_a_benchmark_ends_with_the_runner_and_so_does_what_it_started(
     try:
         bench.send_signal(by)
         assert bench.wait(30) == 128 + by
-        assert select.select([child], [], [], 10.0)[0], "it goes on"
+        assert select.select([child], [], [], 10.0)[0], "the child still runs"
     finally:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(child, signal.SIGKILL)

@@ -209,12 +209,12 @@ def test_a_link_down_in_mid_write_is_unknown_and_it_goes_on_when_the_link_is_bac
             tell(f"  link up: a new peer written after {until_it_works(rig):.1f} s")
             rig.check_peer(rig.arena.bytes, "after the link came back")
         return
-    assert isinstance(error, TransferOutcomeUnknown), "called gone, but it is there"
+    assert isinstance(error, TransferOutcomeUnknown), "reported as gone, but the peer lives"
     try:
         seconds = until_it_works(rig, 15.0 if kind == "mooncake" else RECOVERY_S)
         tell(f"  link up: written again after {seconds:.1f} s")
     except TransferOutcomeUnknown:
-        assert kind == "mooncake", "only its errors are for good"
+        assert kind == "mooncake", "only errors of Mooncake are permanent"
         with sender(kind, here, rig.peer) as another:
             seconds = until_it_works(another)
         tell(f"  link up: unknown for good; a new transport wrote after {seconds:.1f} s")

@@ -160,7 +160,7 @@ async def test_callbacks_lost_doubled_reordered_and_delayed_past_the_deadline_co
     assert engine.num_requests == num_rollouts
     assert len(proxy.sent) == num_rollouts
     stats = rig.controller.stats()
-    assert stats.ignored > 0, "what came again was not used"
+    assert stats.ignored > 0, "repeated outcomes must be ignored"
     assert (stats.retried, stats.rejected) == (0, 0)
     assert len({hello.incarnation for hello in proxy.hellos}) == 2 < len(proxy.hellos)
     rig.assert_balanced(completed=num_rollouts)

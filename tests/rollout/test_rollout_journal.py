@@ -353,7 +353,7 @@ async def test_how_often_a_rollout_was_made_again_and_when_it_began_survive_a_ki
         assert (record.resubmits, record.oldest_version) == (life, process.policy.version)
         assert record.state is State.RUNNING
         process.life.set_version(process.policy.version + 2)
-        assert not world.at_workers, "stopped at its worker"
+        assert not world.at_workers, "the worker must have stopped it"
         process = await world.restarted(process, 0)
     # Run the callbacks of futures.
     await asyncio.sleep(0)
@@ -468,7 +468,7 @@ async def test_a_full_disk_stops_admission_and_delivery_until_there_is_room(
         # The write is repeated and fails again.
         await asyncio.sleep(0.05)
         assert process.journal.broken
-        assert len(caplog.records) == changes == 1, "said once, and without a traceback"
+        assert len(caplog.records) == changes == 1, "must be logged once, without a traceback"
     assert world.at_workers, "the worker keeps what was not acknowledged"
     # The records in the file are whole: a process can continue from them after a kill.
     left = PersistedState.of(journal_entries(world.path))

@@ -156,7 +156,7 @@ async def test_what_comes_without_an_outcome_before_it_is_not_acknowledged(
     tasks = [await worker.task() for _ in handles]
     first, second = (accepted(task.task_id, task.attempt, token=42) for task in tasks)
     await worker.socket.send_bytes(encode(CompletionBatch(2, (encode(second),))))
-    assert await worker.deliver(1, first) == 1, "or the worker would forget the second"
+    assert await worker.deliver(1, first) == 1, "or the worker would drop the second"
     assert [handle.done() for handle in handles] == [True, False]
     assert await worker.deliver(2, second) == 2
     assert (await handles[1]).output_ids == (42,)
@@ -285,8 +285,10 @@ async def test_a_worker_runs_an_attempt_once_however_often_it_is_handed_over() -
         await asyncio.wait_for(asyncio.wait({job}), 10)
         await asyncio.sleep(0)
         hand_over()
-        assert not worker._attempts.running, "after its end neither"
-        assert worker.hello().attempts == (AttemptKey("t", 1),), "until it is acknowledged"
+        assert not worker._attempts.running, "a repeated task runs again"
+        assert worker.hello().attempts == (AttemptKey("t", 1),), (
+            "the outcome is not acknowledged yet"
+        )
         ((_, encoded),) = worker._kept.values()
         outcome = msgspec.msgpack.decode(encoded, type=RolloutOutcome)
         assert outcome.result.output_ids == expected_tokens((3,), 3)

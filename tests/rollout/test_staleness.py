@@ -414,7 +414,7 @@ async def test_what_a_dropped_group_had_finished_counts_as_wasted_and_leaves_roo
     assert (counts.dropped, counts.stopped_early, counts.too_old) == (3, 1, 0)
     assert counts.wasted_tokens == 1
     assert (bench.policy.running, bench.policy.accepted, bench.policy.capacity()) == (0, 0, 6)
-    assert not bench.at_worker, "its last sample was stopped with it"
+    assert not bench.at_worker, "the group's last sample must be stopped too"
     bench.audit()
 
 

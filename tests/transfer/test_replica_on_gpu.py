@@ -161,7 +161,7 @@ async def run(folder: str, wire: str, replica: ReplicaPlace, mode: UpdateMode) -
                     assert nbytes > 0
                     # The first version loads kernels. NIXL and Mooncake may wait for the next step.
                     if version:
-                        assert was_running, "the step was over before its weights were asked for"
+                        assert was_running, "the step ended before its weights were requested"
                     if version and wire == "cuda_ipc":
                         assert not waited_for_the_next, f"rank {rank}, version {version}"
                 full = found[0][1]

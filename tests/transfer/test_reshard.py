@@ -106,7 +106,7 @@ async def test_engines_that_join_late_are_brought_up_by_a_peer_without_a_trainer
             async with asyncio.timeout(100):
                 await everyone.wait()
             await check(http, controller, tmp_path)
-            assert len(controller.coordinator.reports) == 2, "a trainer was asked"
+            assert len(controller.coordinator.reports) == 2, "a trainer got a command"
 
 
 def start_engines(

@@ -108,7 +108,7 @@ def built(name: str) -> Any:
                 numbers = torch.arange(first, first + tensor.numel()).reshape(tensor.shape)
                 tensor.copy_(numbers)
                 first += tensor.numel()
-    assert first < 1 << 24, "every element of its own value"
+    assert first < 1 << 24, "elements must be distinct"
     return model
 
 
@@ -365,7 +365,7 @@ def test_whatever_moves_elements_is_followed(seed: int) -> None:
                 region = tuple(
                     slice(o, e) for o, e in zip(part.box.offsets, part.box.ends, strict=True)
                 )
-                assert seen[region].isnan().all(), "an element lies there twice"
+                assert seen[region].isnan().all(), "an element occurs twice"
                 seen[region] = local.as_strided(part.box.sizes, part.strides, part.offset)
             here = torch.isin(expected, local)
             assert torch.equal(seen[here], expected[here])

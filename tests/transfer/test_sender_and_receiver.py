@@ -137,7 +137,7 @@ class Fleet:
             self.senders[trainer.manifest.worker] = sender
 
     def _look(self, memory: list[ParameterMemory]) -> list[ParameterMemory]:
-        assert self.stands_still, "parameters were looked at while the trainer may use them"
+        assert self.stands_still, "parameters were read while the trainer may change them"
         return memory
 
     def _transport(self) -> OneSidedTransport:

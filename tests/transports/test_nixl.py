@@ -103,8 +103,8 @@ def test_a_link_that_was_planted_in_the_shared_folder_leads_ucx_to_no_file_of_th
     assert (tmp_path / "victim").read_text() == "precious"
     num_entries, folder = found.stdout.splitlines()
     assert num_entries == "3"
-    assert folder.startswith("0o700 ['ucx."), "nobody else can enter it"
-    assert len(list(tmp_path.iterdir())) == 2, "it goes with the process"
+    assert folder.startswith("0o700 ['ucx."), "other users can enter the folder"
+    assert len(list(tmp_path.iterdir())) == 2, "the folder outlives the process"
 
 
 def until_ended(liveness: PeerLiveness) -> None:
