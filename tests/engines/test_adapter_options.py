@@ -1,4 +1,4 @@
-"""Tests of the adapters that an engine may be started with, and of the options for them."""
+"""Adapters for the start of engines, and their options."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ WITHIN_S = 60.0
 ROWS = {"a": 0, "b": 4}
 """First row of each tensor in the engine's one parameter, which has no place for other tensors."""
 LATER = pytest.mark.long
-"""Mark of cases that repeat a test of this file with another moment of the death."""
+"""Mark of repeated tests with another moment of the death."""
 
 
 class Loader:
@@ -79,8 +79,8 @@ class Engine:
     """A running server of another user; the main loop of its one rank is in this process.
 
     Attributes:
-        on_call: called with the number of an attaching process's call and whether the call was carried out.
-        over: semaphore that is released after each of these calls.
+        on_call: called before and after each call of an attaching process, with the call's number and whether it is done.
+        over: semaphore that is released after each call.
         asked: paths of the requests, in order.
     """
 
@@ -112,7 +112,6 @@ class Engine:
         self.asked.append(path)
         try:
             return self.carry_out(path, asked)
-        # Servers answer with the error that a rank raised.
         except WindlassError as error:
             return 500, repr(error).encode()
 

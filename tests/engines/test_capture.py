@@ -175,7 +175,7 @@ def test_an_element_order_that_is_no_set_of_boxes_goes_through_a_buffer() -> Non
 
 
 class Transposed(torch.nn.Module):
-    """Experts with the input dimension first, gate next to up and padded columns; a matrix in another shape."""
+    """Transposed experts with fused gate and up and with padded columns, and a reshaped matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ def test_masks_of_a_checkpoint_are_left_out_unless_it_is_quantised(tmp_path: Pat
 
 
 class Passing(torch.nn.Module):
-    """An engine that serves `w`. Its loader passes all other tensors to a function of the test."""
+    """An engine that serves `w` and passes other tensors to a function of the test."""
 
     def __init__(self, other: Callable[[torch.Tensor], object]) -> None:
         super().__init__()

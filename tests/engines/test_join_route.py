@@ -1,4 +1,4 @@
-"""The route that tells an engine's server which fleet to join: access, requests and answers."""
+"""The join route of an engine's server: access, requests and answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ORDER = JoinOrder("http://10.0.0.1:8000")
 
 
 class Joined:
-    """Callback of the route that records its orders and the threads of its calls."""
+    """Callback that records its orders and threads."""
 
     def __init__(self, error: WindlassError | None = None) -> None:
         self.asked: list[JoinOrder] = []
@@ -70,7 +70,7 @@ async def test_who_has_the_servers_token_or_its_role_says_where_it_joins(
     answer = await ask(joined, msgspec.json.encode(ORDER), shown, server=server)
     assert answer == (200, {"name": "10.0.0.2:30000", "controller": ORDER.controller})
     assert joined.asked == [ORDER]
-    # The callback has another thread, so that the server can answer other requests.
+    # The server's own thread stays free for other requests.
     assert threading.current_thread() not in joined.threads
 
 

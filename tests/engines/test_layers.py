@@ -107,7 +107,7 @@ def checkpoint() -> dict[str, torch.Tensor]:
 
 
 def require_delivered(engine: Engine, exact_numel: int = EXACT_NUMEL) -> None:
-    """Capture, deliver a checkpoint through the captured layout, and compare with the engine's own loader."""
+    """Capture, deliver a checkpoint, and compare with the engine's own loader."""
     numbers = [int(number) for number in engine.layers]
     fresh = Engine(range(numbers[0], numbers[-1] + 1), odd=engine.odd)
     fresh.load(iter(checkpoint().items()))
@@ -148,7 +148,7 @@ def test_a_layer_that_lies_otherwise_than_its_likes_is_found_out(odd: int) -> No
 
 
 class Started(Engine):
-    """An engine that has loaded a checkpoint at its start and that then swaps rows of `swapped` layers."""
+    """An engine that loads a checkpoint at its start and then swaps rows of some layers."""
 
     def start(self, folder: Path, *swapped: int) -> StoredCheckpoint:
         save_file(checkpoint(), folder / "model.safetensors")
@@ -172,7 +172,7 @@ def test_of_its_own_checkpoint_an_engine_loads_one_layer_of_each_kind(tmp_path: 
 
 
 def test_what_is_loaded_as_a_whole_is_all_of_its_own_checkpoint_in_the_end(tmp_path: Path) -> None:
-    """An engine keeps the adapter that it loaded last, so capture must end with the engine's own adapter."""
+    """An engine keeps its last loaded adapter, so capture must end with the engine's own."""
     engine = Started(range(NUM_LAYERS))
     stored = engine.start(tmp_path)
     capture(engine, specs(), engine.load, worker="e/0", reference=stored, recompute=False)
@@ -287,7 +287,7 @@ def test_made_up_weights_are_not_put_back_and_are_captured_again() -> None:
 
 @pytest.mark.parametrize("refusal", [RuntimeError("missing"), UnsupportedLayout("missing")])
 def test_a_loader_that_takes_no_part_of_a_checkpoint_is_given_all(refusal: Exception) -> None:
-    """Check an error of the engine's loader, and `UnsupportedLayout` from Windlass's count of loaded elements."""
+    """Check an error of the loader, and an error of Windlass's count of loaded elements."""
     engine = Engine(range(NUM_LAYERS), refusal=refusal)
     require_delivered(engine)
     assert [len(loaded) for loaded in engine.loaded[:2]] == [3, NUM_LAYERS + 1]

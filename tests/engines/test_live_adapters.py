@@ -3,8 +3,8 @@
 A PEFT model under FSDP2 on two processes trains a step and publishes, over each transport and in each mode. After every
 update
 
-1. on every rank, the adapter's slot has the same bytes as the slot of a new model into which vLLM's own loader loaded the
-   adapter that PEFT saved; no byte of the model has changed;
+1. on every rank, the adapter's slot has the same bytes as in a new model, after vLLM's own loader loaded the adapter that
+   PEFT saved; no byte of the model has changed;
 2. requests that name the adapter get the greedy tokens and logprobs of transformers and PEFT, within bfloat16, through
    either route, with the new version;
 3. requests that do not name the adapter get the same answers as before, and the adapter's slot has no effect on them.

@@ -1,20 +1,19 @@
 """After an update by Windlass, a live unmodified engine has the same bytes as after a load by its own loader.
 
-The test starts a server once. Then real trainers, one after the other, each with its own processes and its own parallel
-layout, train a step and publish, over each transport and in each mode. For each update the server leaves the fleet and
-joins a new fleet. After every update
+The test starts a server once. Then real trainers with different parallel layouts, one after the other, train a step and
+publish, over each transport and in each mode. For each update the server joins a new fleet. After every update
 
-1. on every rank, every parameter and buffer has the same bytes as in a new model in the same process, after the engine's
-   own loader loaded the trainer's weights from a checkpoint;
-2. the greedy tokens are the tokens of transformers with these weights, within bfloat16;
-3. the same holds for the logprobs; and the tokens carry the version.
+1. on every rank, all parameters and buffers have the same bytes as a new model in the same process that the engine's own
+   loader filled from a checkpoint of the trainer;
+2. greedy tokens and logprobs equal those from transformers, within bfloat16;
+3. the tokens carry the version.
 
 With replicas, stages or spread experts, requests run on every replica during updates. The updates pause these requests in
 turn by `abort` and `in_place` (SGLang: `retract` too, and with stages only `abort`). 2 and 3 hold for every replica.
 
-At the end, a server in another process loads the last checkpoint and must have the same bytes, tokens and logprobs. This
-check is needed because a load within the updated server's own ranks shares the state that these ranks keep.
-`WINDLASS_ENGINES=one` omits this check; `tests/integrations/test_vllm_plugin.py` makes it for that case.
+At the end, a server in another process loads the last checkpoint and must have the same bytes, tokens and logprobs,
+because a load within the updated server's ranks shares their state. `WINDLASS_ENGINES=one` omits this check, which
+`tests/integrations/test_vllm_plugin.py` makes as well.
 
 WINDLASS_ENGINES chooses the servers: `one` server, a `covering` set (the default), or `all`.
 """
@@ -230,9 +229,9 @@ async def test_an_updated_engine_is_a_fresh_one(live: Live, tmp_path: Path, show
 
 @contextmanager
 def busy(server: Server, checkpoint: Path) -> Iterator[list[list[int]]]:
-    """Run requests on every replica if the server has replicas or stages, and yield the versions of their tokens.
+    """Run requests on every replica of a server with replicas or stages, and yield the versions of their tokens.
 
-    The requests begin when the trainers have written the checkpoint. The list is filled at the end of the block.
+    The requests begin when the trainers have written the checkpoint.
     """
     answers: list[list[int]] = []
     with ExitStack() as running:
@@ -285,7 +284,7 @@ def check(
 
 
 def check_answer(sample: Sample, checkpoint: Path, version: int, *, old: Path) -> None:
-    """Check that an answer is greedy, comes from the weights of `checkpoint`, not of `old`, and carries the version."""
+    """Check that an answer is greedy, comes from `checkpoint`, not from `old`, and carries the version."""
     assert sample.versions == [version] * NUM_TOKENS
     logprobs = expected(checkpoint, sample)
     chosen = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""The engine's loop and the agent's thread reach the gate in either order, and no step runs during a pause."""
+"""Loop and agent reach the gate in either order, and no step runs during a pause."""
 
 from __future__ import annotations
 

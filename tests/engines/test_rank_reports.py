@@ -1,4 +1,4 @@
-"""The launcher receives reports from ranks of all stages; SGLang itself answers only for the first stage."""
+"""The launcher gets reports from ranks of all stages, while SGLang answers only for the first."""
 
 from __future__ import annotations
 

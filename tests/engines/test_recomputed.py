@@ -100,7 +100,7 @@ class Named(torch.nn.Module):
 class Layer(torch.nn.Module):
     """A layer of a state space model.
 
-    The loader computes `decay` and `norm`, copies `skip` (to float32) and `proj`, and multiplies two tensors for `folded`.
+    `decay` and `norm` are computed, `skip` (to float32) and `proj` copied, `folded` is the product of two tensors.
     """
 
     def __init__(self, heads: int) -> None:
@@ -559,7 +559,7 @@ RULES: dict[str, Callable[[dict[str, torch.Tensor], str], torch.Tensor]] = {
 def test_any_mixture_of_copies_and_computed_tensors_is_updated(
     rules: list[str], waits: bool
 ) -> None:
-    """Check loaders that skip a tensor without all its sources (`waits`), or that use the last known sources."""
+    """Check loaders that wait for all sources of a tensor (`waits`) or reuse older sources."""
     names = [f"{kind}.{i}" for kind in "ab" for i in range(6)]
     specs = [CheckpointSpec(name, (3,), DType.FLOAT32) for name in names]
 
@@ -732,8 +732,7 @@ async def test_an_update_that_is_aborted_never_calls_the_loader(
 class Buffering(torch.nn.Module):
     """An engine that, like vLLM, keeps the tensors of a layer until they have as many elements as the layer.
 
-    It then writes the kept tensors into the layer and drops later tensors of this layer. If a load fails, the kept
-    tensors stay for the next load.
+    It then writes them and drops later tensors of this layer. After a failed load, the kept tensors stay.
     """
 
     def __init__(self, kept: dict[int, list[tuple[str, torch.Tensor]]] | None = None) -> None:
@@ -793,7 +792,7 @@ def test_what_a_load_that_failed_has_left_does_not_get_into_the_next_version(whe
 
 
 def test_a_loader_that_never_recovers_is_not_believed() -> None:
-    """Check a loader that adds state of a failed load to every later load; a fleet leaves such an engine out."""
+    """Check a loader that keeps state of a failed load. A fleet leaves its engine out."""
     engine = Engine()
     state = {"fails": False, "offset": 0.0}
 

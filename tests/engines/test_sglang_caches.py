@@ -5,14 +5,13 @@ prompts of 320 tokens twice: one prompt for each route (plain `/generate`, both 
 tokens, logprobs and the number of cached prompt tokens must equal the answers of a fresh server with these weights.
 While the weights change
 
-1. a request runs. It must reach its last token (unless the pause aborts), and no request after the update may use its
-   cache entries;
-2. a request of a rollout worker waits: admitted before the update, but not started. Its answer must come from the new
-   weights. An aborting pause returns this request, and the worker sends it again;
+1. a request runs. It must reach its last token (unless the pause aborts), and no later request may use its cache entries;
+2. a rollout worker's request waits, admitted but not started. Its answer must come from the new weights. An aborting
+   pause returns it, and the worker sends it again;
 3. the server fills in prompts, chunk by chunk. No later request may use the entries of a prompt that spans the update.
-   The expected answers come from the same server, after its own route emptied its caches.
+   The expected answers come from the same server with emptied caches.
 
-The options and the log lines of SGLang are the ones of 0.5.23.
+Options and log lines are those used by SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ FLAGS = (
 
 
 def prompt(number: int) -> list[int]:
-    """Return a prompt of `PROMPT_TOKENS` tokens that differs from all others in its first token."""
+    """Return a prompt of `PROMPT_TOKENS` tokens with a distinct first token."""
     generator = torch.Generator().manual_seed(number)
     rest = torch.randint(0, VOCABULARY, (PROMPT_TOKENS - 1,), generator=generator).tolist()
     return [number % VOCABULARY, *rest]
@@ -286,15 +285,9 @@ def check(answers: list[Answer], expected: list[Answer]) -> None:
 
 
 def check_all(server: Server, weights: Weights, kept: tuple[str, ...]) -> int:
-    """Check that all answers equal the answers of a fresh server with empty caches.
+    """Compare all answers with a fresh server's, and return their number.
 
-    Args:
-        server: the updated server.
-        weights: the weights that it serves, with the expected answers.
-        kept: names of prompts that the server has already answered with these weights.
-
-    Returns:
-        Number of compared answers.
+    Prompts named in `kept` may be cached, because the server has already answered them with these weights.
     """
     for name, answers in ask_all(server).items():
         expected = weights.answers[name]

@@ -315,7 +315,7 @@ def test_what_belongs_to_others_as_well_is_left_alone() -> None:
 
 
 def test_a_set_that_did_not_change_is_not_built_anew() -> None:
-    """A rebuilt set that has shrunk may iterate in another order, and a reader may see it empty during the rebuild."""
+    """A rebuilt set may iterate in another order, and readers may see it empty."""
     model = Model()
     vars(model)["layers_left"] = left = set(range(200))
     for number in set(left) - {9, 64}:

@@ -1,17 +1,16 @@
 """A live vLLM server never answers from a cache entry of other weights.
 
-The server has the caches on that users have on. Two sets of weights alternate in it, in every update mode and every pause
-mode. Before and after every update, Windlass's own client of engines and foreign clients send prompts with one long
-prefix. During the update, requests run in every seat of the server, and one request waits for a seat.
+The server has its usual caches on. Two sets of weights alternate in it, in every update mode and pause mode. Around every
+update, rollout workers and foreign clients send prompts with one long prefix. During the update, requests run in every
+seat of the server, and one request waits for a seat.
 
-1. After the update, tokens and logprobs are bitwise equal to the answers of a fresh server with these weights to the same
-   prompts in the same order. This includes prompts that repeat the answer of a request that ran across the update.
-2. The waiting request is answered by the new weights alone. A running request continues if the pause mode says so.
-   Otherwise a foreign client's request ends, and a rollout worker continues its own with the new weights, with the
-   answer that a fresh server gives after the same tokens.
-3. The test prints the shares of prompt tokens that the prefix cache served before and after the update.
+1. After the update, tokens and logprobs are bitwise equal to a fresh server's answers to the same prompts in the same
+   order. Some prompts repeat the answer of a request that ran across the update.
+2. Only the new weights answer the waiting request. A running request continues if the pause mode says so. Otherwise the
+   server aborts it, and a rollout worker continues it with the new weights, like a fresh server after the same tokens.
+3. The test prints the shares of prompt tokens from the prefix cache before and after the update.
 
-The fresh servers start after the updated server has ended, because two live servers would share two cores.
+Fresh servers start after the updated server has ended, because two live servers would share two cores.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ NUM_RUNNING_TOKENS = 1200
 NUM_PREFIX_TOKENS = 400
 TAILS: tuple[list[int], ...] = ([17, 18], [99, 4, 5], [])
 BUSY_DISTANCE = 0.03
-"""Largest distance of bfloat16 logprobs that were computed next to other requests; other weights differ by far more."""
+"""Largest distance of bfloat16 logprobs with other requests in the batch; other weights differ by far more."""
 FLAGS = {
     "vllm": ("--max-model-len", "2048", "--no-skip-tokenizer-init", "--served-model-name", MODEL),
 }
 
 
 def prefix(number: int) -> list[int]:
-    """Return the prefix of the prompts around an update. Each update has its own, or older cache entries would hide errors."""
+    """Return the prefix of the prompts around an update. A common prefix would hide errors behind older cache entries."""
     return [(i * i * 7 + i * 3 + 31 * number) % 240 + 5 for i in range(NUM_PREFIX_TOKENS)]
 
 
@@ -159,7 +158,7 @@ async def work(
 
 
 async def ask_all(server: Server, number: int, more: Sequence[Sequence[int]] = ()) -> list[Heard]:
-    """Ask all clients' prompts, and twice each of `more`, one after the other."""
+    """Ask prompts one after the other: each by all clients, and `more` twice by a worker."""
     heard = [await ask(server, c, prompt, NUM_TOKENS) for prompt in prompts(number) for c in Client]
     return heard + [
         await ask(server, Client.WORKER, prompt, NUM_TOKENS) for prompt in more for _ in range(2)
@@ -168,7 +167,7 @@ async def ask_all(server: Server, number: int, more: Sequence[Sequence[int]] = (
 
 @dataclass(frozen=True)
 class Spoken:
-    """Answers of the requests that ran across an update, and of the request that waited for a seat."""
+    """Answers of the running requests and of the waiting request."""
 
     running: list[Partial]
     foreign: list[int]
@@ -182,7 +181,7 @@ def running_prompt(number: int, seat: int) -> list[int]:
 
 @asynccontextmanager
 async def busy(server: Server, number: int) -> AsyncIterator[asyncio.Future[Spoken]]:
-    """Fill every seat with requests that share the prefix, and let one more request wait; yield their future answers."""
+    """Fill every seat with requests, let one more wait, and yield their future answers."""
     async with asyncio.TaskGroup() as group, aiohttp.ClientSession() as session:
         running = [
             group.create_task(work(server, running_prompt(number, seat), NUM_RUNNING_TOKENS))
@@ -376,7 +375,7 @@ def check_spoken(spoken: Spoken, way: Way, number: int, version: int) -> Iterato
 async def differences(
     server: Server, stretch: Stretch, compared: Callable[[str, int], None]
 ) -> list[str]:
-    """Return the differences between a stretch and the answers of a fresh server."""
+    """Return the differences from the answers of a fresh server."""
     # The server must have empty caches, as after its start.
     await asyncio.to_thread(server.http.post, "/reset_prefix_cache", {}, HTTP_S)
     different = []

@@ -64,7 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Say(RolloutWorkflow):  # type: ignore[misc]  # AReaL is not typed here
-    """Workflow that asks for one greedy answer and records it with the version of each token."""
+    """Workflow that records one greedy answer with the version of each token."""
 
     def __init__(self, num_tokens: int) -> None:
         self.answers: list[dict[str, list[int]]] = []
@@ -73,7 +73,7 @@ class Say(RolloutWorkflow):  # type: ignore[misc]  # AReaL is not typed here
         )
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
-        """Ask, record the answer, and return the tensors that AReaL needs of an episode."""
+        """Record an answer, and return the tensors of an episode."""
         request = ModelRequest(input_ids=data["prompt"], gconfig=self._settings)
         said = await engine.agenerate(request)
         self.answers.append(
@@ -187,7 +187,7 @@ class counting_gathers:  # noqa: N801 - used like a function
 
 
 def kill_in_write(actor: Any, version: int, pids: list[int]) -> None:
-    """Kill processes from the controller's loop, which rank 0 hosts and which knows the phase of the round."""
+    """Kill processes in the write phase, from the loop of the controller in rank 0."""
 
     def killed(of: int, phase: object) -> None:
         if (of, str(phase)) == (version, "write"):

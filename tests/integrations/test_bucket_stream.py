@@ -1,4 +1,4 @@
-"""Streams of whole tensors between real processes: tests compare every byte, and deaths are reported at once."""
+"""Streams of whole tensors between real processes, compared byte by byte; deaths are reported at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from windlass.integrations.bucket_stream import (
 
 SMALL = 64 << 10
 AT_ONCE_S = 3.0
-"""Limit for reports without delay: far below every deadline, with time for a busy machine."""
+"""Limit for a prompt report: far below every deadline, with time for a busy machine."""
 
 
 @pytest.fixture

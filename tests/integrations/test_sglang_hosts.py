@@ -97,7 +97,7 @@ async def controller_on(
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    # Each step of SGLang sends several messages, which a wire in user space would slow down too much.
+    # A wire in user space is too slow for the messages of SGLang's steps.
     with Network(("one", "two"), by_wire=False, rate_bit_s=FAST_BIT_S) as made:
         yield made
 
@@ -143,7 +143,7 @@ def key_of(server: Server, host: Host, folders: Path) -> Iterator[None]:
 async def test_one_server_over_two_hosts_is_updated_by_a_trainer_on_both(
     layout: Layout, network: Network, folders: Path, tmp_path: Path
 ) -> None:
-    """Check that links use cma inside a host and Mooncake over TCP between hosts, and compare with a fresh server."""
+    """Check links by cma inside a host and by Mooncake over TCP between hosts."""
     old, hosts = save("dense", 1, tmp_path / "old"), (network.host("one"), network.host("two"))
     first = hosts[0]
 

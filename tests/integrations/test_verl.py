@@ -48,7 +48,7 @@ def run(folder: Path, *command: str) -> None:
         **environment("vllm", 1, os.pathsep.join(map(str, path))),
         "VLLM_SERVER_DEV_MODE": "1",
         "VERL_PLATFORM": "cpu",
-        # The machine may be busy.
+        # A busy machine needs longer.
         "RAY_raylet_start_wait_time_s": "300",
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform",
         # verl registers its FSDP engine only for this device and vendor.

@@ -20,9 +20,9 @@ FAST_BIT_S = 10_000_000_000
 
 
 def test_one_server_over_two_hosts_is_updated_by_links_of_two_kinds(tmp_path: Path) -> None:
-    """Check that links use cma inside a host and Mooncake over TCP between hosts, and compare with a fresh server."""
+    """Check links by cma inside a host and by Mooncake over TCP between hosts."""
     source = checkpoint(1, tmp_path / "source")
-    # Each step of vLLM sends several messages, which a wire in user space would slow down too much.
+    # A wire in user space is too slow for the messages of vLLM's steps.
     with Network(("one", "two"), by_wire=False, rate_bit_s=FAST_BIT_S) as network:
         hosts = (network.host("one"), network.host("two"))
         first = hosts[0]

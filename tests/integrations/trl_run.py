@@ -57,7 +57,7 @@ def varlen_attention(
     causal: bool,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """Compute `flash_attn_varlen_func`: causal attention, aligned at the ends of query and key, for each sequence."""
+    """Compute causal attention like `flash_attn_varlen_func`, aligned at the ends of query and key."""
     assert causal
     assert window_size == (-1, -1)
     del max_seqlen_q, max_seqlen_k

@@ -92,7 +92,7 @@ class Trainer(TrainingWorkerTest):  # type: ignore[misc]  # verl has no types
 
 
 class Adapter(MockServerAdapter):  # type: ignore[misc]
-    """Adapter that keeps the received weights, and that can stop in the middle of a stream."""
+    """Adapter that keeps received weights and can stop in mid-stream."""
 
     stop_at = -1
 
@@ -150,7 +150,7 @@ class Rollout(CheckpointEngineWorkerTest):  # type: ignore[misc]
 
 
 class Job:
-    """Trainer ranks and rollout ranks, as many as the arguments say; each rollout rank is a replica."""
+    """Trainer ranks, and rollout ranks that are one replica each."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         environment = {
@@ -159,7 +159,7 @@ class Job:
             if name.startswith("VERL_") or name in {"PYTHONPATH", "OMP_NUM_THREADS"}
         }
         ray.init(
-            # The job does not use another cluster of Ray on this machine.
+            # Another cluster of Ray may run on this machine.
             address="local",
             num_cpus=args.trainers + args.rollouts + 1,
             include_dashboard=False,

@@ -108,7 +108,7 @@ class Job:
             if name.startswith(("VERL_", "VLLM_")) or name in names
         }
         ray.init(
-            # The job does not use another cluster of Ray on this machine.
+            # Another cluster of Ray may run on this machine.
             address="local",
             num_cpus=16,
             num_gpus=args.rollouts,
@@ -175,7 +175,7 @@ class Job:
         save_file(self.actors.full_weights()[0], folder / "model.safetensors", {"format": "pt"})
 
     def kill(self, replica: Any) -> dict[str, Any]:
-        """Make an update that kills all processes of a replica after its requests are aborted."""
+        """Kill all processes of a replica in an update, after its requests are aborted."""
         self.step += 1
         self.actors.change_weights(self.step)
         pid = ray.get(replica.server_handle.__ray_call__.remote(lambda _: os.getpid()))

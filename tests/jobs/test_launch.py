@@ -88,7 +88,7 @@ def read_until(job: subprocess.Popen[str], start: str) -> str:
 
 
 def wait_for(fifo: Path, job: subprocess.Popen[str]) -> None:
-    """Wait until a rank has written to the fifo; fail with the job's exit status if the job ends first."""
+    """Wait until a rank has written to the fifo; fail if the job ends first."""
     reader, process = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK), os.pidfd_open(job.pid)
     ready, _, _ = select.select([reader, process], [], [], DEADLINE_S)
     os.close(process)
@@ -126,7 +126,7 @@ def check_example(tmp_path: Path, config: Path, **environment: str) -> None:
     assert '"routable":true,' in page
 
 
-# This test runs the whole example again; `make test-security` includes it.
+# This test repeats the whole example; `make test-security` runs it.
 @pytest.mark.long
 def test_a_whole_job_speaks_tls_alone(tmp_path: Path) -> None:
     config = write(tmp_path, ("steps = 4", "steps = 2"))
@@ -175,7 +175,7 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
         "done:",
         "in",
     ]
-    # The last update was still under way at the end of the job's work. It counts too.
+    # The last update was still under way when the job's work was done.
     found = summary(tmp_path)
     assert found["outcomes"] == ["published"] * 2
     assert (found["steps"], found["version"]) == (3, 3)
@@ -427,7 +427,7 @@ def test_a_trainer_that_dies_fails_the_job_with_its_log(tmp_path: Path) -> None:
     assert "no such optimizer" in printed
 
 
-# This test runs the whole example again. test_schedulers.py also covers the GPUs of schedulers.
+# This test repeats the whole example. test_schedulers.py also tests GPUs.
 @pytest.mark.long
 def test_an_engine_shares_the_reservation_of_a_trainer_rank(tmp_path: Path) -> None:
     """Check also that each rank sees the GPU that it reserved, and local rank 0."""

@@ -193,7 +193,7 @@ async def test_what_a_cluster_cannot_free_takes_nobody_elses_time_to_end(
 
 
 async def pidfds(fifo: Path, deadline_s: float = 15) -> list[int]:
-    """Read process ids from a fifo and return their handles, which stay valid if a process id is reused."""
+    """Return handles of the processes in a fifo; unlike ids, handles are never reused."""
     async with asyncio.timeout(deadline_s):
         words = (await asyncio.to_thread(fifo.read_text)).split()
     return [os.pidfd_open(int(word)) for word in words]

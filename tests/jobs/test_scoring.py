@@ -52,7 +52,6 @@ class Rig:
             self.rollouts.submit_group((1, number + 2), 2, SAMPLING)
 
     async def next_batch(self, *, is_over: bool = False) -> list[list[float]] | None:
-        """Return the rewards of the next batch."""
         forever = asyncio.Event()
         if is_over:
             forever.set()

@@ -54,7 +54,7 @@ async def trainers(tmp_path: Path, how: str) -> AsyncIterator[TrainController]:
 
 
 async def test_groups_are_dealt_to_ranks_until_one_of_them_raises(tmp_path: Path) -> None:
-    """Check that a step uses the whole batch, and several other calls with the same ranks, which start slowly."""
+    """Check steps, checkpoints, operations and a failure with one set of ranks, because ranks start slowly."""
     async with trainers(tmp_path, "raise") as controller:
         first = await controller.train_step(1, GROUPS, deadline_s=30)
         assert [rank["first"] for rank in first.ranks] == [0.25, 1.0]
@@ -120,7 +120,7 @@ async def test_a_rank_that_dies_or_hangs_is_reported_within_its_deadline(
 
 
 async def check_failure(controller: TrainController, deadline_s: float, says: str) -> None:
-    """Check that step 4 fails with the reason of the failing rank, and that a later call fails with the same reason."""
+    """Check that step 4 and a later call fail with the reason of the failing rank."""
     began = time.monotonic()
     with pytest.raises(TrainerError, match=says) as raised:
         await controller.train_step(4, GROUPS, deadline_s=deadline_s)

@@ -142,7 +142,6 @@ def test_every_script_has_a_row() -> None:
 
 
 def command_of(each: Rehearsal, out: Path) -> list[str]:
-    """Return the command line of a rehearsal."""
     words = [*each.words, *GIVEN.get(each.script, ())]
     words = [w.replace(OUT, str(out)) for w in words]
     words = [str(VENVS["vllm"] / "bin/python") if w == VLLM else w for w in words]
