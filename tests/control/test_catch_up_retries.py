@@ -113,7 +113,7 @@ class Rig:
         self.loop = loop
         config = ControlConfig(mode=mode, max_rewrites=0, deadlines=PhaseDeadlines(write_s=WRITE_S))
         self.coordinator = Coordinator(config)
-        # A journal may say this. The versions that engines report settle it.
+        # As read from a journal. The versions that engines report confirm it.
         self.coordinator.run.reserved = VERSION
         self.writes: list[tuple[float, str]] = []
         self.on_write: Callable[[str], LinkStatus | None] = lambda _donor: LinkStatus.OK

@@ -42,7 +42,7 @@ from windlass.config import UpdateMode
 SMOKE_SEEDS = (*range(1000, 1006), *range(ATTACKED_FROM, ATTACKED_FROM + 4))
 PROCESSES = len(os.sched_getaffinity(0))
 
-# Schedules with which this suite found a bug in the product, unchanged.
+# Unchanged schedules that found a bug in the product.
 FOUND = {
     "a write that is lost with its connection holds its engines for ever": (
         '{"seed":6,"mode":"in_place","duration_s":5.0,"events":['

@@ -63,7 +63,7 @@ def test_equal_updates_compare_as_often_as_the_share_allows(
     charged = sum(spent for _, spent, _ in done[1:])
     assert charged > 0
     allowed = share * sum(update_s for _, _, update_s in done)
-    # Some updates do not compare. The unused time is at most that of two comparisons.
+    # Then some updates do not compare, and the time of at most two comparisons stays unused.
     if share * (cost + rest) < cost:
         assert charged >= allowed - 2 * cost - share * (cost + rest) - 1e-6 * allowed
 

@@ -195,7 +195,7 @@ async def kill_in(fleet: Fleet, victim: str, phase: str, *, num_outstanding: int
 
 
 def expected(victim: str, phase: str, mode: UpdateMode) -> set[str]:
-    """Return the outcomes that surviving ranks may get for the version in which the victim died."""
+    """Return the outcomes that the other ranks may get for the version with the kill."""
     if victim == "controller":
         # The next controller repeats the version or gives its number up.
         return {"published", "aborted"}

@@ -1,4 +1,4 @@
-"""A controller does not grow over weeks in which thousands of engines, workers and rollouts pass."""
+"""A controller does not grow over weeks with thousands of engines, workers and rollouts."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ async def test_a_fleet_whose_controller_has_an_ipv6_address_uses_ipv6_throughout
     transport: str,
 ) -> None:
     with Network(HOSTS) as network:
-        # Remove IPv4, so that there is no fallback.
+        # Remove IPv4, so that no process can fall back to it.
         for name in HOSTS:
             network.host(name).run("ip", "-4", "address", "flush", "dev", "rail0")
         fleet = Fleet(network, CONFIG, transport, ROWS)

@@ -38,7 +38,7 @@ def folder() -> Iterator[Path]:
 
 
 def expected(entries: list[JournalEntry]) -> list[object]:
-    """Return what a controller must know after `entries`, computed from the definitions."""
+    """Return the state that a controller must have after `entries`, computed from definitions."""
     published = [e.version for e in entries if e.kind is JournalKind.PUBLISHED]
     begun = [e.version for e in entries if e.kind is JournalKind.PUBLISHING]
     return [

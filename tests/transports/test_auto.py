@@ -22,7 +22,7 @@ from windlass.transports.shm import ShmTransport
 
 
 class TestAuto(ProcessConformance):
-    """A set of one transport equals that transport. A set of two passes the suite as each does."""
+    """A set of two transports passes the suite as each alone does. A set of one is that transport."""
 
     config: ClassVar[AutoConfig] = AutoConfig(offers=("cma", "shm"))
 
