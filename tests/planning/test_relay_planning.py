@@ -26,7 +26,7 @@ from windlass.planning.relay import (
 from windlass.transfer.payload import Payload, payload_of
 
 SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-"""Suppressed checks: a busy machine is no defect, and reversed dims are frequent."""
+"""Suppressed checks: machines may be busy, and reversed dims are frequent."""
 SHAPES = [RelayShape.CHAIN, RelayShape.TREE, RelayShape.AUTO]
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 

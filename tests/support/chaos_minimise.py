@@ -1,4 +1,4 @@
-"""Reduce a schedule that fails to a small one that fails (delta debugging, Zeller 1999)."""
+"""Reduce a failing schedule to a small failing schedule (delta debugging, Zeller 1999)."""
 
 from __future__ import annotations
 

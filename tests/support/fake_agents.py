@@ -263,7 +263,7 @@ class FakeFabric:
         """Write one row into the rank that `binding` names.
 
         Raises:
-            PeerUnreachable: there is no such memory.
+            PeerUnreachable: the memory does not exist.
         """
         if binding.endpoint.address:
             try:

@@ -15,8 +15,7 @@ class FleetRules:
         self._last: dict[str, tuple[frozenset[Identity], EngineStatus]] = {}
 
     def broken(self, fleet: Fleet) -> list[str]:
-        """Return the rules that the fleet breaks now or has broken since the last call; empty if
-        there are none."""
+        """Return the rules that the fleet breaks now or has broken since the last call."""
         # A new fleet belongs to another controller.
         if fleet is not self._fleet:
             self._fleet, self._last = fleet, {}

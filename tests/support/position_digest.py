@@ -4,7 +4,8 @@ Each unit of the payload is mixed with its position, and the results are added. 
 neither on the cuts of the payload nor on the order of its parts. It changes if a unit changes,
 moves or is missing. For a given position the mixing is a bijection of 64-bit values, so one
 changed unit always changes the digest. Digests of two unrelated payloads are equal with a
-probability of about 2^-64 at worst. The digest finds errors; it is no defence against an attacker.
+probability of about 2^-64 at worst. The digest finds errors; it gives no
+protection against an attacker.
 
 This is the plain implementation; `memory/cuda/put.cu` is bit-identical.
 """
