@@ -39,7 +39,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(WITHIN_S):
-        while not holds():  # noqa: ASYNC110 - a fake tells nobody
+        while not holds():  # noqa: ASYNC110 - a fake has no event
             await asyncio.sleep(0.01)
 
 

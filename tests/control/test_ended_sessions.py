@@ -89,5 +89,5 @@ async def test_an_announcement_whose_caller_was_interrupted_is_taken_back(
                 channel.announce(0, 30.0)
         assert channel._announced is None
         async with asyncio.timeout(10):
-            while waiting.num_waiting:  # noqa: ASYNC110 - it tells nobody
+            while waiting.num_waiting:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.01)

@@ -184,7 +184,7 @@ async def test_rollouts_engines_and_workers_that_come_and_go_leave_nothing_in_th
 
         async def settled() -> dict[str, int]:
             # The controller drops a worker that does not reconnect.
-            while len(controller._workers) > 1 or controller._pool._stopping:  # noqa: ASYNC110 - nobody is told
+            while len(controller._workers) > 1 or controller._pool._stopping:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.01)
             return sizes(controller)
 

@@ -60,7 +60,7 @@ def nothing(_command: Command) -> None:
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(WITHIN_S):
-        while not holds():  # noqa: ASYNC110 - a fake tells nobody
+        while not holds():  # noqa: ASYNC110 - a fake has no event
             await asyncio.sleep(0.01)
 
 

@@ -287,7 +287,7 @@ async def test_what_a_lost_connection_left_at_rest_is_told_by_the_next_one(
         await until_routable(rig.coordinator, set())
         await until_routable(rig.coordinator, {"a"})
         async with asyncio.timeout(WITHIN_S):
-            while "Abort" not in rank.handled:  # noqa: ASYNC110 - a fake tells nobody
+            while "Abort" not in rank.handled:  # noqa: ASYNC110 - a fake has no event
                 await asyncio.sleep(0.01)
         assert rest[:1] == ["ConnectionRefusedError: the engine's HTTP server is away"]
 

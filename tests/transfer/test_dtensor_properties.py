@@ -33,14 +33,14 @@ DEADLINE_S = 90.0
 
 @dataclass(frozen=True)
 class Case:
-    """A tensor and how it is cut.
+    """A tensor and its distribution.
 
     Attributes:
         ranks: ranks of the mesh, row by row, with `row` ranks per row.
         cuts: dim that each mesh axis cuts, or -1 for replicas.
         strided: whether the first axis cuts after the second, if both cut one dim.
-        by_fsdp: whether FSDP2 cuts over the first axis what the second axis distributed, or over
-            the only axis.
+        by_fsdp: whether FSDP2 cuts over the first axis, after the second axis distributed the
+            tensor, or over the only axis.
     """
 
     ranks: tuple[int, ...]
@@ -145,7 +145,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Connection]
 
 
 UNEVEN_AND_DESCENDING = Case((3, 1, 2, 0), 2, (3, 1), (0, 0), strided=False, by_fsdp=False)
-"""Case in which torch gives ranks the part sizes of other ranks."""
+"""Case: torch gives ranks the part sizes of other ranks."""
 
 
 @settings(max_examples=60, deadline=None)

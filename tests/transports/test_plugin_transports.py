@@ -1,6 +1,6 @@
 """A transport of another distribution is found by its entry point and used.
 
-The steps are those that a user takes: pip installs the package, and Windlass gets a name.
+The tests take the steps of a user: pip installs the package, and Windlass gets a name.
 """
 
 from __future__ import annotations
