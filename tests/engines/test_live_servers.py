@@ -11,9 +11,9 @@ publish, over each transport and in each mode. For each update the server joins 
 With replicas, stages or spread experts, requests run on every replica during updates. The updates pause these requests in
 turn by `abort` and `in_place` (SGLang: `retract` too, and with stages only `abort`). 2 and 3 hold for every replica.
 
-At the end, a server in another process loads the last checkpoint and must have the same bytes, tokens and logprobs,
-because a load within the updated server's ranks shares their state. `WINDLASS_ENGINES=one` omits this check, which
-`tests/integrations/test_vllm_plugin.py` makes as well.
+At the end, a plain server without Windlass loads the last checkpoint. Its tokens and logprobs must be those of the updated
+server, and the engine's own checksums of all parameters must be equal, because a load within the updated server's ranks
+shares their state. `WINDLASS_ENGINES=one` omits this check, which `tests/integrations/test_vllm_plugin.py` makes as well.
 
 WINDLASS_ENGINES chooses the servers: `one` server, a `covering` set (the default), or `all`.
 """
@@ -31,6 +31,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from fresh_servers import (
+    checksums,
+    require_equal_answers,
+    require_equal_parameters,
+    serving_fresh,
+)
 from rows import MATRIX, Record, Shown
 from servers import TOKEN, Layout, Sample, Server, engine_version, save, serving, traffic
 from trainer_rank import Order
@@ -57,7 +63,10 @@ from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import ConfigError
 
 PROMPT = [5, 9, 33, 101]
+PROMPTS = (PROMPT, [200, 3], [(7 * place) % 240 for place in range(70)])
 NUM_TOKENS = 8
+DTYPE = "bfloat16"
+"""The dtype of the live and the fresh servers."""
 BFLOAT16_MEAN_DISTANCE = 0.05
 """Largest mean distance of logprobs over an answer; the test checks that other weights are much further away."""
 
@@ -216,13 +225,19 @@ async def test_an_updated_engine_is_a_fresh_one(live: Live, tmp_path: Path, show
                     await publish(server, ranks, way, version, checkpoint)
                     check(server, checkpoint, version, old=old, before=before)
                     rows.append(row(live, trainer, way))
-        updated = server.digests(), server.sample(PROMPT, NUM_TOKENS)
+        answers = [
+            (sample.tokens, sample.logprobs)
+            for prompt in PROMPTS
+            for sample in [server.sample(prompt, NUM_TOKENS)]
+        ]
+        held = checksums(live.engine, server.post)
     if CHOICE != "one":
-        with serving(live.engine, checkpoint, tmp_path / "fresh.log", layout=live.layout) as server:
-            assert server.digests() == updated[0]
-            assert server.digests_of_fresh_load(checkpoint) == updated[0]
-            sample = server.sample(PROMPT, NUM_TOKENS)
-        assert (sample.tokens, sample.logprobs) == (updated[1].tokens, updated[1].logprobs)
+        with serving_fresh(
+            live.engine, checkpoint, tmp_path / "fresh.log", layout=live.layout, dtype=DTYPE
+        ) as fresh:
+            require_equal_parameters(held, checksums(live.engine, fresh.post))
+            told = [fresh.answer(prompt, NUM_TOKENS) for prompt in PROMPTS]
+        require_equal_answers(answers, told, dtype=DTYPE)
     for proven in rows:
         shown(proven)
 
