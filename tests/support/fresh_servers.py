@@ -24,7 +24,7 @@ from servers import VENVS, Layout
 
 from windlass.net.addresses import free_port
 
-START_S = 240.0
+START_S = 600.0
 HTTP_S = 120.0
 SUPPORT = Path(__file__).parent
 COMMANDS: Mapping[str, Sequence[str]] = {

@@ -32,7 +32,7 @@ from windlass.engines.launch import _reach
 from windlass.net.addresses import free_port
 
 MODEL = "model"
-START_S = 240.0
+START_S = 600.0
 HTTP_S = 120.0
 NUM_WORDS = 250
 FLAGS = (
