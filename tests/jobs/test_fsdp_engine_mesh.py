@@ -27,6 +27,8 @@ DEADLINE_S = 300.0
 NORM = 0.5
 """Limit of the gradient norm. The norm of every step is larger."""
 
+pytestmark = pytest.mark.timeout(DEADLINE_S + 60)
+
 WAYS: list[dict[str, Any]] = [
     {"name": "fsdp", "groups": 4},
     {"name": "hsdp", "groups": 4, "sizes": {"dp_replicate": 2}},
