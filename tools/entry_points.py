@@ -8,9 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def write_entry_points(folder: Path) -> Path:
-    """Write a `dist-info` with the entry points of pyproject.toml; `folder` then goes on PYTHONPATH, beside `src`."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def write_entry_points(folder: Path, root: Path = ROOT) -> Path:
+    """Write a `dist-info` with the entry points of `root`'s pyproject.toml; `folder` then goes on the path, beside the sources."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     name, version = project["name"], project["version"]
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)

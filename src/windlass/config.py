@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -266,7 +266,7 @@ class PluginBackend(msgspec.Struct, frozen=True, tag="plugin", omit_defaults=Tru
     """
 
     name: str
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {}
 
     @property
     def traits(self) -> BackendTraits:

@@ -15,7 +15,7 @@ from slurm_cluster import missing_reason, slurm_cluster
 
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
-from windlass.jobs.schedulers.configs import SchedulerConfig, create_scheduler
+from windlass.jobs.schedulers.configs import KnownScheduler, create_scheduler
 from windlass.jobs.schedulers.ray import RaySchedulerConfig
 from windlass.jobs.schedulers.slurm import SlurmOptions, SlurmSchedulerConfig
 from windlass.jobs.train_controller import TrainController
@@ -77,7 +77,7 @@ def cluster(
 
 @asynccontextmanager
 async def opened(cluster: str, log_dir: Path) -> AsyncIterator[Scheduler]:
-    config: SchedulerConfig = SlurmSchedulerConfig(host="127.0.0.1", processes=OPTIONS)
+    config: KnownScheduler = SlurmSchedulerConfig(host="127.0.0.1", processes=OPTIONS)
     if cluster:
         config = RaySchedulerConfig(address=cluster)
     async with create_scheduler(config, log_dir) as scheduler:

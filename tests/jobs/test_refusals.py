@@ -132,24 +132,22 @@ def test_all_mistakes_of_a_job_file_are_reported_in_one_go(
     )
     assert main(["launch", str(path), *(["--check"] if check else [])]) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if str(path) in line]
-    text = path.read_text().splitlines()
-    for mistake, place in (
-        ("steps must be >= 1, got 0", "steps = 0"),
-        ("transprot is no known key, expected one of ['transport'", "transprot"),
-        ("trainer.world_size must be an integer, got 'two'", "world_size"),
-        ("trainer.num_gpus must be >= 0, got -1", "num_gpus"),
-        ("trainer.script must be a file, got", "script"),
-        ("engines 'engine-a': max_restarts must be >= 0, got -1", "max_restarts"),
-        ("engines 'engine-a': tensor_parallel_size must be >= 1", "tensor_parallel_size"),
-        ("rollout.group_per_step is no known key, expected one of ['groups_per", "group_per_step"),
-        ("max_new_tokens must be >= 1, got 0", "sampling"),
-        ("top_p must be in (0, 1], got 2.0", "sampling"),
-        ("update.mode must be one of ['in_place', 'staged'], got 'hot'", "mode ="),
+    for mistake in (
+        "steps must be >= 1, got 0",
+        "transprot is no known key, expected one of ['transport'",
+        "trainer.world_size must be an integer, got 'two'",
+        "trainer.num_gpus must be >= 0, got -1",
+        "trainer.script must be a file, got",
+        "engines 'engine-a': max_restarts must be >= 0, got -1",
+        "engines 'engine-a': tensor_parallel_size must be >= 1",
+        "rollout.group_per_step is no known key, expected one of ['groups_per",
+        "max_new_tokens must be >= 1, got 0",
+        "top_p must be in (0, 1], got 2.0",
+        "update.mode must be one of ['in_place', 'staged'], got 'hot'",
     ):
-        number = next(n for n, line in enumerate(text, 1) if line.startswith(place))
         found = [line for line in said if mistake in line]
         assert len(found) == 1, (mistake, said)
-        assert f"{path}: line {number}: " in found[0]
+        assert found[0].startswith(f"{path}: ") or f" {path}: " in found[0]
     assert len(said) == 11, said
 
 

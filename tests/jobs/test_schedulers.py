@@ -18,13 +18,16 @@ from types import SimpleNamespace
 import pytest
 from slurm_cluster import missing_reason, slurm_cluster
 
+from tools.entry_points import write_entry_points
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
-from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
-from windlass.jobs.schedulers.configs import SchedulerConfig, create_scheduler
+from windlass.jobs.schedulers.base import PluginSchedulerConfig, ProcessSpec, Scheduler
+from windlass.jobs.schedulers.configs import KnownScheduler, create_scheduler
 from windlass.jobs.schedulers.local import LocalBackend, LocalScheduler
 from windlass.jobs.schedulers.ray import RaySchedulerConfig
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 
+PLUGIN = Path(__file__).parents[2] / "examples" / "plugins" / "scheduler"
+"""A distribution of another package with a scheduler."""
 NO_SLURM = missing_reason()
 NO_RAY = "" if importlib.util.find_spec("ray") else "ray is not installed"
 SLURM = [pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)]
@@ -37,12 +40,18 @@ RAY = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 LOCAL_AND_SLURM = ("local", pytest.param("slurm", marks=SLURM))
-KINDS = (*LOCAL_AND_SLURM, pytest.param("ray", marks=RAY))
+KINDS = (*LOCAL_AND_SLURM, "plugin", pytest.param("ray", marks=RAY))
 KILLED = (*LOCAL_AND_SLURM, pytest.param("ray", marks=[*RAY, pytest.mark.cluster]))
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if request.param == "plugin":
+        site = write_entry_points(tmp_path_factory.mktemp("site"), PLUGIN)
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(sys, "path", [*sys.path, str(site), str(PLUGIN)])
+            yield request.param
+        return
     if request.param != "slurm":
         yield request.param
         return
@@ -54,9 +63,10 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @asynccontextmanager
 async def opened(kind: str, log_dir: Path) -> AsyncIterator[Scheduler]:
     environment = {"FROM_THE_SCHEDULER": "yes"}
-    configs: dict[str, SchedulerConfig] = {
+    configs: dict[str, KnownScheduler] = {
         "slurm": SlurmSchedulerConfig(host="127.0.0.1"),
         "ray": RaySchedulerConfig(num_cpus=4),
+        "plugin": PluginSchedulerConfig("slots", {"num_cpus": 4}),
     }
     if kind == "local":
         async with LocalScheduler(log_dir, environment) as local:

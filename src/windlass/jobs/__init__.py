@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from windlass.jobs.recipe import Task as Task
     from windlass.jobs.results import JobSummary as JobSummary
     from windlass.jobs.results import StepResult as StepResult
+    from windlass.jobs.schedulers.base import ClusterBackend as ClusterBackend
+    from windlass.jobs.schedulers.base import PluginSchedulerConfig as PluginSchedulerConfig
     from windlass.jobs.schedulers.base import ProcessSpec as ProcessSpec
     from windlass.jobs.schedulers.base import ProcessStatus as ProcessStatus
     from windlass.jobs.schedulers.base import Scheduler as Scheduler
+    from windlass.jobs.schedulers.base import SchedulerPlugin as SchedulerPlugin
     from windlass.jobs.schedulers.configs import create_scheduler as create_scheduler
     from windlass.jobs.schedulers.local import LocalScheduler as LocalScheduler
     from windlass.jobs.schedulers.local import LocalSchedulerConfig as LocalSchedulerConfig

@@ -6,7 +6,6 @@ import copy
 import difflib
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -19,7 +18,7 @@ from msgspec import inspect
 from windlass.config import ControlConfig, ReplicaPlace, check_numbers, take_name
 from windlass.engines.spec import ENGINES
 from windlass.errors import DECODE_ERRORS, ConfigError
-from windlass.jobs.schedulers.configs import SchedulerConfig
+from windlass.jobs.schedulers.configs import KnownScheduler
 from windlass.jobs.schedulers.local import LocalSchedulerConfig
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.staleness import OnStale
@@ -275,7 +274,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     resume: Resume = Resume.NEVER
     transport: str = "auto"
     replica: str = ReplicaPlace.OFF.value
-    scheduler: SchedulerConfig = LocalSchedulerConfig()
+    scheduler: KnownScheduler = LocalSchedulerConfig()
     controller: ControllerSection = ControllerSection()
     update: ControlConfig = ControlConfig()
     environment: Mapping[str, str] = {}
@@ -305,10 +304,9 @@ def load_config(path: Path) -> LaunchConfig:
 
     Raises:
         ConfigError: the file is unreadable or not TOML, a key is unknown or missing, a value breaks
-            its rule, or a script does not exist. The error names the line, see `mend_line`. Further mistakes are
-            its notes.
+            its rule, or a script does not exist. The error names the file and the key. Further mistakes are its notes.
     """
-    with mend_line(path):
+    with name_file(path):
         config, mistakes = read_job(path)
         if config is None or mistakes:
             raise error_of(mistakes)
@@ -392,74 +390,14 @@ def error_of(mistakes: Iterable[str]) -> ConfigError:
 
 
 @contextmanager
-def mend_line(path: Path) -> Iterator[None]:
-    """Prefix mistakes inside the block with the file and the line of the key that each mistake names.
-
-    A key that is not in the file has no line.
-    """
+def name_file(path: Path) -> Iterator[None]:
+    """Prefix mistakes inside the block with the path of the job's file."""
     try:
         yield
     except ConfigError as error:
-        placed = [_placed(path, said.removeprefix("job: ")) for said in mistakes_of(error)]
-        raise error_of(placed) from error
-
-
-def _placed(path: Path, said: str) -> str:
-    number = _line_of(path, said)
-    return f"{path}: {f'line {number}: ' if number else ''}{said}"
-
-
-def _line_of(path: Path, said: str) -> int:
-    """Return the line of the key, or of the engine's key or option, that a mistake begins with; 0 if there is none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return 0
-    places, begins, table = _places(lines), 0, ""
-    if engine := re.match(r"engines '([^']*)': (.*)", said):
-        said = engine[2]
-        for number, key in places:
-            if re.fullmatch(r"engines\[\d+\]\.name", key) and f'"{engine[1]}"' in lines[number - 1]:
-                begins, table = number, key.removesuffix("name")
-    own = [(number, key) for number, key in places if key.startswith(table)]
-    if begins and (option := re.match(r"(argument )?(--?[a-z][\w/-]*)", said)):
-        after = [number for number, key in places if number > own[-1][0]]
-        end = min(after, default=len(lines) + 1)
-        spellings = [f'"{word}' for word in option[2].split("/")]
-        found = [n for n in range(own[0][0], end) if any(w in lines[n - 1] for w in spellings)]
-        return found[0] if found else begins
-    name = re.match(r"[\w.\[\]]+", said)
-    key = table + (name[0].rstrip(".") if name else "")
-    for number, place in own:
-        if place == key or place.startswith(f"{key}."):
-            return number
-    if begins:
-        return begins
-    # The key is in an inline table, or the mistake names it without its table.
-    word = re.search(r"(\w+)(?= must| is no)", said)
-    spelt = re.compile(rf"(^|[\s{{,]){re.escape(word[1] if word else key)}\s*=")
-    found = [number for number, line in enumerate(lines, 1) if spelt.search(line)]
-    if len(found) == 1:
-        return found[0]
-    # The key is not in the file: return the line where its table begins.
-    parent = key.rpartition(".")[0]
-    return next((number for number, place in own if parent and place == parent), 0)
-
-
-def _places(lines: Sequence[str]) -> list[tuple[int, str]]:
-    """Return number and place of every line that begins a table or a key: `engines[0].name`."""
-    found: list[tuple[int, str]] = []
-    table, counts = "", Counter[str]()
-    for number, line in enumerate(lines, 1):
-        if header := re.match(r"\s*(\[\[?)([^\[\]]+)\]", line):
-            table = header[2].replace('"', "").strip()
-            if header[1] == "[[":
-                counts[table] += 1
-                table = f"{table}[{counts[table] - 1}]"
-            found.append((number, table))
-        elif key := re.match(r'\s*([\w."-]+)\s*=', line):
-            found.append((number, f"{table}.{key[1]}".lstrip(".").replace('"', "")))
-    return found
+        raise error_of(
+            f"{path}: {said.removeprefix('job: ')}" for said in mistakes_of(error)
+        ) from error
 
 
 def _convert(raw: dict[str, Any], meant: Collection[str]) -> tuple[LaunchConfig | None, list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fnmatch
 import logging
 import math
 import secrets
@@ -55,9 +54,6 @@ from windlass.jobs.recipe import (
 from windlass.jobs.results import JobSummary, StepResult
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import create_scheduler
-from windlass.jobs.schedulers.local import LocalSchedulerConfig, visible_gpus
-from windlass.jobs.schedulers.ray import RaySchedulerConfig
-from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 from windlass.jobs.scoring import Scoring
 from windlass.jobs.train_controller import TrainController, rank_specs
 from windlass.jobs.train_worker import LARGEST_DIFFERENCE, LOGPROB_DIFFERENCE
@@ -861,45 +857,27 @@ def check_options(config: LaunchConfig) -> None:
 
 def _check_nodes(config: LaunchConfig) -> None:
     """Check that a job on one host asks for one node, and that the settings of other jobs work across hosts."""
-    match config.scheduler:
-        case LocalSchedulerConfig() | RaySchedulerConfig(address=""):
-            engines = [(f"engines {each.name!r}: ", each.num_nodes) for each in config.engines]
-            for where, num_nodes in [("trainer.", config.trainer.num_nodes), *engines]:
-                if num_nodes > 1:
-                    raise ConfigError(
-                        f"{where}num_nodes must be 1 where the scheduler has this host alone, "
-                        f"got {num_nodes}"
-                    )
-        case SlurmSchedulerConfig(host=host) | RaySchedulerConfig(address=host):
-            if not is_loopback(host.rpartition(":")[0] or host):
-                _check_hosts(config)
+    if config.scheduler.is_one_host:
+        engines = [(f"engines {each.name!r}: ", each.num_nodes) for each in config.engines]
+        for where, num_nodes in [("trainer.", config.trainer.num_nodes), *engines]:
+            if num_nodes > 1:
+                raise ConfigError(
+                    f"{where}num_nodes must be 1 where the scheduler has this host alone, "
+                    f"got {num_nodes}"
+                )
+    elif config.scheduler.crosses_hosts:
+        _check_hosts(config)
 
 
 def _check_processes(config: LaunchConfig) -> None:
-    """Check that Slurm patterns match processes of the job, and that this host has enough GPUs."""
-    scheduler = config.scheduler
+    """Check that the scheduler's settings fit the processes of the job."""
     try:
         engines = _processes(config, "")
     except ConfigError:
         # `check_options` reports each engine by itself.
         return
     specs = [*_ranks(config), *(spec for parts, _, _ in engines for spec in parts)]
-    if isinstance(scheduler, SlurmSchedulerConfig):
-        names = [spec.name for spec in specs]
-        for pattern in scheduler.processes:
-            if not fnmatch.filter(names, pattern):
-                raise ConfigError(
-                    f"scheduler.processes must fit a process of the job ({', '.join(names)}), "
-                    f"got {pattern!r}"
-                )
-    if isinstance(scheduler, LocalSchedulerConfig):
-        gpus = visible_gpus() if scheduler.gpus is None else scheduler.gpus
-        num_gpus = sum(spec.num_gpus for spec in specs if not spec.colocate_with)
-        if num_gpus > len(gpus):
-            raise ConfigError(
-                f"trainer.num_gpus: trainers and engines together must ask for at most the {len(gpus)} "
-                f"GPUs of this host, got {num_gpus}"
-            )
+    config.scheduler.check(specs)
 
 
 def _check_context(config: LaunchConfig, engine: EngineSection) -> None:
@@ -921,11 +899,8 @@ def check_host(config: LaunchConfig) -> None:
         ConfigError: a Python or a model does not exist, or two processes have the same port. Further mistakes are
             its notes.
     """
-    match config.scheduler:
-        case LocalSchedulerConfig() | RaySchedulerConfig(address=""):
-            pass
-        case _:
-            return
+    if not config.scheduler.is_one_host:
+        return
     ports = {config.controller.port: "the controller"} if config.controller.port else {}
     checks = [
         partial(_check_python, "trainer.", config.trainer.python),

@@ -18,7 +18,8 @@ from windlass.engines.spec import ENGINES
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 from windlass.jobs.config import EngineSection, LaunchConfig, TrainerSection, load_config
-from windlass.jobs.schedulers.configs import SchedulerConfig
+from windlass.jobs.schedulers.base import SCHEDULER_PLUGINS, PluginSchedulerConfig
+from windlass.jobs.schedulers.configs import KnownScheduler
 from windlass.jobs.schedulers.local import LocalSchedulerConfig, visible_gpus
 from windlass.jobs.schedulers.ray import RaySchedulerConfig
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
@@ -32,7 +33,7 @@ SERVER_TRANSPORTS = {"cpu": ("cma", "mooncake"), "cuda": ("cuda_ipc",)}
 """Device -> transports that a server can use; the first one is the default."""
 MAX_NEW_TOKENS = {"embedded": 12, "server": 60}
 """Largest number of answer tokens that fit into the engines' context after a prompt of four tokens."""
-SCHEDULERS: Mapping[str, SchedulerConfig] = {
+SCHEDULERS: Mapping[str, KnownScheduler] = {
     "local": LocalSchedulerConfig(),
     "slurm": SlurmSchedulerConfig(host="127.0.0.1"),
     # The demo has more processes than a laptop has cores. They share the cores, as they do without Ray.
@@ -68,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kill-engine-at", type=int, default=0, metavar="N",
         help="kill -9 one engine in the middle of the update to version N",
     )  # fmt: skip
-    parser.add_argument("--scheduler", default="local", choices=list(SCHEDULERS))
+    parser.add_argument(
+        "--scheduler", default="local", choices=[*SCHEDULERS, *SCHEDULER_PLUGINS.names()]
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -142,7 +145,7 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
         steps=args.steps,
         output_dir=str(folder),
         transport=transport,
-        scheduler=SCHEDULERS[args.scheduler],
+        scheduler=SCHEDULERS.get(args.scheduler) or PluginSchedulerConfig(args.scheduler),
         trainer=replace(trainer, arguments=(model, str(folder / "versions"), seed, args.device)),
         engines=engines,
         rollout=replace(

@@ -29,14 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job; return 0, or 128 plus the signal's number if a signal ended it."""
-    from windlass.jobs.config import check_all, error_of, mend_line, read_job
+    from windlass.jobs.config import check_all, error_of, name_file, read_job
     from windlass.jobs.launch import check_host, check_job, run_job
     from windlass.jobs.recipe import find_recipe
     from windlass.observability.live import LiveView, can_draw
     from windlass.progress import Progress
 
     configure_logging("controller")
-    with mend_line(args.config):
+    with name_file(args.config):
         config, mistakes = read_job(args.config)
         if config is None:
             raise error_of(mistakes)

@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import msgspec
 
 from windlass.config import check_numbers
 from windlass.envs import FIRST_NODE_VARIABLE
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
+from windlass.plugins import Registry
 
 _log = logging.getLogger(__name__)
 LOST_RETURNCODE = -int(signal.SIGKILL)
@@ -144,6 +146,85 @@ class ClusterBackend(Protocol):
     async def close(self) -> None:
         """Disconnect from the cluster. Idempotent."""
         ...
+
+
+class SchedulerConfig(
+    msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True, omit_defaults=True
+):
+    """Base class of the configurations of schedulers; `[scheduler]` in a job file."""
+
+    @property
+    def is_one_host(self) -> bool:
+        """Return whether every process runs on this host, whose programs and files can then be checked before the start."""
+        return False
+
+    @property
+    def crosses_hosts(self) -> bool:
+        """Return whether processes of other hosts must reach this host, so that loopback addresses do not work."""
+        return not self.is_one_host
+
+    def check(self, specs: Sequence[ProcessSpec]) -> None:
+        """Check that the configuration fits the processes of a job.
+
+        Raises:
+            ConfigError: a setting matches no process, or a process asks for more than there is.
+        """
+
+    def make_backend(self, log_dir: Path) -> ClusterBackend:
+        """Return the operations of the host or cluster.
+
+        Args:
+            log_dir: folder on this host. The output of process NAME goes to `NAME.log` there, or to a log on its node.
+
+        Raises:
+            ConfigError: a setting breaks its rule.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerPlugin:
+    """A scheduler of another distribution: the object of an entry point in `windlass.schedulers`.
+
+    Attributes:
+        make_backend: function of the options in the job file and of the folder for logs; see
+            `SchedulerConfig.make_backend`. It raises ConfigError for a wrong option.
+        is_one_host: see `SchedulerConfig.is_one_host`.
+    """
+
+    make_backend: Callable[[Mapping[str, object], Path], ClusterBackend]
+    is_one_host: bool = False
+
+
+SCHEDULER_PLUGINS: Registry[SchedulerPlugin] = Registry(
+    noun="scheduler", kind=SchedulerPlugin, group="windlass.schedulers"
+)
+"""Registry of schedulers that other packages define."""
+
+
+class PluginSchedulerConfig(SchedulerConfig, frozen=True, tag="plugin"):
+    """A scheduler that an installed package registers as an entry point of `windlass.schedulers`.
+
+    Attributes:
+        name: name of the entry point.
+        options: plain values that the scheduler gets.
+    """
+
+    name: str
+    options: dict[str, Any] = {}
+
+    @property
+    def is_one_host(self) -> bool:
+        """Return what the package declares.
+
+        Raises:
+            ConfigError: no installed package has registered the name.
+        """
+        return SCHEDULER_PLUGINS.find(self.name).is_one_host
+
+    def make_backend(self, log_dir: Path) -> ClusterBackend:
+        """Return the backend that the package makes."""
+        return SCHEDULER_PLUGINS.find(self.name).make_backend(self.options, log_dir)
 
 
 @dataclass(slots=True)

@@ -1,16 +1,19 @@
-"""Configurations of all schedulers, and the function that creates a scheduler from one."""
+"""Configurations that a job file may have, and the function that creates a scheduler from one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from windlass.jobs.schedulers.base import Scheduler
-from windlass.jobs.schedulers.local import LocalScheduler, LocalSchedulerConfig
-from windlass.jobs.schedulers.ray import RayBackend, RaySchedulerConfig
-from windlass.jobs.schedulers.slurm import SlurmBackend, SlurmSchedulerConfig
+from windlass.jobs.schedulers.base import PluginSchedulerConfig, Scheduler, SchedulerConfig
+from windlass.jobs.schedulers.local import LocalSchedulerConfig
+from windlass.jobs.schedulers.ray import RaySchedulerConfig
+from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 
-SchedulerConfig = LocalSchedulerConfig | SlurmSchedulerConfig | RaySchedulerConfig
+KnownScheduler = (
+    LocalSchedulerConfig | SlurmSchedulerConfig | RaySchedulerConfig | PluginSchedulerConfig
+)
+"""Type of `[scheduler]` in a job file. Schedulers of other packages are `plugin`."""
 
 
 def create_scheduler(
@@ -18,12 +21,12 @@ def create_scheduler(
 ) -> Scheduler:
     """Return the scheduler that `config` describes; enter it as a context.
 
-    The output of process NAME is written to `NAME.log` in `log_dir` on this host. Ray keeps logs on the nodes.
+    Args:
+        config: configuration of a host or a cluster.
+        log_dir: folder on this host for the output of the processes: `NAME.log`. Ray keeps logs on the nodes.
+        environment: variables for every process.
+
+    Raises:
+        ConfigError: a setting breaks its rule, or no installed package has registered the scheduler.
     """
-    match config:
-        case LocalSchedulerConfig(gpus=gpus):
-            return LocalScheduler(log_dir, environment, watched=True, gpus=gpus)
-        case SlurmSchedulerConfig():
-            return Scheduler(SlurmBackend(log_dir, config), environment)
-        case RaySchedulerConfig():
-            return Scheduler(RayBackend(config), environment)
+    return Scheduler(config.make_backend(log_dir), environment)

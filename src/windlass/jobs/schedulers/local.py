@@ -14,20 +14,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
-import msgspec
-
 from windlass.envs import environment_outside_jobs, environment_value, inherited_environment
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.jobs.schedulers import parent_watchdog
-from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler
+from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler, SchedulerConfig
 
 START_DEADLINE_S = 60.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class LocalSchedulerConfig(
-    msgspec.Struct, frozen=True, tag="local", tag_field="kind", forbid_unknown_fields=True
-):
+class LocalSchedulerConfig(SchedulerConfig, frozen=True, tag="local"):
     """Subprocesses on this host, which end with this process.
 
     Attributes:
@@ -35,6 +31,25 @@ class LocalSchedulerConfig(
     """
 
     gpus: tuple[str, ...] | None = None
+
+    @property
+    def is_one_host(self) -> bool:
+        """Return True."""
+        return True
+
+    def check(self, specs: Sequence[ProcessSpec]) -> None:
+        """Check that this host has enough GPUs for all processes together."""
+        gpus = visible_gpus() if self.gpus is None else self.gpus
+        num_gpus = sum(spec.num_gpus for spec in specs if not spec.colocate_with)
+        if num_gpus > len(gpus):
+            raise ConfigError(
+                f"trainer.num_gpus: trainers and engines together must ask for at most the {len(gpus)} "
+                f"GPUs of this host, got {num_gpus}"
+            )
+
+    def make_backend(self, log_dir: Path) -> ClusterBackend:
+        """Return the operations of this host. Its processes also end if this process dies."""
+        return LocalBackend(log_dir, watched=True, gpus=self.gpus)
 
 
 @final

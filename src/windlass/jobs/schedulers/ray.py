@@ -12,14 +12,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any, final
 
 import msgspec
 
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
-from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, first_node
+from windlass.jobs.schedulers.base import (
+    ClusterBackend,
+    ProcessSpec,
+    SchedulerConfig,
+    first_node,
+)
 from windlass.jobs.schedulers.local import LocalBackend
+from windlass.net.addresses import is_loopback
 from windlass.wording import install_command
 
 MAX_CALLS = 1000
@@ -28,9 +35,7 @@ CALL_DEADLINE_S = 60.0
 START_TRIES = 3
 
 
-class RaySchedulerConfig(
-    msgspec.Struct, frozen=True, tag="ray", tag_field="kind", forbid_unknown_fields=True
-):
+class RaySchedulerConfig(SchedulerConfig, frozen=True, tag="ray"):
     """A Ray cluster.
 
     Attributes:
@@ -40,6 +45,22 @@ class RaySchedulerConfig(
 
     address: str = ""
     num_cpus: int | None = None
+
+    @property
+    def is_one_host(self) -> bool:
+        """Return whether the cluster starts on this host."""
+        return not self.address
+
+    @property
+    def crosses_hosts(self) -> bool:
+        """Return whether the cluster's address is of another host."""
+        return bool(self.address) and not is_loopback(
+            self.address.rpartition(":")[0] or self.address
+        )
+
+    def make_backend(self, log_dir: Path) -> ClusterBackend:  # noqa: ARG002
+        """Return the operations of the Ray cluster. Logs stay on its nodes."""
+        return RayBackend(self)
 
 
 @final

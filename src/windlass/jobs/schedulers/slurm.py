@@ -24,7 +24,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
@@ -34,8 +34,14 @@ import msgspec
 from windlass.envs import environment_outside_jobs
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
 from windlass.jobs.schedulers import parent_watchdog
-from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, first_node
+from windlass.jobs.schedulers.base import (
+    ClusterBackend,
+    ProcessSpec,
+    SchedulerConfig,
+    first_node,
+)
 from windlass.jobs.schedulers.local import LocalBackend
+from windlass.net.addresses import is_loopback
 
 COMMAND_DEADLINE_S = 30.0
 MAX_UNPROVEN = 64
@@ -92,9 +98,7 @@ def _is_owned(option: str) -> bool:
     return any(owned.startswith(name) for owned in OWNED_OPTIONS)
 
 
-class SlurmSchedulerConfig(
-    SlurmOptions, frozen=True, tag="slurm", tag_field="kind", forbid_unknown_fields=True
-):
+class SlurmSchedulerConfig(SlurmOptions, SchedulerConfig, frozen=True, tag="slurm"):
     """The Slurm cluster of this host.
 
     Attributes:
@@ -105,6 +109,25 @@ class SlurmSchedulerConfig(
 
     host: str = ""
     processes: Mapping[str, SlurmOptions] = {}
+
+    @property
+    def crosses_hosts(self) -> bool:
+        """Return whether `host` is an address that other hosts reach."""
+        return not is_loopback(self.host)
+
+    def check(self, specs: Sequence[ProcessSpec]) -> None:
+        """Check that every pattern of `processes` matches a process."""
+        names = [spec.name for spec in specs]
+        for pattern in self.processes:
+            if not fnmatch.filter(names, pattern):
+                raise ConfigError(
+                    f"scheduler.processes must fit a process of the job ({', '.join(names)}), "
+                    f"got {pattern!r}"
+                )
+
+    def make_backend(self, log_dir: Path) -> ClusterBackend:
+        """Return the operations of the Slurm cluster."""
+        return SlurmBackend(log_dir, self)
 
     def options_of(self, name: str) -> SlurmOptions:
         """Return the options of a process. Options of matching patterns come last, because Slurm uses the last one."""
