@@ -78,9 +78,9 @@ FEATURES: dict[str, dict[str, tuple[str, str]]] = {
 """Of each memory the test, and a word of the cases that belong to the feature."""
 HEAD = """# Which feature on which memory
 
-Made by `tools/features.py` from committed results, not edited by hand. Each row is a test and how many of its cases passed, of those that ran;
-cases are modes of updates, fabrics and wires. Every case compares every element of every parameter that an engine serves. *Not run* names
-what was skipped on that machine, with the reason that the test gave.
+`tools/features.py` writes this page from committed results; do not edit it. Each row is a test, with the number of cases that
+passed and the number that ran. Cases are modes of updates, fabrics and wires. Every case compares every element of every parameter that an engine serves. *Not run* means
+that the machine skipped the test, with the reason of the test if it gave one.
 
 """
 
