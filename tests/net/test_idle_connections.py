@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
+from windlass.net.access import authorization
+from windlass.net.blocking_http import BlockingHttp
 from windlass.net.server import ControlServer
-from windlass.net.sockets import open_connection, open_http
+from windlass.net.sockets import open_http
 from windlass.rollout import BatchClient, BatchQueue, TrainingSample, batches
 
 TOKEN = "a-token"
@@ -31,12 +34,23 @@ def is_kept_alive(connection: socket.socket) -> bool:
     return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)) and idle_s < 60
 
 
+def has_keepalive_timer(port: int) -> bool:
+    """Return whether the kernel's table of sockets shows a keepalive timer for the socket with this local port."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    (timer,) = (row[5] for row in rows if int(row[1].partition(":")[2], 16) == port)
+    return timer.startswith("02:")
+
+
 async def test_both_ends_of_every_connection_are_kept_alive() -> None:
     served: list[bool] = []
+    clients: list[bool] = []
 
     async def look(request: web.Request) -> web.Response:
         assert request.transport is not None
         served.append(is_kept_alive(request.transport.get_extra_info("socket")))
+        # The kernel must acknowledge the request first: the client's timer is of a repetition until then.
+        await asyncio.sleep(0.3)
+        clients.append(has_keepalive_timer(request.transport.get_extra_info("peername")[1]))
         return web.Response()
 
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
@@ -48,14 +62,12 @@ async def test_both_ends_of_every_connection_are_kept_alive() -> None:
             http.get(f"{server.url}/v1/status") as response,
         ):
             assert response.status == 200
-        connection = open_connection(server.url, 10.0, to_controller=True)
-        await asyncio.to_thread(connection.connect)
-        assert connection.sock is not None
-        assert is_kept_alive(connection.sock)
-        connection.close()
+        with BlockingHttp(server.url, authorization(TOKEN), to_controller=True) as client:
+            reply = await asyncio.to_thread(client.ask, "GET", "/v1/status", deadline_s=10.0)
+        assert (reply.status, reply.body) == (200, b"")
     finally:
         await server.close()
-    assert served == [True]
+    assert served == clients == [True, True]
 
 
 async def test_sockets_of_sessions_are_kept_alive() -> None:

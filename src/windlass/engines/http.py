@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import final
 
 import msgspec
 
 from windlass.engines.private_routes import KEY_HEADER
-from windlass.errors import PeerTimeout, PeerUnreachable
-from windlass.net.sockets import open_connection
+from windlass.errors import PeerUnreachable
+from windlass.net.blocking_http import BlockingHttp
 
 API_DEADLINE_S = 60.0
 LONGEST_ANSWER = 8192
@@ -84,21 +84,9 @@ class EngineHttp:
         headers = {**headers, KEY_HEADER: self.key}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
-        what = f"{method} {self.url}{path}"
-        connection = open_connection(self.url, deadline_s, to_controller=False)
-        try:
-            connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            answer = response.read()
-        except TimeoutError as error:
-            raise PeerTimeout(f"{what}: no answer within {deadline_s} s") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise PeerUnreachable(f"{what}: {type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
-        if response.status != http.client.OK:
-            lacks = response.status == http.client.NOT_FOUND
-            told = answer[:LONGEST_ANSWER].decode(errors="replace")
-            kind = NoSuchRoute if lacks else PeerUnreachable
-            raise kind(f"{what}: {response.status} {told}")
-        return answer
+        with BlockingHttp(self.url, headers, to_controller=False) as server:
+            reply = server.ask(method, path, body, deadline_s=deadline_s)
+        if reply.status != HTTPStatus.OK:
+            kind = NoSuchRoute if reply.status == HTTPStatus.NOT_FOUND else PeerUnreachable
+            raise kind(f"{method} {self.url}{path}: {reply.status} {reply.text(LONGEST_ANSWER)}")
+        return reply.body

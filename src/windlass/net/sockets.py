@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import resource
 import socket
 import sys
@@ -22,7 +21,6 @@ from asyncio.trsock import TransportSocket
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from types import SimpleNamespace
 from typing import Self, final
-from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 import aiohttp
@@ -226,22 +224,6 @@ def _kept_alive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return connection
 
 
-class _HTTPConnection(http.client.HTTPConnection):
-    """Connection that no network device drops while an answer takes long."""
-
-    def connect(self) -> None:
-        super().connect()
-        keep_alive(self.sock)
-
-
-class _HTTPSConnection(http.client.HTTPSConnection):
-    """`_HTTPConnection` with TLS."""
-
-    def connect(self) -> None:
-        super().connect()
-        keep_alive(self.sock)
-
-
 def open_http(
     token: str, *, to_controller: bool, many_connections: bool = False
 ) -> aiohttp.ClientSession:
@@ -265,22 +247,6 @@ def open_http(
         timeout=aiohttp.ClientTimeout(total=None if many_connections else 300),
         headers=authorization(token),
         trace_configs=[trace],
-    )
-
-
-def open_connection(
-    url: str, timeout_s: float | None, *, to_controller: bool
-) -> http.client.HTTPConnection:
-    """Return a connection for blocking requests to a server. The first request opens it.
-
-    `to_controller`: see `client_context`.
-    """
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if parts.scheme != "https":
-        return _HTTPConnection(host, parts.port, timeout=timeout_s)
-    return _HTTPSConnection(
-        host, parts.port, timeout=timeout_s, context=client_context(to_controller=to_controller)
     )
 
 

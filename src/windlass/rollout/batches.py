@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,14 +19,15 @@ from windlass.errors import (
     AuthenticationError,
     ConfigError,
     PeerTimeout,
+    PeerUnreachable,
     ProtocolError,
     StaleMessage,
 )
 from windlass.net.access import authorization
 from windlass.net.addresses import check_url
+from windlass.net.blocking_http import BlockingHttp, HttpReply
 from windlass.net.clock import Backoff
 from windlass.net.messages import encode
-from windlass.net.sockets import open_connection
 from windlass.rollout.handles import Rollout, RolloutGroup
 from windlass.rollout.messages import (
     TRAINING_BATCHES,
@@ -313,18 +312,14 @@ class BatchClient(Closing):
     """
 
     def __init__(self, url: str, token: str) -> None:
-        parts = check_url(url, "BatchClient: url")
+        check_url(url, "BatchClient: url")
         self._url = url
-        self._path = parts.path.rstrip("/") + "/v1/batches"
-        self._headers = authorization(check_token(token, "BatchClient: token"))
-        self._connection: http.client.HTTPConnection | None = None
-        self._backoff = threading.Event()
+        headers = authorization(check_token(token, "BatchClient: token"))
+        self._controller = BlockingHttp(url, headers, to_controller=True)
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._controller.close()
 
     def next_batch(
         self, step: int, rank: int, world_size: int, *, deadline_s: float
@@ -356,35 +351,25 @@ class BatchClient(Closing):
                 {"step": step, "rank": rank, "world_size": world_size, "deadline_s": wait_s}
             )
             try:
-                status, body = self._get(f"{self._path}?{query}", wait_s + ANSWER_MARGIN_S)
-            except (OSError, http.client.HTTPException) as error:
-                self.close()
-                last = f"{type(error).__name__}: {error}"
-                self._backoff.wait(max(0.0, min(next(pauses), ends - time.monotonic())))
+                reply = self._controller.ask(
+                    "GET", f"/v1/batches?{query}", deadline_s=wait_s + ANSWER_MARGIN_S
+                )
+            except (PeerTimeout, PeerUnreachable) as error:
+                last = str(error)
+                time.sleep(max(0.0, min(next(pauses), ends - time.monotonic())))
                 continue
-            if status == 200:
-                return TRAINING_BATCHES.decode(body)
-            if status != 504:
-                raise _refusal(status, body)
-            last = body.decode(errors="replace")
+            if reply.status == 200:
+                return TRAINING_BATCHES.decode(reply.body)
+            if reply.status != 504:
+                raise _refusal(reply)
+            last = reply.text(500)
         raise PeerTimeout(
             f"BatchClient: step {step} of {self._url} within {deadline_s} s, got none ({last})"
         )
 
-    def _get(self, target: str, timeout_s: float) -> tuple[int, bytes]:
-        if self._connection is None:
-            self._connection = open_connection(self._url, timeout_s, to_controller=True)
-        connection = self._connection
-        if connection.sock is not None:
-            connection.sock.settimeout(timeout_s)
-        connection.timeout = timeout_s
-        connection.request("GET", target, headers=self._headers)
-        response = connection.getresponse()
-        return response.status, response.read()
 
-
-def _refusal(status: int, body: bytes) -> Exception:
-    text = body[:500].decode(errors="replace").replace("\n", " ")
+def _refusal(reply: HttpReply) -> Exception:
+    status, text = reply.status, reply.text(500).replace("\n", " ")
     if status in {401, 403}:
         return AuthenticationError(f"BatchClient: {text}")
     if status == 410:

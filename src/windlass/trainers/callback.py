@@ -14,7 +14,6 @@ collective, which it could not do if the call waited.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import threading
 import time
 import uuid
@@ -43,14 +42,15 @@ from windlass.errors import (
     AuthenticationError,
     ConfigError,
     PeerTimeout,
+    PeerUnreachable,
     ProtocolError,
     RoundAborted,
     WindlassError,
 )
 from windlass.net.access import authorization
 from windlass.net.addresses import check_url, own_address
+from windlass.net.blocking_http import BlockingHttp, HttpReply
 from windlass.net.clock import Backoff, Deadline
-from windlass.net.sockets import open_connection
 from windlass.trainers.client import TrainerClient, version_number
 from windlass.transfer.bindings import GroupOffer, WireTensor
 from windlass.transfer.collective_group import Rendezvous, join_group
@@ -218,28 +218,25 @@ class RolloutCallback(Closing):
         pauses, last = BACKOFF.pauses(), ""
         while (left_s := ends - time.monotonic()) > 0 and not self._closed.is_set():
             try:
-                return self._post(body, left_s)
-            except (OSError, http.client.HTTPException) as error:
-                last = f"{type(error).__name__}: {error}"
+                with BlockingHttp(
+                    self.url, authorization(self._token), to_controller=True
+                ) as controller:
+                    reply = controller.ask("POST", "/v1/callback", body, deadline_s=left_s)
+            except (PeerTimeout, PeerUnreachable) as error:
+                last = str(error)
                 self._closed.wait(max(min(next(pauses), ends - time.monotonic()), 0.0))
+            else:
+                return self._members(reply)
         raise PeerTimeout(
             f"{type(call).__name__}: no answer of {self.url} within {seconds} s: {last}"
         )
 
-    def _post(self, body: bytes, timeout_s: float) -> tuple[str, ...]:
-        connection = open_connection(self.url, timeout_s, to_controller=True)
-        try:
-            connection.request("POST", "/v1/callback", body, authorization(self._token))
-            response = connection.getresponse()
-            data, status = response.read(), response.status
-        finally:
-            connection.close()
-        if status in {401, 403}:
-            said = data[:200].decode(errors="replace")
-            raise AuthenticationError(f"{self.url} refused the token: {said}")
-        if status != 200:
-            raise ProtocolError(f"{self.url}: {status}: {data[:200].decode(errors='replace')}")
-        answer = msgspec.msgpack.decode(data, type=CallbackAnswer)
+    def _members(self, reply: HttpReply) -> tuple[str, ...]:
+        if reply.status in {401, 403}:
+            raise AuthenticationError(f"{self.url} refused the token: {reply.text(200)}")
+        if reply.status != 200:
+            raise ProtocolError(f"{self.url}: {reply.status}: {reply.text(200)}")
+        answer = msgspec.msgpack.decode(reply.body, type=CallbackAnswer)
         if answer.error.startswith("PeerTimeout"):
             raise PeerTimeout(answer.error)
         if answer.error:

@@ -1,0 +1,115 @@
+"""HTTP client for threads without an asyncio loop."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+from urllib.parse import urlsplit
+
+from windlass.closing import Closing
+from windlass.errors import PeerTimeout, PeerUnreachable
+from windlass.net.sockets import keep_alive
+from windlass.net.tls import client_context
+
+
+@dataclass(frozen=True, slots=True)
+class HttpReply:
+    """Answer of a server.
+
+    Attributes:
+        status: HTTP status.
+        body: content of the answer.
+    """
+
+    status: int
+    body: bytes
+
+    def text(self, num_bytes: int) -> str:
+        """Return the beginning of the body as text, for errors."""
+        return self.body[:num_bytes].decode(errors="replace")
+
+
+class _HTTPConnection(http.client.HTTPConnection):
+    """Connection that no network device drops while an answer takes long."""
+
+    def connect(self) -> None:
+        super().connect()
+        keep_alive(self.sock)
+
+
+class _HTTPSConnection(http.client.HTTPSConnection):
+    """`_HTTPConnection` with TLS."""
+
+    def connect(self) -> None:
+        super().connect()
+        keep_alive(self.sock)
+
+
+@final
+class BlockingHttp(Closing):
+    """Client of one server. It keeps one connection between requests, and one thread at a time uses it.
+
+    Args:
+        url: address of the server, checked by `windlass.net.addresses.check_url`; a path in it precedes all paths.
+        headers: headers of every request.
+        to_controller: see `client_context`.
+    """
+
+    def __init__(
+        self, url: str, headers: Mapping[str, str | bytes], *, to_controller: bool
+    ) -> None:
+        parts = urlsplit(url)
+        self._url, self._prefix, self._headers = url, parts.path.rstrip("/"), dict(headers)
+        host = parts.hostname or ""
+        self._connection: http.client.HTTPConnection = (
+            _HTTPSConnection(host, parts.port, context=client_context(to_controller=to_controller))
+            if parts.scheme == "https"
+            else _HTTPConnection(host, parts.port)
+        )
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str | bytes] | None = None,
+        *,
+        deadline_s: float | None,
+    ) -> HttpReply:
+        """Send a request, and return the answer with any status. After an error the next request connects again.
+
+        Args:
+            method: HTTP method.
+            path: path and query.
+            body: content of the request.
+            headers: headers of this request, besides those of every request.
+            deadline_s: longest silence of the server in seconds; None to wait without end.
+
+        Raises:
+            PeerTimeout: the server did not answer within `deadline_s`.
+            PeerUnreachable: there was no connection, or it broke.
+        """
+        what = f"{method} {self._url}{path.partition('?')[0]}"
+        connection = self._connection
+        # A connection that is open already keeps the timeout of its socket.
+        connection.timeout = deadline_s
+        if connection.sock is not None:
+            connection.sock.settimeout(deadline_s)
+        try:
+            connection.request(
+                method, self._prefix + path, body, {**self._headers, **(headers or {})}
+            )
+            response = connection.getresponse()
+            return HttpReply(response.status, response.read())
+        except TimeoutError as error:
+            connection.close()
+            raise PeerTimeout(f"{what}: no answer within {deadline_s} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise PeerUnreachable(f"{what}: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._connection.close()
