@@ -80,8 +80,8 @@ class Coordinator:
         members: connections of the agents.
         connector: bindings of the fleet.
         rounds: runs rounds.
-        catch_ups: brings up engines that are behind.
-        resume_retries: has engines generate again that could not resume.
+        catch_ups: updates engines that are behind to the published version.
+        resume_retries: tries again to resume engines that could not resume.
         reports: reports of the newest `KEPT_REPORTS` updates.
         num_updates: number of all updates.
 
@@ -143,21 +143,21 @@ class Coordinator:
         return self.fleet.routable()
 
     def on_update(self, listener: Callable[[UpdateReport], None]) -> None:
-        """Call `listener` in the loop after every update."""
+        """Call `listener` in the event loop after every update."""
         self._update_listeners.append(listener)
 
     def on_phase(self, listener: Callable[[int, Phase], None]) -> None:
-        """Call `listener(version, phase)` in the loop when a round enters a phase."""
+        """Call `listener(version, phase)` in the event loop when a round enters a phase."""
         self.rounds.on_phase(listener)
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in the loop when engines come, go, or change version."""
+        """Call `callback` in the event loop when engines come, go, or change version."""
         self.changes.subscribe(callback)
 
     # --- a publish: who asks for it ----------------------------------------------------------
 
     def _announced(self, session: AgentSession, frame: Announce) -> None:
-        """Note that a trainer rank waits with a version. The last of the ranks begins the publish.
+        """Record that a trainer rank has announced a version. The announcement of the last rank starts the publish.
 
         Raises:
             ProtocolError: the sender is not a trainer rank.
@@ -184,7 +184,7 @@ class Coordinator:
             self._naming = self._name_missing_later()
 
     def _gave_up(self, session: AgentSession, frame: Withdraw) -> None:
-        """End an announcement because its caller no longer waits, and send the trainer rank the missing ranks."""
+        """End an announcement because its caller no longer waits, and report the missing ranks to the trainer rank."""
         missing = self._missing_ranks()
         given_up = self._requests.give_up(session.peer, frame.attempt)
         if given_up is not None:
@@ -235,11 +235,11 @@ class Coordinator:
     async def _publish(
         self, announced: tuple[PendingPublish, ...], copied: asyncio.Event | None = None
     ) -> UpdateReport:
-        """Publish a version that all trainer ranks wait with, and tell everybody how that ended.
+        """Publish a version that all trainer ranks are ready to send; report the result to them and to the listeners.
 
         Args:
             announced: the announcement of each rank.
-            copied: set once no trainer rank reads its weights any more, where all send from replicas.
+            copied: set once no trainer rank reads its weights any more, if all ranks send from replicas.
         """
         version = max(rank.version for rank in announced)
         # One round runs at a time, and none while the controller binds the fleet.
@@ -258,7 +258,7 @@ class Coordinator:
     ) -> UpdateReport:
         """Repeat an attempt after all engines have ended, or after the group of a collective has broken.
 
-        Trainers wait all that time. One-sided writes and files need no second attempt for one engine: an engine that
+        Trainers wait during all attempts. One-sided writes and files need no second attempt for one engine: an engine that
         fails there does not break the others.
         """
         report = await self._attempt(announced, version, copied)
@@ -332,7 +332,7 @@ class Coordinator:
         raise RoundAborted(f"trainer ranks came or went since they announced: {changed}")
 
     def _have_ended(self, left_out: Collection[str]) -> bool:
-        """Return whether every engine of a round that left these out has ended since."""
+        """Return whether a round left out engines, and the processes of all its engines have ended."""
         bound = self.connector.binding
         return (
             bool(left_out)
@@ -347,7 +347,7 @@ class Coordinator:
         )
 
     def end_update(self, report: UpdateReport) -> None:
-        """Record the report of an update, tell the listeners, and bring up engines that were left out."""
+        """Record the report of an update, call the listeners, and start catch-ups of engines that were left out."""
         self.reports.append(report)
         self.num_updates += 1
         self.changes.notify()
@@ -390,11 +390,11 @@ class Coordinator:
         self.rounds.replied(session, reply)
 
     def _lost(self, agent: Agent, reason: str, *, ended: bool) -> None:
-        """Tell all parts to continue without an agent that has lost its connection.
+        """Notify the publish requests, resume retries, catch-ups and the round that an agent has lost its connection.
 
         Args:
             agent: the agent.
-            reason: the reason, for people.
+            reason: text for logs and reports.
             ended: whether the agent's side ended the connection.
         """
         self._requests.withdraw(agent.hello.worker)

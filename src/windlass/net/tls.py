@@ -121,7 +121,7 @@ class _ControllerObject(ssl.SSLObject):
 
 
 def _check_controller(certificate: Certificate | None) -> None:
-    """Raise SSLCertVerificationError if a verified certificate names another role than the owner's."""
+    """Raise SSLCertVerificationError if the server's certificate names a role other than `owner`."""
     role = role_of_certificate(certificate)
     if role not in {None, Access.OWNER}:
         raise ssl.SSLCertVerificationError(

@@ -320,7 +320,7 @@ def coalesce(ops: OpTable) -> OpTable:
         The same bytes in the same order, in at most as many ops; a joined op keeps its first tensor's name.
     """
     ops = _join_adjacent(ops)
-    # The first turn may join the two halves of each expert, and the next one the experts.
+    # The first pass may join the two halves of each expert, and the next pass the experts.
     while len(joined := _join_repeated(ops)) < len(ops):
         ops = joined
     return ops
@@ -359,10 +359,11 @@ def _join_adjacent(ops: OpTable) -> OpTable:
 
 
 def _join_repeated(ops: OpTable) -> OpTable:
-    """Join consecutive ops of equal shape at a constant distance, with the distance as the outermost dim.
+    """Join consecutive ops of equal shape at a constant distance into one op with one more dim.
 
-    Casts stay apart, because their errors name the tensor and recovery looks up its dtype. Quantising ops stay apart,
-    because their two dims define blocks.
+    The outermost dim of the joined op has the number of ops as its size and the distance as its stride. A joined op keeps
+    only the name of its first tensor. Do not join casts: errors name their tensor, and recovery looks up its dtype. Do not
+    join quantising ops: their two dims define blocks.
     """
     if len(ops) < 2:
         return ops
@@ -381,8 +382,9 @@ def _join_repeated(ops: OpTable) -> OpTable:
     same &= (ops.mode[1:] != CopyMode.PACKED) | (dst_step == ops.nbytes[:-1])
     if not same.any():
         return ops
-    # If the distance changes at a row, that row begins the next joined op, and the row after it sets the distance of that
-    # op. If it changes at several consecutive rows, every second row of them begins an op.
+    # A joined op has one distance. If a row is at another distance from the row before it, the row begins the next joined
+    # op, and the row after it decides the distance in that op. If several consecutive rows are at new distances, every
+    # second one of them begins an op.
     turns = np.zeros(len(ops), np.bool_)
     turns[2:] = same[1:] & same[:-1] & ((np.diff(src_step) != 0) | (np.diff(dst_step) != 0))
     row = np.arange(len(ops))

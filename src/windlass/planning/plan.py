@@ -186,11 +186,11 @@ class TransferPlan:
         )
 
     def parts(self, *, sending: bool, all_names: bool) -> dict[str, TransferPlan]:
-        """Return the part of each source if `sending`, else of each destination: only its own rows.
+        """Return the plan's part for each source if `sending`, else for each destination: the rows of this rank.
 
-        `all_names`: a part contains the names of all ranks and tensors; otherwise only of its rank
-        and of the ranks and tensors in its rows. With all names, the size of all parts together
-        grows with the square of the fleet.
+        `all_names`: keep the names of all ranks and tensors in every part; the size of all parts
+        together then grows with the square of the fleet. Otherwise a part keeps the name of its
+        own rank, and the names that its rows use.
         """
         workers = self.sources if sending else self.destinations
         index = self.ops.src if sending else self.ops.dst
@@ -221,7 +221,7 @@ class TransferPlan:
     def without_staging(self, links: Collection[tuple[str, str]]) -> TransferPlan:
         """Return the plan without staging for `links`: their ops write to the parameter itself.
 
-        `links`: pairs (source, destination) with a source that stores strided elements. A
+        `links`: pairs (source, destination). These sources can write strided elements. A
         destination keeps its staging memory if other links need it.
         """
         stored = np.zeros(len(self.ops), np.bool_)
@@ -237,7 +237,7 @@ class TransferPlan:
         return replace(self, staging_nbytes=staging_nbytes, ops=ops)
 
     def for_replica(self, leader: str, copy: ShardManifest) -> TransferPlan:
-        """Return this plan, the part of `leader`, for another rank with the same layout."""
+        """Return this part of destination `leader` for the rank of `copy`, which has the same layout."""
         index = self.destinations.index(leader)
         return replace(
             self,

@@ -155,8 +155,8 @@ class BatchQueue:
     A request changes no other rank's answer.
 
     Args:
-        num_ranks: returns the number of connected trainer ranks, or 0 while it is unknown. A request for a
-            shard of a number that does not divide it is refused.
+        num_ranks: returns the number of connected trainer ranks, or 0 while it is unknown. A request is refused if
+            its `world_size` does not divide this number.
     """
 
     def __init__(self, num_ranks: Callable[[], int] = lambda: 0) -> None:
@@ -172,15 +172,15 @@ class BatchQueue:
         self._has_answered = True
 
     def on_put(self, listener: Callable[[Sequence[TrainingSample]], None]) -> None:
-        """Call `listener` in the loop with the samples of every batch that is put."""
+        """Call `listener` in the event loop with the samples of every batch that is put."""
         self._listeners.append(listener)
 
     def on_wait(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the loop when all trainer ranks have started to wait for a batch."""
+        """Call `listener` in the event loop when all trainer ranks have started to wait for a batch."""
         self._wait_listeners.append(listener)
 
     def published(self) -> None:
-        """Note that all ranks have published the weights that they trained with their last batch."""
+        """Record that all ranks have published the weights that they trained with their last batch."""
         self._has_answered = False
 
     @property
@@ -191,7 +191,7 @@ class BatchQueue:
         return not self._has_answered and 0 < self._world_that_asks <= num_asking
 
     async def put(self, step: int, groups: Iterable[Sequence[TrainingSample]]) -> None:
-        """Answer all ranks that wait for `step`.
+        """Add the batch of `step`, and answer all ranks that wait for it.
 
         Raises:
             ConfigError: the step is not above every earlier one, `groups` is empty, or a value of a group is
@@ -216,7 +216,8 @@ class BatchQueue:
     async def requested(self, step: int, *, deadline_s: float) -> None:
         """Return once a rank has requested `step`.
 
-        An owner that draws the batch only then checks its age at the moment of its consumption.
+        If the owner draws the batch only after this call, the staleness bound is checked when the trainer
+        consumes the batch.
 
         Raises:
             PeerTimeout: no rank requested the step within `deadline_s`.

@@ -85,7 +85,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
 
 
 class Resubmitted(msgspec.Struct, frozen=True, tag="resubmitted"):
-    """Return of a task, without an outcome, to the queue for admission."""
+    """Move of a task without an outcome back to the admission queue."""
 
     task_id: str
     rejections: int
@@ -93,9 +93,9 @@ class Resubmitted(msgspec.Struct, frozen=True, tag="resubmitted"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """End of tasks. `num_consumed` is the number of them that were consumed and not given up.
+    """End of tasks. `num_consumed` is the number of these tasks that were consumed.
 
-    Below 0 it is the number of earlier ended tasks that the owner declined.
+    A negative number -n means that the owner declined n tasks that had ended before.
     """
 
     task_ids: tuple[str, ...]
@@ -175,7 +175,7 @@ class PersistedState:
             )
 
     def _drop_broken_groups(self) -> None:
-        """Drop broken groups: if some samples of a group were given up, the whole group was."""
+        """Drop the rest of each group that has lost a task: a group is given up as a whole."""
         for task in list(self.tasks.values()):
             if any(other not in self.tasks for other in task.submission.task_ids):
                 self.tasks.pop(task.task_id, None)
@@ -243,7 +243,8 @@ class RolloutJournal:
         fresh = PersistedState(started)
         if self._path is None:
             return fresh
-        entry: Any = Entry  # a union is a kind
+        # `LineFile` also takes a union, which is no `type` for the type checker.
+        entry: Any = Entry
         file = self._file = LineFile(self._path, entry, first_line=b'{"type":"started"')
         try:
             persisted = PersistedState.of(file.found)
@@ -415,7 +416,7 @@ class RolloutJournal:
 
 
 def _write_anew(file: LineFile[Entry], upto_nbytes: int) -> None:
-    """Write a replacement with the same state, without ended tasks."""
+    """Write the replacement of the journal file: the same state, without the entries of ended tasks."""
     persisted = PersistedState.of(file.read(upto_nbytes))
     if persisted is not None:
         file.write_replacement(persisted.entries())

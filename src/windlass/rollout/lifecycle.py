@@ -563,7 +563,7 @@ class Lifecycle:
     def acknowledge(self, task_id: str) -> None:
         """Record that the owner has stored this rollout, and thereby its whole group. Idempotent.
 
-        A rollout that was not delivered (again) yet is removed from its place.
+        If this process has not delivered the group yet, the rollouts are withdrawn from their queues and workers.
         """
         record = self.table.records.get(task_id)
         if self.journal.acknowledged(task_id) or record is None:
@@ -671,7 +671,7 @@ def _checked(sampling: SamplingParams) -> SamplingParams:
 
 
 def _restore_record(record: Record, task: PersistedTask) -> State:
-    """Fill in the state that an earlier process recorded; return the state of the record."""
+    """Copy the journalled fields of a task into its record; return the state in which the record continues."""
     record.outcome, record.finished_at = task.outcome, record.submitted_at
     record.admitted = task.running
     if (attempt := task.attempt) is not None:

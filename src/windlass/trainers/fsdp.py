@@ -83,7 +83,7 @@ def patterns_from(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _launched_patterns() -> tuple[str, ...]:
-    """Return the patterns of `trainer.allow_unused` in the file of `windlass launch`."""
+    """Return `trainer.allow_unused` of the job file; `windlass launch` passes it in an environment variable."""
     return tuple(environment_value(ALLOW_UNUSED_VARIABLE).split())
 
 

@@ -673,7 +673,7 @@ class LiveTensors:
         return _State(counts, frozenset(_merged(self._modules)))
 
     def _name_in(self, merged: Collection[tuple[int, tuple[str, ...]]]) -> str:
-        """Return the name of a tensor inside one of these modules, the path of the module, or "of adapters"."""
+        """Return the name of a tensor in one of these modules; else the path of a module; else "of adapters"."""
         layers = {layer for layer, _ in merged}
         for module in self._modules:
             for path, child in module.named_modules():
@@ -743,7 +743,7 @@ class LiveTensors:
 
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return values that are cheap to compare; tensors with equal values have equal layouts."""
+    """Return a value that is cheap to compare. Two tensors with equal signatures have the same layout."""
     local = _local(tensor)
     spec = tensor._spec if isinstance(tensor, DTensor) else None
     if local.layout is not torch.strided:
@@ -847,7 +847,7 @@ def _reshard(module: FSDPModule) -> None:
 
 
 def _refuse_changed(module: FSDPModule, parameter: FSDPParam) -> None:
-    """Raise if torch has counted a change of a gathered parameter and its local part differs from the shard.
+    """Raise if code has changed the gathered copy of a parameter, and the copy differs from the shard.
 
     Raises:
         PlanError: the gathered copy was changed.

@@ -35,7 +35,7 @@ class CudaIpcConfig(TransportConfig, frozen=True, tag="cuda_ipc"):
     """Configuration of writes over NVLink between GPUs of one host.
 
     Attributes:
-        device: ordinal of the GPU that stores. Its memory is registered.
+        device: ordinal of this rank's GPU. It runs the kernels that write, and its memory is registered.
         num_multiprocessors: multiprocessors that a write may occupy; 0 for all.
     """
 
@@ -54,7 +54,8 @@ class CudaIpcTransport(RegionTransport):
     """`OneSidedTransport` and `PeerMapper` between GPUs of one host.
 
     Attributes:
-        gpu: GPU that stores. This rank also uses it for other work on that GPU's memory.
+        gpu: this rank's GPU, which runs the kernels that write. The rank also uses it for other work on the
+            memory of this GPU.
 
     Raises:
         TransportUnavailable: the NVIDIA driver, the GPU or NVRTC is missing.
@@ -100,7 +101,7 @@ class CudaIpcTransport(RegionTransport):
         return f"{ordinal}:{address - start}:{self.gpu.device.export(start).hex()}"
 
     def _is_touched(self, region: MemoryRegion) -> bool:  # noqa: ARG002
-        """Return whether any kernel is late. Late kernels may touch any region."""
+        """Return whether any kernel has exceeded its deadline. Such a kernel may still access any region."""
         return self.gpu.is_late
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
@@ -167,7 +168,7 @@ class CudaIpcTransport(RegionTransport):
         check_alive(batch.endpoint)
 
     def close(self) -> None:
-        """See `OneSidedTransport.close`. Memory that late stores may still reach stays mapped."""
+        """See `OneSidedTransport.close`. Memory stays mapped if a kernel that exceeded its deadline may still access it."""
         self._own.close()
         super().close()
         with self._lock:

@@ -1,4 +1,4 @@
-"""Convert pairs of element and place into boxes with strides."""
+"""Convert pairs (element of a tensor, place in memory) into strided boxes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PlacedBox:
     strides: tuple[int, ...]
 
     def element(self, shape: tuple[int, ...], number: int) -> tuple[int, int]:
-        """Return the index in the tensor of `shape`, and in memory, of the element with row-major `number` in the box."""
+        """Return the indices of the box's element `number` (row-major): in the tensor of `shape`, and in memory."""
         index, place, step = 0, self.offset, 1
         for begin, size, stride, length in reversed(
             [*zip(self.box.offsets, self.box.sizes, self.strides, shape, strict=True)]
@@ -100,7 +100,7 @@ def boxes_of(
 def _whole(
     shape: tuple[int, ...], line: Line, flat: Int64Array, place: Int64Array
 ) -> PlacedBox | None:
-    """Return the box of a whole tensor that was read by place and is in order without gaps, else None."""
+    """Return one box if the elements are the whole tensor, in row-major order and without gaps in memory; else None."""
     whole = line == ELEMENT and 0 < len(flat) == math.prod(shape)
     if not whole or any((steps[1:] - steps[:-1] != 1).any() for steps in (flat, place)):
         return None
@@ -120,7 +120,7 @@ def _dim_of(shape: tuple[int, ...], line: Line, flat: Int64Array) -> int:
 
 
 def _copies(flat: Int64Array, place: Int64Array) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """Yield, for each n, the elements that have an n-th place, and that place."""
+    """Yield (elements, places): one place of every element, then a second place of each element that has two, and so on."""
     order = np.lexsort((place, flat))
     flat, place = flat[order], place[order]
     first = np.concatenate([[True], flat[1:] != flat[:-1]])
@@ -139,7 +139,7 @@ def _boxes_of_one_copy(
     along: list[int],
     limit: int,
 ) -> Iterator[PlacedBox]:
-    """Yield the boxes of elements that have one place each. `along` has the dim of lines longer than 1."""
+    """Yield the boxes of elements that have one place each. `along` has the dim of the lines if they are longer than 1."""
     if not shape:
         yield PlacedBox(Box((), ()), int(place[0]), ())
         return

@@ -34,30 +34,32 @@ import torch.distributed as dist
 
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
 _APART = frozenset({"compilation", "config", "configs", "distributed"})
-"""Packages, and parts of an engine's package, whose objects the walk leaves alone. Compiled code refers to memory of its
-graphs, and many parts of an engine share a configuration. The walk does enter containers, modules and tensors there."""
+"""The walk skips objects of these packages, and of the parts of an engine's package with these names. Compiled code refers
+to memory of its graphs, and many parts of an engine share a configuration. The walk still enters containers, modules and
+tensors of these packages."""
 _RUNNERS = (
     *("vllm.v1.worker", "vllm.v1.core", "vllm.v1.engine", "vllm.v1.executor", "vllm.entrypoints"),
     *("sglang.srt.managers", "sglang.srt.mem_cache", "sglang.srt.model_executor"),
     "sglang.srt.entrypoints",
 )
-"""Packages of the parts of an engine that run its model. A callable of a model may refer to one of their objects, from
-which the walk would reach caches and requests."""
+"""Packages that run an engine's model. The walk skips their objects too: a callable of the model may refer to one, and the
+walk would then reach caches and requests."""
 _OPENED = (UserDict, UserList, ChainMap, SimpleNamespace, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)  # fmt: skip
 """Classes of the standard library that are plain containers of values."""
 _SHARED = (
     *((dist.ProcessGroup,) if dist.is_available() else ()),
     *(threading.Thread, type(threading.Lock()), type(threading.RLock()), socket.socket),
 )
-"""The walk leaves an object that holds one of these (a communicator) alone, because others share its state."""
+"""The walk skips an object with an attribute of one of these classes (for example a communicator), because other objects
+share its state."""
 _MADE_IN_PYTHON = 1 << 9
-"""`Py_TPFLAGS_HEAPTYPE`: only slots of classes that were made in Python are state that Python code may set."""
+"""`Py_TPFLAGS_HEAPTYPE`, set for classes defined in Python. Only their slots are state that Python code may set."""
 _UNSET = object()
 Number = bool | int | float | complex
 
 
 class Form(enum.Enum):
-    """How the walk looks into an object."""
+    """Kind of an object, which decides how the walk enters it."""
 
     MODULE = enum.auto()
     TENSOR = enum.auto()
@@ -76,7 +78,7 @@ class Form(enum.Enum):
 
 
 class Join(enum.Enum):
-    """How an object holds another."""
+    """Kind of reference from an object to another."""
 
     ATTRIBUTE = enum.auto()
     SLOT = enum.auto()
@@ -108,7 +110,7 @@ class Node:
     Attributes:
         holder: the object through which the walk reached it first; None for modules of the model and for globals.
         join, key: how `holder` holds it.
-        is_global: whether it belongs to a class or to a Python module, and so perhaps to other models as well.
+        is_global: whether it belongs to a class or to a Python module, which other models may use as well.
     """
 
     item: Any
@@ -121,13 +123,13 @@ class Node:
 
     @property
     def path(self) -> str:
-        """Return where the object is, as Python code would reach it."""
+        """Path of the object, like the Python expression that reaches it from the model."""
         if self._path is None:
             self._path = joined(self.holder.path if self.holder else "", self.join, self.key)
         return self._path
 
     def put(self, value: object) -> bool:
-        """Have the holder hold another object in place of this one; return whether that is possible."""
+        """Replace this object by `value` in its holder; return False if the holder cannot be changed."""
         holder = self.holder
         if holder is None or not _put(holder, self.join, self.key, self.item, value):
             return False
@@ -205,9 +207,9 @@ class Reach:
         nodes: all objects that can hold values, once each; modules of the model first.
         tensors: tensors and arrays among them: parameters of the model's modules first, then buffers, then other
             attributes of these modules.
-        num_parameters, num_buffers, num_attributes: how many of these `tensors` begins with.
-        empty, empty_globals: containers that hold nothing, of the model alone, and of classes and Python modules.
-        globals: state of Python modules that functions of the model name: namespace, name, value.
+        num_parameters, num_buffers, num_attributes: number of tensors of each of these three kinds.
+        empty, empty_globals: empty containers of the model; empty containers of classes and Python modules.
+        globals: global variables that functions of the model use: namespace, name, value.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -271,7 +273,7 @@ def _followed(values: Iterable[object]) -> list[int]:
 
 
 def _members(item: Any, shape: Shape) -> Iterable[object]:
-    """Return the members of an object that is no dict, without its attributes."""
+    """Return the values in an object other than a dict, without those in its `__dict__`."""
     held: Iterable[object] = ()
     match shape.form:
         case Form.SEQUENCE | Form.SET:
@@ -330,7 +332,7 @@ def _reached(model: torch.nn.Module) -> Reach:
 class _Walk:
     def __init__(self, found: Reach) -> None:
         self._found = found
-        # The nodes keep every object alive, so that no other object gets its number.
+        # The nodes keep every object alive, so that no other object gets the same `id`.
         self._seen: set[int] = set()
         self._classes: dict[type, None] = {}
 
@@ -417,7 +419,10 @@ class _Walk:
                 pass
 
     def _attributes(self, node: Node, held: Mapping[str, Any]) -> bool:
-        """Add values of an object's dict, unless it holds state that others share; return whether it does not."""
+        """Add the attributes of an object and return True.
+
+        If an attribute is of a class in `_SHARED`, drop the object and return False.
+        """
         if node.shape.form is Form.OBJECT:
             shapes = _SHAPES
             for value in held.values():
@@ -459,7 +464,7 @@ class _Walk:
         self._globals(_globals_of(function))
 
     def _enter_class(self, kind: type) -> None:
-        """Add the state of a module's class, and globals that the class's functions name."""
+        """Add the state of a module's class, and globals that the class's functions use."""
         for base in kind.__mro__:
             if not _is_foreign(base.__module__):
                 self._class_state(base)
@@ -621,7 +626,7 @@ def _function_in(value: object) -> FunctionType | None:
 
 
 def _named(functions: list[FunctionType]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield globals that functions name. Follow calls within a Python module, and one call into another module."""
+    """Yield globals that functions use. Follow calls within a Python module, and one call into another module."""
     waiting = [(function, True) for function in functions]
     seen = {function.__code__ for function in functions}
     names = set[tuple[int, str]]()

@@ -4,10 +4,10 @@
 `windlass.integrations.vllm.plugin`, makes vLLM import this module in every EngineCore process, before the
 first request. The patched functions were read in vLLM 0.24 and 0.32.
 
-Hold. While weights change, the core holds its workers between two steps. A hold starts as vLLM's own pause
-that keeps requests (`AsyncLLM.pause_generation`), without its way through the API server and its final sleep
-of 20 ms. The core schedules nothing, reads the results of running steps, and sends them out. Therefore tokens
-made before the update do not wait for it, and every later token is of the new version.
+Hold. While weights change, the core holds its workers between two steps. A hold starts like vLLM's own
+pause that keeps requests (`AsyncLLM.pause_generation`), but does not pass through the API server and does not
+sleep for 20 ms at the end. The core schedules nothing, reads the results of running steps, and sends them
+out. Therefore tokens made before the update do not wait for it, and every later token is of the new version.
 
 Prefix cache. The core salts the block hashes of a request with a namespace, and every update begins a new
 namespace. The namespace begins in the core's loop, in the same call that then quiesces or holds the workers,
@@ -164,7 +164,7 @@ class CoreCalls:
             try:
                 work(self._core)
                 done.set_result(None)
-            # As vLLM's own call: it is raised where the result is asked for.
+            # As in vLLM's own calls, the thread that waits for the result gets the error.
             except Exception as error:  # noqa: BLE001
                 done.set_exception(error)
 
@@ -289,7 +289,7 @@ def keep_caches_apart() -> None:
 def _update(
     core: Any, call: Callable[..., list[Any]], timeout: float | None, info: dict[str, object]
 ) -> list[Any]:
-    """Make the workers run vLLM's own `update_weights`; a `whole` update is this call alone."""
+    """Hold the core while the workers run vLLM's own `update_weights`; a `whole` update needs no other call."""
     found: list[Any] = []
 
     def update(namespace: str) -> int:
@@ -327,7 +327,10 @@ def _hold(core: Any, held: Callable[[str], int]) -> None:
 
 @contextmanager
 def _quiesced(core: Any) -> Iterator[None]:
-    """Stop scheduling and send out running steps, as `EngineCoreProc.pause_scheduler` and the core's loop do."""
+    """Pause the scheduler and process the running steps, then run the block and restore the scheduler's state.
+
+    `EngineCoreProc.pause_scheduler` and the core's loop make the same calls.
+    """
     from vllm.v1.core.sched.interface import PauseState
 
     scheduler = core.scheduler

@@ -180,7 +180,7 @@ def _specs_of(worker: Worker, checkpoint: Path) -> tuple[CheckpointSpec, ...]:
 
 
 def _on_every_rank(mine: bool) -> bool:
-    """Return whether `mine` is true on all ranks of this server. All of them make the same call."""
+    """Return whether `mine` is true on all ranks of this server. Collective: every rank must call it."""
     from vllm.distributed.parallel_state import get_world_group
 
     return all_ranks(mine, torch.device("cpu"), get_world_group().cpu_group)
@@ -203,7 +203,7 @@ class _DirectCopies(TorchFunctionMode):
 
     @contextmanager
     def where_needed(self) -> Iterator[None]:
-        """Enter the mode for a load, unless an earlier load made no direct copies: the mode costs seconds."""
+        """Use the mode inside the block, unless an earlier load made no direct copies: a load with it takes seconds longer."""
         if not self._is_needed:
             yield
             return
@@ -250,7 +250,7 @@ _NUMBER_IN_PATH = re.compile(r"\.\d+\.")
 
 @contextmanager
 def _counted_once(known: _Known) -> Iterator[None]:
-    """Make vLLM count the elements that a weight loader copies only once for equal calls.
+    """Cache vLLM's count of the elements that a weight loader copies, so that equal calls are counted once.
 
     vLLM's reload (0.24, 0.32) processes a layer when all of its elements have arrived. It therefore calls every
     weight loader twice, first on a parameter without memory to count the copied elements. This takes a third of
@@ -277,9 +277,9 @@ def _counted_once(known: _Known) -> Iterator[None]:
 
 
 def _key_of(loader: Any, arguments: inspect.BoundArguments) -> tuple[object, ...] | None:
-    """Return a key of everything that a count depends on: types, shapes and other arguments.
+    """Return a key for a call of a weight loader. Calls with equal keys copy the same number of elements.
 
-    Return None for arguments that have no key; vLLM then counts every time.
+    Return None if an argument cannot be part of a key; vLLM then counts this call.
     """
     method = inspect.ismethod(loader)
     found: list[object] = [loader.__func__, type(loader.__self__)] if method else [loader]

@@ -230,7 +230,7 @@ class _Fleet:
         kept = PauseMode.IN_PLACE if self._pause is None else PauseMode.ABORT
         config = msgspec.structs.replace(config, pause_mode=kept)
         self._held_s = config.deadlines.pause_s
-        # First phase in which engines wait for a hold of their loops.
+        # First phase in which engines wait until their loops are held.
         self._holds_in = Phase.PAUSE if config.mode is UpdateMode.STAGED else Phase.PREPARE
         self._joined: set[str] = set()
         # Set when the newest round ends.
@@ -348,7 +348,10 @@ class _Fleet:
         return first is not None and first.hello.comes_to_rest
 
     def _hold(self, name: str, version: int, pause: str | None, over: threading.Event) -> None:
-        """Hold the loops of a server until the round is over; pause it before and resume it after if `pause` is set."""
+        """Call `/update_weights`, which blocks the server's loops until the round is over.
+
+        With `pause`, call `/pause` before and `/resume` after.
+        """
         if over.is_set():
             return
         among, routes, held_s = (self._urls[name],), self._routes, self._held_s
@@ -359,9 +362,9 @@ class _Fleet:
             routes.resume(among, CALL_S)
 
     def wait_resumed(self, names: Collection[str]) -> None:
-        """Wait until these servers, which serve the new version, have resumed; at most `CALL_S` seconds.
+        """Wait at most `CALL_S` seconds until these servers, which serve the new version, have answered `/resume`.
 
-        A server that was not paused continues when its hold ends.
+        Skip servers that the newest round did not pause: they get no `/resume`.
         """
         wait([self._paused[name] for name in names if name in self._paused], CALL_S)
 
