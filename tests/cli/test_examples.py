@@ -24,7 +24,6 @@ TUTORIAL = ROOT / "docs/tutorials/laptop.md"
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_commands_of_the_tutorial_train_and_end(tmp_path: Path) -> None:
     """The test runs them in one terminal, in order, with fewer steps and a free port."""
     section = TUTORIAL.read_text().partition("## Your own scripts")[2].partition("\n## ")[0]

@@ -25,8 +25,6 @@ LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} controller (INFO|WA
 CLEAN_END = ("ERROR", "connection broke", "is closed", " lost:", "Traceback")
 """Words that must not occur in the log of a job that ended well."""
 
-pytestmark = pytest.mark.timeout(300)
-
 NOISY = """
 import logging, sys, threading, time
 from rich.console import Console

@@ -41,8 +41,6 @@ NAMES = ("engine", "family", "command", "backend")
 TOKEN = "secret of the test"
 NUM_TOKENS = 8
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -44,7 +44,6 @@ def served(*arguments: str) -> Iterator[str]:
         process.stdout.close()
 
 
-@pytest.mark.timeout(120)
 async def test_a_served_fleet_is_updated_and_the_next_server_knows_its_version(
     tmp_path: Path,
 ) -> None:

@@ -320,7 +320,6 @@ async def test_relays_are_bound_all_at_once(asked: Asked) -> None:
 # --- real processes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("mode", list(UpdateMode))
 @pytest.mark.parametrize("can_send", [False, True], ids=["by the next version", "by a peer"])
 async def test_an_engine_that_is_killed_and_comes_back_is_bound_alone(

@@ -14,7 +14,6 @@ DEADLINES = PhaseDeadlines(connect_s=20, write_s=6, fleet_s=30)
 WAIT_S = 90.0
 
 
-@pytest.mark.timeout(220)
 @pytest.mark.parametrize(
     ("mode", "fault", "left"),
     [

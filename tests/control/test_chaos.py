@@ -218,7 +218,6 @@ def test_the_text_of_every_planted_bug_is_in_the_product(bug: Bug) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_what_is_printed_of_a_failing_schedule_is_small_and_fails_again() -> None:
     bug = next(bug for bug in BUGS if bug.name == "publish without verify")
     with bug.planted():

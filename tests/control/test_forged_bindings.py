@@ -151,7 +151,6 @@ async def publish_beside(
     return evil.told
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("listens", [False, True])
 async def test_a_process_that_was_only_named_is_not_written_and_nothing_is_told_of_it(
     listens: bool,
@@ -169,7 +168,6 @@ async def test_a_process_that_was_only_named_is_not_written_and_nothing_is_told_
         assert not [reason for reason in told if str(pid) in reason or "process" in reason]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("forgery", ["endpoint", "region", "worker", "Hello"])
 async def test_the_memory_of_another_rank_cannot_be_bound(forgery: str) -> None:
     async with attacked() as (controller, fleet, bystander, _, address):
@@ -191,7 +189,6 @@ async def test_the_memory_of_another_rank_cannot_be_bound(forgery: str) -> None:
         assert await bystander.ask(True)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("misfit", "expected"),
     [
@@ -222,7 +219,6 @@ async def test_an_engine_that_cannot_be_written_costs_itself_its_place_alone(
         assert (memory == 255).all()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("what", ["address", "identity"])
 async def test_a_transport_of_one_host_is_refused_between_two(what: str) -> None:
     """This engine is honest, but is on another host and has the default transport."""

@@ -10,7 +10,6 @@ from windlass.config import ControlConfig
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(200),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts: {why_no_hosts()}"),
 ]
 CONFIG = ControlConfig(deadlines=DEADLINES, heartbeat_s=8.0)

@@ -10,7 +10,6 @@ from hosts import Line, Network, why_no_hosts
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts: {why_no_hosts()}"),
 ]
 

@@ -16,7 +16,6 @@ from windlass.config import UpdateMode
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts: {why_no_hosts()}"),
 ]
 NIXL = '{"type": "nixl", "wire": "tcp", "device": "rail0"}'

@@ -36,7 +36,6 @@ PUBLISHED = [("published", "", ())] * 2
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
 @needs_faketime
 @pytest.mark.parametrize("whose", ["all", "controller", "engine"])
 def test_versions_are_published_while_the_clock_of_the_day_jumps(
@@ -78,7 +77,6 @@ async def use_up_memory(victim: Rank | Process) -> None:
         await asyncio.to_thread(victim.tell, BALLAST)
 
 
-@pytest.mark.timeout(120)
 async def test_an_engine_that_the_kernel_kills_for_memory_costs_itself_alone() -> None:
     async with running_fleet(CONFIG, 1) as fleet:
         for name in ("a", "b"):
@@ -105,7 +103,6 @@ async def test_an_engine_that_the_kernel_kills_for_memory_costs_itself_alone() -
         victim.close()
 
 
-@pytest.mark.timeout(120)
 async def test_a_controller_that_the_kernel_kills_for_memory_goes_on_from_its_journals(
     tmp_path: Path,
 ) -> None:
@@ -124,7 +121,6 @@ async def test_a_controller_that_the_kernel_kills_for_memory_goes_on_from_its_jo
         await drain(fleet)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("who", ["engine", "trainer"])
 async def test_a_rank_without_descriptors_is_updated_or_says_so_and_recovers(who: str) -> None:
     """A trainer without descriptors cannot check that its peer lives.
@@ -149,7 +145,6 @@ async def test_a_rank_without_descriptors_is_updated_or_says_so_and_recovers(who
         assert await fleet.held("a") == [(2, "2", False)]
 
 
-@pytest.mark.timeout(120)
 async def test_a_disk_that_fills_up_costs_the_versions_that_it_cannot_record(
     tmp_path: Path,
 ) -> None:
@@ -187,7 +182,6 @@ def wait_for_more(path: Path, nbytes: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("sync_s", [1.0, pytest.param(12.0, marks=pytest.mark.long)])
 async def test_a_disk_whose_every_sync_outlasts_a_heartbeat_delays_and_loses_nothing(
     tmp_path: Path, sync_s: float

@@ -43,7 +43,6 @@ def versions(coordinator: Coordinator) -> dict[str, int]:
     return {engine.name: engine.version for engine in coordinator.routable()}
 
 
-@pytest.mark.timeout(220)
 @pytest.mark.parametrize("has_journals", [True, False])
 @pytest.mark.parametrize("last", [5, 2])
 async def test_an_engine_of_an_earlier_run_that_wakes_up_is_brought_up_and_decides_nothing(
@@ -85,7 +84,6 @@ async def test_an_engine_of_an_earlier_run_that_wakes_up_is_brought_up_and_decid
             assert await first.held("x") == [(3, str(3 + PER_RUN), False)]
 
 
-@pytest.mark.timeout(220)
 async def test_ranks_of_two_starts_of_a_job_publish_nothing_together() -> None:
     """Rank 0 was killed while rank 1 waits in `publish`. Both are started again."""
     with ExitStack() as stack:

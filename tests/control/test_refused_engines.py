@@ -42,7 +42,6 @@ SERVES = "import http.server; print('it serves'); http.server.test(port=PORT, bi
 ENDS = "raise SystemExit(3)"
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("server", "says"),
     [
@@ -71,7 +70,6 @@ async def test_what_keeps_a_launched_engine_from_joining_reaches_the_controller(
             launcher.wait(30)
 
 
-@pytest.mark.timeout(120)
 async def test_an_engine_of_another_model_is_refused_and_its_waiters_are_told() -> None:
     async with windlass.Controller(token=TOKEN, config=CONFIG) as controller:
         fleet = Fleet(controller.url, 1)

@@ -136,7 +136,6 @@ def manifest(worker: str, role: Role, first: int, stop: int, num_rows: int) -> S
     return builder.build()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("num", [2, 4])
 async def test_receivers_get_their_bytes_at_the_speed_of_their_links(
     num: int, monkeypatch: pytest.MonkeyPatch

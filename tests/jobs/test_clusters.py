@@ -25,7 +25,6 @@ NO_SLURM = missing_reason()
 NO_RAY = "" if importlib.util.find_spec("ray") else "ray is not installed"
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(240),
     # Ray does not close its own sockets and files.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

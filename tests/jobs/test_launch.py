@@ -27,8 +27,6 @@ EXAMPLE = ROOT / "examples" / "launch"
 RANK = Path(__file__).parents[1] / "support" / "launch_rank.py"
 DEADLINE_S = 240
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def write(tmp_path: Path, *replacements: tuple[str, str]) -> Path:
     text = (EXAMPLE / "job.toml").read_text().replace("{here}", str(EXAMPLE))

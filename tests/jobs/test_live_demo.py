@@ -13,7 +13,6 @@ from servers import VENVS
 
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(
         not (VENVS["vllm"] / "bin/python").exists(),
         reason=f"vLLM is not installed: {VENVS['vllm']}",

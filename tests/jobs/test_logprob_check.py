@@ -36,7 +36,6 @@ class Raw(CountSevens):
 """
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("recipe", [pytest.param("CountSevens", marks=pytest.mark.long), "Raw"])
 def test_a_job_warns_of_log_probabilities_that_are_not_its_trainers(
     recipe: str, tmp_path: Path

@@ -265,7 +265,6 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", KILLED, indirect=True)
 async def test_what_runs_ends_with_an_owner_that_was_killed(kind: str, tmp_path: Path) -> None:
     fifo = tmp_path / "pids"

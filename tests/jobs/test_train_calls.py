@@ -156,7 +156,6 @@ async def test_ranks_are_ended_though_one_of_them_cannot_be() -> None:
     await asyncio.gather(*ranks)
 
 
-@pytest.mark.timeout(60)
 async def test_a_rank_that_does_not_belong_here_is_told_and_does_not_come_again() -> None:
     async with mounted(IdleScheduler()) as (_, url):
         worker = _Worker(msgspec.UNSET, url, "trainer", TOKEN, 1, 2)  # type: ignore[arg-type]  # no call comes

@@ -23,8 +23,6 @@ RANK = str(Path(__file__).parents[1] / "support" / "role_rank.py")
 WITHIN_S = 60.0
 WORLD_SIZES = {"actor": 2, "critic": 1, "reference": 1}
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def group(reward: float) -> list[TrainingSample]:
     sample = TrainingSample(

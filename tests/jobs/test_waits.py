@@ -15,8 +15,6 @@ import pytest
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "launch"
 DEADLINE_S = 100
-pytestmark = pytest.mark.timeout(120)
-
 RECIPE = """
 import itertools, time
 from windlass.jobs import Recipe, Task

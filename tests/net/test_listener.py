@@ -97,7 +97,6 @@ def processor_s(process: subprocess.Popen[str]) -> float:
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-@pytest.mark.timeout(120)
 def test_more_strangers_than_descriptors_hold_up_no_update_and_fill_no_log(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     with controller_process(errors) as (url, process), ExitStack() as stack:
@@ -125,7 +124,6 @@ def test_more_strangers_than_descriptors_hold_up_no_update_and_fill_no_log(tmp_p
     assert errors.stat().st_size < 20_000
 
 
-@pytest.mark.timeout(120)
 def test_members_beyond_the_descriptors_are_refused_by_name_and_hold_up_no_update(
     tmp_path: Path,
 ) -> None:

@@ -47,7 +47,6 @@ from windlass.rollout.batches import BatchQueue
 
 NO_FILES = {"WINDLASS_TLS_CA": "", "WINDLASS_TLS_CERT": "", "WINDLASS_TLS_KEY": ""}
 METHODS = {"/v1/callback": "POST", "/v1/workers": "POST", "/v1/completions": "POST"}
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

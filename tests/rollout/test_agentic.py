@@ -56,7 +56,6 @@ def start(stack: ExitStack, *command: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_conversations_go_on_across_weight_updates_and_none_is_lost(
     stack: ExitStack, tmp_path: Path
 ) -> None:

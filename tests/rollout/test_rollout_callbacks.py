@@ -137,7 +137,6 @@ async def rig() -> AsyncIterator[Rig]:
         yield Rig(stack)
 
 
-@pytest.mark.timeout(300)
 async def test_callbacks_lost_doubled_reordered_and_delayed_past_the_deadline_count_once(
     rig: Rig,
 ) -> None:

@@ -92,7 +92,6 @@ def assert_delivered_once(folder: Path) -> None:
         assert line["answers"] == [answer] * GROUP_SIZE
 
 
-@pytest.mark.timeout(300)
 async def test_a_controller_killed_among_a_thousand_rollouts_goes_on_and_repeats_none(
     rig: Rig,
 ) -> None:
@@ -114,7 +113,6 @@ async def test_a_controller_killed_among_a_thousand_rollouts_goes_on_and_repeats
     assert all(worker.returncode is None for worker in workers)
 
 
-@pytest.mark.timeout(300)
 async def test_kills_of_the_controller_while_it_delivers_lose_and_double_nothing(
     rig: Rig,
 ) -> None:

@@ -82,7 +82,6 @@ def crossing(url: str, version: int) -> None:
             made.close()
 
 
-@pytest.mark.timeout(300)
 async def test_leaders_that_arrive_in_the_opposite_order_are_taken_in_the_declared_one() -> None:
     async with engines() as (fleet, url):
         for version in range(2):
@@ -143,7 +142,6 @@ def not_agreed(url: str) -> None:
         windlass.RolloutCallback(url, TOKEN, stage=2, num_stages=2)
 
 
-@pytest.mark.timeout(300)
 async def test_a_leader_that_never_comes_or_does_not_agree_ends_the_update_and_no_more() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(absent, url)

@@ -29,8 +29,6 @@ from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.dtensor import describe_module
 from windlass.transports.registry import create_transport, parse_transport
 
-pytestmark = pytest.mark.timeout(300)
-
 TOKEN = "secret of the test"
 
 

@@ -32,7 +32,6 @@ LATENT = {**DENSE, **SMALL_LATENT, "rms_norm_eps": 1e-6}
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("config", "layout", "mode"),
     [

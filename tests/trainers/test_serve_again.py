@@ -40,7 +40,6 @@ SAMPLE = TrainingSample(
     group_id=0,
     engine="a",
 )
-pytestmark = pytest.mark.timeout(120)
 
 
 def start_engine(stack: ExitStack, name: str, folder: Path, url: str) -> None:

@@ -27,8 +27,6 @@ from windlass.transports.registry import create_transport, parse_transport
 
 need_package("megatron")
 
-pytestmark = pytest.mark.timeout(300)
-
 TOKEN = "secret of the test"
 CONFIG: dict[str, Any] = {
     **SMALL,

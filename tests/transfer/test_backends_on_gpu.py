@@ -31,7 +31,6 @@ NUM_GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device"),
-    pytest.mark.timeout(300),
 ]
 FABRICS = [
     pytest.param(

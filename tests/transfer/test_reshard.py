@@ -53,7 +53,6 @@ async def generate(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("layout", "num_trainers", "transport", "mode"),
     [
@@ -80,7 +79,6 @@ async def test_engines_serve_the_full_tensors_of_the_trainers(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 async def test_engines_that_join_late_are_brought_up_by_a_peer_without_a_trainer(
     tmp_path: Path,
 ) -> None:
