@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # pytest. Failed tests run again, alone, before the target fails.
-RUN    := $(BIN)/python tools/run_tests.py --max-unsteady 6
+RUN    := $(BIN)/python tools/run_tests.py
 ARGS   ?=
 FULL   ?=
 
