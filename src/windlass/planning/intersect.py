@@ -204,7 +204,7 @@ def atoms_by_pattern(boxes: Boxes) -> list[Atoms]:
 def find_holders(
     boxes: Boxes, atoms: Sequence[Atoms], table: RowTable
 ) -> tuple[Int64Array, Holders]:
-    """Number the atoms of all tensors and list the rows that hold each.
+    """Give every atom a global number, and list the rows that hold each atom.
 
     Returns:
         (first global atom per class, holders)

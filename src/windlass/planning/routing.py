@@ -41,7 +41,7 @@ class Assignment(Columns):
 def group_by_holders(
     ranks: Int32Array, start: Int64Array
 ) -> tuple[Int64Array, list[tuple[int, ...]]]:
-    """Number the distinct holder sets.
+    """Assign a number to each distinct set of holders.
 
     Args:
         ranks: holder ranks, grouped by atom, ascending in a group.

@@ -186,7 +186,7 @@ class TransportConformance:
 
     @pytest.fixture
     def rig(self, shared_rig: Rig) -> Rig:
-        """The shared rig, with guard bytes everywhere at the peer."""
+        """Provide the shared rig, with guard bytes everywhere at the peer."""
         shared_rig.peer.fill(GUARD)
         return shared_rig
 
