@@ -126,7 +126,7 @@ test-truth: engines
 	$(RUN) -m "engines or not engines" tests/engines/test_vllm_encoders.py tests/engines/test_vllm_caches.py \
 	  tests/engines/test_sglang_caches.py tests/engines/test_live_derived_state.py tests/engines/test_live_sampling.py \
 	  tests/trainers/test_whole.py \
-	  tests/integrations/test_vllm_plugin.py::test_versions_of_large_noise_are_those_of_fresh_servers $(ARGS)
+	  tests/integrations/test_vllm_plugin.py::test_versions_of_large_noise_equal_fresh_servers $(ARGS)
 
 # Every test that SECURITY.md and docs/attacks.md name, against real processes: clients without a token, tokens, TLS, forged
 # or faulty members, other runs, damaged journals. About 2 minutes on two cores. `make test` also runs most of them.

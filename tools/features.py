@@ -34,7 +34,7 @@ ON_GPU = "tests/transfer/test_backends_on_gpu.py"
 BACKENDS = "tests/transfer/test_backends.py::test_every_backend_delivers_every_byte"
 LIVE = "tests/control/test_live_update.py"
 LINKS = "tests/control/test_link_transports.py"
-MIXED = f"{LINKS}::test_links_within_a_host_and_between_hosts_take_what_is_fastest_for_each"
+MIXED = f"{LINKS}::test_links_take_the_fastest_transport_within_and_between_hosts"
 BROADCASTS = f"{ON_GPU}::test_broadcasts_deliver_every_byte_from_gpu_to_gpu"
 DRIVEN = f"{ON_GPU}::test_a_trainer_that_drives_its_updates_fills_gpu_memory"
 CALLS = "tests/trainers/test_callback.py"
@@ -64,7 +64,7 @@ FEATURES: dict[str, dict[str, tuple[str, str]]] = {
     "driven by the trainer, NCCL and files": {"gpu": (DRIVEN, "nccl")},
     "relay": {
         "host": (f"{RELAY}::test_trainers_send_one_copy_and_every_engine_has_every_byte", ""),
-        "gpu": (f"{ON_GPU}::test_engines_relay_from_gpu_memory_what_they_have_verified", ""),
+        "gpu": (f"{ON_GPU}::test_engines_relay_verified_bytes_from_gpu_memory", ""),
     },
     "catch-up of a newcomer": {
         "host": (LATE, ""),

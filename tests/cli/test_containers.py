@@ -61,12 +61,12 @@ def started(name: str) -> list[str]:
     return words
 
 
-def test_there_is_one_for_a_controller_and_one_for_each_engine() -> None:
+def test_the_controller_and_each_engine_have_a_containerfile() -> None:
     assert set(FILES) == {"controller", "vllm", "sglang"}
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_what_is_copied_is_there_and_is_not_ignored(name: str) -> None:
+def test_copied_files_exist_and_dockerignore_allows_them(name: str) -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     allowed = {line[1:] for line in lines if line.startswith("!")}
     assert "*" in lines
@@ -82,7 +82,7 @@ def test_what_is_copied_is_there_and_is_not_ignored(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_it_installs_what_it_has_copied(name: str) -> None:
+def test_a_containerfile_installs_the_copied_files(name: str) -> None:
     (run,) = values(name, "RUN")
     install, *_ = run.split(" && ")
     (*_, folder) = shlex.split(install)
@@ -93,7 +93,7 @@ def test_it_installs_what_it_has_copied(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_variables_of_windlass_are_those_that_it_reads(name: str) -> None:
+def test_a_containerfile_sets_only_variables_that_windlass_reads(name: str) -> None:
     known = {value for key, value in vars(envs).items() if key.endswith("_VARIABLE")}
     for rest in values(name, "ENV"):
         variable = rest.partition("=")[0]
@@ -118,7 +118,7 @@ def test_vllm_is_given_the_backend_that_is_registered() -> None:
 
 
 @pytest.mark.parametrize("name", ["controller", "sglang"])
-def test_the_port_that_is_opened_is_the_one_that_is_listened_on(name: str) -> None:
+def test_a_containerfile_exposes_the_port_of_its_server(name: str) -> None:
     words = started(name)
     assert [words[words.index("--port") + 1]] == values(name, "EXPOSE")
 
@@ -159,7 +159,7 @@ def test_the_controller_starts_as_its_file_says_and_its_health_check_tells() -> 
         process.stdout.close()
 
 
-def test_the_page_says_how_to_build_each_and_starts_what_it_has_built() -> None:
+def test_the_page_builds_and_starts_every_image() -> None:
     page = (ROOT / "docs/containers.md").read_text()
     built = dict(re.findall(r"docker build -f (\S+) -t (\S+) \.", page))
     assert {ROOT / path for path in built} == set(FILES.values())

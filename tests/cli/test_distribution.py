@@ -60,7 +60,7 @@ def told(text: str) -> list[str]:
         ("pip install . in the folder of Windlass's sources", False),
     ],
 )
-def test_the_search_finds_what_it_is_for(text: str, is_wrong: bool) -> None:
+def test_the_search_finds_names_of_the_other_project(text: str, is_wrong: bool) -> None:
     assert bool(told(text)) is is_wrong
 
 
@@ -78,7 +78,7 @@ def test_no_file_tells_anybody_to_install_the_other_project() -> None:
     assert found == {}
 
 
-def test_our_name_and_description_are_those_that_doctor_compares_with() -> None:
+def test_doctor_compares_with_our_name_and_description() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert (project["name"], project["version"]) == (checks.DISTRIBUTION, __version__)
     assert project["description"] == checks.SUMMARY

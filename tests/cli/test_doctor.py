@@ -48,7 +48,7 @@ def test_a_checkpoint_that_no_update_can_follow_is_told_by_its_scheme(tmp_path: 
     assert "int4_grouped" in finding.found
 
 
-def test_what_is_printed_keeps_its_brackets(
+def test_doctor_prints_brackets_unchanged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
@@ -70,7 +70,7 @@ def test_every_finding_that_does_not_work_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("is_automatic", [True, False])
-def test_what_links_of_this_host_would_take_is_what_auto_starts(
+def test_doctor_names_the_fastest_transport_that_auto_starts(
     is_automatic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CmaConfig, "is_automatic", is_automatic)

@@ -79,7 +79,7 @@ def test_no_row_of_a_table_is_a_paragraph_and_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_code_on_a_page_names_what_is_there(page: Path) -> None:
+def test_code_on_a_page_names_existing_objects(page: Path) -> None:
     for code in blocks(page):
         tree = tree_of(code)
         check_calls(tree, check_imports(tree))

@@ -35,7 +35,7 @@ def names(each: Shown) -> str:
     return f"{each.block.page.relative_to(ROOT)}:{each.block.line}: {each.what}"
 
 
-def test_nothing_on_a_page_is_run_by_nobody() -> None:
+def test_every_command_on_a_page_names_its_runner_or_a_reason() -> None:
     assert not [names(each) for each in SHOWN if not (each.run_by or each.why_not)]
     assert len(SHOWN) > 130
 
@@ -45,7 +45,7 @@ def test_nothing_is_in_a_table_that_is_on_no_page() -> None:
     assert len(NOT_RUN) < 10
 
 
-def test_what_runs_a_command_is_there() -> None:
+def test_every_runner_of_a_command_exists() -> None:
     """A runner is a test of that name, or a script with these words."""
     for run_by in {each.run_by for each in SHOWN if each.run_by}:
         path, _, wanted = run_by.partition("::")
@@ -92,7 +92,7 @@ def test_extras_that_are_installed_exist() -> None:
     assert named <= set(extras)
 
 
-def test_a_variable_that_is_set_is_one_that_windlass_reads() -> None:
+def test_windlass_reads_every_variable_that_a_page_sets() -> None:
     source = "".join(path.read_text() for path in (ROOT / "src/windlass").rglob("*.py"))
     assert envs.TOKEN_VARIABLE in source
     for each in SHOWN:
@@ -100,7 +100,7 @@ def test_a_variable_that_is_set_is_one_that_windlass_reads() -> None:
             assert f'"{name}"' in source, names(each)
 
 
-def test_settings_name_what_is_there() -> None:
+def test_settings_on_a_page_name_existing_objects() -> None:
     """Names of Windlass in settings must exist.
 
     Our own settings must occur in an example or a job.
@@ -239,7 +239,7 @@ windlass() {{ exec "$PYTHON" -m windlass.cli.main "$@" --port 0; }}
         ("a ---> b", "", []),
     ],
 )
-def test_what_nobody_runs_is_found(
+def test_a_command_without_a_runner_is_found(
     tmp_path: Path, text: str, language: str, commands: list[str]
 ) -> None:
     page = tmp_path / "page.md"

@@ -76,7 +76,7 @@ def test_commands_of_the_tutorial_train_and_end(tmp_path: Path) -> None:
     ],
     ids=lambda value: "-".join(value[:2]) if isinstance(value, tuple) else "",
 )
-def test_an_example_names_what_it_lacks(command: tuple[str, ...], says: str) -> None:
+def test_an_example_names_its_missing_settings(command: tuple[str, ...], says: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     for name in ("WINDLASS_TOKEN", "WINDLASS_TOKEN_FILE", "RANK", "WINDLASS_TRANSPORT"):
         environment.pop(name, None)

@@ -61,7 +61,7 @@ def test_a_test_that_is_named_with_its_file_is_in_that_file(page: str, num_pairs
     assert not [(name, file) for name, file in pairs if name not in known[file]]
 
 
-def test_every_feature_on_every_memory_names_its_test_or_says_that_there_is_none() -> None:
+def test_the_features_page_names_a_test_for_every_feature_and_memory() -> None:
     text = (ROOT / "docs" / "features.md").read_text()
     table = text.partition("| feature | memory | passed | test |\n")[2].partition("\n\n")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()[1:]]

@@ -71,7 +71,7 @@ def site(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("site")
-async def test_an_engine_joins_a_fleet_and_serves_what_was_published(tmp_path: Path) -> None:
+async def test_an_engine_joins_a_fleet_and_serves_the_published_version(tmp_path: Path) -> None:
     (tmp_path / "shape.json").write_text(json.dumps({"num_tokens": NUM_TOKENS}))
     async with windlass.Controller(token=TOKEN) as controller:
         command = ENGINES.find("tiny").command(

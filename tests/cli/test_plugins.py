@@ -33,7 +33,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_built_in_is_a_file_each() -> None:
+def test_every_built_in_plugin_is_found_by_its_name() -> None:
     assert ENGINES.names() == ("embedded", "sglang", "vllm")
     assert {"doctor", "launch", "serve", "status", "token"} <= set(COMMANDS.names())
     assert {"llama", "qwen3_moe", "deepseek_v3", "mixtral"} <= set(FAMILIES.names())
@@ -52,7 +52,7 @@ def test_a_distribution_adds_one_by_an_entry_point(site: Path) -> None:
     assert FAMILIES.names()[-1] == "mine"
 
 
-def test_a_name_that_nothing_has_is_told_with_those_that_there_are() -> None:
+def test_an_unknown_name_is_refused_with_the_known_names() -> None:
     with pytest.raises(
         ConfigError, match=r"engine must be one of embedded, sglang, vllm, .* got 'x'"
     ):

@@ -38,7 +38,7 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not(package: str) -> N
 
 
 @PACKAGES
-def test_what_a_type_checker_sees_is_what_is_there(package: str) -> None:
+def test_a_type_checker_sees_exactly_the_public_names(package: str) -> None:
     """The imports under TYPE_CHECKING agree with the names that the package derives from them."""
     assert set(render_api.public_names(package)) == set(importlib.import_module(package).__all__)
 
@@ -52,7 +52,7 @@ def test_importing_the_packages_imports_no_web_server_and_no_framework() -> None
     assert done.stdout.strip() == "set()"
 
 
-def test_every_public_name_is_documented_and_the_page_is_what_the_docstrings_give() -> None:
+def test_the_page_documents_every_public_name_from_its_docstring() -> None:
     assert render_api.PAGE.read_text() == render_api.page(), "run tools/render_api.py"
     shown = set(re.findall(r"^\| `(\w+)` \|", render_api.PAGE.read_text(), re.MULTILINE))
     assert set(render_api.public_names("windlass")) <= shown

@@ -45,7 +45,7 @@ OVERVIEW = {
 }
 
 
-def test_what_peers_say_of_themselves_reaches_no_terminal_as_it_is(
+def test_status_escapes_text_of_peers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")
@@ -59,7 +59,7 @@ def test_what_peers_say_of_themselves_reaches_no_terminal_as_it_is(
     assert all(line.isprintable() for line in shown.splitlines())
 
 
-def test_the_brackets_of_an_ipv6_address_and_what_was_thrown_away_are_printed(
+def test_status_prints_ipv6_brackets_and_dropped_rollouts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")
@@ -94,7 +94,7 @@ def test_a_controller_that_is_not_there_is_told_without_words_about_tls(
         ({"rounds": 3}, "Expected `array`, got `int` - at `$.rounds`"),
     ],
 )
-def test_an_overview_that_is_none_is_told_with_whose_it_is_and_what_is_wrong(
+def test_report_names_the_sender_and_the_fault_of_a_bad_overview(
     changed: dict[str, object],
     says: str,
     monkeypatch: pytest.MonkeyPatch,

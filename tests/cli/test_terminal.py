@@ -106,7 +106,7 @@ async def test_a_wrong_token_says_what_to_set() -> None:
     ids=lambda arguments: arguments[1] + arguments[2][:5],
 )
 @pytest.mark.parametrize("no_color", ["", "1"])
-def test_what_a_terminal_of_80_columns_shows(arguments: tuple[str, ...], no_color: str) -> None:
+def test_commands_fit_a_terminal_of_80_columns(arguments: tuple[str, ...], no_color: str) -> None:
     """Check in a pseudo-terminal that lines fit and that NO_COLOR removes all colour codes."""
     shown = on_terminal(sys.executable, *arguments, NO_COLOR=no_color)
     assert len(shown) > 100
@@ -163,7 +163,7 @@ def without_codes(text: str) -> str:
         (200, b"[1]", "Expected `object`, got `array`"),
     ],
 )
-def test_an_address_that_is_no_controllers_says_what_to_give(
+def test_status_of_a_wrong_address_says_which_address_to_give(
     watch: tuple[str, ...],
     status: int,
     body: bytes,
@@ -240,7 +240,7 @@ def test_a_missing_package_names_the_extra_of_the_command(
     )
 
 
-def test_a_slow_part_says_what_it_is_since_when_and_who_is_missing(
+def test_progress_names_a_slow_part_with_its_time_and_missing_members(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     progress = Progress()

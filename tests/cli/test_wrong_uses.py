@@ -227,9 +227,7 @@ async def test_a_prompt_is_plain_integers_or_refused() -> None:
         await asyncio.sleep(0)
 
 
-async def test_one_name_is_no_sequence_of_names_and_an_address_is_not_known_before_its_port() -> (
-    None
-):
+async def test_a_controller_refuses_a_string_of_names_and_has_no_url_before_start() -> None:
     controller = windlass.Controller(token=TOKEN)
     with pytest.raises(ConfigError, match="url is not known before"):
         _ = controller.url
@@ -269,9 +267,7 @@ async def test_a_rank_publishes_in_one_thread_at_a_time() -> None:
         ("schl\u00fcssel", "must be printable ASCII"),
     ],
 )
-def test_a_token_that_no_header_carries_is_refused_by_whoever_is_given_it(
-    token: str, says: str
-) -> None:
+def test_every_client_refuses_a_token_that_no_header_can_carry(token: str, says: str) -> None:
     url = "http://127.0.0.1:9"
     for use in (
         lambda: windlass.Controller(token=token),
@@ -284,7 +280,9 @@ def test_a_token_that_no_header_carries_is_refused_by_whoever_is_given_it(
 
 
 @pytest.mark.parametrize("rollouts", [False, True])
-async def test_a_file_that_is_no_journal_is_left_as_it_is(tmp_path: Path, rollouts: bool) -> None:
+async def test_a_controller_leaves_a_file_that_is_not_a_journal_unchanged(
+    tmp_path: Path, rollouts: bool
+) -> None:
     """The last line of a journal may be torn.
 
     The only line of another file is not a torn journal.
@@ -301,7 +299,7 @@ async def test_a_file_that_is_no_journal_is_left_as_it_is(tmp_path: Path, rollou
     assert path.read_bytes() == b'{"lr": 1e-4}'
 
 
-async def test_a_first_line_that_a_crash_has_cut_is_no_reason_to_refuse(tmp_path: Path) -> None:
+async def test_a_controller_accepts_a_journal_with_a_torn_first_line(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     for torn in (b"", b'{"ki', b'{"kind":"started","epo'):
         path.write_bytes(torn)
@@ -406,7 +404,7 @@ async def test_a_controller_that_is_away_is_the_reason_of_a_deadline() -> None:
     await updating
 
 
-def test_a_head_whose_weights_are_not_whole_pauses_nothing() -> None:
+def test_a_callback_with_half_stepped_weights_pauses_no_engine() -> None:
     def refuse() -> None:
         raise ConfigError("half-stepped")
 

@@ -107,7 +107,7 @@ NAMES = st.sampled_from("abcdef")
     st.dictionaries(NAMES, st.integers(1, 3), min_size=1),
     st.lists(st.tuples(NAMES, st.booleans()), max_size=8),
 )
-def test_a_binding_is_that_of_its_engines_however_they_came_and_went(
+def test_a_binding_depends_only_on_its_present_engines(
     engines: dict[str, int], changes: list[tuple[str, bool]]
 ) -> None:
     held = binding_of(engines, 2, {})
@@ -177,7 +177,7 @@ async def test_an_engine_that_is_started_again_is_bound_alone(
         assert not (await rig.publish(2)).bound
 
 
-async def test_of_an_engine_that_left_only_trainers_are_told(asked: Asked) -> None:
+async def test_only_trainers_receive_the_links_of_an_engine_that_left(asked: Asked) -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1, "b": 1})
         await rig.publish(0)
@@ -192,7 +192,7 @@ async def test_of_an_engine_that_left_only_trainers_are_told(asked: Asked) -> No
         check_served(rig, 1, {"a"})
 
 
-async def test_trainers_that_come_anew_are_bound_with_everybody(asked: Asked) -> None:
+async def test_a_restarted_trainer_is_bound_with_the_whole_fleet(asked: Asked) -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1, "b": 1})
         await rig.publish(0)
@@ -278,7 +278,7 @@ async def test_a_newcomer_that_one_trainer_cannot_write_leaves_the_others_bound(
         assert {name for name, _ in names_of(asked)} == {"d/0", "trainer/0", "trainer/1"}
 
 
-async def test_a_trainer_that_was_bound_in_another_epoch_has_everything_bound_anew(
+async def test_a_trainer_bound_in_another_epoch_causes_a_full_binding(
     asked: Asked,
 ) -> None:
     async with FakeFleet() as rig:

@@ -105,7 +105,7 @@ async def test_a_controller_stops_serving_whatever_fails_while_it_closes(
         socket.create_connection(("127.0.0.1", urlsplit(controller.url).port or 0)).close()
 
 
-async def test_a_journal_that_cannot_be_written_is_closed_all_the_same(
+async def test_a_journal_that_cannot_be_written_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_descriptor: int, _data: bytes) -> None:
@@ -123,7 +123,7 @@ async def test_a_journal_that_cannot_be_written_is_closed_all_the_same(
     await again.close()
 
 
-async def test_whoever_waits_for_a_batch_is_told_that_the_controller_closes() -> None:
+async def test_a_wait_for_a_batch_ends_when_the_controller_closes() -> None:
     policy = windlass.StalenessPolicy.unbounded(1)
     async with RolloutController(StaticEngines(), policy) as rollouts:
         waiting = [asyncio.create_task(rollouts.next_batch(1, deadline_s=600)) for _ in range(2)]
@@ -171,7 +171,7 @@ async def test_an_engine_that_could_not_resume_alone_does_so_before_its_next_rou
         assert told[:2] == ["resume", "resume"]
 
 
-async def test_whoever_waits_for_a_batch_is_told_that_the_journal_broke(
+async def test_a_wait_for_a_batch_ends_when_the_journal_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> int:

@@ -21,7 +21,7 @@ WAIT_S = 90.0
         (UpdateMode.STAGED, "spoil:1", {"first", "second", "newcomer"}),
     ],
 )
-async def test_a_newcomer_whose_source_fails_in_mid_write_is_brought_up_by_another_engine(
+async def test_a_newcomer_catches_up_from_another_engine_when_its_source_fails(
     mode: UpdateMode, fault: str, left: set[str]
 ) -> None:
     config = ControlConfig(mode=mode, deadlines=DEADLINES, max_rewrites=0)

@@ -218,7 +218,9 @@ def test_no_phase_is_shown_after_a_catch_up_however_it_ended(mode: UpdateMode) -
 
 
 @BOTH
-def test_a_copy_under_way_is_not_the_past_of_a_job_that_starts_meanwhile(mode: UpdateMode) -> None:
+def test_a_catch_up_does_not_give_its_version_to_a_job_that_starts_during_it(
+    mode: UpdateMode,
+) -> None:
     """The controller has no journal.
 
     It learnt the version from trainers of an earlier run that have left.
@@ -308,7 +310,7 @@ def test_a_donor_that_ended_in_mid_write_is_replaced_when_its_write_would_be_ove
 
 
 @BOTH
-def test_while_a_silent_donor_may_still_be_writing_nobody_else_does(mode: UpdateMode) -> None:
+def test_no_other_donor_writes_while_a_silent_donor_may_still_write(mode: UpdateMode) -> None:
     async def scenario(rig: Rig) -> None:
         rig.on_write = lambda donor: None if donor == "a" else LinkStatus.OK
         donor = await rig.join("a")

@@ -90,7 +90,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("what", FOUND)
-def test_what_was_found_once_does_not_come_back(what: str) -> None:
+def test_schedules_that_once_failed_pass(what: str) -> None:
     result = run_schedule(msgspec.json.decode(FOUND[what], type=Schedule))
     assert not result.violation, result.trace[-20:]
 
@@ -218,7 +218,7 @@ def test_the_text_of_every_planted_bug_is_in_the_product(bug: Bug) -> None:
 
 
 @pytest.mark.long
-def test_what_is_printed_of_a_failing_schedule_is_small_and_fails_again() -> None:
+def test_the_printed_schedule_of_a_failure_is_small_and_fails_again() -> None:
     bug = next(bug for bug in BUGS if bug.name == "publish without verify")
     with bug.planted():
         result = run_seed(bug.seed)

@@ -31,7 +31,7 @@ def run(
 
 
 @given(UPDATES, st.floats(0, 1, exclude_max=True))
-def test_what_is_spent_stays_below_the_share(
+def test_comparisons_spend_at_most_their_share(
     updates: list[tuple[float, float]], share: float
 ) -> None:
     done = run(Comparisons(share), updates)
@@ -79,7 +79,7 @@ def test_a_share_of_nothing_compares_once_more_and_never_again() -> None:
     assert not any(decided[2:])
 
 
-def test_an_attempt_to_publish_a_version_again_does_what_the_one_before_did() -> None:
+def test_a_repeated_attempt_makes_the_comparison_of_the_first_attempt() -> None:
     comparisons = Comparisons(0.02)
     run(comparisons, [(1.0, 1.0), (1.0, 1.0)])
     for _ in range(3):
@@ -109,7 +109,7 @@ def test_a_first_comparison_that_was_not_published_is_done_again() -> None:
         comparisons.conclude(compare_s=1.0, update_s=1.0, is_published=False)
 
 
-def test_other_trainers_begin_anew() -> None:
+def test_new_trainers_start_with_a_first_comparison() -> None:
     comparisons = Comparisons(0.02)
     run(comparisons, [(1.0, 1.0)] * 3)
     again = run(comparisons, [(1.0, 1.0)] * 3, "b")
@@ -117,6 +117,6 @@ def test_other_trainers_begin_anew() -> None:
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.01, float("nan"), "half"])
-def test_a_share_that_is_none_is_refused(share: float) -> None:
+def test_an_invalid_share_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match="compare_share must be"):
         ControlConfig(compare_share=share)

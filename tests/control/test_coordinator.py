@@ -101,7 +101,7 @@ async def test_every_engine_serves_exactly_the_published_payload(mode: UpdateMod
                 assert (rank.live == expected).all()
 
 
-async def test_what_trainers_stand_still_with_is_published_by_a_call() -> None:
+async def test_begin_publish_publishes_the_weights_of_waiting_trainers() -> None:
     async with FakeFleet(quick()) as rig:
         await rig.start({"a": 1})
         waiting = rig.channels["trainer/1"]
@@ -134,7 +134,7 @@ async def test_phases_and_listeners_see_a_round_in_order() -> None:
         assert seen == [*((3, phase) for phase in phases), 3]
 
 
-async def test_a_binding_is_made_once_and_again_only_of_what_changes_in_the_fleet() -> None:
+async def test_the_coordinator_plans_each_engine_once() -> None:
     plans: list[list[str]] = []
 
     def counting(
@@ -208,7 +208,7 @@ async def test_without_engines_a_round_fails_by_its_deadline_and_says_why() -> N
         assert "needs 1 engine, 0 were there" in report.reason
 
 
-async def test_an_engine_of_another_model_is_refused_and_the_others_go_on() -> None:
+async def test_an_engine_of_another_model_is_refused_and_the_others_publish() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         await rig.publish(0)
@@ -241,7 +241,7 @@ async def test_trainers_that_fit_no_engine_are_told_at_once_and_the_engines_stay
         assert (await rig.publish(1)).engines == ("a",)
 
 
-async def test_an_engine_that_cannot_bind_is_refused_and_the_others_go_on() -> None:
+async def test_an_engine_that_cannot_bind_is_refused_and_the_others_publish() -> None:
     def no_memory(command: Command) -> None:
         if type(command).__name__ == "ConnectEngine":
             raise MemoryError("no room for the shadow")
@@ -635,7 +635,7 @@ async def test_staged_an_engine_that_never_verifies_costs_itself_its_place_alone
         assert set((await rig.publish(3)).engines) == {"a", "b"}
 
 
-async def test_staged_a_quarantined_engine_goes_on_serving_its_whole_weights() -> None:
+async def test_staged_a_quarantined_engine_still_serves_its_whole_weights() -> None:
     async with FakeFleet(quick(UpdateMode.STAGED)) as rig:
         await rig.start({"a": 1})
         await rig.publish(0)
@@ -699,7 +699,7 @@ async def test_a_report_lost_with_its_connection_is_given_again() -> None:
 
 
 @BOTH
-async def test_a_restarted_controller_knows_what_is_published_and_agents_find_it(
+async def test_a_restarted_controller_knows_the_published_version_and_agents_reconnect(
     mode: UpdateMode, tmp_path: Path
 ) -> None:
     journal = tmp_path / "journal.jsonl"
@@ -721,7 +721,7 @@ async def test_a_restarted_controller_knows_what_is_published_and_agents_find_it
         await rig.close_agents()
 
 
-async def test_a_controller_without_a_journal_learns_from_its_trainers_what_is_published() -> None:
+async def test_a_controller_without_a_journal_learns_the_version_from_its_trainers() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         await rig.publish(6)
@@ -776,7 +776,7 @@ WRONG_ENGINES = {
 
 
 @pytest.mark.parametrize("how", WRONG_ENGINES)
-async def test_whoever_waits_for_an_engine_that_is_refused_is_told_why_at_once(how: str) -> None:
+async def test_a_wait_for_a_refused_engine_ends_at_once_with_the_reason(how: str) -> None:
     changed, tensor, says = WRONG_ENGINES[how]
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
@@ -811,9 +811,7 @@ async def test_whoever_waits_for_an_engine_that_is_refused_is_told_why_at_once(h
         assert (await rig.publish(1)).outcome is RoundOutcome.PUBLISHED
 
 
-async def test_whoever_waits_for_an_engine_with_an_address_of_no_use_elsewhere_is_told_why() -> (
-    None
-):
+async def test_a_wait_for_a_remote_engine_with_a_loopback_url_ends_with_the_reason() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         hello = msgspec.structs.replace(hello_of("b"), url="http://127.0.0.1:1")
@@ -833,7 +831,7 @@ async def test_whoever_waits_for_an_engine_with_an_address_of_no_use_elsewhere_i
                 await waits
 
 
-async def test_an_engine_that_cannot_even_connect_says_so_to_whoever_waits_for_it() -> None:
+async def test_an_engine_that_cannot_join_ends_the_wait_with_its_reason() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         waits = asyncio.create_task(
@@ -870,7 +868,7 @@ async def test_a_whole_job_keeps_its_place_and_the_next_one_waits_until_it_has_l
         assert (await rig.publish(2)).outcome is RoundOutcome.PUBLISHED
 
 
-async def test_trainers_of_an_earlier_run_that_came_first_give_way_to_those_of_this_one() -> None:
+async def test_trainers_of_this_run_replace_trainers_of_an_earlier_run_that_came_first() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         await rig.publish(6)

@@ -161,7 +161,7 @@ async def test_an_engine_that_is_cut_off_because_it_does_not_read_may_still_be_w
             await server.close()
 
 
-async def test_closing_a_connection_that_nobody_reads_ends_by_its_deadline() -> None:
+async def test_closing_a_connection_to_a_deaf_peer_ends_by_its_deadline() -> None:
     async def converse(socket: web.WebSocketResponse) -> None:
         sending = asyncio.create_task(socket.send_bytes(LARGE.encode()))
         # Let the send start and wait for room in the buffer.
@@ -260,7 +260,7 @@ async def test_incomplete_first_frames_take_limited_memory_and_do_not_keep_other
         await server.close()
 
 
-async def test_a_call_whose_connection_is_lost_while_it_is_sent_is_unreachable() -> None:
+async def test_a_call_whose_connection_is_lost_during_sending_fails_as_unreachable() -> None:
     """The call used to raise KeyError, which ended the task that brings engines up."""
 
     async def converse(socket: web.WebSocketResponse) -> None:
@@ -394,7 +394,7 @@ async def test_a_process_that_is_stopped_in_the_middle_of_a_large_frame_is_cut_o
         await server.close()
 
 
-async def test_frames_leave_in_the_order_in_which_they_were_sent_whatever_their_size() -> None:
+async def test_frames_of_any_size_arrive_in_the_order_of_sending() -> None:
     frames = [bytes([n]) * (3 * PART_NBYTES if n % 2 else 10) for n in range(6)]
     taken: list[bytes] = []
 
@@ -422,7 +422,7 @@ FIRST, MIDDLE, LAST = (bytes([0xC1, mark]) for mark in range(3))
 PART = bytes(range(256)) * (PART_NBYTES // 256)
 
 
-def test_what_was_begun_and_not_ended_is_dropped() -> None:
+def test_the_joiner_drops_an_unfinished_frame() -> None:
     parts = PartJoiner(4 * PART_NBYTES)
     assert parts.add(FIRST + PART) is None
     assert parts.add(b"small") == b"small"

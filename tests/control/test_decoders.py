@@ -124,7 +124,7 @@ def test_every_decoder_takes_the_messages_that_it_is_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("what", FOUND)
-def test_what_fuzzing_has_found_does_not_come_back(what: str) -> None:
+def test_inputs_that_fuzzing_found_are_decoded_or_refused(what: str) -> None:
     name, raw = FOUND[what]
     DECODERS[name].check(raw)
 
@@ -171,7 +171,7 @@ def test_bombs_are_refused_within_bounded_memory(name: str, raw: bytes) -> None:
 @example(value=b"\xc1")
 @example(value=NESTED)
 @settings(max_examples=30, deadline=None)
-def test_what_is_opaque_in_a_message_is_checked_where_the_message_is(value: bytes) -> None:
+def test_a_decoder_checks_opaque_values_of_its_message(value: bytes) -> None:
     """Without this check the owner would fail while using the value."""
     outcome = msgspec.msgpack.encode(
         {**msgspec.to_builtins(OUTCOME, builtin_types=(bytes,)), "value": value}

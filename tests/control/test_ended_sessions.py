@@ -38,9 +38,7 @@ def connected(url: str, made_whole: list[str]) -> tuple[TrainerClient, np.ndarra
     return client, trained
 
 
-async def test_a_rank_that_was_sent_away_takes_part_in_what_all_ranks_do_before_it_says_so() -> (
-    None
-):
+async def test_a_dismissed_rank_joins_a_collective_step_before_it_raises() -> None:
     """The connected ranks wait in the same collective, and nothing else would end that wait."""
     made_whole: list[str] = []
     async with windlass.Controller(token=TOKEN) as controller:
@@ -58,7 +56,7 @@ async def test_a_rank_that_was_sent_away_takes_part_in_what_all_ranks_do_before_
             assert made_whole == ["whole"] * 3
 
 
-async def test_a_version_that_is_none_gives_up_nothing_that_is_under_way() -> None:
+async def test_an_invalid_version_does_not_cancel_the_announcement_in_progress() -> None:
     async with windlass.Controller(token=TOKEN) as controller:
         client, _memory = await asyncio.to_thread(connected, controller.url, [])
         with client:
@@ -70,7 +68,7 @@ async def test_a_version_that_is_none_gives_up_nothing_that_is_under_way() -> No
             assert not under_way.report.done()
 
 
-async def test_an_announcement_whose_caller_was_interrupted_is_taken_back(
+async def test_an_interrupted_caller_withdraws_its_announcement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise the announcement could start a round while the weights change."""

@@ -70,5 +70,5 @@ def growth(tmp_path_factory: pytest.TempPathFactory) -> Figures:
         "the controller starts again: bytes",
     ],
 )
-def test_what_a_rank_costs_does_not_grow_with_the_fleet(growth: Figures, what: str) -> None:
+def test_the_cost_of_a_rank_does_not_grow_with_the_fleet(growth: Figures, what: str) -> None:
     assert growth[what] < MAX_GROWTH, growth

@@ -101,7 +101,7 @@ def test_names_that_unknown_writes_reached_and_that_are_away_are_bounded() -> No
     assert agent.quarantined
 
 
-def test_what_is_missing_names_weights_and_ranks() -> None:
+def test_the_fleet_names_missing_weights_and_ranks() -> None:
     """A process may connect, and log that, before it announces its weights."""
     fleet = Fleet()
     assert list(fleet.missing(2, ["a", "b"]).values()) == [

@@ -132,11 +132,11 @@ def everything() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", everything())
-def test_bytes_are_what_this_version_has_always_sent(name: str) -> None:
+def test_encoded_bytes_equal_the_golden_bytes(name: str) -> None:
     assert everything()[name] == json.loads(GOLDEN.read_text())[name]
 
 
-def test_golden_bytes_are_read_back_as_they_were_meant() -> None:
+def test_golden_bytes_decode_to_their_messages() -> None:
     read = json.loads(GOLDEN.read_text())
     golden = {k: bytes.fromhex(v) for k, v in read.items() if not k.endswith(("version", "digest"))}
     for name in from_agents():

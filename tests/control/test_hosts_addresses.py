@@ -20,7 +20,7 @@ NIXL = '{"type": "nixl", "wire": "tcp", "device": "rail0"}'
 
 
 @pytest.mark.parametrize("transport", [MOONCAKE, NIXL], ids=["mooncake", "nixl"])
-async def test_a_fleet_whose_controller_has_an_ipv6_address_uses_ipv6_throughout(
+async def test_a_fleet_of_an_ipv6_controller_uses_ipv6_everywhere(
     transport: str,
 ) -> None:
     with Network(HOSTS) as network:

@@ -100,7 +100,7 @@ async def whole_again(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
-async def test_a_trainer_cut_off_is_told_by_its_deadline_and_nothing_torn_is_served_until_it_goes_on(
+async def test_a_partitioned_trainer_fails_by_its_deadline_and_engines_serve_nothing_torn(
     mode: UpdateMode,
 ) -> None:
     with Network(HOSTS) as network:

@@ -57,7 +57,7 @@ def write_lines(path: Path, *lines: str) -> None:
 @pytest.mark.parametrize(
     "number", ['"epoch":99999999999999999999', '"epoch":9007199254740992', '"epoch":-1']
 )
-def test_an_epoch_that_could_not_be_sent_is_no_entry(number: str, folder: Path) -> None:
+def test_a_journal_entry_with_an_invalid_epoch_is_refused(number: str, folder: Path) -> None:
     path = folder / "journal"
     good = '{"kind":"started","epoch":1,"round":0,"version":-1}'
     write_lines(path, good, good.replace('"epoch":1', number))
@@ -68,7 +68,7 @@ def test_an_epoch_that_could_not_be_sent_is_no_entry(number: str, folder: Path) 
 
 
 @pytest.mark.parametrize("field", ["engines", "lineage"])
-def test_a_name_that_could_not_be_sent_is_no_entry(field: str, folder: Path) -> None:
+def test_a_journal_entry_with_an_invalid_name_is_refused(field: str, folder: Path) -> None:
     path, name = folder / "journal", json.dumps("n" * 256)
     value = f"[{name}]" if field == "engines" else name
     write_lines(path, f'{{"kind":"started","epoch":1,"round":0,"version":-1,"{field}":{value}}}')
@@ -189,7 +189,7 @@ def test_thousands_of_rounds_grow_neither_the_file_nor_the_memory(folder: Path) 
     assert state(Journal(path)) == [3, 7999, 7999, 7999, []]
 
 
-def test_a_compacted_journal_says_what_the_whole_one_would(
+def test_a_compacted_journal_gives_the_state_of_the_whole_journal(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "COMPACT_AFTER", 5)
@@ -258,7 +258,7 @@ def test_a_compacted_file_is_on_disk_before_it_has_the_name_and_the_name_before_
 
 
 @pytest.mark.parametrize("call", ["replace", "write"])
-def test_a_journal_that_cannot_be_compacted_goes_on(
+def test_a_journal_that_cannot_be_compacted_still_appends(
     call: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "COMPACT_AFTER", 4)

@@ -81,7 +81,7 @@ def configs(folder: Path) -> dict[str, ControlConfig]:
 
 
 @pytest.mark.parametrize("way", configs(Path("/")))
-async def test_engines_keep_what_the_trainer_names(
+async def test_engines_keep_the_tensors_that_the_trainer_names(
     way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reports = await published(["visual.*", "projector.weight"], config=configs(tmp_path)[way])

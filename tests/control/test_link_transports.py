@@ -86,7 +86,7 @@ def found_s(links: Sequence[LinkWire], destination: str) -> float:
     return took
 
 
-async def test_links_within_a_host_and_between_hosts_take_what_is_fastest_for_each(
+async def test_links_take_the_fastest_transport_within_and_between_hosts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`far` reports another host. `network` is on this host and has only mooncake."""

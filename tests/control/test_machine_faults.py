@@ -103,7 +103,7 @@ async def test_an_engine_that_the_kernel_kills_for_memory_costs_itself_alone() -
         victim.close()
 
 
-async def test_a_controller_that_the_kernel_kills_for_memory_goes_on_from_its_journals(
+async def test_a_controller_killed_for_memory_continues_from_its_journals(
     tmp_path: Path,
 ) -> None:
     async with fleet_of(tmp_path, "p2p", UpdateMode.STAGED) as fleet:
@@ -183,7 +183,7 @@ def wait_for_more(path: Path, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("sync_s", [1.0, pytest.param(12.0, marks=pytest.mark.long)])
-async def test_a_disk_whose_every_sync_outlasts_a_heartbeat_delays_and_loses_nothing(
+async def test_a_disk_slower_than_a_heartbeat_delays_rounds_and_loses_nothing(
     tmp_path: Path, sync_s: float
 ) -> None:
     """The test also kills the controller while it waits for a sync."""

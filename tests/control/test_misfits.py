@@ -78,7 +78,7 @@ async def test_an_engine_that_answers_nothing_is_waited_for_once_and_comes_back_
         assert silent.live_versions == {3}
 
 
-async def test_an_engine_that_answers_nothing_gets_no_traffic_and_brings_up_nobody() -> None:
+async def test_a_silent_engine_gets_no_traffic_and_is_no_source_for_newcomers() -> None:
     armed, released = threading.Event(), threading.Event()
 
     def stuck(command: Command) -> None:
@@ -200,7 +200,7 @@ async def test_status_says_why_an_engine_was_left_out_until_it_serves_again() ->
         assert engine_of(rig, "b")["reason"] == ""
 
 
-async def test_what_an_engine_says_of_itself_reaches_no_terminal_as_it_is() -> None:
+async def test_the_controller_escapes_an_engines_own_reason() -> None:
     async with FakeFleet() as rig:
         said = "no kernel\x1b[2J\n2026-11-22 controller INFO all is well"
         await asyncio.to_thread(report_cannot_join, rig.server.url, TOKEN, "b", said)
@@ -209,7 +209,7 @@ async def test_what_an_engine_says_of_itself_reaches_no_terminal_as_it_is() -> N
 
 
 @pytest.mark.parametrize("kind", [ConnectEngine, Verify])
-async def test_of_what_an_engine_says_no_more_is_kept_than_a_person_reads(
+async def test_the_controller_shortens_long_reasons_of_engines(
     kind: type[Command],
 ) -> None:
     def failing(command: Command) -> None:
@@ -227,7 +227,7 @@ async def test_of_what_an_engine_says_no_more_is_kept_than_a_person_reads(
         assert all(len(reason) < 3000 for reason in kept)
 
 
-async def test_why_an_engine_does_not_go_on_is_kept_in_a_few_words() -> None:
+async def test_the_controller_shortens_the_reason_of_a_failed_resume() -> None:
     class Paused:
         def __init__(self, rank: FakeEngineRank) -> None:
             self._rank = rank

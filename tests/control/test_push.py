@@ -107,7 +107,7 @@ async def test_a_pause_that_fails_leaves_no_engine_paused_and_no_round_waiting()
             assert set((await rig.publish(1)).engines) == {"a", "b"}
 
 
-async def test_what_one_engine_lacks_is_applied_nowhere_and_spends_no_version() -> None:
+async def test_a_push_that_one_engine_received_incompletely_is_applied_nowhere() -> None:
     lacking = [PlanError("b/0: 3 tensors did not come")]
 
     def lack_once(command: Command) -> None:
@@ -219,7 +219,7 @@ async def test_a_callback_out_of_bounds_is_a_bad_request(
         assert (await rig.publish(1)).engines == ("a", "b")
 
 
-async def test_a_version_that_is_none_lets_the_engines_go_on() -> None:
+async def test_an_invalid_version_resumes_the_engines() -> None:
     async with serving_version_0(nothing) as (rig, leader):
         await asyncio.to_thread(leader.pause_generation)
         with pytest.raises(ConfigError, match="must be an integer >= 0, got 'one'"):
@@ -228,7 +228,7 @@ async def test_a_version_that_is_none_lets_the_engines_go_on() -> None:
         assert rig.routable == {"a": 0, "b": 0}
 
 
-async def test_an_engine_has_the_time_to_go_on_that_the_controller_gives_it() -> None:
+async def test_an_engine_resumes_within_the_deadline_of_the_controller() -> None:
     told: list[Command] = []
     async with FakeFleet(ControlConfig(deadlines=PhaseDeadlines(publish_s=10.0))) as rig:
         await rig.start({})
@@ -359,7 +359,7 @@ def test_a_group_of_an_unknown_fabric_is_refused_by_name() -> None:
         WeightGroup(leader, "weights", fabric="ncc")  # type: ignore[arg-type]
 
 
-async def test_a_push_whose_round_fails_is_reported_under_the_version_that_was_named(
+async def test_a_failed_push_is_reported_with_its_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object) -> None:

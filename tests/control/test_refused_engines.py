@@ -49,9 +49,7 @@ ENDS = "raise SystemExit(3)"
         (ENDS, "engine vllm was refused: its server ended with status 3 before it served"),
     ],
 )
-async def test_what_keeps_a_launched_engine_from_joining_reaches_the_controller(
-    server: str, says: str
-) -> None:
+async def test_a_launched_engine_reports_why_it_cannot_join(server: str, says: str) -> None:
     async with windlass.Controller(token=TOKEN, config=CONFIG) as controller:
         began_s, port = time.monotonic(), str(free_port())
         command = (sys.executable, "-c", LAUNCHER, controller.url, port, server)

@@ -134,7 +134,7 @@ def test_trainers_feed_and_engines_relay_once() -> None:
     assert not finish.unsettled
 
 
-def test_what_is_passed_on_counts_for_the_links_that_the_relay_has() -> None:
+def test_relayed_bytes_count_only_for_links_of_the_relay() -> None:
     round_ = Round()
     round_.prepare()
     links = tuple(
@@ -151,7 +151,7 @@ def test_what_is_passed_on_counts_for_the_links_that_the_relay_has() -> None:
     }  # fmt: skip
 
 
-def test_what_a_relay_leaves_missing_is_written_by_the_trainers_whatever_the_order() -> None:
+def test_trainers_write_the_bytes_that_a_relay_did_not_deliver() -> None:
     for engines_first in (False, True):
         round_ = Round()
         round_.prepare()
@@ -168,7 +168,7 @@ def test_what_a_relay_leaves_missing_is_written_by_the_trainers_whatever_the_ord
         assert round_.complete(*ENGINES).report.outcome is RoundOutcome.PUBLISHED
 
 
-def test_nobody_waits_for_an_engine_that_is_lost_or_for_a_trainer_that_failed() -> None:
+def test_engines_skip_a_lost_engine_and_a_failed_trainer() -> None:
     round_ = Round()
     round_.prepare()
     round_.lose("a/0")
@@ -192,7 +192,7 @@ def test_an_engine_that_was_not_reached_is_told_not_to_wait() -> None:
     assert round_.told("b/0", SkipUpstream) == [SkipUpstream("a/0")]
 
 
-def test_unknown_outcomes_quarantine_whom_the_bytes_may_reach() -> None:
+def test_an_unknown_outcome_quarantines_the_engine_of_its_link() -> None:
     round_ = Round()
     round_.prepare()
     round_.written(RelayWrite, *ENGINES)
@@ -218,7 +218,7 @@ def test_an_engine_that_is_left_out_but_has_answered_is_at_rest() -> None:
     assert not round_.complete("a", "c").unsettled
 
 
-def test_the_late_answer_to_something_else_does_not_end_what_an_engine_passes_on() -> None:
+def test_a_late_answer_to_another_command_does_not_end_a_relay() -> None:
     round_ = Round()
     round_.prepare()
     round_.written(RelayWrite, *ENGINES)
@@ -231,7 +231,7 @@ def test_the_late_answer_to_something_else_does_not_end_what_an_engine_passes_on
     assert round_.complete("a", "c").unsettled == {"b/0": ("c",)}
 
 
-def test_a_relay_that_does_not_answer_is_left_out_and_holds_whom_it_wrote() -> None:
+def test_a_silent_relay_is_left_out_and_quarantines_its_destination() -> None:
     round_ = Round()
     round_.prepare()
     round_.written(RelayWrite, *ENGINES)

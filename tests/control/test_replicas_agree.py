@@ -204,7 +204,7 @@ async def test_tensor_parallel_pieces_in_plain_tensors_are_not_taken_for_replica
 
 
 @pytest.mark.parametrize("replica", [False, True])
-async def test_what_comparing_may_cost_decides_which_updates_compare(replica: bool) -> None:
+async def test_the_compare_share_decides_which_updates_compare(replica: bool) -> None:
     modules = [model(1) for _ in range(2)]
     async with running(modules, replica=replica, compare_share=0.0) as fleet:
         for version in range(2):

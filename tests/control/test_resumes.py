@@ -92,7 +92,7 @@ def test_a_rank_at_rest_is_told_less_and_less_often_and_given_up_on_record() -> 
         rig.loop.run_until_complete(scenario(rig))
 
 
-def test_a_rank_has_gone_on_before_a_pause_behind_it_is_late() -> None:
+def test_a_resume_ends_before_the_next_pause_would_be_late() -> None:
     async def scenario(rig: Rig) -> None:
         engine = await resting(rig)
         await asyncio.sleep(1.5)
@@ -110,7 +110,7 @@ def test_a_rank_has_gone_on_before_a_pause_behind_it_is_late() -> None:
         assert retries.deadline_s == reply_budget_s(5.0) < 5.0
 
 
-def test_a_rank_that_goes_on_gets_traffic_at_once_and_is_not_told_again() -> None:
+def test_a_resumed_rank_gets_traffic_at_once_and_no_further_resume() -> None:
     async def scenario(rig: Rig) -> None:
         engine = await resting(rig)
         await asyncio.sleep(4.0)
@@ -160,7 +160,7 @@ def test_a_rank_is_told_by_a_command_that_a_later_round_makes_stale() -> None:
         rig.loop.run_until_complete(scenario(rig))
 
 
-def test_the_answer_to_a_probe_does_not_say_that_an_engine_goes_on() -> None:
+def test_an_answer_to_a_probe_does_not_count_as_a_resume() -> None:
     async def scenario(rig: Rig) -> None:
         engine = await resting(rig)
         engine.reply(Envelope(9, 9, PROBE_SEQ, Probe()), Done())
@@ -174,7 +174,7 @@ def test_the_answer_to_a_probe_does_not_say_that_an_engine_goes_on() -> None:
         rig.loop.run_until_complete(scenario(rig))
 
 
-def test_what_a_rank_says_again_after_a_welcome_does_not_say_how_its_engine_is() -> None:
+def test_a_repeated_answer_after_a_welcome_does_not_count_as_a_resume() -> None:
     async def scenario(rig: Rig) -> None:
         engine = Resting(rig, "a")
         hello = msgspec.structs.replace(
@@ -243,7 +243,7 @@ async def join_without_server(rig: FakeFleet) -> FakeEngineRank:
     return rank
 
 
-async def test_an_engine_that_comes_back_at_rest_gets_no_traffic_before_it_goes_on(
+async def test_an_engine_that_reconnects_paused_gets_no_traffic_before_it_resumes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "BACKOFF", Backoff(0.02, 30.0))
@@ -270,7 +270,7 @@ async def until_routable(coordinator: Coordinator, names: set[str]) -> None:
     )
 
 
-async def test_what_a_lost_connection_left_at_rest_is_told_by_the_next_one(
+async def test_an_engine_reports_a_failed_resume_when_it_reconnects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "BACKOFF", Backoff(0.02, 30.0))
@@ -319,7 +319,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
-async def test_an_update_whose_resume_fails_is_published_and_its_engine_goes_on_later(
+async def test_a_version_whose_resume_fails_is_published_and_its_engine_resumes_later(
     mode: UpdateMode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(recovery, "BACKOFF", Backoff(0.02, 30.0))

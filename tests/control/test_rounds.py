@@ -477,7 +477,7 @@ def test_every_engine_verifies_the_digest_of_each_of_its_sources() -> None:
 
 
 @pytest.mark.parametrize("phase", IN_PLACE_PHASES)
-def test_in_place_an_engine_that_dies_is_left_out_and_the_others_publish(phase: Phase) -> None:
+def test_in_place_a_dead_engine_is_left_out_and_the_others_publish(phase: Phase) -> None:
     script = Script(make_spec(UpdateMode.IN_PLACE))
     waiting = script.run_to(phase)
     more = script.take(script.machine.handle(AgentLost("a/1", "killed")))
@@ -534,7 +534,7 @@ def test_a_trainer_that_dies_after_it_has_written_is_not_needed(phase: Phase) ->
 
 
 @pytest.mark.parametrize("phase", IN_PLACE_PHASES)
-def test_in_place_a_deadline_ends_every_phase(phase: Phase) -> None:
+def test_in_place_every_phase_ends_by_its_deadline(phase: Phase) -> None:
     script = Script(make_spec(UpdateMode.IN_PLACE))
     script.run_to(phase)
     script.take(script.machine.handle(DeadlinePassed(script.entry)))
@@ -544,9 +544,7 @@ def test_in_place_a_deadline_ends_every_phase(phase: Phase) -> None:
         assert not any(script.aborts().values())
 
 
-def test_an_engine_that_does_not_pause_goes_on_with_the_old_version_and_the_others_publish() -> (
-    None
-):
+def test_an_engine_that_does_not_pause_keeps_the_old_version_and_the_others_publish() -> None:
     script = Script(make_spec(UpdateMode.IN_PLACE))
     waiting = script.run_to(Phase.PREPARE)
     late = [s for s in waiting if s.worker == "b/0"]
@@ -691,7 +689,7 @@ def test_an_answer_that_does_not_fit_its_command_is_a_failure(phase: Phase, wron
     assert EngineOutcome.PUBLISHED not in script.finish.engines.values()
 
 
-def test_a_trainer_that_fails_with_unknown_outcome_quarantines_what_it_was_writing_to() -> None:
+def test_a_trainers_unknown_outcome_quarantines_the_engines_of_its_links() -> None:
     script = Script(make_spec(UpdateMode.STAGED))
     waiting = script.run_to(Phase.WRITE)
     script.reply(waiting[0], Failure(FailureKind.UNKNOWN, "deadline"))
@@ -753,9 +751,7 @@ def test_the_fakes_show_a_mixture_when_there_is_one() -> None:
 @pytest.mark.parametrize(
     ("deadline_s", "to_act_s"), [(0.5, 0.35), (2.0, 1.4), (10.0, 8.0), (20.0, 18.0), (120.0, 108.0)]
 )
-def test_whoever_writes_has_time_left_to_say_how_that_ended(
-    deadline_s: float, to_act_s: float
-) -> None:
+def test_a_writer_has_time_left_to_report_its_outcome(deadline_s: float, to_act_s: float) -> None:
     assert reply_budget_s(deadline_s) == pytest.approx(to_act_s)
     links = frozenset({("trainer/0", "a/0")})
     spec = make_spec(
@@ -774,7 +770,7 @@ def test_whoever_writes_has_time_left_to_say_how_that_ended(
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
-def test_an_engine_that_hangs_has_time_left_to_say_that_it_does_not_go_on(mode: UpdateMode) -> None:
+def test_a_hanging_engine_has_time_left_to_report_its_failed_resume(mode: UpdateMode) -> None:
     """Its answer to `Publish` reports that, so its whole weights do not count as mixed."""
     machine = RoundMachine(make_spec(mode, publish_s=20.0))
     told = [s for s in machine.start() if isinstance(s, Send)]

@@ -232,7 +232,7 @@ async def test_nothing_is_looked_for_if_switched_off() -> None:
     assert [(report.unchanged, report.non_finite) for report in reports] == [(0, {})] * 2
 
 
-async def test_gaps_and_tensors_that_nobody_reads_may_contain_anything() -> None:
+async def test_gaps_and_tensors_that_no_engine_takes_may_contain_anything() -> None:
     model = Model()
     rows = torch.full((6, 11), float("nan"))
     rows[:, :8] = model.up.weight.detach()

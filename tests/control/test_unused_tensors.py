@@ -102,7 +102,9 @@ async def test_tensor_that_no_engine_takes_refuses_the_update(extra: str, says: 
         await published(tree((*SERVED, extra)))
 
 
-async def test_advised_patterns_allow_what_was_refused(caplog: pytest.LogCaptureFixture) -> None:
+async def test_patterns_advised_by_the_refusal_allow_the_update(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     module = tree((*SERVED, "value_head.weight", "model.layers.1.a", "model.layers.2.a"))
     report = await published(module, allow_unused=("model.layers.*.a", "value_head.weight"))
     assert report.unused == {"model.layers.*.a": 2, "value_head.weight": 1}

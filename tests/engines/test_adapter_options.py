@@ -78,7 +78,9 @@ def test_the_rank_of_vllms_slot_may_be_given() -> None:
         assert "--max-lora-rank" not in options
 
 
-def test_what_vllm_could_load_over_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_let_vllm_replace_an_adapter_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ConfigError, match="at most 512, got 513"):
         adapter_options(Adapter("math", Path("/a"), 513, (2.0,)), [])
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")

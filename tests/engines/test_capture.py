@@ -158,7 +158,7 @@ def test_capture_leaves_the_weights_as_they_were() -> None:
         assert torch.equal(tensor, before[name]), name
 
 
-def test_an_element_order_that_is_no_set_of_boxes_goes_through_a_buffer() -> None:
+def test_a_shuffled_element_order_is_repacked_from_a_buffer() -> None:
     engine = torch.nn.Linear(64, 64, bias=False)
     shuffle = torch.randperm(64 * 64, generator=torch.Generator().manual_seed(2))
 
@@ -218,7 +218,7 @@ def test_transposed_fused_and_padded_rows_are_boxes(exact_numel: int) -> None:
     assert captured.manifest.num_shards <= 12
 
 
-def test_what_is_too_scattered_and_too_large_to_be_read_place_by_place_is_refused(
+def test_a_large_tensor_with_scattered_elements_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("windlass.engines.capture.capture.MAX_EXACT_NUMEL", 64)
@@ -262,7 +262,9 @@ def test_rows_that_mislead_are_found_out_and_read_place_by_place() -> None:
     ],
     ids=["plus_one", "times_two", "sum", "nothing"],
 )
-def test_what_is_no_copy_is_refused_by_name(change: object, message: str) -> None:
+def test_a_tensor_that_the_loader_does_not_copy_is_refused_by_name(
+    change: object, message: str
+) -> None:
     engine = torch.nn.Linear(8, 8, bias=False)
 
     def load(weights: Weights) -> None:
@@ -378,7 +380,7 @@ HIDDEN_COPIES: list[object] = []
     ],
     ids=["nothing", "shape", "copy", "numpy", "itself", "in_a_list"],
 )
-def test_what_a_loader_passes_by_is_told_from_what_it_hides(
+def test_capture_tells_unread_tensors_from_hidden_tensors(
     other: Callable[[torch.Tensor], object], is_unread: bool
 ) -> None:
     engine = Passing(other)
@@ -420,7 +422,7 @@ class Slots(torch.nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("factor", [2.0, 1.5, 1 / 3, 16 / 8**0.5, 0.0371, 100.0])
-def test_what_an_engine_multiplies_while_it_loads_is_multiplied_after_every_update(
+def test_a_factor_of_the_loader_is_applied_after_every_update(
     factor: float, dtype: torch.dtype
 ) -> None:
     engine, fresh = (Slots({"q": factor, "v": factor}, dtype) for _ in range(2))
@@ -492,7 +494,7 @@ class Wide(torch.nn.Module):
     ],
 )
 @pytest.mark.parametrize("trained", [torch.float32, torch.bfloat16, torch.float16])
-def test_updates_from_wider_masters_leave_what_the_saved_checkpoint_would(
+def test_updates_from_wider_masters_equal_a_load_of_the_saved_checkpoint(
     stored: DType, down: DType, engine_dtype: torch.dtype, trained: torch.dtype, exact_numel: int
 ) -> None:
     """Check copied, fused, repacked and computed tensors."""
@@ -572,7 +574,7 @@ def test_many_tensors_that_are_rounded_are_waited_for_together() -> None:
         assert torch.equal(engine.get_parameter(spec.name), rounded), spec.name
 
 
-def test_what_a_loader_has_written_is_waited_for_together() -> None:
+def test_capture_waits_once_for_all_writes_of_a_loader() -> None:
     """In a state space model, the loader computes a tensor in every layer."""
     engine = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(20))
 
@@ -592,7 +594,7 @@ def test_what_a_loader_has_written_is_waited_for_together() -> None:
         assert torch.equal(engine.get_parameter(name), -torch.exp(master)), name
 
 
-def test_tensors_of_several_types_in_one_that_holds_neither_are_refused() -> None:
+def test_a_fused_tensor_of_several_checkpoint_types_is_refused() -> None:
     engine = Wide(torch.float16)
     specs = [
         CheckpointSpec("up", (4, 5), DType.BFLOAT16), CheckpointSpec("down", (3, 5), DType.FLOAT32),

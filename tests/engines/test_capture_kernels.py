@@ -91,7 +91,7 @@ def in_use(of_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
 @pytest.mark.parametrize("first", [0, 77, (1 << 32) + 5, 5 << 32])
-def test_values_are_those_of_torch(of_host: Kernels, first: int, dtype: DType) -> None:
+def test_kernels_make_the_values_of_torch(of_host: Kernels, first: int, dtype: DType) -> None:
     numbers = [CheckpointSpec("before", (first,), dtype), CheckpointSpec("w", (1000,), dtype)]
     expected = dict(Codes(numbers).some(frozenset({"w"}), 3))["w"] / codes.LOUDNESS
     made = torch.empty_like(expected)
@@ -100,13 +100,13 @@ def test_values_are_those_of_torch(of_host: Kernels, first: int, dtype: DType) -
     assert len(set(made.tolist())) > 200
 
 
-def test_fingerprints_are_those_of_torch(of_host: Kernels) -> None:
+def test_kernels_make_the_fingerprints_of_torch(of_host: Kernels) -> None:
     words = torch.randint(-(1 << 62), 1 << 62, (50_000,))
     assert of_host.fingerprint(words) == fingerprint(words)
 
 
 @pytest.mark.parametrize("exact_numel", [0, EXACT_NUMEL], ids=["by_row", "by_place"])
-def test_what_is_wrong_and_what_is_padding_is_found_as_torch_does(
+def test_kernels_find_wrong_places_and_padding_as_torch_does(
     of_host: Kernels, monkeypatch: pytest.MonkeyPatch, exact_numel: int
 ) -> None:
     engine, stored = Engine(range(3)), [s for s in specs() if s.dtype is DType.BFLOAT16]

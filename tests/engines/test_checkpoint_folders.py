@@ -39,7 +39,7 @@ def test_files_are_read_in_natural_order(tmp_path: Path, indexed: bool) -> None:
     assert read(tmp_path)["a"] == 10
 
 
-def test_adapter_beside_a_model_is_no_part_of_it(tmp_path: Path) -> None:
+def test_an_adapter_in_the_folder_of_a_model_is_not_read(tmp_path: Path) -> None:
     save(tmp_path, "model.safetensors", a=1)
     save(tmp_path, "adapter_model.safetensors", b=1)
     assert read(tmp_path) == {"a": 1}

@@ -367,19 +367,19 @@ def require_right(
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_what_the_loader_derives_is_right_wherever_it_is_kept(holder: str, tmp_path: Path) -> None:
+def test_derived_state_is_right_in_every_kind_of_holder(holder: str, tmp_path: Path) -> None:
     derived = ("cast", "product")[[*HOLDERS].index(holder) % 2]
     require_right(tmp_path, lambda: Engine(DERIVED[derived], HOLDERS[holder], "load"))
 
 
 @pytest.mark.parametrize("derived", DERIVED)
-def test_whatever_the_loader_derives_is_right(derived: str, tmp_path: Path) -> None:
+def test_every_kind_of_derived_state_is_right(derived: str, tmp_path: Path) -> None:
     require_right(tmp_path, lambda: Engine(DERIVED[derived], HOLDERS["nested"], "load"))
 
 
 @pytest.mark.parametrize("when", ["cold", "lazy"])
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_copies_that_no_load_refreshes_are_refilled_wherever_they_are(
+def test_copies_that_no_load_refreshes_are_refilled_in_every_holder(
     holder: str, when: str, tmp_path: Path
 ) -> None:
     require_right(
@@ -389,7 +389,7 @@ def test_copies_that_no_load_refreshes_are_refilled_wherever_they_are(
 
 @pytest.mark.parametrize("when", ["cold", "lazy_before", "lazy_after"])
 @pytest.mark.parametrize("derived", DERIVED)
-def test_what_no_load_refreshes_is_refilled_or_refused_by_its_path(
+def test_state_that_no_load_refreshes_is_refilled_or_refused_by_its_path(
     derived: str, when: str, tmp_path: Path
 ) -> None:
     require_right(
@@ -409,7 +409,7 @@ def test_copies_that_the_first_request_makes_after_joining_are_refilled(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("when", ["load", "cold", "lazy"])
-def test_engines_of_other_types_are_right_as_well(
+def test_derived_state_of_other_engine_types_is_right(
     when: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     def narrow(layer: Layer) -> torch.Tensor:
@@ -495,7 +495,7 @@ class Dropping(Engine):
 
 @pytest.mark.parametrize("served_before", [False, True])
 @pytest.mark.parametrize("derived", ["cast", "product"])
-def test_what_loads_drop_is_made_anew_after_an_update(
+def test_state_that_a_load_drops_is_made_again_after_an_update(
     derived: str, served_before: bool, tmp_path: Path
 ) -> None:
     require_right(
@@ -604,7 +604,7 @@ class InOwnClass(InModule):
 
 @pytest.mark.parametrize("when", ["load", "cold"])
 @pytest.mark.parametrize("kind", [InModule, InClass, InOwnClass])
-def test_what_is_kept_in_modules_and_classes_is_right(
+def test_derived_state_in_modules_and_classes_is_right(
     kind: type[Engine], when: str, tmp_path: Path
 ) -> None:
     GLOBALS.clear()
@@ -672,7 +672,7 @@ class OfTensor(Engine):
 
 @pytest.mark.parametrize("when", ["load", "cold"])
 @pytest.mark.parametrize("derived", ["cast", "norm"])
-def test_what_is_kept_at_a_parameter_is_right(derived: str, when: str, tmp_path: Path) -> None:
+def test_derived_state_of_a_parameter_is_right(derived: str, when: str, tmp_path: Path) -> None:
     require_right(tmp_path, lambda: OfTensor(DERIVED[derived], HOLDERS["attribute"], when))
 
 
@@ -700,7 +700,7 @@ def test_mirrors_made_at_the_start_are_right_or_refused(parameter: bool, tmp_pat
 
 @pytest.mark.parametrize("mode", UpdateMode)
 @pytest.mark.parametrize("when", ["load", "cold", "lazy", "refused"])
-async def test_a_fleet_publishes_what_a_fresh_engine_answers_or_nothing(
+async def test_a_fleet_answers_as_a_fresh_engine_or_refuses_the_version(
     when: str, mode: UpdateMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
@@ -766,7 +766,7 @@ class Absorbed(torch.nn.Module):
         self.of = closed_over(torch.full((5,), value))
 
 
-def test_what_a_load_makes_again_stays_where_graphs_know_it() -> None:
+def test_a_tensor_made_again_by_a_load_keeps_its_address() -> None:
     model = torch.nn.Sequential(Absorbed())
     (attention,) = model.children()
     assert isinstance(attention, Absorbed)
@@ -780,7 +780,7 @@ def test_what_a_load_makes_again_stays_where_graphs_know_it() -> None:
     assert all(isinstance(t, torch.Tensor) and bool((t == 2.0).all()) for t in before)
 
 
-def test_what_a_load_makes_in_another_shape_is_the_new_one() -> None:
+def test_a_tensor_of_another_shape_replaces_the_old_tensor() -> None:
     model = Absorbed()
     other = torch.zeros(3)
 

@@ -140,9 +140,7 @@ def test_concurrent_requests_get_the_tokens_and_logprobs_of_transformers(
         assert answer["meta_info"]["finish_reason"] == {"type": "length"}
 
 
-def test_logprobs_are_those_of_the_distribution_that_was_sampled(
-    engine: Engine, reference: Any
-) -> None:
+def test_log_probabilities_match_the_sampled_distribution(engine: Engine, reference: Any) -> None:
     """Requests with different settings share the steps of a batch."""
 
     def ask(sampling: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +173,7 @@ def test_each_start_of_an_engine_draws_its_own_samples(tmp_path: Path, named: bo
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_a_paused_generation_goes_on_as_if_nothing_had_happened(engine: Engine, mode: str) -> None:
+def test_a_paused_generation_continues_with_the_same_tokens(engine: Engine, mode: str) -> None:
     undisturbed = engine.generate(PROMPTS[0], engine.num_long)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(engine.generate, PROMPTS[0], engine.num_long)

@@ -79,7 +79,7 @@ def test_ranks_have_time_to_join_by_the_size_of_their_checkpoint(
         ["--tensor-parallel-size=2", "--pipeline_parallel_size=3", "--data-parallel-size", "4"],
     ],
 )
-def test_the_ranks_of_an_engine_are_those_of_all_stages_and_replicas(words: list[str]) -> None:
+def test_the_world_size_of_an_engine_counts_all_stages_and_replicas(words: list[str]) -> None:
     joined: list[AgentSettings] = []
     words = ["--name", "a", "--model", "/m", "--attach", "http://h:1", "--controller", "c", *words]
     args, rest = arguments("program", None).parse_known_args(words)

@@ -30,7 +30,7 @@ from windlass.errors import ConfigError
         (VLLM, "0.23.1", "must be 0.24 or later, got 0.23.1: nothing older was looked at"),
     ],
 )
-def test_a_release_without_what_is_needed_is_refused(
+def test_a_release_without_a_required_feature_is_refused(
     engine: EngineReleases, version: str, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
@@ -63,7 +63,7 @@ def test_a_release_without_what_is_needed_is_refused(
         (VLLM, "1.0", ["was never updated"]),
     ],
 )
-def test_a_release_that_starts_says_what_it_lacks(
+def test_a_supported_release_warns_of_its_missing_features(
     engine: EngineReleases, version: str, says: list[str]
 ) -> None:
     warnings = warnings_of(engine, version)
@@ -82,7 +82,7 @@ def test_a_release_that_starts_says_what_it_lacks(
         ("0.24.0", "GPUs", ""),
     ],
 )  # fmt: skip
-def test_a_release_that_was_shown_elsewhere_only_says_so(
+def test_a_release_never_tested_on_this_device_gives_a_warning(
     version: str, device: str, says: str
 ) -> None:
     of_device = [w for w in warnings_of(VLLM, version, device) if "never on" in w]

@@ -75,7 +75,7 @@ async def ask(
     return sent[0]["status"], b"".join(m["body"] for m in sent[1:])
 
 
-async def test_a_request_reaches_vllm_in_its_own_words_and_comes_back_in_those_of_sglang() -> None:
+async def test_the_route_translates_a_request_for_vllm_and_the_answer_for_sglang() -> None:
     app = Vllm(200, {"choices": [CHOICE]})
     sampling = {"max_new_tokens": 3, "top_k": -1, "stop_token_ids": [2], "ignore_eos": True}
     request = {"rid": "r-1", "input_ids": [1, 2], "sampling_params": sampling}
@@ -111,9 +111,7 @@ COMPLETION = {
 NOTED = {"weight_versions": [{"version": 3, "start": 0, "end": 3}]}
 
 
-async def test_completions_are_asked_for_token_ids_and_answer_with_the_versions_that_were_noted() -> (
-    None
-):
+async def test_a_completion_requests_token_ids_and_returns_the_noted_versions() -> None:
     app = Vllm(200, {"choices": [COMPLETION], "kv_transfer_params": NOTED, "id": "cmpl-1"})
     sampling = {"max_new_tokens": 3, "top_k": -1, "stop_token_ids": [2], "ignore_eos": True}
     request = {"rid": "r-1", "input_ids": [1, 2], "sampling_params": sampling, "lora_path": "tuned"}
@@ -132,9 +130,7 @@ async def test_completions_are_asked_for_token_ids_and_answer_with_the_versions_
     ]
 
 
-async def test_tokens_of_an_aborted_completion_are_not_told_because_nobody_says_their_versions() -> (
-    None
-):
+async def test_an_aborted_completion_returns_no_tokens_because_their_versions_are_unknown() -> None:
     aborted = {**COMPLETION, "finish_reason": "abort"}
     app = Vllm(200, {"choices": [aborted], "kv_transfer_params": None})
     _, body = await ask(app, b'{"input_ids": [1]}', route=CompletionsRoute)

@@ -93,7 +93,7 @@ class Served:
 @pytest.mark.parametrize(
     ("hangs_at", "mode"), [("/version", UpdateMode.IN_PLACE), ("/resume", UpdateMode.STAGED)]
 )
-async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answers(
+async def test_an_engine_with_a_hanging_server_is_published_and_rests_until_it_answers(
     hangs_at: str, mode: UpdateMode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(recovery, "BACKOFF", Backoff(0.02, 30.0))

@@ -77,7 +77,7 @@ def test_weights_that_may_be_mixed_are_not_served() -> None:
         assert held.is_alive()
 
 
-def test_a_loop_that_nobody_holds_is_told_by_its_deadline() -> None:
+def test_a_pause_of_a_loop_that_is_not_held_fails_by_its_deadline() -> None:
     with (
         engine(serves_own_weights=True) as (agent, _),
         pytest.raises(PeerTimeout, match=r"not quiesced after 0\.2 s"),
@@ -85,7 +85,7 @@ def test_a_loop_that_nobody_holds_is_told_by_its_deadline() -> None:
         agent.handle(Pause(PauseMode.IN_PLACE, 0.2), epoch=1, round_number=1)
 
 
-def test_a_loop_that_no_round_asks_for_goes_on_after_its_deadline() -> None:
+def test_a_held_loop_without_a_round_continues_after_its_deadline() -> None:
     with engine(serves_own_weights=True) as (_, gate), loop(gate, deadline_s=0.2) as held:
         held.join(SECONDS)
         assert not held.is_alive()

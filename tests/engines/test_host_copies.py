@@ -16,7 +16,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @pytest.mark.gpu
 @needs_gpu
-def test_what_was_copied_is_put_back() -> None:
+def test_host_copies_restore_the_chosen_memories() -> None:
     sizes = (5, 3 * CHUNK_NBYTES + 7, 20 * CHUNK_NBYTES)
     memories = [torch.randint(0, 255, (n,), dtype=torch.uint8, device="cuda") for n in sizes]
     before = [memory.clone() for memory in memories]

@@ -63,7 +63,7 @@ async def ask(
 @pytest.mark.parametrize(
     ("server", "shown"), [(ENGINE, ENGINE), (SECRET, SECRET), (SECRET, ENGINE)]
 )
-async def test_who_has_the_servers_token_or_its_role_says_where_it_joins(
+async def test_callers_with_the_servers_token_or_role_choose_its_controller(
     server: str, shown: str
 ) -> None:
     joined = Joined()
@@ -105,7 +105,7 @@ async def test_strangers_and_other_roles_are_refused(server: str, shown: str) ->
         (b" " * (MAX_BODY_NBYTES + 1), 413, "body must be at most 65536 bytes"),
     ],
 )
-async def test_what_is_no_order_is_refused(body: bytes, status: int, says: str) -> None:
+async def test_a_malformed_join_order_is_refused(body: bytes, status: int, says: str) -> None:
     joined = Joined()
     answered, answer = await ask(joined, body, ENGINE)
     assert (answered, says in answer["error"]) == (status, True), answer
@@ -122,12 +122,12 @@ async def test_what_is_no_order_is_refused(body: bytes, status: int, says: str) 
         (PeerTimeout("ranks [1] have not reported"), 502),
     ],
 )
-async def test_why_it_did_not_join_is_answered(error: WindlassError, status: int) -> None:
+async def test_a_failed_join_answers_with_its_reason(error: WindlassError, status: int) -> None:
     answer = await ask(Joined(error), msgspec.json.encode(ORDER), ENGINE)
     assert answer == (status, {"error": f"{type(error).__name__}: {error}"})
 
 
-async def test_other_routes_are_the_engines() -> None:
+async def test_requests_to_other_routes_reach_the_engine() -> None:
     assert await ask(Joined(), b"{}", ENGINE, path="/generate") == (204, "the engine's")
     status, answer = await ask(Joined(), b"{}", ENGINE, method="GET")
     assert (status, answer["error"]) == (405, "/windlass/join takes POST")

@@ -141,7 +141,7 @@ def test_one_layer_of_each_kind_is_loaded_with_digits(
 
 
 @pytest.mark.parametrize("odd", [0, 2, 7])
-def test_a_layer_that_lies_otherwise_than_its_likes_is_found_out(odd: int) -> None:
+def test_a_layer_with_a_layout_of_its_own_is_detected(odd: int) -> None:
     engine = Engine(range(NUM_LAYERS), odd=odd)
     require_delivered(engine)
     assert len(engine.loaded[-3]) == NUM_LAYERS + 1, "all layers were loaded with digits"
@@ -161,7 +161,7 @@ class Started(Engine):
         return stored
 
 
-def test_of_its_own_checkpoint_an_engine_loads_one_layer_of_each_kind(tmp_path: Path) -> None:
+def test_capture_loads_one_layer_of_each_kind_of_the_engines_checkpoint(tmp_path: Path) -> None:
     engine, fresh = Started(range(NUM_LAYERS)), Engine(range(NUM_LAYERS))
     stored = engine.start(tmp_path)
     captured = capture(engine, specs(), engine.load, worker="e/0", reference=stored)
@@ -171,7 +171,9 @@ def test_of_its_own_checkpoint_an_engine_loads_one_layer_of_each_kind(tmp_path: 
     assert all(map(torch.equal, engine.parameters(), fresh.parameters()))
 
 
-def test_what_is_loaded_as_a_whole_is_all_of_its_own_checkpoint_in_the_end(tmp_path: Path) -> None:
+def test_capture_without_recomputing_ends_with_a_load_of_the_whole_checkpoint(
+    tmp_path: Path,
+) -> None:
     """An engine keeps its last loaded adapter, so capture must end with the engine's own."""
     engine = Started(range(NUM_LAYERS))
     stored = engine.start(tmp_path)
@@ -180,7 +182,7 @@ def test_what_is_loaded_as_a_whole_is_all_of_its_own_checkpoint_in_the_end(tmp_p
 
 
 @pytest.mark.parametrize("swapped", [2, 7], ids=["loaded_again", "looked_at"])
-def test_a_layer_that_an_engine_keeps_otherwise_since_its_start_is_refused(
+def test_a_layer_that_differs_since_the_engines_start_is_refused(
     swapped: int, tmp_path: Path
 ) -> None:
     engine = Started(range(NUM_LAYERS))
@@ -191,7 +193,7 @@ def test_a_layer_that_an_engine_keeps_otherwise_since_its_start_is_refused(
     assert all(map(torch.equal, engine.parameters(), before))
 
 
-def test_an_expert_of_one_layer_that_lies_elsewhere_since_the_start_is_refused(
+def test_an_expert_that_moved_since_the_engines_start_is_refused(
     tmp_path: Path,
 ) -> None:
     """Capture looks at one element or more of every checkpoint tensor."""
@@ -203,7 +205,7 @@ def test_an_expert_of_one_layer_that_lies_elsewhere_since_the_start_is_refused(
         capture(engine, specs(), engine.load, worker="e/0", reference=stored)
 
 
-def test_an_engine_that_takes_no_part_loads_all_of_its_own_checkpoint(tmp_path: Path) -> None:
+def test_an_engine_that_refuses_partial_loads_loads_its_whole_checkpoint(tmp_path: Path) -> None:
     engine = Started(range(NUM_LAYERS), refusal=RuntimeError("missing"))
     stored = engine.start(tmp_path)
     capture(engine, specs(), engine.load, worker="e/0", reference=stored)
@@ -221,7 +223,7 @@ class Padded(Engine):
             layer.experts.data[int(path[1]), 4] = tensor[0]
 
 
-def test_padding_of_a_layer_that_its_likes_have_otherwise_is_loaded_once_more() -> None:
+def test_a_layer_with_padding_of_its_own_is_loaded_again() -> None:
     """One load does not show whether padding depends on values of the checkpoint."""
     engine, fresh = Padded(range(NUM_LAYERS)), Padded(range(NUM_LAYERS))
     deliver(capture(engine, specs(), engine.load, worker="e/0"), checkpoint())
@@ -247,7 +249,7 @@ class Scaled(Engine):
 
 
 @pytest.mark.parametrize(("size", "num_proofs"), [(FEW - 1, 2), (FEW, 1)])
-def test_tensors_of_few_elements_are_loaded_once_more(size: int, num_proofs: int) -> None:
+def test_tensors_of_few_elements_are_loaded_again(size: int, num_proofs: int) -> None:
     """A tensor of few elements may have the expected values by chance."""
     engine = Scaled(size)
     scales = [
@@ -266,13 +268,13 @@ class Forgetful(Engine):
             super()._load_layer(number, path, tensor)
 
 
-def test_what_is_written_in_all_layers_but_one_is_refused() -> None:
+def test_a_tensor_that_the_loader_skips_in_one_layer_is_refused() -> None:
     engine = Forgetful(range(NUM_LAYERS))
     with pytest.raises(UnsupportedLayout, match=r"layers\.7\.norm.*does not write"):
         capture(engine, specs(), engine.load, worker="e/0")
 
 
-def test_made_up_weights_are_not_put_back_and_are_captured_again() -> None:
+def test_invented_weights_are_not_restored_and_are_captured_again() -> None:
     """A capture does not mistake random values of an earlier capture for its own."""
     engine = Engine(range(NUM_LAYERS))
     for _ in range(2):
@@ -286,14 +288,14 @@ def test_made_up_weights_are_not_put_back_and_are_captured_again() -> None:
 
 
 @pytest.mark.parametrize("refusal", [RuntimeError("missing"), UnsupportedLayout("missing")])
-def test_a_loader_that_takes_no_part_of_a_checkpoint_is_given_all(refusal: Exception) -> None:
+def test_a_loader_that_refuses_partial_checkpoints_gets_all_layers(refusal: Exception) -> None:
     """Check an error of the loader, and an error of Windlass's count of loaded elements."""
     engine = Engine(range(NUM_LAYERS), refusal=refusal)
     require_delivered(engine)
     assert [len(loaded) for loaded in engine.loaded[:2]] == [3, NUM_LAYERS + 1]
 
 
-def test_an_engine_that_keeps_all_layers_in_one_tensor_is_given_all() -> None:
+def test_an_engine_with_all_layers_in_one_tensor_gets_all_layers() -> None:
     engine, norms = Module(), Parameter(torch.zeros(8, 4))
     engine.register_parameter("norms", norms)
     loads: list[int] = []
@@ -313,7 +315,7 @@ def test_an_engine_that_keeps_all_layers_in_one_tensor_is_given_all() -> None:
     assert loads[-3:] == [8, 8, 8]
 
 
-def test_layers_of_a_model_that_has_few_alike_are_not_told_apart() -> None:
+def test_a_model_with_few_equal_layers_is_not_grouped() -> None:
     engine = ModuleList([Layer(number) for number in range(2)])
     few = [s for s in specs() if s.name.startswith(("embed", "layers.0.", "layers.2."))]
     assert Layers.alike(Codes(few), held_by(engine)) is None

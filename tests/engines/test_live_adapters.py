@@ -64,7 +64,7 @@ def matrix(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2] if FULL else [2])
-async def test_an_updated_adapter_is_a_freshly_loaded_one(
+async def test_an_updated_adapter_equals_a_freshly_loaded_adapter(
     tp: int, tmp_path: Path, shown: Record
 ) -> None:
     base, old = save(KIND, 1, tmp_path / "base"), tmp_path / "adapter"

@@ -84,7 +84,7 @@ def require_tied(held: list[dict[str, str]], fresh: list[dict[str, str]]) -> Non
         ("vllm", "mtp", {}),
     ],
 )
-async def test_a_model_needs_no_names_of_its_own(
+async def test_a_trainer_publishes_a_model_without_a_name_map(
     engine: str, kind: str, more: More, tmp_path: Path
 ) -> None:
     own = save(kind, 1, tmp_path / "own")

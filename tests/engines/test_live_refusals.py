@@ -125,7 +125,7 @@ async def test_an_engine_that_refuses_another_adapter_serves_its_own_as_before(
 
 
 @pytest.mark.parametrize(("engine", "kind"), [("vllm", "recurrent"), ("sglang", "offset")])
-async def test_a_version_after_one_whose_load_failed_is_a_fresh_servers(
+async def test_a_server_answers_as_a_fresh_server_after_a_failed_load(
     engine: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`recurrent` runs as on CPUs without AVX512-BF16, on which vLLM does not pack convolutions."""

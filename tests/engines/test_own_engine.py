@@ -42,7 +42,7 @@ def trained_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
     return scores[len(PROMPT) - 1 : -1].gather(1, answered)[:, 0]
 
 
-async def test_an_engine_of_ones_own_serves_what_was_trained_and_labels_it() -> None:
+async def test_a_custom_engine_serves_and_labels_the_trained_weights() -> None:
     own, trained = example(), small_model(0)
     served = own.Served(small_model(1).eval())
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)

@@ -110,7 +110,7 @@ DECLARED = {QuantizedTensor(name, f"{name}_scale_inv") for name in SHAPES}
 @pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed_scales"])
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_a_trainer_publishes_equals_the_engines_load_of_the_quantised_checkpoint(
+def test_a_published_version_equals_a_load_of_the_quantised_checkpoint(
     size: int, dtype: DType, transposed: bool, exact_numel: int
 ) -> None:
     full = weights(torch.bfloat16 if dtype is DType.BFLOAT16 else torch.float32)
@@ -198,7 +198,7 @@ def _negate(engine: Engine) -> None:
         (_negate, "gate_up"),
     ],
 )
-def test_what_a_loader_computes_from_float8_is_named_and_computed_again(
+def test_tensors_computed_from_float8_are_named_and_computed_again(
     after: Callable[[Engine], None], names: str
 ) -> None:
     engine = Engine(0, 1, after=after)
@@ -217,7 +217,7 @@ def test_what_a_loader_computes_from_float8_is_named_and_computed_again(
         assert torch.equal(engine.bytes()[name], want), name
 
 
-def test_float8_that_lies_scattered_goes_through_a_buffer() -> None:
+def test_scattered_float8_values_are_repacked_from_a_buffer() -> None:
     engine = Plain(_parameter(64, 64, FLOAT8))
     shuffle = torch.randperm(64 * 64, generator=torch.Generator().manual_seed(2))
 
@@ -241,7 +241,7 @@ def test_float8_that_lies_scattered_goes_through_a_buffer() -> None:
     ("scale", "shape"),
     [("gate_scale_inv", (1,)), ("gate_scale", (4, 2)), ("gate_scale_inv", (2, 4))],
 )
-def test_what_has_no_block_scales_beside_it_is_not_declared(
+def test_a_float8_tensor_without_block_scales_is_not_declared_quantised(
     scale: str, shape: tuple[int, ...]
 ) -> None:
     engine = Plain(_parameter(512, 200, FLOAT8), torch.nn.Parameter(torch.ones(shape)))

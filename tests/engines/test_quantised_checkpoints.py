@@ -40,7 +40,9 @@ def test_a_checkpoint_in_block_float8_is_accepted(tmp_path: Path, words: list[st
 
 
 @pytest.mark.parametrize("words", [["--quantization", "awq"], ["-q=mxfp4"], ["--quantization"]])
-def test_such_a_checkpoint_is_not_quantised_anew(tmp_path: Path, words: list[str]) -> None:
+def test_an_engine_does_not_quantise_a_block_float8_checkpoint_again(
+    tmp_path: Path, words: list[str]
+) -> None:
     with pytest.raises(ConfigError, match="must be fp8 with this checkpoint"):
         require_followed(checkpoint(tmp_path, BLOCK_FP8), words)
 
@@ -81,9 +83,7 @@ def test_every_scheme_that_is_refused_can_be_met() -> None:
         ({"quant_method": 8}, "must say how it is quantised"),
     ],
 )
-def test_what_is_in_no_table_is_refused_too(
-    tmp_path: Path, quantised: object, message: str
-) -> None:
+def test_an_unknown_scheme_is_refused(tmp_path: Path, quantised: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         require_followed(checkpoint(tmp_path, quantised), [])
 

@@ -84,13 +84,13 @@ def test_a_late_call_of_an_old_pause_serves_the_new_one(loop: Loop) -> None:
     loop.gate.wait("1.2", DEADLINE_S)
 
 
-def test_a_rank_whose_agent_never_asks_goes_on_after_the_deadline(loop: Loop) -> None:
+def test_a_blocked_loop_without_a_pause_continues_after_the_deadline(loop: Loop) -> None:
     started = time.monotonic()
     loop.block("1.1", 0.2).join(DEADLINE_S)
     assert 0.2 <= time.monotonic() - started < DEADLINE_S
 
 
-def test_a_loop_that_is_paused_otherwise_leaves_in_the_end_whoever_asked(loop: Loop) -> None:
+def test_a_blocked_loop_leaves_after_its_longest_wait_despite_a_pause(loop: Loop) -> None:
     loop.gate.ask("1.1")
     thread = loop.block("1.1", longest_s=0.2)
     loop.gate.wait("1.1", DEADLINE_S)
@@ -106,7 +106,7 @@ def test_a_pause_that_cannot_be_reached_says_why_at_once(loop: Loop) -> None:
         loop.gate.wait("1.1", DEADLINE_S)
 
 
-def test_a_failure_of_an_earlier_pause_is_not_that_of_a_later_one(loop: Loop) -> None:
+def test_a_later_pause_ignores_the_failure_of_an_earlier_pause(loop: Loop) -> None:
     loop.gate.fail("1.1", PeerUnreachable("refused"))
     loop.gate.ask("1.2")
     loop.block("1.2")

@@ -39,7 +39,7 @@ def meanwhile(*calls: Callable[[], None]) -> Iterator[None]:
         thread.join(DEADLINE_S)
 
 
-def test_answers_come_by_rank_whoever_speaks_first() -> None:
+def test_reports_are_gathered_in_rank_order() -> None:
     with RankReports(3) as reports:
         for rank in (2, 0, 1):
             report(reports.folder, rank, b"%d" % rank * 100_000)
@@ -58,7 +58,7 @@ def test_ranks_report_in_a_folder_however_deep(
         assert reports.gather(DEADLINE_S) == [b"heard"]
 
 
-def test_a_rank_that_speaks_late_is_waited_for() -> None:
+def test_gather_waits_for_a_late_rank() -> None:
     waiting = threading.Event()
 
     def late() -> None:
@@ -71,7 +71,7 @@ def test_a_rank_that_speaks_late_is_waited_for() -> None:
         assert reports.gather(DEADLINE_S) == [b"first stage", b"second stage"]
 
 
-def test_a_rank_that_could_not_is_quoted_at_once() -> None:
+def test_gather_fails_at_once_with_the_reason_of_a_failed_rank() -> None:
     with RankReports(2) as reports:
         report_failure(reports.folder, 1, ConfigError("pp: its weights are packed"))
         with pytest.raises(PeerUnreachable, match="rank 1: pp: its weights are packed"):
@@ -85,14 +85,14 @@ def test_ranks_that_report_nothing_are_named() -> None:
             reports.gather(0.05)
 
 
-def test_a_rank_goes_on_though_whoever_asked_has_ended() -> None:
+def test_a_rank_ignores_that_its_launcher_has_ended() -> None:
     with RankReports(1) as reports:
         folder = reports.folder
     report(folder, 0, b"its loop, and with it the server, must not end by that")
     report_failure(folder, 0, RuntimeError("nor by its own reason"))
 
 
-def test_secrets_reach_the_ranks_and_nobody_else() -> None:
+def test_only_ranks_can_read_the_secrets() -> None:
     secrets, given = Secrets("token", "key", "own"), list[Secrets]()
 
     def keep(secrets: Secrets) -> bytes:

@@ -160,7 +160,7 @@ COMPUTED_FROM = {
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2)])
-def test_an_update_leaves_what_the_engines_own_loader_would(rank: int, size: int) -> None:
+def test_an_update_equals_a_load_by_the_engines_own_loader(rank: int, size: int) -> None:
     fresh, engine = Engine(rank, size), Engine(rank, size)
     engine.load(copies(values(SPECS, 1)))
     before = bytes_of(engine)
@@ -280,7 +280,7 @@ LAYERWISE = specs_of(
 )  # fmt: skip
 
 
-def test_a_loader_that_makes_a_layer_anew_is_given_all_of_the_layer() -> None:
+def test_a_loader_that_rebuilds_a_layer_gets_the_whole_layer() -> None:
     fresh, engine = LayerByLayer(), LayerByLayer()
     engine.load(copies(values(LAYERWISE, 1)))
     captured = capture(engine, LAYERWISE, engine.load, worker="e/0")
@@ -293,7 +293,7 @@ def test_a_loader_that_makes_a_layer_anew_is_given_all_of_the_layer() -> None:
     require_equal(engine, fresh)
 
 
-def test_a_loader_that_fails_without_its_whole_module_is_given_that() -> None:
+def test_a_loader_that_needs_a_whole_module_gets_it() -> None:
     one, two = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     engine = torch.nn.ModuleDict({"one": one, "two": two})
     specs = [
@@ -317,7 +317,7 @@ def test_a_loader_that_fails_without_its_whole_module_is_given_that() -> None:
     assert torch.equal(one.bias, checkpoint["one.bias"])
 
 
-def test_a_tensor_of_which_one_part_is_computed_is_loaded_as_a_whole() -> None:
+def test_a_tensor_with_one_computed_part_is_computed_as_a_whole() -> None:
     engine = torch.nn.Linear(4, 6, bias=False)
     specs = [CheckpointSpec(n, (2, 4), DType.FLOAT32) for n in ("k", "q", "v")]
 
@@ -333,7 +333,7 @@ def test_a_tensor_of_which_one_part_is_computed_is_loaded_as_a_whole() -> None:
     assert torch.equal(engine.weight[4:], checkpoint["v"])
 
 
-def test_a_rank_receives_what_it_computes_from_and_others_do_not() -> None:
+def test_only_ranks_that_compute_a_tensor_receive_its_sources() -> None:
     """Check experts that are computed only on one of two ranks."""
     specs = [CheckpointSpec(f"experts.{e}.w", (4, 3), DType.FLOAT32) for e in range(8)]
     for rank in (0, 1):
@@ -475,7 +475,7 @@ def test_buffers_hold_the_checkpoint_that_the_engine_started_from(tmp_path: Path
     ],
     ids=["differs_with_every_load", "random_values_do_not_show"],
 )
-def test_what_no_load_explains_is_refused_by_name(
+def test_a_tensor_that_no_load_reproduces_is_refused_by_name(
     compute: Callable[[list[int], dict[str, torch.Tensor]], torch.Tensor],
     message: str,
     tmp_path: Path,
@@ -495,7 +495,7 @@ def test_what_no_load_explains_is_refused_by_name(
         )  # fmt: skip
 
 
-def test_a_loader_that_puts_back_copies_of_its_own_is_given_all_of_them() -> None:
+def test_a_loader_that_restores_its_own_copies_gets_all_of_their_sources() -> None:
     engine = Named({"norm": (4,), "count": (4,), "other": (4,)})
     specs = [CheckpointSpec(name, (4,), DType.FLOAT32) for name in ("count", "norm", "other")]
     kept: dict[str, torch.Tensor] = {}
@@ -592,7 +592,7 @@ def test_any_mixture_of_copies_and_computed_tensors_is_updated(
         require_equal(engine, fresh)
 
 
-def test_sources_are_those_of_all_computed_tensors_and_no_more() -> None:
+def test_the_search_finds_exactly_the_sources_of_computed_tensors() -> None:
     codes = Codes([CheckpointSpec(f"l.{i}.{k}", (2,), DType.FLOAT32) for i in range(9) for k in "xyz"])  # fmt: skip
     held: dict[str, torch.Tensor] = {}
 
@@ -665,7 +665,7 @@ def trainer_of(held: dict[str, torch.Tensor]) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
-async def test_engines_of_a_fleet_and_a_newcomer_brought_up_by_them_compute_alike(
+async def test_a_newcomer_computes_the_same_tensors_as_the_fleet(
     mode: UpdateMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
@@ -774,7 +774,7 @@ def requires_no_grad(model: Buffering) -> Buffering:
 
 
 @pytest.mark.parametrize("where", ["model", "elsewhere"])
-def test_what_a_load_that_failed_has_left_does_not_get_into_the_next_version(where: str) -> None:
+def test_leftovers_of_a_failed_load_do_not_reach_the_next_version(where: str) -> None:
     KEPT_ELSEWHERE.clear()
     engine = requires_no_grad(Buffering(KEPT_ELSEWHERE if where == "elsewhere" else None))
     fresh = requires_no_grad(Buffering())
@@ -791,7 +791,7 @@ def test_what_a_load_that_failed_has_left_does_not_get_into_the_next_version(whe
         require_equal(engine, fresh)
 
 
-def test_a_loader_that_never_recovers_is_not_believed() -> None:
+def test_a_loader_that_never_recovers_fails_every_update() -> None:
     """Check a loader that keeps state of a failed load. A fleet leaves its engine out."""
     engine = Engine()
     state = {"fails": False, "offset": 0.0}
@@ -840,9 +840,7 @@ def test_a_loader_that_writes_what_updates_write_is_found_after_it_failed() -> N
     ("harm", "message"),
     [("leaves", r"layers.3.decay.*has not written"), ("stops", r"layers.4.scale.*has not taken")],
 )
-def test_a_loader_that_says_nothing_of_what_it_leaves_out_fails_the_update(
-    harm: str, message: str
-) -> None:
+def test_a_loader_that_silently_skips_a_tensor_fails_the_update(harm: str, message: str) -> None:
     engine, harmed = Engine(), list[bool]()
 
     def load(weights: Weights) -> None:
@@ -868,7 +866,7 @@ def test_a_loader_that_says_nothing_of_what_it_leaves_out_fails_the_update(
         deliver(captured, values(SPECS, 4))
 
 
-def test_elements_that_no_load_writes_stay_what_they_are() -> None:
+def test_elements_that_no_load_writes_stay_unchanged() -> None:
     engine = Named({"padded": (4, 6), "sum": (3,)})
     specs = [CheckpointSpec("a", (3, 5), DType.FLOAT32), CheckpointSpec("b", (3,), DType.FLOAT32)]
     engine["padded"].fill_(0.125)
@@ -892,7 +890,7 @@ def test_elements_that_no_load_writes_stay_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
-async def test_a_version_after_one_whose_load_failed_is_right_when_it_is_published(
+async def test_a_version_published_after_a_failed_load_is_right(
     mode: UpdateMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)

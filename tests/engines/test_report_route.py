@@ -59,7 +59,7 @@ async def tell(
 
 
 @pytest.mark.parametrize("token", [SECRET, ENGINE])
-def test_what_ranks_elsewhere_report_is_gathered_with_the_others(
+def test_reports_of_remote_ranks_are_gathered(
     token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "token"
@@ -136,7 +136,7 @@ async def test_the_body_of_a_stranger_is_never_read() -> None:
     assert [m["status"] for m in sent if "status" in m] == [400, 403, 400]
 
 
-def test_a_report_is_left_nowhere_but_where_it_is_waited_for(tmp_path: Path) -> None:
+def test_a_report_to_a_folder_without_a_waiting_launcher_is_refused(tmp_path: Path) -> None:
     with RankReports(1) as reports:
         gone = reports.folder
     (elsewhere := tmp_path / Path(gone).name).mkdir(0o700)
@@ -174,7 +174,7 @@ async def test_a_malformed_report_is_refused(head: tuple[bytes, bytes], says: st
     assert (status, says in answer["error"]) == (400, True), answer
 
 
-async def test_a_proven_report_must_be_the_one_that_its_head_describes() -> None:
+async def test_the_body_of_a_report_must_match_its_signed_head() -> None:
     with RankReports(1) as reports:
         report = Report(reports.folder, 0, failed=False, body=b"the layout")
         for body in (b"the layouT", b"the", b"the layout and more"):
@@ -186,7 +186,7 @@ async def test_a_proven_report_must_be_the_one_that_its_head_describes() -> None
 
 
 @pytest.mark.parametrize("root_path", ["", "/v1", "/api/model"])
-async def test_other_routes_are_the_engines(root_path: str) -> None:
+async def test_requests_to_other_routes_reach_the_engine(root_path: str) -> None:
     """Check servers without and with a root path; a server also answers this route under its root path."""
     assert await tell(b"{}", path="/generate", root_path=root_path) == (204, {})
     assert await tell(b"{}", method="GET", root_path=root_path) == (204, {})

@@ -147,7 +147,7 @@ def test_loops_are_held_from_the_pause_until_the_stamp(
     assert after[3:] == [GO_ON]
 
 
-def test_an_abort_lets_the_loops_go_before_the_engine_goes_on(loops: Loops, url: str) -> None:
+def test_an_abort_releases_the_loops_before_the_engine_resumes(loops: Loops, url: str) -> None:
     hooks = hooks_of(loops, url, blocks=True)
     pause(hooks)
     together(*(partial(rank.resume, 20.0) for rank in hooks))
@@ -185,7 +185,7 @@ def test_where_orders_touch_weights_the_loops_only_come_past(loops: Loops, url: 
     assert loops.seen == [PAUSE, BEGIN, "Quiesce", END, STAMP, GO_ON]
 
 
-def test_loops_of_a_release_without_sessions_are_held_all_the_same(loops: Loops, url: str) -> None:
+def test_loops_of_a_release_without_sessions_are_held(loops: Loops, url: str) -> None:
     loops.missing = frozenset({BEGIN, END})
     hooks = hooks_of(loops, url, blocks=True)
     pause(hooks)

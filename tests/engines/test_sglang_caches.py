@@ -433,7 +433,7 @@ else:
     [(EMBEDDINGS, {}), (TREE_WITHOUT_KEYS, {"SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "1"})],
     ids=["embeddings of images go with their weights", "a tree without keys is refused"],
 )
-def test_in_a_rank(code: str, variables: dict[str, str]) -> None:
+def test_code_passes_in_a_rank_of_sglang(code: str, variables: dict[str, str]) -> None:
     """Run code in SGLang's environment, because no model with encoders is small enough to serve on a CPU."""
     source = str(Path(windlass.__file__).parents[1])
     done = subprocess.run(

@@ -96,7 +96,7 @@ def test_ranks_on_other_hosts_read_the_token_from_a_file(monkeypatch: pytest.Mon
     assert not envs.environment_value(TOKEN_VARIABLE)
 
 
-def test_to_wait_takes_a_token_and_to_join_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_FILE_VARIABLE)
     for controller in ("wait", "http://127.0.0.1:8000"):
         monkeypatch.setenv(CONTROLLER_VARIABLE, controller)

@@ -18,7 +18,7 @@ from windlass.errors import ConfigError
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.21"])
-def test_a_release_whose_ranks_do_not_know_their_replica_is_refused_replicas(
+def test_replicas_are_refused_for_a_release_whose_ranks_do_not_know_their_replica(
     version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(spec, "installed_version", lambda _: version)
@@ -64,7 +64,7 @@ async def refuse(*_: object) -> tuple[bool, str]:
         (["b3JkZXI=", "b3JkZXI="], "flattened_bucket", False),
     ],
 )
-def test_only_what_is_the_same_for_every_rank_passes_the_refusal_by(
+def test_only_orders_equal_for_every_rank_reach_all_replicas(
     payloads: list[str | bytes],
     load_format: str | None,
     reached: bool,
@@ -124,7 +124,7 @@ def test_a_flush_that_one_replica_refuses_is_refused_though_another_answers_firs
     assert asked[0] == {"timeout_s": 3.0}
 
 
-async def test_a_server_without_replicas_is_asked_as_ever() -> None:
+async def test_a_server_without_replicas_uses_sglangs_own_method() -> None:
     manager: Any = Manager(SimpleNamespace(dp_size=1))
     mixin = SimpleNamespace(update_weights_from_tensor=refuse, flush_cache=refuse)
     reach_replicas(mixin)

@@ -44,7 +44,7 @@ def server(body: bytes, status: int = 200) -> AbstractContextManager[str]:
     return answering(lambda _path, _asked: (status, body))
 
 
-def test_a_server_without_any_of_them_and_one_that_tells_less_are_taken() -> None:
+def test_a_server_without_refused_settings_is_accepted() -> None:
     for told in (PLAIN, {"version": "0.5.6"}):
         with server(json.dumps(told).encode()) as url:
             check_server(EngineHttp(url), 2)
@@ -82,7 +82,7 @@ def test_a_server_without_any_of_them_and_one_that_tells_less_are_taken() -> Non
         ("encoder_only", True, "--encoder-only"),
     ],
 )
-def test_a_setting_that_an_update_does_not_survive_is_found_where_no_option_named_it(
+def test_a_refused_setting_without_an_option_is_found(
     setting: str, value: object, option: str
 ) -> None:
     with (

@@ -282,7 +282,7 @@ def test_a_layout_that_is_refused_leaves_an_engine_that_answers_as_before() -> N
     assert torch.equal(model(X), answer)
 
 
-def test_what_only_a_load_makes_is_refused() -> None:
+def test_a_tensor_that_only_a_load_makes_is_refused() -> None:
     """The restored engine does not have this tensor, so an update would have no place to write it."""
     model = Model()
     answer = model(X).clone()
@@ -304,7 +304,7 @@ class Communicator:
         self.lock, self.turn = threading.Lock(), 0
 
 
-def test_what_belongs_to_others_as_well_is_left_alone() -> None:
+def test_a_snapshot_does_not_restore_shared_objects() -> None:
     model = Model()
     vars(model)["communicator"] = communicator = Communicator()
     before = Snapshot(model)
@@ -314,7 +314,7 @@ def test_what_belongs_to_others_as_well_is_left_alone() -> None:
     assert (communicator.turn, model.rows[0].factor) == (5, 0.25)
 
 
-def test_a_set_that_did_not_change_is_not_built_anew() -> None:
+def test_a_snapshot_does_not_rebuild_an_unchanged_set() -> None:
     """A rebuilt set may iterate in another order, and readers may see it empty."""
     model = Model()
     vars(model)["layers_left"] = left = set(range(200))

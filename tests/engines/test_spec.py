@@ -44,7 +44,7 @@ def test_any_other_value_is_refused_with_the_reason(words: list[str], says: str)
         refuse_options(words, RULES)
 
 
-def test_the_same_rules_hold_for_what_an_engine_is_set_to() -> None:
+def test_refusal_rules_apply_to_an_engines_settings() -> None:
     settings: dict[str, object] = {"cluster.nodes": 1, "mode": None}
     # This release has no setting `moves`.
     refuse_settings("engine", RULES, settings.__getitem__)

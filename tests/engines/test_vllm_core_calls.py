@@ -86,7 +86,7 @@ def test_a_call_is_made_in_the_loop_and_returns_when_it_has(core: Core) -> None:
     assert core.called == [("windlass_set_version", (7,), core.loop.ident)]
 
 
-def test_what_the_worker_raises_reaches_the_caller_and_not_the_loop(core: Core) -> None:
+def test_an_error_of_the_worker_reaches_the_caller_and_not_the_loop(core: Core) -> None:
     calls = core.calls
     with pytest.raises(PeerUnreachable, match="vLLM's core: refused: ValueError: no namespace"):
         calls.call("refused", [], 10.0)
@@ -94,7 +94,7 @@ def test_what_the_worker_raises_reaches_the_caller_and_not_the_loop(core: Core) 
     assert len(core.called) == 1
 
 
-def test_whoever_waits_for_long_is_told_where_the_loop_is(
+def test_a_long_call_logs_the_place_of_the_loop(
     core: Core, caplog: pytest.LogCaptureFixture
 ) -> None:
     core.held.clear()

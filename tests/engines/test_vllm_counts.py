@@ -41,7 +41,7 @@ def layerwise(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_a_count_is_taken_over_by_what_is_loaded_alike_alone(layerwise: ModuleType) -> None:
+def test_a_count_is_reused_only_for_equal_loads(layerwise: ModuleType) -> None:
     known, count = _Known(), layerwise.get_numel_loaded
 
     def counted(*, layer: int = 0, size: int = 8, shard_id: str = "w1", expert: int = 3) -> int:
@@ -68,7 +68,7 @@ def test_a_count_is_taken_over_by_what_is_loaded_alike_alone(layerwise: ModuleTy
     assert counted() == 5
 
 
-def test_what_a_count_may_depend_on_unseen_is_counted_each_time(layerwise: ModuleType) -> None:
+def test_a_load_with_unknown_arguments_is_counted_each_time(layerwise: ModuleType) -> None:
     with _counted_once(_Known()):
         for number in (1, 2):
             arguments = inspect.signature(lambda param, how: None).bind(torch.zeros(1), object())

@@ -130,7 +130,7 @@ def ask(server: Server, number: int) -> tuple[list[str], list[float]]:
     return [entry["token"] for entry in content], [entry["logprob"] for entry in content]
 
 
-async def test_an_image_that_old_weights_saw_is_seen_anew(
+async def test_an_image_is_encoded_again_after_an_update(
     tmp_path: Path, compared: Callable[[str, int], None]
 ) -> None:
     if not list(VENVS["vllm"].glob("lib/python*/site-packages/torchvision")):

@@ -39,7 +39,7 @@ def asked(namespace: Namespace, own: str | None = None, *, count: int = 10) -> R
     return Request(list(range(count)), namespace.salt(own))
 
 
-def test_requests_of_one_version_share_blocks_and_those_of_two_none() -> None:
+def test_only_requests_of_the_same_version_share_blocks() -> None:
     namespace = Namespace()
     first, second = asked(namespace), asked(namespace)
     old = list(first.block_hashes)
@@ -49,7 +49,7 @@ def test_requests_of_one_version_share_blocks_and_those_of_two_none() -> None:
     assert not set(asked(namespace).block_hashes) & set(old)
 
 
-def test_what_waited_across_an_update_enters_the_new_version() -> None:
+def test_a_request_that_waited_during_an_update_enters_the_new_version() -> None:
     namespace = Namespace()
     waited, old = asked(namespace), set(asked(namespace).block_hashes)
     namespace.begin()
@@ -60,7 +60,9 @@ def test_what_waited_across_an_update_enters_the_new_version() -> None:
 
 
 @pytest.mark.parametrize("count", [BLOCK - 1, 2 * BLOCK + 1])
-def test_what_runs_across_an_update_caches_nothing_that_later_requests_find(count: int) -> None:
+def test_a_request_that_runs_during_an_update_caches_no_block_for_later_requests(
+    count: int,
+) -> None:
     namespace = Namespace()
     running = asked(namespace, count=count)
     namespace.begin()
@@ -87,7 +89,7 @@ def test_no_two_cores_share_a_namespace() -> None:
     assert not set(asked(Namespace()).block_hashes) & set(asked(Namespace()).block_hashes)
 
 
-def test_a_worker_whose_core_began_no_namespace_is_not_paused() -> None:
+def test_a_worker_without_a_namespace_refuses_to_pause() -> None:
     with pytest.raises(ConfigError, match="must keep caches apart by version"):
         WindlassExtension().windlass_quiesce("1.1")
     with pytest.raises(ConfigError, match="must keep caches apart by version"):

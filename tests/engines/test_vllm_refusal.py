@@ -93,7 +93,7 @@ def captured(workers: list[Worker], settings: AgentSettings) -> list[CapturedLay
     return [msgspec.json.decode(each, type=CapturedLayout) for each in found]
 
 
-def test_a_rank_captures_again_with_one_that_could_not(tmp_path: Path, reduced: Reduced) -> None:
+def test_a_rank_captures_again_with_a_rank_that_failed(tmp_path: Path, reduced: Reduced) -> None:
     tensors = {name: torch.zeros(4, 6, dtype=torch.bfloat16) for name in ROWS}
     save_file(tensors, tmp_path / "model.safetensors")
     settings = AgentSettings(

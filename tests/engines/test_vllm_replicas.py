@@ -57,7 +57,7 @@ def test_a_tensor_that_no_rank_of_any_replica_has_is_refused() -> None:
         join_fleet(VllmServer(), settings(url, 2), Secrets())
 
 
-def test_a_tensor_that_every_loader_passes_by_is_said_and_refuses_nobody(
+def test_a_tensor_that_no_loader_reads_is_reported_and_not_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     names = ["mtp.0.w", "mtp.1.w", "lm_head.weight"]
@@ -71,7 +71,7 @@ def test_a_tensor_that_every_loader_passes_by_is_said_and_refuses_nobody(
         join_fleet(VllmServer(), settings(url, 2), Secrets())
 
 
-def test_a_replica_of_which_nothing_was_heard_is_named() -> None:
+def test_a_silent_replica_is_named() -> None:
     with (
         server({0: []}) as url,
         pytest.raises(
@@ -81,7 +81,7 @@ def test_a_replica_of_which_nothing_was_heard_is_named() -> None:
         join_fleet(VllmServer(), settings(url, 2), Secrets())
 
 
-def test_in_place_is_done_by_a_route_where_no_rank_may_be_held() -> None:
+def test_a_server_whose_ranks_cannot_block_pauses_by_its_route() -> None:
     free, bound = (
         VllmApi(EngineHttp("http://h"), can_block=can_block, stamps=False)
         for can_block in (True, False)

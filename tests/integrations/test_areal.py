@@ -62,7 +62,7 @@ def run(*arguments: str, log: Path, **variables: str) -> str:
     return log.read_text()
 
 
-def test_fsdp_ranks_update_two_servers_under_rollouts_and_go_on_with_one(tmp_path: Path) -> None:
+def test_fsdp_ranks_update_two_servers_and_continue_when_one_is_killed(tmp_path: Path) -> None:
     source = checkpoint(1, tmp_path / "source")
     with ExitStack() as running:
         live, killed = (
@@ -169,7 +169,7 @@ def _gaps(answers: Sequence[dict[str, Any]], folder: Path) -> list[list[float]]:
     return found
 
 
-def test_what_is_refused_and_why(tmp_path: Path) -> None:
+def test_wrong_settings_are_refused_with_the_reason(tmp_path: Path) -> None:
     source = checkpoint(1, tmp_path / "source")
     said = run_ranks(1, "refusals", str(source), log=tmp_path / "log")
     refused = json.loads(next(line for line in said.splitlines() if line.startswith("{")))

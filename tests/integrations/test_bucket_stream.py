@@ -86,7 +86,7 @@ def test_every_byte_of_every_step_arrives(
             assert report.transports == {transport: 2}
 
 
-def test_a_bucket_shrinks_to_what_a_stream_needs(receivers: list[Receiver]) -> None:
+def test_a_bucket_shrinks_to_the_size_of_its_stream(receivers: list[Receiver]) -> None:
     given = settings(8 << 20)
     receivers.append(Receiver(given))
     with open_sender(given) as sender:
@@ -99,7 +99,7 @@ def test_a_bucket_shrinks_to_what_a_stream_needs(receivers: list[Receiver]) -> N
     assert third == second
 
 
-def test_who_takes_no_part_gets_nothing_and_may_come_back(receivers: list[Receiver]) -> None:
+def test_a_receiver_may_skip_a_step_and_come_back(receivers: list[Receiver]) -> None:
     given = settings(SMALL)
     receivers += [Receiver(given), Receiver(given)]
     with open_sender(given) as sender:

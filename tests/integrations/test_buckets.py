@@ -65,7 +65,7 @@ def test_a_table_of_no_possible_size_is_refused(nbytes: int) -> None:
         BucketReader(bucket).table()
 
 
-def test_what_is_no_table_is_refused() -> None:
+def test_bytes_that_are_not_a_table_are_refused() -> None:
     with pytest.raises(ProtocolError, match="bucket table of 5 bytes"):
         BucketReader(bucket_of(b"\xff" * 5)).table()
 

@@ -66,7 +66,7 @@ def test_servers_join_when_every_rank_has_connected() -> None:
 
 
 @pytest.mark.parametrize("failing", range(NUM_RANKS))
-def test_every_rank_hears_at_once_why_one_cannot_connect(failing: int) -> None:
+def test_every_rank_fails_at_once_when_one_cannot_connect(failing: int) -> None:
     def connect(rank: int) -> None:
         if rank == failing:
             raise ConfigError("no transport")
@@ -80,7 +80,7 @@ def test_every_rank_hears_at_once_why_one_cannot_connect(failing: int) -> None:
         assert f"rank {failing} of the trainer: ConfigError: no transport" in error
 
 
-def test_every_rank_hears_at_once_that_there_is_no_controller() -> None:
+def test_every_rank_fails_at_once_when_there_is_no_controller() -> None:
     def host() -> HostAddress:
         raise ConfigError("no token")
 

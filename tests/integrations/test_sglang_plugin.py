@@ -141,7 +141,7 @@ async def test_a_server_of_the_users_joins_where_it_is_told(
     ],
     ids=["dense", "moe"],
 )
-async def test_a_server_whose_attention_is_data_parallel_is_updated_while_it_answers(
+async def test_a_server_with_data_parallel_attention_is_updated_while_it_answers(
     kind: str, spelt: tuple[str, ...], tmp_path: Path, installed: str, token: Path
 ) -> None:
     """Check a server with two ranks that answer separate requests and wait for each other in every step."""

@@ -123,7 +123,7 @@ def test_a_merged_adapter_is_served(
     assert_serve_final(run, model, servers[:1], 5)
 
 
-def test_training_goes_on_when_a_server_is_killed(
+def test_training_continues_when_a_server_is_killed(
     model: Path, servers: list[PlainServer], tmp_path: Path
 ) -> None:
     with ExitStack() as running:
@@ -142,7 +142,7 @@ def test_training_goes_on_when_a_server_is_killed(
         assert f"{other.url} does not serve version" in run.log_text()
 
 
-def test_what_is_refused_and_why(model: Path) -> None:
+def test_wrong_settings_are_refused_with_the_reason(model: Path) -> None:
     said = subprocess.run(
         command("refusals", "-", num_ranks=2),
         env=environment(), capture_output=True, text=True, check=True, timeout=200,

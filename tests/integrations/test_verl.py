@@ -183,7 +183,7 @@ def test_a_killed_server_is_named_and_the_others_have_the_weights(sharded: dict[
     check_served(sharded["after it"], 1)
 
 
-def test_the_last_weights_are_those_of_a_fresh_server(
+def test_the_last_weights_equal_the_weights_of_a_fresh_server(
     sharded: dict[str, Any], tmp_path: Path
 ) -> None:
     with serving_plain(sharded["weights"], tmp_path / "fresh.log") as fresh:

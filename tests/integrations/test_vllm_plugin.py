@@ -232,7 +232,7 @@ def test_a_version_that_is_not_published_leaves_the_old_weights(
     assert (ask(server), server.checksums(), server.is_paused()) == (answered, updated, False)
 
 
-def test_versions_of_large_noise_are_those_of_fresh_servers(
+def test_versions_of_large_noise_equal_fresh_servers(
     source: Path, tmp_path: Path, compared: Callable[[str, int], None]
 ) -> None:
     """With such weights, one wrong value or one wrong version changes most greedy tokens."""
@@ -277,7 +277,7 @@ KILLS: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("mode", "pause"), KILLS[CHOICE])
-def test_a_server_that_dies_keeps_nobody_and_rejoins(
+def test_a_server_that_dies_blocks_no_update_and_rejoins(
     mode: str, pause: str, one_rank: PlainServer, source: Path, tmp_path: Path
 ) -> None:
     """Kill a server in each phase, start it again at its URL, and check that it gets the next version."""

@@ -88,7 +88,7 @@ def test_an_answer_that_an_engine_kept_is_torn_where_none_may_be_kept(versions_d
     assert check(versions_dir, *samples, kept=False).torn == 3
 
 
-def test_an_answer_that_was_asked_for_anew_fits_where_others_are_kept(versions_dir: Path) -> None:
+def test_an_answer_requested_again_passes_where_answers_may_be_kept(versions_dir: Path) -> None:
     samples = [serve(versions_dir, versions, kept=False) for versions in ACROSS]
     assert check(versions_dir, *samples, kept=True).torn == 0
 

@@ -35,7 +35,7 @@ def test_a_real_engine_takes_one_sided_writes_into_its_own_memory_only(
         config("--engine", "vllm", *wrong)
 
 
-def test_a_real_engine_that_is_killed_has_a_second_one_beside_it() -> None:
+def test_a_demo_that_kills_a_real_engine_has_a_second_engine() -> None:
     job = config("--engine", "sglang", "--kill-engine-at", "2")
     assert [(e.name, e.max_restarts) for e in job.engines] == [("engine-a", 1), ("engine-b", 1)]
     assert job.engines[0].port != job.engines[1].port
@@ -84,7 +84,7 @@ def test_engines_have_gpus_of_their_own_where_there_are_enough(
         ("0", ("--model", "/nowhere.json"), "--model must be a file, got '/nowhere.json'"),
     ],
 )
-def test_what_cannot_be_on_a_gpu_is_refused(
+def test_options_that_do_not_fit_the_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, gpus: str, options: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -156,7 +156,7 @@ def update(version: int, *engines: str, **changed: object) -> UpdateReport:
     return structs.replace(report, **changed)
 
 
-def test_whatever_a_demo_must_not_show_is_a_problem() -> None:
+def test_a_demo_reports_every_wrong_result_as_a_problem() -> None:
     job, recipe = config(), RepeatOperand()
     clean = TornReport(checked=1, torn=0, max_distance={}, control_detected=None)
     summary = JobSummary(
@@ -184,7 +184,7 @@ def test_whatever_a_demo_must_not_show_is_a_problem() -> None:
     assert found[5].startswith("reward did not rise: first third [0.2")
 
 
-def test_what_is_named_next_can_be_typed_where_the_environment_is_not_active(
+def test_the_next_commands_work_outside_the_active_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`make demo` creates the environment but does not add it to the PATH."""
@@ -198,7 +198,7 @@ def test_what_is_named_next_can_be_typed_where_the_environment_is_not_active(
     assert "  windlass doctor\n" in "\n".join(what_next(job, []))
 
 
-def test_what_is_named_next_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_commands_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(
         sys, "executable", str(Path.cwd().parent / "another-checkout/.venv/bin/python")

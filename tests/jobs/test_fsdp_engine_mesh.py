@@ -125,7 +125,7 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
         ("after", (0, 1, 2, 3)),
     ],
 )
-def test_three_steps_on_a_mesh_are_those_of_one_process(
+def test_three_steps_on_a_mesh_equal_three_steps_in_one_process(
     found: dict[str, list[dict[str, Any]]], name: str, indices: tuple[int, ...]
 ) -> None:
     (way,) = (way for way in WAYS if way["name"] == name)
@@ -167,7 +167,7 @@ def check_resumed(
     return metrics[1:]
 
 
-def test_what_fits_no_mesh_is_refused_by_name() -> None:
+def test_sizes_that_fit_no_mesh_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"ParallelSizes: cp must be >= 1, got 0"):
         ParallelSizes(cp=0)
     with pytest.raises(

@@ -103,7 +103,7 @@ async def published(controller: windlass.Controller, engine: FsdpEngine, version
     assert (await update.report).outcome is windlass.RoundOutcome.PUBLISHED
 
 
-async def test_a_step_goes_on_while_the_weights_before_it_are_published(held: None) -> None:
+async def test_a_step_runs_while_the_previous_weights_are_published(held: None) -> None:
     config = ControlConfig(mode=UpdateMode.STAGED)
     async with (
         windlass.Controller(token=TOKEN, config=config) as controller,
@@ -131,7 +131,7 @@ async def test_a_step_goes_on_while_the_weights_before_it_are_published(held: No
             assert torch.equal(live, copied)
 
 
-async def test_after_an_update_that_failed_the_next_one_is_prepared_as_ever(held: None) -> None:
+async def test_an_engine_prepares_the_next_version_after_a_failed_update(held: None) -> None:
     config = ControlConfig(mode=UpdateMode.STAGED)
     async with (
         windlass.Controller(token=TOKEN, config=config) as controller,

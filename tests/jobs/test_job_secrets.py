@@ -138,7 +138,7 @@ def test_a_token_leaves_the_environment_once_it_is_read(monkeypatch: pytest.Monk
     assert secret_value("WINDLASS_TOKEN") == "another"
 
 
-def test_a_process_that_has_read_its_token_shows_it_to_nobody() -> None:
+def test_a_process_hides_its_token_after_reading_it() -> None:
     program = (
         "import os, subprocess, sys\n"
         "from windlass.envs import control_token\n"
@@ -155,7 +155,7 @@ def test_a_process_that_has_read_its_token_shows_it_to_nobody() -> None:
     assert done.stdout.count(engine_token) == 2
 
 
-async def test_what_runs_in_a_worker_sees_no_token(tmp_path: Path) -> None:
+async def test_workflows_of_a_worker_see_no_token(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
         "import os, sys\n"

@@ -300,7 +300,7 @@ class Watching(CountSevens):
         pytest.param("save", marks=pytest.mark.long),
     ],
 )
-def test_a_dead_trainer_rank_starts_again_from_its_checkpoint_and_the_job_goes_on(
+def test_a_job_restarts_a_dead_trainer_rank_from_its_checkpoint(
     tmp_path: Path, dies_in: str
 ) -> None:
     """Check a SIGKILL of rank 1 after step 2 was saved, when version 3 is served or half written.
@@ -370,7 +370,7 @@ def test_sigterm_before_the_fleet_is_there_ends_the_job(tmp_path: Path) -> None:
     assert summary(tmp_path)["version"] == -1
 
 
-def test_who_does_not_come_in_time_is_named_with_where_its_log_is(tmp_path: Path) -> None:
+def test_a_start_that_times_out_names_the_missing_members_and_their_logs(tmp_path: Path) -> None:
     never = tmp_path / "never.py"
     never.write_text("import signal; signal.pause()")
     script, start = str(EXAMPLE / "trainer.py"), "steps = 4"
@@ -389,7 +389,7 @@ def test_who_does_not_come_in_time_is_named_with_where_its_log_is(tmp_path: Path
     assert "Traceback" not in printed
 
 
-def test_a_terminal_shows_what_a_start_waits_for_while_it_waits(tmp_path: Path) -> None:
+def test_a_terminal_shows_the_members_that_a_start_waits_for(tmp_path: Path) -> None:
     never = tmp_path / "never.py"
     never.write_text("import signal; signal.pause()")
     script, start = str(EXAMPLE / "trainer.py"), "steps = 4"

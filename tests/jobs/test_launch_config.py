@@ -101,7 +101,7 @@ def test_a_scheduler_of_another_package_is_found_by_its_name(
         check_job(load_config(two_nodes))
 
 
-def test_a_replica_is_named_beside_the_transport_and_needs_p2p(tmp_path: Path) -> None:
+def test_a_replica_is_set_with_the_transport_and_needs_p2p(tmp_path: Path) -> None:
     asked = ('transport = "cma"', 'transport = "cma"\nreplica = "host"')
     assert load_config(write(tmp_path, asked)).replica == "host"
     assert load_config(EXAMPLE).replica == "off"
@@ -109,7 +109,7 @@ def test_a_replica_is_named_beside_the_transport_and_needs_p2p(tmp_path: Path) -
         load_config(write(tmp_path, asked, ('type = "p2p"', 'type = "xccl"')))
 
 
-def test_steps_count_those_of_the_checkpoint_that_a_job_goes_on_from(tmp_path: Path) -> None:
+def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text('{"steps": 4, "version": 7}')
     resumed = ("world_size = 2", f'world_size = 2\nresume_from = "{tmp_path}"')
     with pytest.raises(ConfigError, match=r"steps must be > 4, which the checkpoint of"):
@@ -375,7 +375,7 @@ NOT_A_RECIPE = {
 
 
 @pytest.mark.parametrize("source", NOT_A_RECIPE, ids=[*"imdca"])
-def test_check_runs_the_recipe_file_and_says_what_is_wrong_with_it(
+def test_check_runs_the_recipe_file_and_names_its_fault(
     tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "recipe.py").write_text(source)
@@ -533,7 +533,7 @@ def with_arguments(*words: str) -> tuple[str, str]:
         ),
     ],
 )
-def test_what_a_start_would_be_refused_for_is_refused_before_it(
+def test_check_refuses_a_job_that_cannot_start(
     tmp_path: Path, changes: tuple[tuple[str, str], ...], says: str
 ) -> None:
     config = load_config(write(tmp_path, *changes))
@@ -554,7 +554,7 @@ def test_what_a_start_would_be_refused_for_is_refused_before_it(
         (VLLM, with_arguments("--pp", "2", "--max-model-len", "64")),
     ],
 )
-def test_what_can_start_is_not_refused(
+def test_check_accepts_a_job_that_can_start(
     tmp_path: Path, changes: tuple[tuple[str, str], ...]
 ) -> None:
     check(load_config(write(tmp_path, *changes)))

@@ -92,7 +92,7 @@ class Alone:
     ],
     ids=["ep2_distributed_optimizer", "tp2_distributed_optimizer", "pp2", "pp2_virtual2"],
 )
-async def test_steps_and_what_is_served_are_those_of_transformers(
+async def test_steps_and_served_weights_equal_those_of_transformers(
     tmp_path: Path, config: Mapping[str, Any], layout: dict[str, Any], is_restarted: bool
 ) -> None:
     alone = Alone(config, tmp_path)
@@ -142,7 +142,7 @@ async def test_steps_and_what_is_served_are_those_of_transformers(
     ],
     ids=["ep2_distributed_optimizer", "tp2_distributed_optimizer", "pp2"],
 )
-async def test_steps_over_nccl_are_those_of_transformers(
+async def test_steps_over_nccl_equal_those_of_transformers(
     tmp_path: Path, config: Mapping[str, Any], layout: dict[str, Any]
 ) -> None:
     alone = Alone(config, tmp_path)

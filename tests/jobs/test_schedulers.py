@@ -132,7 +132,7 @@ async def test_a_process_is_created_watched_signalled_listed_and_deleted(
     assert_dead(handles)
 
 
-async def test_whoever_waits_for_a_process_is_told_of_that_one_when_another_has_its_name(
+async def test_a_wait_ends_with_its_process_although_the_name_is_used_again(
     tmp_path: Path,
 ) -> None:
     async with LocalScheduler(tmp_path) as scheduler:
@@ -172,7 +172,7 @@ async def test_a_reservation_that_others_share_outlives_a_start_in_it_that_fails
         assert [status.name for status in scheduler.list()] == ["beside"]
 
 
-async def test_what_a_cluster_cannot_free_takes_nobody_elses_time_to_end(
+async def test_a_stuck_reservation_does_not_shorten_the_grace_of_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = LocalBackend.release
@@ -216,7 +216,7 @@ def assert_dead(handles: list[int], deadline_s: float = 10.0) -> None:
         assert ended, "a process outlived its scheduler"
 
 
-async def test_what_does_not_fit_waits_in_the_queue_until_its_deadline(
+async def test_a_process_that_does_not_fit_is_queued_until_its_deadline(
     kind: str, tmp_path: Path
 ) -> None:
     if kind == "local":
@@ -266,7 +266,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @pytest.mark.parametrize("kind", KILLED, indirect=True)
-async def test_what_runs_ends_with_an_owner_that_was_killed(kind: str, tmp_path: Path) -> None:
+async def test_processes_end_when_their_owner_is_killed(kind: str, tmp_path: Path) -> None:
     fifo = tmp_path / "pids"
     os.mkfifo(fifo)
     script = f"trap '' TERM HUP; sleep 1000 & echo $$ $! > {shlex.quote(str(fifo))}; wait; wait"

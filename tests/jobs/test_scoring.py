@@ -172,7 +172,7 @@ async def test_time_for_scoring_is_not_taken_from_the_wait_for_groups() -> None:
         assert await rig.next_batch() == [[1.0, 1.0]]
 
 
-async def test_a_batch_that_does_not_come_says_what_it_needs() -> None:
+async def test_a_batch_that_times_out_names_the_missing_groups() -> None:
     config = RolloutSection(
         sampling=SAMPLING, groups_per_step=2, samples_per_group=2, batch_deadline_s=0.3
     )
@@ -182,7 +182,7 @@ async def test_a_batch_that_does_not_come_says_what_it_needs() -> None:
             await rig.next_batch()
 
 
-async def test_rollouts_that_fail_alike_one_after_another_end_the_job() -> None:
+async def test_repeated_equal_failures_of_rollouts_end_the_job() -> None:
     async def raises(_: object) -> None:
         raise KeyError("score")
 

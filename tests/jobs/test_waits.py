@@ -218,7 +218,7 @@ def of_workflow(name: str, tasks: str = "itertools.count()") -> str:
     return TURNS.replace("NAME", name).replace("TASKS", tasks)
 
 
-def test_tasks_whose_last_group_fails_end_the_job_well(tmp_path: Path) -> None:
+def test_a_job_ends_successfully_although_its_last_group_failed(tmp_path: Path) -> None:
     recipe = of_workflow("refused_at_four", "range(4)")
     config = write(
         tmp_path,

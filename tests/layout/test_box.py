@@ -47,7 +47,7 @@ def test_a_grid_tiles_its_shape(drawn: tuple[tuple[int, ...], list[Box]]) -> Non
     assert set().union(*(cells(box) for box in grid)) == cells(Box.full(shape))
 
 
-def test_a_box_that_is_no_box_is_refused() -> None:
+def test_an_invalid_box_is_refused() -> None:
     with pytest.raises(ManifestError, match="same length"):
         Box((0,), (1, 2))
     with pytest.raises(ManifestError, match=">= 0"):

@@ -62,7 +62,7 @@ def test_bytes_are_little_endian_row_major_and_come_back() -> None:
     assert not again.place.flags.writeable
 
 
-def test_bytes_that_are_no_table_are_refused() -> None:
+def test_bytes_that_are_not_a_valid_table_are_refused() -> None:
     good = msgspec.msgpack.decode(encode_tables(points((1, 2, 3))))
     with pytest.raises(msgspec.ValidationError, match="kind"):
         decode_tables(msgspec.msgpack.encode({"place": good["place"]}), Points)

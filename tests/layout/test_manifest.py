@@ -93,7 +93,7 @@ def test_an_empty_box_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgspec.msgpack.encode({"schema_version": 1})])
-def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
+def test_bytes_that_are_not_a_manifest_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="cannot be decoded"):
         ShardManifest.decode(data)
 

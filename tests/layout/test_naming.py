@@ -183,7 +183,7 @@ def test_change_of_the_last_part_of_all_names_is_proposed() -> None:
 )
 @pytest.mark.parametrize("layer", ["", "model.layers.0.", "model.layers.1."])
 @pytest.mark.parametrize("leaf", ["", ".weight"])
-def test_names_that_are_merely_alike_are_never_paired(
+def test_similar_names_are_never_paired(
     wanted: list[str], held: list[str], layer: str, leaf: str
 ) -> None:
     words = renaming(

@@ -43,7 +43,7 @@ def kernels_of_the_source() -> set[str]:
     return made | {f"fp8_{what}_{name}" for name in fp8 for what in ("values", "scales")}
 
 
-def test_the_kernels_are_those_of_the_list() -> None:
+def test_the_source_contains_the_kernels_of_the_list() -> None:
     wanted = {put_kernel(*pair) for pair in CASTS}
     wanted |= {f"fp8_{what}_{d}" for d in QUANTISED_FROM for what in ("values", "scales")}
     assert kernels_of_the_source() == wanted
@@ -57,7 +57,7 @@ def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(DType, 2)))
-def test_what_is_not_in_the_list_is_refused_by_name_by_whoever_plans_or_casts(
+def test_the_planner_and_the_cast_refuse_pairs_outside_the_list_by_name(
     source: DType, target: DType
 ) -> None:
     ends = [manifest("t/0", Role.TRAINER, source)], [manifest("e/0", Role.ENGINE, target)]

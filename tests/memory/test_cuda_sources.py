@@ -28,7 +28,7 @@ def test_every_byte_is_covered_by_pages_that_do_not_touch(memory: list[tuple[int
     assert sum(stop - start for start, stop in ranges) == len(wanted) * PAGE
 
 
-def test_a_parameter_without_bytes_here_may_lie_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_without_local_bytes_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     # This function asks a driver.
     kind = "windlass.memory.copy_sources.memory_kind"
     monkeypatch.setattr(kind, lambda _: MemoryKind.PAGEABLE)

@@ -18,7 +18,7 @@ def test_a_thread_is_kept_for_the_next_wait() -> None:
     assert len(threads) == 1
 
 
-def test_what_failed_is_raised_and_the_thread_goes_on() -> None:
+def test_a_failed_wait_raises_and_its_thread_is_reused() -> None:
     waits, threads = _Waits(), set()
 
     def fail() -> None:

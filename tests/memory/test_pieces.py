@@ -41,7 +41,7 @@ def run(pieces: np.ndarray, itemsize: int, *, copy: bool, digest: PositionDigest
 @pytest.mark.parametrize("max_piece_nbytes", [8, 64 << 10])
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fleet=fleets())
-def test_pieces_move_exactly_the_plan_and_both_ends_hash_alike(
+def test_pieces_move_exactly_the_plan_and_both_ends_get_equal_digests(
     max_piece_nbytes: int, fleet: Fleet
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -15,7 +15,7 @@ def digest_of(payload: bytes, row_nbytes: int) -> str:
     return digest.hexdigest()
 
 
-def test_it_is_the_one_that_earlier_releases_and_the_kernels_compute() -> None:
+def test_the_digest_equals_that_of_earlier_releases_and_the_kernels() -> None:
     digest, bytes_of = PositionDigest(), np.random.default_rng(3)
     for nbytes, position in ((64, 0), (12, 64), (7, 100), (10, 120), (4096, 1 << 33)):
         digest.add_row(bytes_of.integers(0, 256, nbytes, np.uint8), position)

@@ -76,7 +76,7 @@ async def test_a_role_may_call_its_own_routes_and_is_refused_by_name_elsewhere()
 
 
 @pytest.mark.parametrize("role", [role for role in Access if role is not Access.OWNER])
-async def test_what_is_not_declared_is_for_the_owner(role: Access) -> None:
+async def test_only_the_owner_reaches_undeclared_routes(role: Access) -> None:
     async with windlass.Controller(token=SECRET) as controller, aiohttp.ClientSession() as http:
         url = f"{controller.url}/v1/nothing"
         async with http.get(url, headers=headers(role)) as answer:
@@ -151,7 +151,7 @@ async def test_clients_say_which_role_was_refused_where(
         assert await asyncio.to_thread(main, ["status", controller.url, "--json"]) == 0
 
 
-def test_the_command_line_derives_what_a_process_needs_and_no_more(
+def test_the_token_command_prints_only_the_tokens_of_the_role(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WINDLASS_TOKEN", SECRET)

@@ -47,7 +47,7 @@ def test_an_address_is_read_back_as_it_was_printed(host: str) -> None:
     "address",
     ["", ":1", "host", "host:", "host:0", "host:65536", "host:-1", "::1:80", "[::1]", "[host]:1"],
 )
-def test_what_is_no_address_is_refused_with_its_value(address: str) -> None:
+def test_an_invalid_address_is_refused_with_its_value(address: str) -> None:
     with pytest.raises(ConfigError, match="host:port"):
         split_host_port(address)
 
@@ -70,7 +70,7 @@ async def test_the_bound_address_is_the_published_one_and_answers(host: str) -> 
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
-async def test_every_address_is_bound_only_with_one_that_others_are_told(host: str) -> None:
+async def test_binding_every_address_requires_an_advertised_host(host: str) -> None:
     with pytest.raises(ConfigError, match="advertise_host"):
         ControlServer(host=host, port=0, token="t")
     server = ControlServer(host=host, port=0, token="t", advertise_host="::1")

@@ -33,7 +33,7 @@ def asking_for(path: str) -> bytes:
 
 
 @pytest.mark.parametrize("path", ["/v1/agents", "/v1/events", "/v1/overview"])
-async def test_who_has_left_before_it_is_served_is_no_error(
+async def test_a_client_that_leaves_before_it_is_served_is_no_error(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When many agents reconnect at once, some give up before the server accepts them."""
@@ -97,7 +97,7 @@ def num_open(port: int) -> int:
     return found
 
 
-async def test_a_closed_controller_holds_no_connection_of_those_who_came_back_meanwhile(
+async def test_a_closed_controller_holds_no_connection_of_returning_clients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # These callers do not answer a close frame.

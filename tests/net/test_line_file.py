@@ -21,7 +21,7 @@ def lines_of(path: Path) -> list[int]:
     return [line.number for line in file.found]
 
 
-def test_it_goes_on_with_a_replacement_and_what_was_written_meanwhile(tmp_path: Path) -> None:
+def test_a_line_file_continues_with_its_replacement_and_later_lines(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     file = LineFile(path, Line)
     file.write([file.encode(Line(number)) for number in range(5)])
@@ -37,7 +37,7 @@ def test_it_goes_on_with_a_replacement_and_what_was_written_meanwhile(tmp_path: 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_nobody_else_may_write_to_it_after_it_was_replaced(tmp_path: Path) -> None:
+def test_a_replaced_line_file_is_locked_against_other_processes(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     file = LineFile(path, Line)
     file.write_replacement([Line(1)])
@@ -49,7 +49,7 @@ def test_nobody_else_may_write_to_it_after_it_was_replaced(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("torn", "is_ours"), [(b'{"type":"sta', True), (b"#!/bin/sh", False)])
-def test_only_a_torn_first_line_of_its_own_is_cut_off(
+def test_a_line_file_cuts_off_only_its_own_torn_first_line(
     torn: bytes, is_ours: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "lines"

@@ -224,7 +224,7 @@ async def test_the_oldest_stranger_makes_room_for_the_next_one(
         await server.close()
 
 
-async def test_requests_that_are_none_are_a_few_lines_in_the_log(
+async def test_malformed_requests_write_few_lines_to_the_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = RateLimit(5)

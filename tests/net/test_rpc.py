@@ -268,9 +268,7 @@ async def test_a_command_that_a_peer_cannot_read_is_answered_over_the_same_conne
             assert server.num_connected == 1
 
 
-async def test_a_frame_that_is_no_whole_envelope_is_asked_for_again_over_another_connection() -> (
-    None
-):
+async def test_a_damaged_frame_is_requested_again_over_another_connection() -> None:
     async with served(keeps_calls=True) as server:
         peer = Peer(server.server.url, keeps_calls=True)
         async with connected(server, peer):

@@ -80,9 +80,7 @@ def served(files: dict[str, str], token: str = TOKEN) -> Iterator[str]:
         process.stdout.close()
 
 
-async def test_a_client_believes_its_authority_and_nobody_else(
-    authority: Authority, tmp_path: Path
-) -> None:
+async def test_a_client_trusts_only_its_authority(authority: Authority, tmp_path: Path) -> None:
     stranger = Authority(tmp_path)
     with served(authority.issue()) as url:
         assert url.startswith("https://127.0.0.1:")
@@ -399,7 +397,7 @@ async def test_where_tls_is_required_a_plain_controller_address_is_refused_every
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-async def test_who_listens_on_the_wire_reads_a_token_without_tls_and_nothing_with_it(
+async def test_an_eavesdropper_reads_the_token_only_without_tls(
     tls: bool, authority: Authority
 ) -> None:
     seen = bytearray()

@@ -83,7 +83,7 @@ def test_a_file_without_a_token_is_refused_and_not_repeated(
     assert "lines" not in str(refused.value)
 
 
-def test_what_is_no_file_is_refused(
+def test_a_token_path_that_is_not_a_file_is_refused(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fifo = tmp_path / "fifo"

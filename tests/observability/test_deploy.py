@@ -55,7 +55,7 @@ def as_grafana_asks(expression: str) -> str:
     return expression
 
 
-def test_the_dashboard_is_one_that_grafana_takes() -> None:
+def test_the_dashboard_is_valid_for_grafana() -> None:
     """Panels do not overlap, and all variables and data sources exist."""
     known = {each["name"] for each in DASHBOARD["templating"]["list"]}
     known |= {"__rate_interval", "__interval", "__all"}
@@ -104,7 +104,7 @@ async def test_every_metric_and_label_that_is_named_is_in_metrics() -> None:
 
 
 @needs_prometheus
-def test_promtool_takes_the_rules_and_they_fire_for_what_they_are_for(tmp_path: Path) -> None:
+def test_promtool_accepts_the_rules_and_every_alert_fires(tmp_path: Path) -> None:
     tests = tmp_path / "alerts_test.yml"
     given = (Path(__file__).parent / "alerts_test.yml").read_text()
     made_to_fire = re.findall(r'alertname: (\w+)\n +exp_alerts:|\{alertname="(\w+)"\}', given)

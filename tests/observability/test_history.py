@@ -28,7 +28,7 @@ def test_a_run_of_any_length_is_kept_from_its_start_to_now_in_few_points() -> No
         assert most == max(peaks[int(before) : int(at_s)])
 
 
-def test_what_comes_too_soon_takes_the_place_of_the_newest_point() -> None:
+def test_an_early_point_replaces_the_newest_point() -> None:
     history = History(interval_s=1.0)
     for at, completed, stalest in ((0.2, 1, 5), (0.6, 2, 0), (1.0, 3, 1), (1.1, 4, 0)):
         history.add(Point(at_s=at, completed=completed, stalest=stalest))
@@ -40,7 +40,7 @@ def test_what_comes_too_soon_takes_the_place_of_the_newest_point() -> None:
     assert history.is_due(2.1)
 
 
-def test_what_happens_to_engines_is_told_once_each() -> None:
+def test_each_change_of_an_engine_is_one_event() -> None:
     events = FleetEvents()
     a = EngineState("a", "http://a", 3, EngineStatus.SERVING, reason="")
     b = EngineState("b", "http://b", -1, EngineStatus.WAITING, reason="")

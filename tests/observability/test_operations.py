@@ -70,7 +70,7 @@ def test_links_are_counted_by_their_transport() -> None:
     assert 'windlass_link_wire_seconds_total{transport="cma"} 0.5' in text
 
 
-async def test_what_was_thrown_away_as_too_old_is_in_metrics_overview_and_status() -> None:
+async def test_metrics_overview_and_status_count_rollouts_dropped_as_too_old() -> None:
     policy = windlass.StalenessPolicy(1, 4, 4, on_stale=windlass.OnStale.DROP)
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     async with (

@@ -249,7 +249,7 @@ async def test_a_real_browser_shows_a_saved_page_of_a_real_update_and_real_rollo
         await fits_a_phone(tab)
 
 
-async def test_a_real_browser_says_of_a_chart_what_the_pointer_is_on(tmp_path: Path) -> None:
+async def test_a_real_browser_shows_the_values_under_the_pointer(tmp_path: Path) -> None:
     """Use a demo's page.
 
     If WINDLASS_SCREENSHOT names a folder, save the pictures of docs/operations.md.

@@ -63,7 +63,7 @@ def runner_in(scripts: Path) -> tuple[str, ...]:
     return sys.executable, runner, "--out", str(scripts.parent / "out")
 
 
-def test_the_runner_runs_what_is_asked_for_and_tells_failures(tmp_path: Path) -> None:
+def test_the_runner_runs_the_named_suites_and_reports_failures(tmp_path: Path) -> None:
     runner = runner_in(tmp_path / "scripts")
     (tmp_path / "scripts/bench_control.py").write_text(SCRIPT)
     (tmp_path / "scripts/bench_xccl.py").write_text("raise SystemExit(3)")
@@ -76,7 +76,7 @@ def test_the_runner_runs_what_is_asked_for_and_tells_failures(tmp_path: Path) ->
     assert "failed with 3" in both.stdout
 
 
-def test_the_runner_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+def test_the_runner_refuses_an_unknown_suite(tmp_path: Path) -> None:
     done = subprocess.run(
         [*runner_in(tmp_path / "scripts"), "speed"], timeout=60, stderr=subprocess.PIPE, text=True
     )
@@ -110,7 +110,7 @@ subprocess.Popen([sys.executable, "-c", launcher]).wait()
 
 @pytest.mark.parametrize("script", [LEAVING_A_CHILD, LEAVING_A_SERVER])
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
-def test_a_benchmark_ends_with_the_runner_and_so_does_what_it_started(
+def test_a_benchmark_and_its_processes_end_with_the_runner(
     by: signal.Signals, script: str, tmp_path: Path
 ) -> None:
     """This includes an engine's server, which its launcher starts in a separate session."""

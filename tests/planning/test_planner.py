@@ -74,7 +74,7 @@ def test_a_column_slice_of_the_source_is_packed_unless_its_runs_are_long() -> No
     assert only(plan) == (CopyMode.PACKED, Reason.SOURCE_STRIDED)
 
 
-def test_a_strided_destination_lands_beside_and_is_unpacked() -> None:
+def test_a_strided_destination_is_staged_and_unpacked() -> None:
     pitched = rank("engine", FULL, strides=(256, 2), extent=256 * ROWS)
     plan = plan_transfer([rank("t", FULL)], [pitched], PlanPolicy(staging_alignment=4096))
     assert only(plan) == (CopyMode.SCATTER, Reason.DESTINATION_STRIDED)
@@ -148,7 +148,7 @@ def test_a_tied_name_is_served_from_either_side_of_the_tie() -> None:
     assert len(plan_transfer([rank("t", FULL, tensor="head")], [tied_engine]).ops) == 1
 
 
-def test_an_engine_that_ties_what_the_trainer_keeps_apart_is_refused() -> None:
+def test_an_engine_that_ties_untied_tensors_of_the_trainer_is_refused() -> None:
     sources = [rank("t0", FULL, tensor="embed"), rank("t1", FULL, tensor="head")]
     with pytest.raises(ManifestError, match="engine ties 'head' to 'embed'"):
         plan_transfer(sources, [rank("engine", FULL, tensor="embed", alias="head")])

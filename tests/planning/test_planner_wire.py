@@ -27,7 +27,7 @@ def payload() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"not a plan"])
-def test_bytes_that_are_no_plan_are_refused(data: bytes) -> None:
+def test_bytes_that_are_not_a_plan_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="cannot be decoded"):
         TransferPlan.decode(data)
 

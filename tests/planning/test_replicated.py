@@ -230,7 +230,7 @@ def test_gpus_compare_the_same_bytes(
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("kind", ["gpu", "host"])
-def test_what_is_cut_ahead_is_used_where_nothing_moved(
+def test_pieces_cut_ahead_are_used_unless_memory_moved(
     kind: str, ahead: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     if kind == "gpu":
@@ -342,7 +342,7 @@ def test_ranks_that_hold_another_dtype_are_compared_among_themselves() -> None:
     assert find_replicated(manifests[:2]).parts == {}
 
 
-def test_what_cannot_be_compared_is_a_disagreement() -> None:
+def test_digests_that_cannot_be_compared_are_a_disagreement() -> None:
     ranks = Ranks([hold(f"trainer/{rank}", WHOLE, PLAIN) for rank in range(6)])
     taken = {worker: digests.take(0, 1) for worker, digests in ranks.digests.items()}
     silent = {**taken, "trainer/1": taken["trainer/1"][:0]}
@@ -370,7 +370,7 @@ def test_a_part_that_leaves_the_parameters_is_refused() -> None:
         decode_held(part.tobytes()[:-1], manifest)
 
 
-def test_a_sample_is_a_small_part_of_what_is_sent_and_never_empty() -> None:
+def test_a_sample_is_a_small_part_of_the_sent_bytes_and_never_empty() -> None:
     ranks = Ranks([hold(f"trainer/{rank}", WHOLE, PLAIN) for rank in range(2)])
     nbytes = 3600
     assert ranks.found.nbytes == nbytes
@@ -385,7 +385,7 @@ def test_a_sample_is_a_small_part_of_what_is_sent_and_never_empty() -> None:
         assert period == 1 if sent > 64 * nbytes else period > 1
 
 
-def test_nothing_is_uploaded_or_freed_on_a_gpu_while_the_trainer_s_work_goes_on(
+def test_digests_upload_and_free_nothing_during_the_trainers_gpu_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both would wait for that work in the driver, without a deadline; `settle` has a deadline."""

@@ -168,7 +168,7 @@ def ended(peer: Peer) -> bool:
     return False
 
 
-def test_a_link_down_in_mid_write_is_unknown_and_it_goes_on_when_the_link_is_back(
+def test_a_link_down_during_a_write_is_unknown_and_works_again_when_it_is_up(
     rig: Rig, link: Link, kind: str
 ) -> None:
     here = link.ends[0]
@@ -227,7 +227,7 @@ def test_lost_packets_are_sent_again(rig: Rig, link: Link) -> None:
     rig.check_peer(rig.arena.bytes, "over a wire that loses packets")
 
 
-def test_a_peer_that_is_killed_in_mid_write_is_gone_at_once(rig: Rig) -> None:
+def test_a_peer_killed_during_a_write_is_unreachable_at_once(rig: Rig) -> None:
     start = time.monotonic()
     rig.peer.kill()
     error = until_an_error(rig)

@@ -56,7 +56,7 @@ def start(stack: ExitStack, *command: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.long
-def test_conversations_go_on_across_weight_updates_and_none_is_lost(
+def test_conversations_continue_during_weight_updates_and_none_is_lost(
     stack: ExitStack, tmp_path: Path
 ) -> None:
     config = tmp_path / "model.json"

@@ -120,7 +120,7 @@ async def started(
 @pytest.mark.parametrize(
     "event", ["sibling", "handle", "deadline", "attempt_deadline", "end", "end_and_sigterm"]
 )
-async def test_what_a_workflow_opened_is_closed_whatever_ends_it(
+async def test_a_workflow_closes_its_resources_for_every_kind_of_end(
     tmp_path: Path, event: str
 ) -> None:
     config = RolloutConfig(
@@ -163,7 +163,9 @@ async def test_a_worker_that_is_told_to_end_lets_workflows_clean_up(tmp_path: Pa
         assert (rig.count("opened"), rig.count("closed")) == (NUM_RUNS, NUM_RUNS)
 
 
-async def test_what_is_cut_off_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_attempts_cut_off_during_clean_up_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with started(tmp_path, RolloutConfig(max_attempts=1), seconds=60, shutdown_s=0.5) as rig:
         rig.controller.submit_workflow_group("sandbox", 0, NUM_RUNS, SAMPLING)
         await rig.until_begun()

@@ -71,7 +71,7 @@ async def test_closing_does_not_wait_for_a_workflow_that_ignores_its_cancellatio
         await workflow.ended.wait()
 
 
-async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellation() -> None:
+async def test_a_worker_shuts_down_although_a_workflow_ignores_its_cancellation() -> None:
     workflow = Stubborn()
     task = RolloutTask(
         task_id="task-1",

@@ -92,7 +92,7 @@ def assert_delivered_once(folder: Path) -> None:
         assert line["answers"] == [answer] * GROUP_SIZE
 
 
-async def test_a_controller_killed_among_a_thousand_rollouts_goes_on_and_repeats_none(
+async def test_a_controller_killed_among_a_thousand_rollouts_repeats_none(
     rig: Rig,
 ) -> None:
     """All rollouts are at the engine. Workers keep them and report them to the next controller."""

@@ -292,7 +292,7 @@ def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
         asyncio.run(run(Path(folder, "rollouts.journal")))
 
 
-async def test_what_an_earlier_process_left_is_there_with_its_prompts_groups_and_metadata(
+async def test_a_restarted_process_recovers_prompts_groups_and_metadata(
     tmp_path: Path,
 ) -> None:
     world = World(tmp_path / "journal")
@@ -337,7 +337,7 @@ async def test_what_an_earlier_process_left_is_there_with_its_prompts_groups_and
     await second.journal.close()
 
 
-async def test_how_often_a_rollout_was_made_again_and_when_it_began_survive_a_kill(
+async def test_a_rollouts_resubmits_and_first_version_survive_a_kill(
     tmp_path: Path,
 ) -> None:
     world = World(tmp_path / "journal")
@@ -362,7 +362,7 @@ async def test_how_often_a_rollout_was_made_again_and_when_it_began_survive_a_ki
     await process.journal.close()
 
 
-async def test_what_grew_too_old_while_no_controller_ran_is_dealt_with_at_the_start(
+async def test_a_restarted_controller_handles_rollouts_that_became_too_old(
     tmp_path: Path,
 ) -> None:
     world = World(tmp_path / "journal", OnStale.DROP)
@@ -425,7 +425,7 @@ async def test_a_journal_in_use_or_without_a_folder_is_refused_by_name(tmp_path:
         RolloutJournal(RolloutConfig(journal=path / "below")).open(0)
 
 
-async def test_metadata_that_a_journal_cannot_keep_is_refused(tmp_path: Path) -> None:
+async def test_metadata_that_a_journal_cannot_store_is_refused(tmp_path: Path) -> None:
     world = World(tmp_path / "journal")
     process = Process(world.path, world)
     with pytest.raises(ConfigError, match="metadata: must be msgpack-plain, got object"):
@@ -483,7 +483,7 @@ async def test_a_full_disk_stops_admission_and_delivery_until_there_is_room(
     await second.journal.close()
 
 
-async def test_what_ends_in_the_controllers_loop_while_the_disk_is_full_is_used_when_there_is_room(
+async def test_a_local_rollout_that_ends_while_the_disk_is_full_is_used_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(journal, "WRITE_AGAIN_S", 0.01)
@@ -544,7 +544,7 @@ async def test_a_damaged_line_is_never_taken_for_another(tmp_path: Path) -> None
         RolloutJournal(RolloutConfig(journal=path)).open(0)
 
 
-async def test_a_long_journal_is_written_anew_without_what_has_ended(tmp_path: Path) -> None:
+async def test_compaction_of_a_journal_removes_ended_rollouts(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     policy = StalenessPolicy.unbounded(100)
     config = RolloutConfig(journal=path, journal_sync_s=0.001, journal_compact_nbytes=5_000)

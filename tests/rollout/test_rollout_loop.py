@@ -254,7 +254,7 @@ async def test_a_worker_that_hangs_loses_its_work_and_may_come_back(rig: Rig) ->
     rig.assert_balanced(completed=35)
 
 
-async def test_of_two_workers_with_one_name_the_older_ends(rig: Rig) -> None:
+async def test_the_older_of_two_workers_with_one_name_ends(rig: Rig) -> None:
     await rig.start()
     engine = await rig.engine("a")
     engine.hold(1)
@@ -382,7 +382,7 @@ async def test_load_is_spread_over_routable_engines(rig: Rig) -> None:
     assert [engine.num_requests for engine in engines] == [30, 30, 30]
 
 
-async def test_an_aborted_generation_goes_on_and_labels_each_token(rig: Rig) -> None:
+async def test_an_aborted_generation_continues_and_labels_each_token(rig: Rig) -> None:
     engine = await rig.up(hold=2, version=4)
     tasks = rig.submit(10)
     await engine.until_held(10)
@@ -412,7 +412,7 @@ async def test_an_abort_can_start_over_so_that_one_version_made_every_token(rig:
     assert {rollout.versions for rollout in rollouts} == {(5,) * 6}
 
 
-async def test_a_retry_elsewhere_can_go_on_from_the_tokens_that_survived(rig: Rig) -> None:
+async def test_a_retry_on_another_engine_can_continue_from_partial_tokens(rig: Rig) -> None:
     rig.config = RolloutConfig(retry_backoff_s=0.01, carry_partial=True)
     await rig.start()
     first, second = await rig.engine("a"), await rig.engine("b", version=1)
@@ -516,7 +516,7 @@ async def test_rollouts_longer_than_the_bound_are_trained_on_if_their_owner_want
     assert (stats.stopped_early, stats.too_old, stats.wasted_tokens, stats.lost) == (0, 0, 0, 0)
 
 
-async def test_what_cannot_be_young_enough_is_stopped_at_the_engine_and_leaves_room(
+async def test_the_controller_stops_rollouts_that_will_be_too_old_at_the_engine(
     rig: Rig,
 ) -> None:
     rig.policy = StalenessPolicy(
@@ -598,7 +598,7 @@ async def test_room_that_never_comes_is_an_error_that_says_what_takes_it(rig: Ri
         await rig.controller.wait_for_room(deadline_s=0.05)
 
 
-async def test_closing_ends_every_wait_with_an_error_and_cancels_nobody(rig: Rig) -> None:
+async def test_closing_ends_every_wait_with_an_error_and_without_cancellation(rig: Rig) -> None:
     rig.policy = StalenessPolicy(max_staleness=0, batch_size=2, max_concurrent=100)
     await rig.up(hold=0)
     for index in range(2):

@@ -120,13 +120,13 @@ def test_a_frame_of_many_entries_is_refused_before_they_are_made(
     assert peak_nbytes < len(sent)
 
 
-def test_what_a_value_may_hold_is_read() -> None:
+def test_values_up_to_the_limits_are_decoded() -> None:
     for value in (lists(MAX_VALUE_ITEMS), encode(b"x" * (4 << 20)), encode(["é" * 9000] * 9)):
         assert decode_outcome(encoded_with(value)).value == value
 
 
 @pytest.mark.parametrize("value", [b"\xc1", encode("x" * 9000)[:-1], encode([1] * 9000) + b"\x01"])
-def test_a_value_that_is_no_msgpack_is_refused(value: bytes) -> None:
+def test_a_value_that_is_not_msgpack_is_refused(value: bytes) -> None:
     with pytest.raises(ProtocolError, match=f"value of {len(value)} bytes"):
         decode_outcome(encoded_with(value))
 
@@ -138,7 +138,7 @@ def test_a_value_that_is_too_large_is_an_error_of_the_workflow() -> None:
         encode_value("value", [()] * MAX_VALUE_ITEMS)
 
 
-async def test_the_loop_goes_on_while_a_large_batch_is_read() -> None:
+async def test_the_event_loop_runs_while_a_large_batch_is_decoded() -> None:
     batch = CompletionBatch(1, (encoded_with(lists(MAX_VALUE_ITEMS)),) * 4)
     turns = 0
 

@@ -148,7 +148,7 @@ async def test_an_outcome_that_comes_again_after_a_reconnect_is_acknowledged_and
     assert (stats.completed, stats.ignored, stats.retried, stats.lost) == (1, 1, 0, 0)
 
 
-async def test_what_comes_without_an_outcome_before_it_is_not_acknowledged(
+async def test_an_outcome_after_a_gap_is_not_acknowledged(
     played: tuple[RolloutController, PlayedWorker],
 ) -> None:
     controller, worker = played
@@ -176,7 +176,7 @@ async def test_tasks_that_were_not_received_are_sent_again_over_the_next_connect
     assert controller.stats().retried == 0
 
 
-async def test_a_worker_that_does_not_say_what_it_received_is_sent_no_more(
+async def test_a_worker_that_acknowledges_no_tasks_gets_no_more(
     played: tuple[RolloutController, PlayedWorker],
 ) -> None:
     controller, worker = played
@@ -210,7 +210,7 @@ async def test_work_that_a_worker_forgot_is_sent_again_and_work_that_it_runs_is_
     assert worker.tasks.empty()
 
 
-async def test_what_a_worker_runs_and_nobody_wants_is_cancelled(
+async def test_an_attempt_that_the_controller_does_not_know_is_cancelled(
     played: tuple[RolloutController, PlayedWorker],
 ) -> None:
     """This happens after a restart, if the process died before it sent the cancellation."""

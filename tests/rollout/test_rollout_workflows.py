@@ -297,7 +297,7 @@ async def test_a_conversation_over_more_versions_than_the_bound_ends_as_its_owne
     assert (stats.stopped_early, stats.dropped, stats.failed, stats.lost) == (runs, 1, 0, 0)
 
 
-async def test_evaluation_beside_training_uses_none_of_its_bound(rig: Rig) -> None:
+async def test_evaluation_uses_none_of_the_bound_of_training(rig: Rig) -> None:
     rig.policy = StalenessPolicy(max_staleness=0, batch_size=4, max_concurrent=4)
     await rig.start()
     rig.controller.run_here({})
@@ -313,7 +313,7 @@ async def test_evaluation_beside_training_uses_none_of_its_bound(rig: Rig) -> No
     assert handed.group_id == group.group_id
 
 
-async def test_evaluation_behind_a_server_of_its_own_has_workers_of_its_own(rig: Rig) -> None:
+async def test_an_evaluation_server_has_its_own_workers(rig: Rig) -> None:
     await rig.start()
     evaluation = await rig.stack.enter_async_context(
         RolloutController(rig.engines, StalenessPolicy.unbounded(64), token=TOKEN)

@@ -126,7 +126,7 @@ async def test_a_webhook_is_told_who_was_left_out_and_why_and_nothing_in_the_mid
 
 
 @pytest.mark.parametrize("status", [500, 307, 0], ids=["error", "redirect", "silent"])
-async def test_a_router_that_fails_is_tried_a_few_times_and_holds_up_nobody(
+async def test_a_failing_router_is_tried_a_few_times_and_delays_no_update(
     status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     hook, elsewhere, released = Hook(), Hook(), asyncio.Event()
@@ -161,7 +161,7 @@ async def test_a_router_that_fails_is_tried_a_few_times_and_holds_up_nobody(
         assert not elsewhere.num_asked
 
 
-def test_an_address_that_is_none_is_refused_before_anything_is_started(
+def test_an_invalid_router_address_is_refused_before_any_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for url in ("ftp://router", "http://user:secret@router", "http://router?a=b"):

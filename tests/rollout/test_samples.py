@@ -118,7 +118,7 @@ def test_rewards_of_any_kind_of_number_reach_a_rank_as_floats(kind: str) -> None
         ({0: 1.0, 1: 1.0}, r"rewards must be one number per rollout, got \{0: 1\.0"),
     ],
 )
-def test_rewards_that_are_no_finite_numbers_are_refused_with_group_and_index(
+def test_rewards_that_are_not_finite_are_refused_with_group_and_index(
     rewards: Any, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -187,7 +187,7 @@ def test_a_sample_that_a_rank_could_not_read_is_refused_when_it_is_made(
         sample(**changes)
 
 
-async def test_a_queue_refuses_what_is_no_sample() -> None:
+async def test_a_queue_refuses_objects_that_are_not_samples() -> None:
     queue = BatchQueue()
     with pytest.raises(
         ConfigError, match=r"step 0: group 1, sample 1 must be a TrainingSample, .*3"
@@ -265,7 +265,7 @@ def test_metrics_of_a_step_are_numbers() -> None:
             _metrics(wrong)
 
 
-def test_tasks_that_are_none_or_raise_are_an_error_of_the_recipe() -> None:
+def test_invalid_or_raising_tasks_are_an_error_of_the_recipe() -> None:
     class Asks(Returns):
         def tasks(self) -> Iterator[Task]:
             yield Task((1,))

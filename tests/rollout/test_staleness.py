@@ -62,13 +62,13 @@ def test_no_sequence_of_events_runs_further_ahead_than_the_bound(
         assert 0 <= policy.capacity() <= (max_staleness + 1) * batch_size - ahead
 
 
-def test_a_policy_that_starts_at_a_recovered_version_has_no_more_room_than_a_fresh_one() -> None:
+def test_a_policy_with_a_recovered_version_has_no_more_room_than_a_fresh_policy() -> None:
     fresh = StalenessPolicy(2, 8, 1000)
     recovered = StalenessPolicy(2, 8, 1000, start_version=500)
     assert recovered.capacity() == fresh.capacity() == 24
 
 
-def test_jumping_versions_does_not_open_room_that_nobody_consumed() -> None:
+def test_a_jump_of_the_version_opens_no_unused_room() -> None:
     policy = StalenessPolicy(1, 4, 1000)
     for _ in range(8):
         policy.admit()
@@ -76,7 +76,7 @@ def test_jumping_versions_does_not_open_room_that_nobody_consumed() -> None:
     assert policy.capacity() == 0
 
 
-def test_age_is_that_of_the_oldest_token() -> None:
+def test_the_oldest_token_decides_the_age() -> None:
     policy = StalenessPolicy(1, 4, 10, start_version=5)
     assert not policy.throws_away([4, 5, 5])
     assert policy.throws_away([5, 5, 3])
@@ -330,7 +330,7 @@ async def test_groups_that_are_declined_leave_room_for_others_for_ever() -> None
     assert (bench.policy.accepted, bench.policy.consumed, bench.policy.capacity()) == (0, 0, 6)
 
 
-async def test_only_what_was_handed_out_together_can_be_declined_and_only_once() -> None:
+async def test_only_a_whole_group_can_be_declined_and_only_once() -> None:
     bench = Bench()
     bench.add_group(2)
     for _ in range(2):
@@ -401,7 +401,7 @@ async def test_a_group_that_lasts_three_versions_ends_as_its_owner_chose(on_stal
                 bench.groups[0].future.result()
 
 
-async def test_what_a_dropped_group_had_finished_counts_as_wasted_and_leaves_room() -> None:
+async def test_finished_tokens_of_a_dropped_group_count_as_wasted() -> None:
     bench = Bench(0, OnStale.DROP)
     bench.add_group(3)
     for _ in range(3):
@@ -418,7 +418,7 @@ async def test_what_a_dropped_group_had_finished_counts_as_wasted_and_leaves_roo
     bench.audit()
 
 
-async def test_a_choice_that_is_none_is_refused_by_name() -> None:
+async def test_an_unknown_choice_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"on_stale must be one of .*'drop'.*, got 'ignore'"):
         StalenessPolicy(1, 1, 1, on_stale="ignore")  # type: ignore[arg-type]
     assert StalenessPolicy(1, 1, 1, on_stale="train").on_stale is OnStale.TRAIN  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 @needs_faketime
-async def test_a_worker_whose_clock_jumps_keeps_what_it_runs_and_repeats_nothing(
+async def test_a_worker_whose_clock_jumps_keeps_its_rollouts_and_repeats_none(
     rig: Rig, tmp_path: Path
 ) -> None:
     """The clock jumps by days and years during rollouts. `finished_at` uses that clock."""

@@ -48,7 +48,7 @@ async def rig() -> AsyncIterator[Rig]:
         yield Rig(stack)
 
 
-async def test_a_worker_with_forty_descriptors_fails_no_rollout_beside_strangers(rig: Rig) -> None:
+async def test_a_worker_with_forty_descriptors_fails_no_rollout_despite_strangers(rig: Rig) -> None:
     await rig.start()
     engine = await rig.engine("a", token_s=0.005)
     rig.route(engine)
@@ -114,7 +114,7 @@ async def test_a_worker_follows_no_redirect_of_an_engine(rig: Rig) -> None:
     assert reached == []
 
 
-async def test_a_connection_whose_other_end_answers_no_ping_is_ended(rig: Rig) -> None:
+async def test_the_controller_ends_a_connection_without_answers_to_pings(rig: Rig) -> None:
     rig.config = RolloutConfig(worker_lease_s=0.2, worker_grace_s=0.3)
     await rig.start()
     worker = PlayedWorker(rig.stack, rig.server.url)

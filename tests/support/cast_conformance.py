@@ -153,7 +153,7 @@ class CastConformance(ABC):
 
     @pytest.mark.parametrize("matrix", MATRICES)
     @pytest.mark.parametrize("source", QUANTISED_FROM)
-    def test_block_float8_is_that_of_torch(self, source: DType, matrix: str) -> None:
+    def test_block_float8_equals_that_of_torch(self, source: DType, matrix: str) -> None:
         """The matrix has blocks of zeros and of subnormal numbers, an outlier, an infinity and a NaN."""
         rows, columns = MATRICES[matrix]
         generator = torch.Generator().manual_seed(rows)

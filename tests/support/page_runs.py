@@ -14,9 +14,9 @@ from pages import PAGES, ROOT, Block, all_blocks, commands_of
 
 HERE = "tests/cli/test_documented_commands.py"
 LANGUAGES: Mapping[str, str] = {
-    "python": "tests/cli/test_documented_code.py::test_code_on_a_page_names_what_is_there",
-    "toml": f"{HERE}::test_settings_name_what_is_there",
-    "yaml": f"{HERE}::test_settings_name_what_is_there",
+    "python": "tests/cli/test_documented_code.py::test_code_on_a_page_names_existing_objects",
+    "toml": f"{HERE}::test_settings_on_a_page_name_existing_objects",
+    "yaml": f"{HERE}::test_settings_on_a_page_name_existing_objects",
     "text": f"{HERE}::test_a_drawing_or_an_output_says_so",
 }
 """Language -> the test that checks its blocks. Commands of `RUN` are also run."""
@@ -54,13 +54,13 @@ RUN: Mapping[str, str] = {
     r"export WINDLASS_OPEN_ROUTES=.*": "tests/engines/test_private_routes.py::test_routes_that_a_framework_calls_are_opened_by_name",
     r"export WINDLASS_TOKEN=.*": EXAMPLES,
     r"python -m windlass.engines.vllm .* --dp 2 .*": LIVE,
-    r"python -m windlass.engines.vllm .* --adapter .*": "tests/engines/test_live_adapters.py::test_an_updated_adapter_is_a_freshly_loaded_one",
+    r"python -m windlass.engines.vllm .* --adapter .*": "tests/engines/test_live_adapters.py::test_an_updated_adapter_equals_a_freshly_loaded_adapter",
     r"python -m windlass.engines.vllm --attach .*": "tests/engines/test_attach_killed.py::test_an_attach_that_died_is_made_again",
     r"python -m windlass.engines.sglang .* --nnodes 2 .*": "tests/jobs/test_engine_nodes.py::test_an_engine_over_two_nodes_is_one_engine",
     r"python -m windlass.engines.(vllm|sglang) --name \w --model DIR .*": LIVE,
     r"python -m windlass.engines.embedded .* --controller \$?URL": EXAMPLES,
     r"python -m windlass.engines.embedded .* --port 8100": "tests/engines/test_embedded_engine.py::test_the_version_is_on_every_token",
-    r"python examples/own_engine.py .*": "tests/engines/test_own_engine.py::test_an_engine_of_ones_own_serves_what_was_trained_and_labels_it",
+    r"python examples/own_engine.py .*": "tests/engines/test_own_engine.py::test_a_custom_engine_serves_and_labels_the_trained_weights",
     r"python examples/controller.py.*|kill \$\(jobs -p\)": EXAMPLES,
     r"python -m windlass.rollout.worker .*": EXAMPLES,
     r"torchrun --nproc-per-node 2 examples/trainer.py .*": EXAMPLES,

@@ -21,7 +21,7 @@ def test_a_figure_is_what_its_script_draws(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
-def test_a_figure_lies_within_its_frame_and_is_told_in_words(name: str) -> None:
+def test_a_figure_fits_its_frame_and_has_a_description(name: str) -> None:
     """A letter counts as half an em, which is more than the average."""
     root = ET.fromstring(figures.FIGURES[name]().svg())
     height = float(root.get("viewBox", "").split()[3])

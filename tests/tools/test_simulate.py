@@ -57,7 +57,7 @@ def test_a_link_takes_its_bytes_over_the_bandwidth() -> None:
     assert run.loads[0].max == pytest.approx(1.0)
 
 
-def test_links_of_one_sender_share_its_egress_and_the_rest_gets_what_is_left() -> None:
+def test_links_of_a_sender_share_its_egress_and_other_links_get_the_rest() -> None:
     # trainer/0 -> both engines (4 MB and 1 MB), trainer/1 -> engine/1 (9 MB).
     plan = plan_of([[(0, 5)], [(5, 14)]], [[(0, 4)], [(4, 14)]], 14)
     run = simulate_wire(plan, FABRIC)
@@ -87,7 +87,7 @@ def test_senders_that_begin_with_different_engines_do_not_queue_behind_each_othe
     assert together.wire_s == pytest.approx(4 * 0.008)
 
 
-def test_few_nics_many_writes_rails_and_local_links_each_slow_what_they_should() -> None:
+def test_nics_writes_rails_and_local_links_limit_the_right_transfers() -> None:
     plan = plan_of([[(0, 4)], [(4, 8)]], [[(0, 4)], [(4, 8)]], 8)
 
     def wire(**changes: float | bool) -> float:

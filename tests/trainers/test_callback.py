@@ -172,7 +172,7 @@ def one_half_missing(url: str) -> None:
         made.close()
 
 
-async def test_a_half_whose_other_half_never_comes_ends_by_its_deadline() -> None:
+async def test_a_bucket_without_its_broadcast_ends_by_its_deadline() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(one_half_missing, url)
         await holds(fleet, (-1, "untouched", False))
@@ -222,7 +222,7 @@ def vanish(url: str) -> None:
     two_versions(url)
 
 
-async def test_leaders_that_vanish_hold_up_nobody_for_longer_than_their_session() -> None:
+async def test_leaders_that_vanish_block_engines_only_for_their_session() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(vanish, url)
         await holds(fleet, (1, "1", False))

@@ -86,7 +86,7 @@ def said(option: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("option", sorted(PLAIN))
-def test_what_is_served_is_what_one_process_trains(option: str, outcome: Outcome) -> None:
+def test_served_weights_equal_those_trained_in_one_process(option: str, outcome: Outcome) -> None:
     folder, served = outcome
     assert said(option, folder) == [""] * WORLD_SIZE
     tolerance = 2e-2 if option == "mixed_precision" else 1e-6
@@ -94,7 +94,7 @@ def test_what_is_served_is_what_one_process_trains(option: str, outcome: Outcome
         assert torch.allclose(served[option][name], truth, rtol=0, atol=tolerance), name
 
 
-def test_averaged_weights_that_are_swapped_in_are_what_is_served(outcome: Outcome) -> None:
+def test_averaged_weights_that_are_swapped_in_are_served(outcome: Outcome) -> None:
     folder, served = outcome
     assert said(EMA, folder) == [""] * WORLD_SIZE
     for name, truth in trained_alone().items():

@@ -131,7 +131,7 @@ def states_of(row: Row, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("row", WHOLE, ids=str)
-def test_what_is_served_is_what_the_next_forward_pass_computes_with(
+def test_served_weights_equal_those_of_the_next_forward_pass(
     row: Row, outcome: Outcome, compared: Callable[[str, int], None]
 ) -> None:
     folder, served = outcome
@@ -152,7 +152,7 @@ def test_what_is_served_is_what_the_next_forward_pass_computes_with(
 
 
 @pytest.mark.parametrize(("row", "reason"), REFUSED.items(), ids=str)
-def test_what_is_not_whole_is_refused_by_name_and_not_published(
+def test_half_stepped_weights_are_refused_by_name_and_not_published(
     row: Row, reason: str, outcome: Outcome
 ) -> None:
     folder, served = outcome

@@ -63,9 +63,7 @@ async def test_every_backend_delivers_every_byte(
             assert await fleet.held("whole") == [(version, str(version), False)]
 
 
-async def test_a_receiver_killed_in_mid_collective_releases_the_others_and_the_update_goes_on() -> (
-    None
-):
+async def test_a_receiver_killed_during_a_collective_releases_the_others() -> None:
     async with fleet_of(XcclBackend(bucket_nbytes=1024), UpdateMode.IN_PLACE, 2) as fleet:
         fleet.add_trainers()
         fleet.add_engine("stays", 2)

@@ -191,9 +191,7 @@ TOLD = {
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
 @pytest.mark.parametrize("wire", ["nixl", "nixl over TCP", "mooncake over TCP"])
-async def test_engines_relay_from_gpu_memory_what_they_have_verified(
-    wire: str, mode: UpdateMode
-) -> None:
+async def test_engines_relay_verified_bytes_from_gpu_memory(wire: str, mode: UpdateMode) -> None:
     """Trainers send one copy. The GPU computes the digests of chunks and links."""
     needs(wire)
     backend = P2pBackend(relay=RelayShape.TREE, relay_chunk_nbytes=4096)

@@ -250,7 +250,7 @@ TestManyLinks.settings = settings(max_examples=300, deadline=None)
 
 
 @pytest.mark.parametrize("kind", ["cast", "transposed"])
-def test_what_is_prepared_for_other_links_stays(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_links_of_other_engines_stay(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = Counter[str]()
     pack_link = host.HostMemory.pack_link
 
@@ -278,7 +278,7 @@ def test_what_is_prepared_for_other_links_stays(kind: str, monkeypatch: pytest.M
         fleet.close()
 
 
-def test_what_cannot_be_written_changes_nothing() -> None:
+def test_a_refused_binding_changes_no_link() -> None:
     fleet = Fleet(UpdateMode.IN_PLACE)
     try:
         fleet.join("a", "cast")

@@ -149,7 +149,7 @@ def elements(op: BoundOp) -> list[tuple[int, int]]:
     offset=st.integers(0, 9),
     bucket=st.integers(1, 7),
 )
-def test_every_element_of_an_op_lies_in_exactly_one_bucket(
+def test_every_element_of_an_op_is_in_exactly_one_bucket(
     sizes: list[int], gaps: list[int], order: list[int], offset: int, bucket: int
 ) -> None:
     strides = [0] * len(sizes)

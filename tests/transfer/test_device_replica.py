@@ -213,7 +213,7 @@ def test_weights_that_are_overwritten_after_the_copy_are_served_as_they_were(pai
     assert pair.num_held == 0
 
 
-def test_nothing_is_bound_where_there_is_no_memory_for_a_replica(
+def test_a_trainer_without_memory_for_a_replica_binds_nothing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a replica, the sender would read weights while the trainer changes them."""
@@ -356,7 +356,7 @@ def test_a_step_that_hangs_copies_nothing_and_the_next_version_is_whole(
     pair.deliver(2)
 
 
-def test_a_copy_of_which_a_part_was_queued_ends_before_anybody_is_told(
+def test_a_partly_queued_copy_ends_before_the_error_is_raised(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished: list[float] = []
@@ -375,7 +375,7 @@ def test_a_copy_of_which_a_part_was_queued_ends_before_anybody_is_told(
     assert pair.served.nothing_arrived()
 
 
-def test_what_late_kernels_may_read_is_neither_freed_nor_written(pair: Pair) -> None:
+def test_memory_under_late_kernels_is_neither_freed_nor_written(pair: Pair) -> None:
     pair.weights.refill(0)
     pair.begin(0)
     pair.sender.prepare(0)
@@ -470,7 +470,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 @pytest.mark.parametrize("replica", [ReplicaPlace.AUTO, ReplicaPlace.DEVICE])
 @pytest.mark.parametrize("mode", list(UpdateMode))
-async def test_a_trainer_goes_on_while_its_copy_is_published_over_a_network(
+async def test_a_trainer_trains_while_its_copy_is_published_over_a_network(
     gpu: Gpu, mode: UpdateMode, replica: ReplicaPlace
 ) -> None:
     fabric, served, held = MemoryFabric(), Served(), Weights()

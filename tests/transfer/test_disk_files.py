@@ -30,7 +30,7 @@ def everybody_may_read() -> object:
     os.umask(before)
 
 
-def test_nobody_else_can_read_weights_on_disk(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_weights_on_disk(tmp_path: Path) -> None:
     index = write(tmp_path)
     home = disk_files.version_folder(tmp_path, 1)
     assert home.stat().st_mode & 0o777 == 0o700

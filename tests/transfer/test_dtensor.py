@@ -378,7 +378,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_every_rank_describes_what_it_holds(failures: Path, name: str) -> None:
+def test_every_rank_describes_its_own_shards(failures: Path, name: str) -> None:
     found = {path.name: path.read_text() for path in failures.glob(f"{name}.*")}
     assert found == {}
 
@@ -422,7 +422,7 @@ def test_data_parallel_wrappers_are_taken_out_of_names_and_modules_called_module
         dist.destroy_process_group()
 
 
-def test_a_name_map_leaves_out_what_it_maps_to_none() -> None:
+def test_a_name_map_leaves_out_tensors_mapped_to_none() -> None:
     block = Block()
     keep = {"bias_correction": "kept"}.get
     found = describe_module(block, "trainer/0", Role.TRAINER, name_map=keep)
@@ -459,7 +459,7 @@ class OfOthers(torch.Tensor):
         return OfOthers(args[0].made_of)
 
 
-def test_a_tensor_without_memory_of_its_own_is_refused_when_it_is_described() -> None:
+def test_a_tensor_without_its_own_memory_is_refused_in_its_description() -> None:
     module = torch.nn.Module()
     module.register_buffer("values", OfOthers(distinct(4, 4)))
     with pytest.raises(

@@ -151,7 +151,7 @@ UNEVEN_AND_DESCENDING = Case((3, 1, 2, 0), 2, (3, 1), (0, 0), strided=False, by_
 @settings(max_examples=60, deadline=None)
 @example(case=UNEVEN_AND_DESCENDING)
 @given(case=cases())
-def test_what_is_described_is_what_torch_holds(ranks: list[Connection], case: Case) -> None:
+def test_descriptions_match_the_shards_of_torch(ranks: list[Connection], case: Case) -> None:
     for pipe in ranks:
         pipe.send(case)
     outcomes: list[Outcome] = []

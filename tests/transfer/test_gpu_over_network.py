@@ -287,7 +287,7 @@ def test_weights_in_host_memory_and_weights_on_a_gpu_do_not_mix() -> None:
 @pytest.mark.parametrize("kind", [MemoryTransport, GpuMemoryTransport])
 @pytest.mark.parametrize("mode", list(UpdateMode))
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
-def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
+def test_an_engine_relays_verified_bytes_from_their_own_memory(
     kind: type[MemoryTransport], mode: UpdateMode, dtype: DType
 ) -> None:
     """Two trainer ranks feed one engine, which feeds its copy and stages some ops there."""
@@ -501,7 +501,7 @@ def test_an_unknown_outcome_is_told_even_where_no_memory_is_left(
     world.close()
 
 
-def test_what_late_kernels_may_read_is_not_freed() -> None:
+def test_memory_under_late_kernels_is_not_freed() -> None:
     world = dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE)
     sender = world.senders["trainer/0"]
     gpu = numpy_gpu()

@@ -131,7 +131,7 @@ def test_a_digest_that_is_not_the_expected_one_is_reported(pair: Pair) -> None:
     assert pair.receiver.verify(0, {SOURCE: "0" * 32}) == (SOURCE,)
 
 
-def test_hints_that_lie_cost_time_only(pair: Pair) -> None:
+def test_false_hints_cost_only_time(pair: Pair) -> None:
     lies = [
         # Nothing has been written yet.
         PartWritten(SOURCE, 0, "lie", 0, 0, 1),
@@ -154,7 +154,7 @@ def test_hints_that_lie_cost_time_only(pair: Pair) -> None:
     assert pair.is_equal()
 
 
-def test_a_rank_that_connects_again_forgets_what_had_landed(pair: Pair) -> None:
+def test_a_rank_that_connects_again_forgets_landed_parts(pair: Pair) -> None:
     expected = pair.write(0)
     pair.receiver.connect(
         pair.plan.parts(sending=False, all_names=True)["engine/0"], UpdateMode.IN_PLACE

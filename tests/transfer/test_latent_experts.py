@@ -45,7 +45,9 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
-def test_the_engine_computes_what_the_trainer_does(tmp_path: Path, mode: UpdateMode) -> None:
+def test_the_engine_computes_the_same_output_as_the_trainer(
+    tmp_path: Path, mode: UpdateMode
+) -> None:
     source = tmp_path / "config.json"
     source.write_text(json.dumps(CONFIG))
     torch.manual_seed(1)

@@ -196,7 +196,7 @@ def test_a_slow_link_lends_none_of_its_seconds_to_its_neighbours(arena_nbytes: i
     assert all(0 < took[name] < slow_s for name in ("engine-a/0", "engine-c/0"))
 
 
-def test_an_error_that_nobody_foresaw_takes_the_arena_out_of_use(fleet: Fleet) -> None:
+def test_an_unexpected_error_takes_the_arena_out_of_use(fleet: Fleet) -> None:
     arena = fleet.sender._packer.slot.arena
     assert arena is not None
     fleet.script["engine-b/0"] = raises(RuntimeError("a bug"))
@@ -256,7 +256,7 @@ def test_a_link_for_which_no_thread_is_to_be_had_hides_nothing(
         (None, LinkStatus.FAILED),
     ],
 )
-def test_a_ring_that_cannot_be_packed_on_tells_what_is_on_the_wire(
+def test_a_packing_error_reports_the_outcome_of_bytes_on_the_wire(
     monkeypatch: pytest.MonkeyPatch,
     packing: Exception,
     wire: Exception | None,
@@ -348,7 +348,7 @@ def test_a_relay_in_order_brings_every_byte_everywhere(chain: Chain) -> None:
     assert sum(part.nbytes for part in parts.values()) == 2 * trained.nbytes
 
 
-def test_an_engine_that_meets_what_nobody_foresaw_says_whom_it_may_still_write(
+def test_an_engine_reports_the_peer_it_may_still_write_after_an_unexpected_error(
     chain: Chain,
 ) -> None:
     script = chain.fleet.transports["engine-a/0"].script
@@ -359,7 +359,7 @@ def test_an_engine_that_meets_what_nobody_foresaw_says_whom_it_may_still_write(
     assert parts["engine-c/0"].missing == ()
 
 
-def test_an_engine_that_cannot_go_on_says_who_may_still_write_it(
+def test_engines_that_cannot_relay_report_their_missing_upstream(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -372,7 +372,7 @@ def test_an_engine_that_cannot_go_on_says_who_may_still_write_it(
     assert all(part.missing == ("trainer/0",) for part in parts.values())
 
 
-def test_a_trainer_that_meets_what_nobody_foresaw_tells_the_engine_that_it_feeds(
+def test_a_trainer_tells_its_engine_of_an_unexpected_error(
     chain: Chain,
 ) -> None:
     chain.fleet.script["engine-a/0"] = raises(OSError(5, "input or output"))
@@ -449,7 +449,7 @@ def test_an_upstream_that_ends_without_a_word_is_told(chain: Chain, with_a_word:
 
 
 @pytest.mark.parametrize("disconnected", [(), ("trainer/0",)])
-def test_an_engine_fences_before_it_trusts_what_a_dead_upstream_wrote(
+def test_an_engine_fences_before_it_verifies_bytes_of_a_dead_upstream(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, disconnected: tuple[str, ...]
 ) -> None:
     happened: list[str] = []

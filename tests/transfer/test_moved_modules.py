@@ -129,7 +129,7 @@ async def test_a_sharded_module_is_moved_and_cast_between_versions(
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.usefixtures("swapping")
-async def test_a_plain_module_whose_tensors_are_swapped_is_moved_between_versions(
+async def test_a_plain_module_may_swap_its_tensors_between_versions(
     change: str,
 ) -> None:
     await publish_around(Model(1.0), CHANGES[change], ReplicaPlace.OFF)
@@ -139,7 +139,7 @@ def negative(tensor: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(tensor)
 
 
-def test_a_tensor_whose_memory_contains_other_values_is_refused_by_name() -> None:
+def test_a_tensor_with_the_negative_bit_is_refused_by_name() -> None:
     """A tensor with torch's negative bit was published with the wrong sign and a right digest."""
     model = Model(1.0)
     model.up.weight = torch.nn.Parameter(negative(model.up.weight.detach()))
@@ -213,7 +213,7 @@ async def test_a_change_of_a_gathered_copy_is_refused() -> None:
     await with_controller(ControlConfig(), work)
 
 
-def test_tensors_whose_memory_misleads_are_refused() -> None:
+def test_tensors_whose_memory_differs_from_their_values_are_refused() -> None:
     values = torch.arange(12.0)
     complex_values = torch.zeros(4, dtype=torch.complex64)
     for tensor in (

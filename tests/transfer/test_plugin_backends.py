@@ -87,12 +87,12 @@ def test_a_registered_backend_states_its_traits_and_travels_to_both_halves() -> 
         ("torn", "NOTHING"),
     ],
 )
-def test_a_backend_that_is_none_is_refused_when_settings_are_made(name: str, says: str) -> None:
+def test_an_invalid_backend_is_refused_by_its_settings(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ControlConfig(backend=PluginBackend(name))
 
 
-def test_what_the_built_in_backends_state() -> None:
+def test_built_in_backends_state_their_traits() -> None:
     assert P2pBackend().traits == BackendTraits(one_sided=True, catches_up=True, relays=True)
     assert XcclBackend().traits == BackendTraits(collective=True)
     assert DiskBackend(folder="/w").traits == BackendTraits(lands_live=False)

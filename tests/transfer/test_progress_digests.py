@@ -112,9 +112,7 @@ def test_hints_in_order_leave_nothing_to_hash(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("what", ["out of order", "doubled", "lost", "of another write", "none"])
-def test_hints_that_are_not_what_they_should_be_cost_time_and_nothing_else(
-    pair: Pair, what: str
-) -> None:
+def test_irregular_hints_cost_only_time(pair: Pair, what: str) -> None:
     digest, told = pair.write(4, "w")
     pair.tell(
         {
@@ -186,7 +184,7 @@ def test_a_hint_in_no_known_encoding_does_not_end_an_update(pair: Pair) -> None:
     assert pair.receiver.late_nbytes == 0
 
 
-def test_somebody_who_tells_without_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sender_of_endless_hints_does_not_block_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landings, "MAX_AT_ONCE", 8)
     heard = list[PartWritten]()
     may_start = threading.Event()
@@ -251,7 +249,7 @@ def test_a_gpu_without_room_keeps_nothing_and_frees_nothing_twice(
     assert pair.receiver.verify(0, {SOURCE: digest}) == ()
 
 
-def test_what_late_kernels_may_read_is_not_freed() -> None:
+def test_memory_under_late_kernels_is_not_freed() -> None:
     found = Pair()
     held = dict(found.gpu.device.allocated)  # type: ignore[attr-defined]
     found.gpu.is_late = True  # type: ignore[misc]

@@ -220,7 +220,7 @@ def test_replicas_share_the_work_in_whole_blocks() -> None:
     assert min(shares) > plan.nbytes // 5
 
 
-def test_what_travels_is_packed_and_the_plan_says_why() -> None:
+def test_a_quantised_update_is_packed_and_the_plan_gives_the_reason() -> None:
     full = weights(torch.bfloat16)
     planned = plan_with_reports([by_rows(1, full, DType.BFLOAT16)[0].manifest], [engine(0, 1).manifest])  # fmt: skip
     assert planned.coverage.fraction == 1.0
@@ -298,7 +298,7 @@ def test_an_arena_smaller_than_a_row_of_blocks_is_refused() -> None:
         update(trainers, [engine(0, 1)], UpdateMode.IN_PLACE, 40_000)
 
 
-def test_a_backend_that_sends_parameters_as_they_lie_refuses_to_quantise() -> None:
+def test_a_backend_that_sends_unpacked_parameters_refuses_to_quantise() -> None:
     rank = by_rows(1, weights(torch.bfloat16), DType.BFLOAT16)[0]
     plan = plan_transfer([rank.manifest], [engine(0, 1).manifest])
     memory = [ParameterMemory(m.data_ptr(), m.nbytes) for m in rank.memory]

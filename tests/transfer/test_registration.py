@@ -109,7 +109,7 @@ def test_parameters_of_one_storage_are_registered_once_and_parameters_of_their_o
     assert transport.registered == set()
 
 
-def test_only_what_is_wanted_of_a_storage_is_registered(transport: Recording) -> None:
+def test_only_the_wanted_part_of_a_storage_is_registered(transport: Recording) -> None:
     """Nothing before the first or after the last wanted byte may be registered: others may own it."""
     every = located(flat_module()).locate()
     covering(transport).cover(every[5:9])
@@ -117,7 +117,7 @@ def test_only_what_is_wanted_of_a_storage_is_registered(transport: Recording) ->
     assert transport.registered == {(every[5].address, 4 * size)}
 
 
-def test_data_that_is_swapped_is_registered_where_it_lies_then(transport: Recording) -> None:
+def test_swapped_data_is_registered_at_its_new_address(transport: Recording) -> None:
     module = flat_module()
     found, memory = located(module), covering(transport)
     memory.cover(found.locate())
@@ -134,7 +134,7 @@ def test_data_that_is_swapped_is_registered_where_it_lies_then(transport: Record
     assert transport.registered == {storage_of(swapped.get_parameter("w0"))}
 
 
-def test_a_parameter_that_stays_while_its_storage_becomes_another_is_registered_anew() -> None:
+def test_a_parameter_is_registered_again_when_its_storage_changes() -> None:
     """A new allocation may start at the old address.
 
     The other parameter's move shows that the old one ended.
@@ -150,7 +150,7 @@ def test_a_parameter_that_stays_while_its_storage_becomes_another_is_registered_
     transport.close()
 
 
-def test_a_region_goes_before_one_that_overlaps_it_comes(transport: Recording) -> None:
+def test_an_old_region_is_removed_before_an_overlapping_one_is_added(transport: Recording) -> None:
     buffer = np.arange(4096, dtype=np.uint8)
     address = int(buffer.ctypes.data)
     memory = covering(transport)
@@ -169,7 +169,7 @@ def test_a_region_goes_before_one_that_overlaps_it_comes(transport: Recording) -
     ]
 
 
-def test_overlapping_views_share_a_region_whoever_allocated_them(transport: Recording) -> None:
+def test_overlapping_views_of_any_allocator_share_a_region(transport: Recording) -> None:
     """To torch, two arrays of one memory are two storages."""
     buffer = np.arange(256, dtype=np.uint8)
     views = [
@@ -188,7 +188,7 @@ def test_overlapping_views_share_a_region_whoever_allocated_them(transport: Reco
     }
 
 
-def test_what_the_owner_registered_is_left_alone_and_no_region_reaches_over_it(
+def test_regions_of_the_owner_stay_and_are_not_overlapped(
     transport: Recording,
 ) -> None:
     buffer = np.arange(4096, dtype=np.uint8)
@@ -328,7 +328,7 @@ async def test_an_update_tells_what_registering_cost_and_engines_serve_weights_t
         await asyncio.to_thread(work, controller.url)
 
 
-def test_overlapping_spans_share_a_stretch_wherever_they_lie() -> None:
+def test_overlapping_spans_share_a_stretch() -> None:
     assert stretches([(100, 50), (120, 10), (140, 20), (160, 5)]) == [(100, 60), (160, 5)]
 
 

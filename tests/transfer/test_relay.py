@@ -100,7 +100,9 @@ async def test_engines_of_another_layout_are_written_by_the_trainers() -> None:
 @pytest.mark.parametrize(
     "mode", [UpdateMode.IN_PLACE, pytest.param(UpdateMode.STAGED, marks=pytest.mark.long)]
 )
-async def test_a_relay_that_is_killed_in_mid_update_takes_nobody_with_it(mode: UpdateMode) -> None:
+async def test_a_relay_killed_during_an_update_is_the_only_engine_left_out(
+    mode: UpdateMode,
+) -> None:
     async with fleet_of(RelayShape.CHAIN, mode, 4) as fleet:
         fleet.add_trainers()
         for i in range(4):
@@ -130,7 +132,7 @@ async def test_bytes_that_were_spoilt_on_the_way_are_not_passed_on() -> None:
 
 
 @pytest.mark.long
-async def test_a_relay_that_stands_still_is_left_out_and_so_is_whom_it_may_still_write() -> None:
+async def test_a_stopped_relay_and_its_destination_are_left_out() -> None:
     async with fleet_of(RelayShape.CHAIN, UpdateMode.STAGED, 3, write_s=8.0) as fleet:
         fleet.add_trainers()
         for i in range(3):

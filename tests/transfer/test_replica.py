@@ -231,7 +231,7 @@ async def test_weights_that_change_after_they_were_copied_are_served_as_they_wer
     await with_controller(ControlConfig(mode=mode), work)
 
 
-async def test_an_update_that_nobody_asks_after_and_that_fails_is_in_the_log(
+async def test_a_failed_update_without_a_waiter_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def work(url: str) -> None:
@@ -249,7 +249,7 @@ async def test_an_update_that_nobody_asks_after_and_that_fails_is_in_the_log(
     assert "no wire" in told[0]
 
 
-async def test_two_ranks_go_on_each_at_its_own_time() -> None:
+async def test_two_ranks_continue_independently_after_their_copies() -> None:
     def work(url: str) -> None:
         go = threading.Event()
         memories = [Memory(rank, 2) for rank in range(2)]
@@ -276,7 +276,7 @@ async def test_two_ranks_go_on_each_at_its_own_time() -> None:
     await with_controller(ControlConfig(mode=UpdateMode.STAGED), work)
 
 
-async def test_what_cannot_have_a_replica_says_so_and_waits_for_nothing() -> None:
+async def test_begin_publish_without_a_replica_fails_at_once() -> None:
     go = threading.Event()
     go.set()
 
@@ -313,7 +313,7 @@ async def test_what_cannot_have_a_replica_says_so_and_waits_for_nothing() -> Non
     await with_controller(ControlConfig(backend=XcclBackend()), other_backend)
 
 
-async def test_a_version_that_nobody_waits_for_any_more_copies_nothing() -> None:
+async def test_a_version_without_a_waiter_copies_nothing() -> None:
     def work(url: str) -> None:
         memory, go = Memory(0, 1), threading.Event()
         go.set()
@@ -582,7 +582,7 @@ async def test_a_version_is_given_up_once_no_copy_reads_the_weights_any_more(
     await with_controller(ControlConfig(), work)
 
 
-async def test_a_version_whose_step_cannot_be_marked_leaves_the_turn_to_the_next() -> None:
+async def test_a_version_with_a_failing_step_stream_does_not_block_the_next() -> None:
     def work(url: str) -> None:
         memory, go = Memory(0, 1), threading.Event()
         memory.refill(0)

@@ -244,7 +244,7 @@ def test_given_rules_for_stacked_experts_switch_the_conversion_off() -> None:
     assert {t.name for t in manifest.tensors} == set(dict(model.named_parameters()))
 
 
-def test_these_models_are_no_plain_ones(tmp_path: Path) -> None:
+def test_the_chosen_models_have_other_names_and_many_parts(tmp_path: Path) -> None:
     """The test above needs models with other module names, and tensors with five dims."""
     model = built("mixtral")
     assert not set(model.state_dict()) >= set(saved(model, tmp_path / "mixtral"))
@@ -292,7 +292,7 @@ def run_rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_what_ranks_hold_of_saved_tensors_is_together_what_is_saved(tmp_path: Path) -> None:
+def test_shards_of_all_ranks_make_up_the_saved_tensors(tmp_path: Path) -> None:
     for name in SHARDED:
         saved(built(name), tmp_path / name)
     mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
@@ -385,7 +385,9 @@ class Doubled(core_model_loading.ConversionOps):  # type: ignore[misc]
         return self
 
 
-def test_what_transformers_computes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_transformers_computes_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = built("gpt_neox")
     doubled = core_model_loading.WeightConverter(
         "mlp.dense_h_to_4h.weight", "mlp.dense_h_to_4h.weight", operations=[Doubled()]

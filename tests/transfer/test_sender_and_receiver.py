@@ -244,7 +244,7 @@ def served_is_right(fleet: Fleet, dtype: DType, full: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
 @pytest.mark.parametrize("arena_nbytes", [0, 256])
-def test_what_is_read_wrongly_for_a_moment_is_found_and_healed_by_writing_again(
+def test_a_wrong_read_during_a_write_is_healed_by_writing_again(
     dtype: DType, arena_nbytes: int
 ) -> None:
     """Each parameter in turn is wrong during its write, and right before and after."""
@@ -303,7 +303,7 @@ def test_a_bit_that_flipped_in_the_arena_is_healed_by_writing_again(dtype: DType
 
 
 @pytest.mark.parametrize("arena_nbytes", [0, 256])
-def test_weights_that_are_others_when_they_are_written_again_are_never_confirmed(
+def test_weights_that_change_before_they_are_written_again_are_not_confirmed(
     arena_nbytes: int,
 ) -> None:
     fleet, _ = standard_fleet(DType.BFLOAT16, UpdateMode.IN_PLACE, arena_nbytes)

@@ -92,7 +92,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     found.close()
 
 
-def test_what_the_sender_tells_is_hashed_as_it_lands(pair: Pair) -> None:
+def test_an_engine_hashes_bytes_of_the_sender_as_they_land(pair: Pair) -> None:
     for version in range(2):
         pair.trained += 1
         pair.sender.prepare(version)
@@ -157,7 +157,7 @@ def test_a_write_that_stops_half_way_has_failed_only_when_all_that_was_queued_is
     assert pair.gpu.is_late == (ends is not None)
 
 
-def test_unknown_is_told_though_nobody_can_look_whether_the_engine_lives(
+def test_an_unknown_outcome_is_reported_although_the_liveness_check_fails(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

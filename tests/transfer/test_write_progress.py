@@ -27,7 +27,7 @@ def tell(address: str, count: int) -> None:
         notify(address, landed(number))
 
 
-def test_what_another_process_tells_is_delivered_in_order() -> None:
+def test_messages_of_another_process_are_delivered_in_order() -> None:
     heard: list[PartWritten] = []
     all_heard = threading.Event()
 
@@ -45,7 +45,7 @@ def test_what_another_process_tells_is_delivered_in_order() -> None:
     assert heard == [landed(number) for number in range(5)]
 
 
-def test_draining_delivers_all_that_was_told_before() -> None:
+def test_draining_delivers_all_earlier_messages() -> None:
     for _ in range(50):
         heard: list[PartWritten] = []
         listener = ProgressListener(heard.append)
@@ -55,7 +55,7 @@ def test_draining_delivers_all_that_was_told_before() -> None:
         listener.close()
 
 
-def test_a_full_queue_holds_nobody_up() -> None:
+def test_a_full_queue_does_not_block_the_sender() -> None:
     busy, go_on = threading.Event(), threading.Event()
 
     def deliver(_: PartWritten) -> None:
@@ -71,7 +71,7 @@ def test_a_full_queue_holds_nobody_up() -> None:
     listener.close()
 
 
-def test_a_listener_that_is_gone_or_never_was_is_no_error() -> None:
+def test_sending_to_an_absent_listener_is_no_error() -> None:
     listener = ProgressListener(lambda _: None)
     listener.close()
     listener.close()
@@ -80,7 +80,7 @@ def test_a_listener_that_is_gone_or_never_was_is_no_error() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "write-progress"]
 
 
-def test_what_is_no_message_is_passed_over() -> None:
+def test_the_listener_ignores_malformed_messages() -> None:
     heard: list[PartWritten] = []
     listener = ProgressListener(heard.append)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:

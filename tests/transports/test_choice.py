@@ -20,7 +20,7 @@ def has(*names: str, host: str = "192.0.2.1") -> list[TransportOffer]:
     return found
 
 
-def test_the_fastest_of_those_that_reach_is_taken_and_the_reason_says_so() -> None:
+def test_a_link_takes_the_fastest_transport_that_reaches_its_peer() -> None:
     here, there = has("cma", "shm", "nixl"), has("nixl", "cma")
     within = choose_transport(here, there, same_host=True, same_address=True)
     assert within.transport == "cma"
@@ -38,7 +38,7 @@ def test_a_link_is_as_fast_as_its_slower_end() -> None:
     assert choice.transport == "nixl"
 
 
-def test_what_cannot_be_reached_is_refused_with_the_reason_of_each() -> None:
+def test_an_unreachable_peer_is_refused_with_the_reason_of_each_transport() -> None:
     with pytest.raises(
         ConfigError, match="must be one that both ends have, got cma here, nixl there"
     ):

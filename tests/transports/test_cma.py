@@ -26,7 +26,7 @@ class TestCma(ProcessConformance):
         assert "not mapped" in message
         rig.write(rig.batch([0], [0], [16]))
 
-    def test_a_partial_count_goes_on_where_it_stopped(
+    def test_a_partial_write_continues_where_it_stopped(
         self, rig: Rig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from windlass.transports import cma

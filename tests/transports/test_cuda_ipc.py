@@ -81,7 +81,7 @@ def test_rows_land_where_they_belong_and_both_digests_are_numpys(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(256, 384), (200, 136), (128, 130), (1, 7)])
-def test_block_float8_is_that_of_the_cpu_bit_for_bit(
+def test_block_float8_equals_that_of_the_cpu_bit_for_bit(
     transport: CudaIpcTransport, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     rows, columns = shape
@@ -169,7 +169,7 @@ def lend(pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_what_a_peer_has_freed_is_free_when_it_is_unmapped(transport: CudaIpcTransport) -> None:
+def test_unmapping_frees_memory_that_the_peer_has_freed(transport: CudaIpcTransport) -> None:
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=lend, args=(theirs,))
@@ -211,7 +211,7 @@ def batch(region, local, remote, nbytes) -> WriteBatch:  # type: ignore[no-untyp
     )
 
 
-def test_a_peer_of_torchs_allocator_gets_the_bytes_and_nothing_beside_them(
+def test_a_peer_of_torchs_allocator_gets_exactly_the_written_bytes(
     transport: CudaIpcTransport, peer: tuple[mp.process.BaseProcess, Connection]
 ) -> None:
     process, pipe = peer

@@ -136,7 +136,7 @@ def test_memory_waits_for_as_long_as_it_is_touched_whatever_else_is(
     assert memory.freed == [12288, 8192, 4096, 16384]
 
 
-def test_what_is_touched_when_its_transport_ends_is_kept_for_good(
+def test_memory_in_use_at_the_end_of_its_transport_is_never_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bounds, "_KEPT", kept := list[Callable[[], None]]())
@@ -392,7 +392,7 @@ def test_a_mooncake_write_that_never_began_keeps_no_arena(ends: Ends) -> None:
     assert ends.memory() is not None
 
 
-def test_closing_mooncake_beside_a_write_ends_it_with_an_error_and_keeps_its_memory(
+def test_closing_mooncake_during_a_write_ends_the_write_and_keeps_its_memory(
     ends: Ends,
 ) -> None:
     ends.native.may_go.clear()
@@ -420,7 +420,7 @@ def test_closing_mooncake_beside_a_write_ends_it_with_an_error_and_keeps_its_mem
         ends.write(Arena(ends.target, NBYTES), 1.0)
 
 
-def test_closing_mooncake_beside_a_peer_that_does_not_answer_ends_the_write(
+def test_closing_mooncake_ends_a_write_to_a_silent_peer(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peer gets no further request, because that would wait behind the stuck call."""

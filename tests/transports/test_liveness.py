@@ -48,7 +48,7 @@ def break_connection(listener: LivenessListener, liveness: PeerLiveness) -> None
         threading.Event().wait(0.001)
 
 
-def test_a_peer_whose_connection_was_reset_has_not_ended(listener: LivenessListener) -> None:
+def test_a_reset_connection_does_not_count_as_the_end_of_a_peer(listener: LivenessListener) -> None:
     liveness = enter(listener.port)
     for _ in range(3):
         break_connection(listener, liveness)
@@ -82,7 +82,7 @@ def test_another_process_behind_the_door_is_not_the_peer(
         enter(listener.port)
 
 
-def test_silence_behind_a_connection_that_was_reset_is_no_end(
+def test_a_peer_that_is_silent_after_a_reset_does_not_count_as_ended(
     listener: LivenessListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(liveness_module, "RECONNECT_S", 0.2)
@@ -114,7 +114,7 @@ def test_silence_behind_a_connection_that_was_reset_is_no_end(
     liveness.close()
 
 
-def test_closing_a_peer_s_liveness_ends_whoever_watches_it(listener: LivenessListener) -> None:
+def test_closing_a_peers_liveness_ends_its_watcher(listener: LivenessListener) -> None:
     liveness = enter(listener.port)
     watching = threading.Thread(target=liveness.wait_ended, args=(SECONDS,))
     watching.start()
@@ -124,7 +124,7 @@ def test_closing_a_peer_s_liveness_ends_whoever_watches_it(listener: LivenessLis
     assert liveness._socket.fileno() == -1
 
 
-def test_whoever_is_about_to_watch_a_peer_s_liveness_that_is_closed_does_not_wait(
+def test_a_watcher_does_not_wait_when_the_liveness_is_closed(
     listener: LivenessListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     liveness, wake = enter(listener.port), os.eventfd(0)

@@ -53,7 +53,7 @@ class TestMooncakeTcp(ProcessConformance):
             listener.listen(8)
             yield f"127.0.0.1:{listener.getsockname()[1]}"
 
-    def test_the_wire_is_the_one_that_was_asked_for(self, rig: Rig) -> None:
+    def test_the_report_names_the_requested_wire(self, rig: Rig) -> None:
         report = rig.transport.report()
         assert (report.protocol, rig.transport.traits.one_sided) == ("tcp", False)
         assert "mooncake" in report.detail
@@ -297,7 +297,7 @@ def sending() -> Iterator[Sending]:
     transport.close()
 
 
-def test_peers_that_are_gone_leave_no_thread_and_no_entry(sending: Sending) -> None:
+def test_dead_peers_leave_no_thread_and_no_entry(sending: Sending) -> None:
     transport, source = sending
     before = threads_of_peers()
     with ExitStack() as stack:

@@ -20,14 +20,14 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found
 
 
-def test_what_was_open_before_is_not_new(device: Path) -> None:
+def test_a_device_opened_before_the_mark_is_not_new(device: Path) -> None:
     before = os.open(device, os.O_RDWR)
     assert mooncake_native._open_devices(mark=True) == {"nic of uverbs0"}
     assert mooncake_native._open_devices(mark=False) == set()
     os.close(before)
 
 
-def test_a_device_opened_under_the_number_of_one_that_was_closed_meanwhile_is_new(
+def test_a_device_that_reuses_a_closed_descriptor_number_is_new(
     device: Path,
 ) -> None:
     before = os.open(device, os.O_RDWR)

@@ -51,7 +51,7 @@ class TestNixlCma(ProcessConformance):
         assert (report.protocol, rig.transport.traits.one_sided) == ("cma", True)
         assert "memory" in report.detail
 
-    def test_a_key_that_is_no_key_is_refused(self, rig: Rig) -> None:
+    def test_an_invalid_key_is_refused(self, rig: Rig) -> None:
         for key in ("", "nonsense", "AAAA", "\u00e9"):
             region = msgspec.structs.replace(rig.peer.region, key=key)
             rig.refused(rig.batch([0], [0], [16], regions=(region,)), RegionError)
@@ -316,7 +316,7 @@ def test_an_arena_under_a_late_write_is_freed_when_the_write_is_over(mortal_peer
     ends.other.close()
 
 
-def test_a_peer_that_died_in_mid_write_keeps_what_was_read_and_nothing_else(
+def test_a_peer_that_died_during_a_write_keeps_only_the_read_memory(
     mortal_peer: Mortal,
 ) -> None:
     ends = mortal_peer
@@ -340,7 +340,7 @@ def test_a_peer_that_died_in_mid_write_keeps_what_was_read_and_nothing_else(
         assert ends.memory() is not None
 
 
-def test_closing_beside_a_write_ends_it_and_what_is_on_its_way_arrives_whole(
+def test_closing_during_a_write_ends_it_and_bytes_on_the_wire_arrive_whole(
     mortal_peer: Mortal,
 ) -> None:
     ends, found, begun = mortal_peer, list[Exception](), threading.Event()
@@ -415,7 +415,7 @@ class TestNixlTcp(ProcessConformance):
                 continue
         mortal.check_peer(mortal.arena.bytes, "after it went on")
 
-    def test_a_peer_that_dies_under_an_open_write_is_gone(
+    def test_a_peer_that_dies_under_an_open_write_is_unreachable(
         self, mortal: Rig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         batch = mortal.batch([0], [0], [NBYTES])

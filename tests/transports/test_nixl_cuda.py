@@ -210,7 +210,7 @@ class TestNixlOnGpus(TransportConformance):
         print(report)
         assert "cuda_ipc" in report.protocol, report
 
-    def test_a_stopped_peer_is_written_all_the_same(self, mortal: Rig) -> None:
+    def test_a_write_reaches_a_stopped_peer(self, mortal: Rig) -> None:
         peer = mortal.peer
         assert isinstance(peer, GpuPeer)
         mortal.write(mortal.batch([64], [0], [8]))

@@ -20,7 +20,7 @@ PEER = (
 )
 
 
-def test_a_peer_of_an_agent_that_started_meanwhile_is_cut() -> None:
+def test_a_fence_cuts_a_peer_of_an_agent_that_started_later() -> None:
     mark = new_mark()
     with ExitStack() as held:
 

@@ -225,7 +225,7 @@ def test_a_lost_write_keeps_no_arena_that_it_does_not_read(ends: Ends) -> None:
     another.close()
 
 
-def test_an_arena_under_a_write_that_goes_on_is_freed_when_that_has_ended(ends: Ends) -> None:
+def test_an_arena_under_an_open_write_is_freed_when_the_write_ends(ends: Ends) -> None:
     thread, found = ends.write_on()
     memory = [weakref.ref(arena.bytes) for arena in ends.arenas]
     for arena in ends.arenas:
@@ -237,7 +237,7 @@ def test_an_arena_under_a_write_that_goes_on_is_freed_when_that_has_ended(ends: 
     assert memory[0]() is None
 
 
-def test_closing_beside_a_write_ends_it_with_an_error_and_frees_nothing_under_it(
+def test_closing_during_a_write_ends_it_with_an_error_and_keeps_its_memory(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl, "_STRANDED", stranded := list[object]())
@@ -255,7 +255,7 @@ def test_closing_beside_a_write_ends_it_with_an_error_and_frees_nothing_under_it
     assert len(stranded) == len(region_transport._KEPT) == 1
 
 
-def test_a_write_whose_thread_is_interrupted_keeps_its_memory_until_it_is_over(
+def test_an_interrupted_write_keeps_its_memory_until_it_is_over(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends.write(ends.arenas[0], SECONDS)
@@ -276,7 +276,7 @@ def test_a_write_whose_thread_is_interrupted_keeps_its_memory_until_it_is_over(
     assert memory() is None
 
 
-def test_nobody_waits_for_the_listener_of_a_peer_whose_connection_broke(
+def test_no_write_waits_for_the_listener_of_a_disconnected_peer(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind a partition listeners are silent, and each would be waited for for a second."""

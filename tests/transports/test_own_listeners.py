@@ -33,7 +33,7 @@ def agent_listens(_name: str, _wire: NixlWire, _device: str) -> socket.socket:
     ],
     ids=["liveness", "nixl"],
 )
-def test_what_another_transport_listens_on_is_not_the_engines(
+def test_listeners_of_another_transport_do_not_belong_to_the_engine(
     start: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other transport starts with the engine, and has time to finish unless it is blocked."""

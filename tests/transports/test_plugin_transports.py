@@ -84,9 +84,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return inherited | {"PYTHONPATH": ":".join(path), "TMPDIR": str(folder)}
 
 
-def test_it_passes_the_suite_that_ships_with_windlass(
-    installed: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_plugin_passes_the_suite_of_windlass(installed: dict[str, str], tmp_path: Path) -> None:
     test = shutil.copy(PLUGIN / "test_file_mmap.py", tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)],
@@ -100,7 +98,7 @@ def test_it_passes_the_suite_that_ships_with_windlass(
     assert " passed" in done.stdout
 
 
-def test_an_update_travels_over_it(installed: dict[str, str], tmp_path: Path) -> None:
+def test_an_update_travels_over_the_plugin(installed: dict[str, str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", UPDATE],
         env=installed,
@@ -113,7 +111,7 @@ def test_an_update_travels_over_it(installed: dict[str, str], tmp_path: Path) ->
     assert done.stdout == "updated over {'file_mmap': 1}\n"
 
 
-def test_the_doctor_starts_it(installed: dict[str, str], tmp_path: Path) -> None:
+def test_the_doctor_starts_the_plugin(installed: dict[str, str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "windlass.cli.main", "doctor", "--require", "file_mmap"],
         env=installed,

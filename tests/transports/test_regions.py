@@ -76,7 +76,7 @@ def test_a_piece_is_inside_exactly_when_one_region_holds_all_its_bytes(
             check_inside(addresses, sizes, spans, "here")
 
 
-def test_a_removed_region_must_be_the_one_that_was_added() -> None:
+def test_only_an_added_region_can_be_removed() -> None:
     table = RegionTable()
     table.add(region(100, 10))
     for wrong in (region(100, 9), region(101, 10), region(99, 10)):
@@ -159,7 +159,7 @@ def test_pieces_cut_at_seams_move_the_same_bytes_and_cross_none(
     assert len(nbytes) <= len(rows) * (1 + seams)
 
 
-def test_seams_lie_at_multiples_of_the_step_inside_the_region() -> None:
+def test_seams_are_at_multiples_of_the_step_inside_the_region() -> None:
     assert edges_of(100, 30, 0) == []
     assert edges_of(100, 30, 30) == []
     assert edges_of(100, 30, 10) == [110, 120]

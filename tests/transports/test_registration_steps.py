@@ -52,7 +52,7 @@ def test_a_region_registered_in_steps_is_written_across_its_seams(
         assert rig.peer.read(0, 64) == arena.bytes[8:72].tobytes()
 
 
-def test_a_step_that_is_no_step_is_refused() -> None:
+def test_an_invalid_step_is_refused() -> None:
     for nbytes in (-4096, 1, 4097):
         with pytest.raises(ConfigError, match="max_registration_nbytes"):
             MooncakeConfig(max_registration_nbytes=nbytes)

@@ -57,7 +57,7 @@ def test_an_entry_point_adds_a_name_and_its_settings(monkeypatch: pytest.MonkeyP
     assert parse_transport('{"type": "named", "speed": 3}') == Named(speed=3)
 
 
-def test_what_no_distribution_should_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_entry_point_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     here = __name__
     install(monkeypatch, wrong=f"{here}:NotItsName", cma=f"{here}:Named", number=f"{here}:install")
     with pytest.raises(ConfigError, match="its tag must be 'wrong', got 'other'"):

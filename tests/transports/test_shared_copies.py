@@ -120,7 +120,7 @@ def test_nothing_is_begun_after_a_failure_and_all_that_began_is_waited_for(
         assert ended == ["begun before"]
 
 
-def test_what_others_have_begun_is_waited_for_when_the_caller_is_interrupted() -> None:
+def test_an_interrupted_caller_waits_for_jobs_of_other_threads() -> None:
     caller, begun = threading.current_thread(), threading.Event()
     going_on: list[str] = []
 

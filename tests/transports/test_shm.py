@@ -72,7 +72,7 @@ class TestShm(ProcessConformance):
         sender.close()
         receiver.close()
 
-    def test_segments_are_zeroed_and_gone_after_close(self) -> None:
+    def test_segments_are_zeroed_and_removed_by_close(self) -> None:
         transport = ShmTransport()
         before = len(segments_of(os.getpid()))
         with Arena(transport, 10_000) as arena:
