@@ -52,7 +52,7 @@ FEATURES: dict[str, dict[str, tuple[str, str]]] = {
     },
     "p2p over a network": {
         "host": (MIXED, ""),
-        "gpu": (f"{LIVE}::test_the_same_over_wires_that_reach_other_hosts", ""),
+        "gpu": (f"{LIVE}::test_engines_on_gpus_hold_the_full_tensors_over_network_transports", ""),
     },
     "xccl, gloo": {"host": (BACKENDS, "xccl"), "gpu": (BROADCASTS, "gloo")},
     "xccl, NCCL": {"gpu": (BROADCASTS, "nccl")},

@@ -64,7 +64,7 @@ def test_the_search_finds_names_of_the_other_project(text: str, is_wrong: bool) 
     assert bool(told(text)) is is_wrong
 
 
-def test_no_file_tells_anybody_to_install_the_other_project() -> None:
+def test_no_file_names_the_other_project_for_installation() -> None:
     found = {}
     for path in files():
         if path == Path(__file__) or not path.is_file():

@@ -19,7 +19,7 @@ from windlass.transports import CmaConfig, create_transport, parse_transport
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_required_check_that_does_not_work_is_the_exit_status(
+def test_a_failed_required_check_sets_the_exit_status_of_doctor(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["doctor"]) == 0
@@ -41,7 +41,7 @@ def test_expandable_segments_and_a_folder_without_safetensors_are_refused_with_t
     assert "safetensors" in findings["checkpoint"].found
 
 
-def test_a_checkpoint_that_no_update_can_follow_is_told_by_its_scheme(tmp_path: Path) -> None:
+def test_doctor_names_the_unsupported_scheme_of_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
     (finding,) = (f for f in run_checks(tmp_path) if f.name == "checkpoint")
     assert finding.status is Status.FAILS
@@ -57,7 +57,7 @@ def test_doctor_prints_brackets_unchanged(
     assert "[extra]" in capsys.readouterr().out
 
 
-def test_every_finding_that_does_not_work_says_what_to_do() -> None:
+def test_every_failed_finding_of_doctor_gives_a_remedy() -> None:
     findings = run_checks()
     assert {"cma", "shm", "mooncake", "/dev/shm", "locked memory", "RDMA"} <= {
         finding.name for finding in findings
@@ -105,7 +105,7 @@ def test_a_network_card_must_be_up_and_open_to_this_user(
     assert found.found.startswith(f"mlx5_0:1 {state.split()[-1]}")
 
 
-def test_options_that_an_update_does_not_survive_are_named_with_the_reason(
+def test_doctor_names_refused_engine_options_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check_flags("vllm --max-model-len 99").status is Status.WORKS
@@ -171,7 +171,7 @@ def test_a_machine_with_gpus_is_offered_mooncake_for_their_memory(
     assert "non-cuda" not in wanted
 
 
-def test_a_framework_that_is_not_there_is_the_exit_status(
+def test_a_missing_framework_sets_the_exit_status_of_doctor(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """These tests run without verl. test_verl.py checks an environment that has it."""

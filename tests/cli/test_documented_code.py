@@ -99,7 +99,7 @@ def test_public_names_and_files_that_are_named_exist() -> None:
             assert any(list(place.glob(path)) for place in places), f"{page.name}: {path}"
 
 
-def test_pages_are_looked_at() -> None:
+def test_pages_contain_code_blocks_to_check() -> None:
     found = [(tree, check_imports(tree)) for page in PAGES for tree in map(tree_of, blocks(page))]
     assert len(found) >= 15
     assert sum(check_calls(tree, known) for tree, known in found) >= 20
@@ -121,7 +121,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def test_every_command_on_a_page_is_understood() -> None:
+def test_every_command_and_option_on_a_page_exists() -> None:
     count = 0
     for page, line in commands("windlass"):
         words = shlex.split(line.replace("|", "_"))[1:]
@@ -151,7 +151,7 @@ def test_every_target_and_file_that_a_page_starts_exists() -> None:
 
 
 @pytest.mark.parametrize(("name", "extra"), [("doctor", "embedded"), ("demo", "demo")])
-def test_a_package_that_is_missing_is_told_with_the_extra_that_brings_it(
+def test_a_command_names_the_missing_package_and_its_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, extra: str
 ) -> None:
     def missing(_args: argparse.Namespace) -> int:

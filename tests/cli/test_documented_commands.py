@@ -40,7 +40,7 @@ def test_every_command_on_a_page_names_its_runner_or_a_reason() -> None:
     assert len(SHOWN) > 130
 
 
-def test_nothing_is_in_a_table_that_is_on_no_page() -> None:
+def test_every_pattern_of_the_tables_occurs_on_a_page() -> None:
     assert set(RUN) | set(NOT_RUN) | set(LANGUAGES) <= {each.pattern for each in SHOWN}
     assert len(NOT_RUN) < 10
 
@@ -57,7 +57,7 @@ def test_every_runner_of_a_command_exists() -> None:
             assert wanted in text, run_by
 
 
-def test_every_option_on_a_page_is_one_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_on_a_page_belongs_to_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Every value must be valid as well."""
     count = 0
     for each in (each for each in SHOWN if each.block.language == "bash"):
@@ -124,7 +124,7 @@ def test_settings_on_a_page_name_existing_objects() -> None:
     assert min(counts.values()) > 2
 
 
-def test_a_drawing_or_an_output_says_so() -> None:
+def test_drawings_and_outputs_are_fenced_as_text() -> None:
     """An indented block in no known language must be fenced as text."""
     texts = [each for each in SHOWN if each.block.language == "text"]
     assert len(texts) < 10
@@ -196,7 +196,7 @@ def script_lines() -> list[str]:
     return [*found, *own, *(f"{path.relative_to(ROOT)} --help" for path in helped)]
 
 
-def test_the_commands_of_the_page_on_tls_make_an_authority_that_is_believed(tmp_path: Path) -> None:
+def test_the_commands_of_the_tls_page_make_a_trusted_authority(tmp_path: Path) -> None:
     first, second = (b for b in all_blocks(ROOT / "docs/tls.md") if b.language == "bash")
     script = f"""set -e
 windlass() {{ exec "$PYTHON" -m windlass.cli.main "$@" --port 0; }}

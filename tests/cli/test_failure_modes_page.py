@@ -53,7 +53,7 @@ def test_every_line_of_a_threat_model_names_a_test_that_exists(page: str, num_te
 @pytest.mark.parametrize(
     ("page", "num_pairs"), [("failure-modes.md", 10), ("known-faults.md", 20), ("features.md", 17)]
 )
-def test_a_test_that_is_named_with_its_file_is_in_that_file(page: str, num_pairs: int) -> None:
+def test_every_test_named_with_a_file_is_in_that_file(page: str, num_pairs: int) -> None:
     known = names_by_file()
     text = (ROOT / "docs" / page).read_text()
     pairs = re.findall(r"`(test_\w+)`[^`|;]*\(`(tests/[\w/]+\.py)`\)", text)

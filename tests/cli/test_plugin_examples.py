@@ -187,7 +187,7 @@ class Recorder:
 
 
 @pytest.mark.usefixtures("site")
-def test_waves_are_as_wide_as_its_options_say() -> None:
+def test_the_waves_backend_writes_waves_of_the_given_width() -> None:
     waves, inner = importlib.import_module("windlass_waves_backend"), Recorder()
     written = waves.WavesSender({"width": 2}, inner, "").write(1, ("a", "b", "c"), 5.0)
     assert inner.asked == [("a", "b"), ("c",)]

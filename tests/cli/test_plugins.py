@@ -45,7 +45,7 @@ def test_every_built_in_plugin_is_found_by_its_name() -> None:
         assert COMMANDS.find(name).summary
 
 
-def test_a_distribution_adds_one_by_an_entry_point(site: Path) -> None:
+def test_a_distribution_adds_a_plugin_by_an_entry_point(site: Path) -> None:
     code = "from windlass.layout.naming.rules import Family\nFAMILY = Family('mine', ())\n"
     distribution(site, "mine_dist", "windlass.families", {"mine": "mine_dist:FAMILY"}, code)
     assert FAMILIES.find("mine") == Family("mine", ())
@@ -59,7 +59,7 @@ def test_an_unknown_name_is_refused_with_the_known_names() -> None:
         ENGINES.find("x")
 
 
-def test_two_of_one_name_are_refused_with_both_distributions(site: Path) -> None:
+def test_two_plugins_of_one_name_are_refused_with_both_distributions(site: Path) -> None:
     distribution(site, "first", "windlass.engines", {"vllm": "first:ENGINE", "new": "first:ENGINE"})
     distribution(site, "second", "windlass.engines", {"new": "second:ENGINE"})
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_two_of_one_name_are_refused_with_both_distributions(site: Path) -> None
         ("", r"must be importable: broken:COMMAND: AttributeError"),
     ],
 )
-def test_a_bad_one_is_refused_with_its_distribution(
+def test_a_bad_plugin_is_refused_with_its_distribution(
     code: str, says: str, site: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

@@ -74,7 +74,7 @@ def test_status_prints_ipv6_brackets_and_dropped_rollouts(
     )
 
 
-def test_a_controller_that_is_not_there_is_told_without_words_about_tls(
+def test_status_of_an_absent_controller_does_not_mention_tls(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")

@@ -185,7 +185,7 @@ def test_status_of_a_wrong_address_says_which_address_to_give(
             )
 
 
-def test_a_controller_that_does_not_answer_is_not_to_be_asked_for_its_status(
+def test_status_of_a_silent_controller_does_not_advise_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)

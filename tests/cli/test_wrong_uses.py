@@ -37,7 +37,7 @@ TOKEN = "a token"
 SAMPLING = windlass.SamplingParams(max_new_tokens=1)
 
 
-def test_a_name_of_a_member_is_the_member_and_another_name_is_refused() -> None:
+def test_settings_convert_names_to_enum_members() -> None:
     """The code compares members by identity: with a plain string, no engine would ever pause."""
     config = windlass.ControlConfig(mode="staged", pause_mode="retract")  # type: ignore[arg-type]
     assert config.mode is UpdateMode.STAGED
@@ -68,7 +68,7 @@ def test_a_tensor_that_cannot_be_described_is_named(tensor: torch.Tensor) -> Non
         connect(module)
 
 
-def test_a_path_is_a_folder_too() -> None:
+def test_a_disk_backend_accepts_a_path_object() -> None:
     assert windlass.DiskBackend(folder=Path("/weights")).folder == "/weights"  # type: ignore[arg-type]
 
 
@@ -128,7 +128,7 @@ def test_a_path_is_a_folder_too() -> None:
         (lambda: version_number(1.0, "publish"), "version must be an integer >= 0, got 1.0"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
-def test_a_value_that_cannot_be_meant_is_refused(make: Callable[[], object], says: str) -> None:
+def test_an_impossible_value_is_refused(make: Callable[[], object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()
 
@@ -344,7 +344,7 @@ def engine(url: str, weight: torch.Tensor) -> Iterator[Hooks]:
         yield hooks
 
 
-async def test_a_trainer_with_another_transport_is_told_before_anything_is_paused() -> None:
+async def test_a_trainer_with_another_transport_fails_before_engines_pause() -> None:
     """Otherwise an engine that is updated in place would end with mixed weights."""
     module, weight = torch.nn.Linear(2, 2, bias=False), torch.ones(2, 2)
     says = "trainer/0 cannot write engine/0: .* both ends have, got shm here, cma there"
@@ -367,7 +367,7 @@ async def test_a_trainer_with_another_transport_is_told_before_anything_is_pause
         await asyncio.to_thread(update, controller.url)
 
 
-async def test_a_write_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
+async def test_a_failed_write_is_reported_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "v00000000").write_text("in the way")
 
     def update(url: str) -> None:
@@ -384,7 +384,7 @@ async def test_a_write_that_fails_is_told_with_its_reason(tmp_path: Path) -> Non
         await asyncio.to_thread(update, controller.url)
 
 
-async def test_a_controller_that_is_away_is_the_reason_of_a_deadline() -> None:
+async def test_a_publish_timeout_names_the_absent_controller_as_the_reason() -> None:
     connected, gone = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 

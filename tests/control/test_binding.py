@@ -322,7 +322,7 @@ async def test_relays_are_bound_all_at_once(asked: Asked) -> None:
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
 @pytest.mark.parametrize("can_send", [False, True], ids=["by the next version", "by a peer"])
-async def test_an_engine_that_is_killed_and_comes_back_is_bound_alone(
+async def test_a_killed_engine_that_comes_back_is_bound_alone(
     mode: UpdateMode, can_send: bool, asked: Asked
 ) -> None:
     deadlines = PhaseDeadlines(connect_s=30, write_s=10, fleet_s=30)

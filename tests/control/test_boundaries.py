@@ -43,7 +43,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_listeners_that_raise_hold_up_no_round_and_no_report() -> None:
+async def test_listeners_that_raise_delay_no_round_and_no_report() -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a listener")
 
@@ -76,7 +76,7 @@ async def test_agents_that_do_not_answer_a_close_cost_one_deadline_together(
             await rig.coordinator.close()
 
 
-async def test_a_controller_that_cannot_listen_lets_its_journal_go(tmp_path: Path) -> None:
+async def test_a_controller_that_cannot_listen_releases_its_journal(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         first = windlass.Controller(token=TOKEN, port=port, journal_path=tmp_path / "rounds")
@@ -135,7 +135,7 @@ async def test_a_wait_for_a_batch_ends_when_the_controller_closes() -> None:
                 await each
 
 
-async def test_an_engine_that_cannot_resume_alone_comes_back_to_its_controller() -> None:
+async def test_an_engine_that_cannot_resume_alone_reconnects_to_its_controller() -> None:
     def broken() -> None:
         raise ConnectionRefusedError("the engine's HTTP server is away")
 
@@ -150,7 +150,7 @@ async def test_an_engine_that_cannot_resume_alone_comes_back_to_its_controller()
         await until(lambda: sessions.get("a/0") not in (None, first))
 
 
-async def test_an_engine_that_could_not_resume_alone_does_so_before_its_next_round() -> None:
+async def test_an_engine_that_could_not_resume_alone_resumes_before_its_next_round() -> None:
     told: list[str] = []
 
     def away_once() -> None:
@@ -232,7 +232,7 @@ def large_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("large_descriptors")
-def test_a_relay_that_cannot_take_a_visitor_does_not_ask_without_end(
+def test_a_relay_without_descriptors_does_not_accept_in_a_busy_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     accept, room, asked = socket.socket.accept, threading.Event(), threading.Semaphore(0)
@@ -261,7 +261,7 @@ def test_a_relay_that_cannot_take_a_visitor_does_not_ask_without_end(
         listener.close()
 
 
-def test_a_relay_closes_connections_that_bring_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relay_closes_connections_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "OPEN_S", 0.05)
     monkeypatch.setattr(relay, "MAX_CONNECTIONS", 1)
     listener = RelayReceiver("a/0", "127.0.0.1")

@@ -41,7 +41,7 @@ def engine(name: str, dtype: DType, *, can_send: bool = True, tensor: str = "wei
         (DType.BFLOAT16, DType.FLOAT32, DType.BFLOAT16, True),
     ],
 )
-def test_nothing_is_rounded_twice(
+def test_a_catch_up_never_rounds_weights_twice(
     donor: DType, newcomer: DType, trainer: DType, exact: bool
 ) -> None:
     trainers = [manifest("trainer/0", Role.TRAINER, trainer)]
@@ -59,7 +59,7 @@ def test_without_trainers_only_the_same_dtype_is_known_to_be_exact() -> None:
     assert plan.nbytes == newcomer.manifests[0].nbytes
 
 
-def test_engines_that_cannot_send_or_hold_something_else_are_passed_over() -> None:
+def test_engines_that_cannot_send_or_have_other_tensors_are_no_donors() -> None:
     candidates = [
         engine("a", DType.BFLOAT16, can_send=False),
         engine("b", DType.BFLOAT16, tensor="another"),

@@ -179,7 +179,7 @@ BOTH = pytest.mark.parametrize("mode", UpdateMode)
 
 
 @BOTH
-def test_a_catch_up_that_failed_is_made_again_from_another_engine(mode: UpdateMode) -> None:
+def test_a_failed_catch_up_is_repeated_from_another_engine(mode: UpdateMode) -> None:
     async def scenario(rig: Rig) -> None:
         rig.on_write = lambda donor: LinkStatus.FAILED if donor == "a" else LinkStatus.OK
         await rig.join("a")
@@ -197,7 +197,7 @@ def test_a_catch_up_that_failed_is_made_again_from_another_engine(mode: UpdateMo
 
 
 @BOTH
-def test_no_phase_is_shown_after_a_catch_up_however_it_ended(mode: UpdateMode) -> None:
+def test_status_shows_no_phase_after_a_catch_up(mode: UpdateMode) -> None:
     async def scenario(rig: Rig) -> None:
         rollouts = RolloutController(rig.coordinator, StalenessPolicy.unbounded(1))
         shown = Operations(rig.coordinator, rollouts, BatchQueue())
@@ -250,7 +250,7 @@ def test_a_catch_up_does_not_give_its_version_to_a_job_that_starts_during_it(
 
 
 @BOTH
-def test_a_copy_of_an_older_version_frees_no_number_that_engines_were_told(
+def test_a_catch_up_to_an_older_version_frees_no_reserved_number(
     mode: UpdateMode,
 ) -> None:
     async def scenario(rig: Rig) -> None:
@@ -267,7 +267,7 @@ def test_a_copy_of_an_older_version_frees_no_number_that_engines_were_told(
 
 
 @BOTH
-def test_attempts_are_made_less_and_less_often_and_end(mode: UpdateMode) -> None:
+def test_catch_up_attempts_back_off_and_end(mode: UpdateMode) -> None:
     async def scenario(rig: Rig) -> None:
         rig.on_write = lambda _donor: LinkStatus.FAILED
         await rig.join("a")
@@ -288,7 +288,7 @@ def test_attempts_are_made_less_and_less_often_and_end(mode: UpdateMode) -> None
 
 
 @BOTH
-def test_a_donor_that_ended_in_mid_write_is_replaced_when_its_write_would_be_over(
+def test_a_donor_that_died_during_a_write_is_replaced_after_the_write_deadline(
     mode: UpdateMode,
 ) -> None:
     async def scenario(rig: Rig) -> None:
@@ -334,7 +334,7 @@ def test_no_other_donor_writes_while_a_silent_donor_may_still_write(mode: Update
         rig.loop.run_until_complete(scenario(rig))
 
 
-def test_a_donor_that_lost_only_its_connection_is_waited_for() -> None:
+def test_a_catch_up_waits_for_a_donor_that_lost_only_its_connection() -> None:
     async def scenario(rig: Rig) -> None:
         rig.on_write = lambda donor: None if donor == "a" else LinkStatus.OK
         donor = await rig.join("a")

@@ -95,9 +95,7 @@ def test_schedules_that_once_failed_pass(what: str) -> None:
     assert not result.violation, result.trace[-20:]
 
 
-def test_an_upgrade_and_the_loss_of_its_connection_that_wake_an_agent_together_are_told_apart() -> (
-    None
-):
+def test_an_agent_tells_an_upgrade_from_a_simultaneous_connection_loss() -> None:
     # The bug was in the simulation: transports of asyncio report a lost connection only after the
     # waiting task has run.
     schedule = (
@@ -120,7 +118,7 @@ def test_invariants_hold_under_a_generated_schedule(seed: int) -> None:
     assert result.num_rounds > 0
 
 
-def test_one_schedule_is_one_run() -> None:
+def test_a_schedule_always_gives_the_same_run() -> None:
     first, second = run_seed(1001), run_seed(1001)
     assert first.trace == second.trace
     assert first.num_messages == second.num_messages
@@ -234,7 +232,7 @@ def test_the_printed_schedule_of_a_failure_is_small_and_fails_again() -> None:
 
 
 @pytest.mark.parametrize("seed", [7, ATTACKED_FROM + 7])
-def test_schedules_say_everything_that_a_run_depends_on(seed: int) -> None:
+def test_a_schedule_survives_encoding(seed: int) -> None:
     schedule = generate(seed)
     text = msgspec.json.encode(schedule)
     assert msgspec.json.decode(text, type=Schedule) == schedule

@@ -46,7 +46,7 @@ def test_comparisons_spend_at_most_their_share(
 
 
 @given(UPDATES, st.floats(0, 1))
-def test_the_first_compares_everything_and_turns_advance_only_where_something_was_compared(
+def test_the_first_comparison_is_whole_and_turns_advance_with_each_comparison(
     updates: list[tuple[float, float]], share: float
 ) -> None:
     compared = [decided for decided, _, _ in run(Comparisons(share), updates) if decided]
@@ -73,7 +73,7 @@ def test_a_share_of_one_compares_in_every_update(updates: list[tuple[float, floa
     assert all(decided is not None for decided, _, _ in run(Comparisons(1.0), updates))
 
 
-def test_a_share_of_nothing_compares_once_more_and_never_again() -> None:
+def test_a_share_of_zero_compares_only_twice() -> None:
     decided = [found for found, _, _ in run(Comparisons(0.0), [(0.5, 1.0)] * 50)]
     assert [found is not None for found in decided[:3]] == [True, True, False]
     assert not any(decided[2:])

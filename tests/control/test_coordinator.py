@@ -176,7 +176,7 @@ async def test_a_newcomer_gets_no_traffic_before_it_holds_the_published_version(
 # --- refusals ------------------------------------------------------------------------------------
 
 
-async def test_trainers_that_disagree_are_all_told_and_nothing_is_paused() -> None:
+async def test_disagreeing_trainers_all_get_a_failure_and_no_engine_pauses() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         reports = await asyncio.gather(rig.announce("trainer/0", 1), rig.announce("trainer/1", 2))
@@ -226,7 +226,7 @@ async def test_an_engine_of_another_model_is_refused_and_the_others_publish() ->
         assert rank.handled == []
 
 
-async def test_trainers_that_fit_no_engine_are_told_at_once_and_the_engines_stay() -> None:
+async def test_trainers_that_fit_no_engine_fail_at_once_and_the_engines_stay() -> None:
     """A trainer with a wrong configuration must not remove the engines from the fleet."""
     async with FakeFleet() as rig:
         await rig.add_trainer(0)
@@ -398,7 +398,7 @@ async def test_an_oversized_message_closes_its_own_connection_and_no_other() -> 
         ({"registered": Registered(1, 2**60, 0.0)}, "x/0: registered must be numbers"),
     ],
 )
-async def test_a_hello_that_does_not_belong_here_is_refused(
+async def test_a_hello_for_another_fleet_is_refused(
     changes: dict[str, object], reason: str
 ) -> None:
     import msgspec
@@ -467,7 +467,7 @@ PHASES = ["Pause", "Write", "Verify", "Apply", "Publish"]
     ("mode", "phase"),
     [*((UpdateMode.IN_PLACE, p) for p in PHASES), *((UpdateMode.STAGED, p) for p in PHASES)],
 )
-async def test_an_engine_killed_in_any_phase_is_left_out_at_once_and_comes_back(
+async def test_an_engine_killed_in_any_phase_is_left_out_at_once_and_rejoins(
     mode: UpdateMode, phase: str, engine_process: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     doomed: list[subprocess.Popen[bytes]] = []
@@ -504,7 +504,7 @@ async def test_an_engine_killed_in_any_phase_is_left_out_at_once_and_comes_back(
 
 
 @BOTH
-async def test_a_process_that_takes_a_name_while_a_round_publishes_does_not_count_as_published(
+async def test_a_process_that_takes_a_name_during_a_publish_does_not_count_as_published(
     mode: UpdateMode,
 ) -> None:
     async with FakeFleet(quick(mode)) as rig:
@@ -594,7 +594,7 @@ async def test_no_round_begins_while_a_write_of_the_last_one_may_still_land() ->
         assert rig.engines["a/0"].live_versions == {1}
 
 
-async def test_a_write_that_ends_late_and_unknown_quarantines_its_engine() -> None:
+async def test_a_late_write_with_unknown_outcome_quarantines_its_engine() -> None:
     async with FakeFleet(quick(UpdateMode.STAGED, write_s=0.3, fleet_s=0.5)) as rig:
         await rig.start({"a": 1})
         gate = Gate()
@@ -613,7 +613,7 @@ async def test_a_write_that_ends_late_and_unknown_quarantines_its_engine() -> No
         assert (await rig.publish(3)).outcome is RoundOutcome.PUBLISHED
 
 
-async def test_staged_an_engine_that_never_verifies_costs_itself_its_place_alone() -> None:
+async def test_staged_an_engine_that_never_verifies_is_the_only_engine_left_out() -> None:
     async with FakeFleet(ControlConfig(mode=UpdateMode.STAGED, max_rewrites=1)) as rig:
         await rig.start({"a": 1})
         broken = threading.Event()
@@ -647,7 +647,7 @@ async def test_staged_a_quarantined_engine_still_serves_its_whole_weights() -> N
         assert rig.engines["a/0"].live_versions == {0}
 
 
-async def test_a_trainer_that_was_replaced_after_it_announced_is_not_written_from() -> None:
+async def test_a_trainer_replaced_after_its_announcement_writes_nothing() -> None:
     async with FakeFleet(quick(fleet_s=10.0)) as rig:
         await rig.start({})
         first = asyncio.create_task(rig.announce("trainer/0", 0))
@@ -666,7 +666,7 @@ async def test_a_trainer_that_was_replaced_after_it_announced_is_not_written_fro
         assert (await rig.publish(0)).outcome is RoundOutcome.PUBLISHED
 
 
-async def test_no_announcement_outlives_its_attempt() -> None:
+async def test_an_announcement_ends_with_its_attempt() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         with pytest.raises(PeerTimeout):
@@ -680,7 +680,7 @@ async def test_no_announcement_outlives_its_attempt() -> None:
         assert (await rig.publish(8)).outcome is RoundOutcome.PUBLISHED
 
 
-async def test_a_report_lost_with_its_connection_is_given_again() -> None:
+async def test_a_report_lost_with_its_connection_is_sent_again() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         loop = asyncio.get_running_loop()
@@ -743,7 +743,7 @@ async def test_a_controller_without_a_journal_learns_the_version_from_its_traine
         await rig.close_agents()
 
 
-async def test_an_engine_alone_is_not_believed() -> None:
+async def test_the_version_of_an_engine_without_trainers_is_ignored() -> None:
     async with FakeFleet() as rig:
         await rig.add_engine("a", served_version=10**15, lineage="of nobody knows what")
         assert rig.coordinator.fleet.published == -1
@@ -755,7 +755,7 @@ async def test_an_engine_alone_is_not_believed() -> None:
         assert "c" not in rig.routable
 
 
-async def test_trainers_of_another_run_are_refused_where_a_journal_says_which_run_this_is(
+async def test_a_controller_with_a_journal_refuses_trainers_of_another_run(
     tmp_path: Path,
 ) -> None:
     async with FakeFleet(journal_path=tmp_path / "first") as rig:
@@ -851,7 +851,7 @@ async def test_an_engine_that_cannot_join_ends_the_wait_with_its_reason() -> Non
         await rig.coordinator.members.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=5)
 
 
-async def test_a_whole_job_keeps_its_place_and_the_next_one_waits_until_it_has_left() -> None:
+async def test_the_next_job_waits_until_a_whole_job_has_left() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         await rig.publish(0)
@@ -893,9 +893,7 @@ async def test_trainers_of_this_run_replace_trainers_of_an_earlier_run_that_came
         await rig.close_agents()
 
 
-async def test_trainers_of_an_earlier_run_that_have_published_in_this_one_keep_their_place() -> (
-    None
-):
+async def test_trainers_of_an_earlier_run_keep_their_place_after_publishing() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         await rig.publish(6)
@@ -924,9 +922,7 @@ async def test_trainers_of_an_earlier_run_that_have_published_in_this_one_keep_t
         ({"served_version": -2}, r"served_version must be in"),
     ],
 )
-async def test_numbers_that_no_controller_has_counted_to_are_refused(
-    wrong: dict[str, int], says: str
-) -> None:
+async def test_impossible_epochs_and_versions_are_refused(wrong: dict[str, int], says: str) -> None:
     async with FakeFleet() as rig:
         hello = msgspec.structs.replace(fake_hello(engine_manifest("e/0", 2), group="e"), **wrong)
         async with (
@@ -944,7 +940,7 @@ async def test_numbers_that_no_controller_has_counted_to_are_refused(
 
 
 @pytest.mark.parametrize(("served", "published"), [(5, 5), (4, 4), (9, 4)])
-async def test_a_version_that_may_have_been_published_is_settled_by_its_engines(
+async def test_engines_decide_whether_an_uncertain_version_was_published(
     served: int, published: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "journal"
@@ -959,7 +955,7 @@ async def test_a_version_that_may_have_been_published_is_settled_by_its_engines(
         assert "stale version" in (await rig.publish(5)).reason
 
 
-async def test_agents_obey_a_controller_that_forgot_its_epochs() -> None:
+async def test_agents_obey_a_restarted_controller_without_epochs() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         for version in range(3):
@@ -975,7 +971,7 @@ async def test_agents_obey_a_controller_that_forgot_its_epochs() -> None:
         await rig.close_agents()
 
 
-def test_a_torn_last_line_is_forgotten_and_stays_harmless(tmp_path: Path) -> None:
+def test_a_torn_last_line_of_a_journal_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "journal"
     first = Journal(path)
     first.append(JournalEntry(JournalKind.PUBLISHED, 2, 5, 7, ("a",)))

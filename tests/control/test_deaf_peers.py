@@ -106,7 +106,7 @@ def agent_named(worker: str) -> Agent:
     return Agent(fake_hello(manifest, group=worker.partition("/")[0]), manifest)
 
 
-async def test_an_agent_that_reads_nothing_is_unreachable_by_the_deadline_of_a_frame() -> None:
+async def test_a_deaf_agent_is_unreachable_by_the_deadline_of_a_frame() -> None:
     async def converse(socket: web.WebSocketResponse) -> None:
         session = AgentSession(socket, agent_named("engine-a/0"), send_deadline_s=0.3)
         with pytest.raises(PeerUnreachable, match=r"engine-a/0: .*does not read: waited 0\.3 s"):
@@ -121,7 +121,7 @@ async def test_an_agent_that_reads_nothing_is_unreachable_by_the_deadline_of_a_f
 
 
 @pytest.mark.parametrize("deaf", [True, False])
-async def test_an_engine_that_is_cut_off_because_it_does_not_read_may_still_be_writing(
+async def test_a_deaf_engine_that_is_cut_off_may_still_be_writing(
     deaf: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     impatient = partial(AgentSession, send_deadline_s=0.3)
@@ -224,7 +224,7 @@ async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_agai
         await server.close()
 
 
-async def test_incomplete_first_frames_take_limited_memory_and_do_not_keep_others_out(
+async def test_incomplete_first_frames_take_limited_memory_and_block_no_other_agent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Five connections that sent a part every 20 s used to make the server keep 200 MiB each."""
@@ -366,7 +366,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_process_that_is_stopped_in_the_middle_of_a_large_frame_is_cut_off() -> None:
+async def test_a_process_stopped_within_a_large_frame_is_cut_off() -> None:
     ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def converse(request: web.Request) -> web.WebSocketResponse:

@@ -118,7 +118,7 @@ def test_any_bytes_become_a_value_or_a_named_error(name: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_every_decoder_takes_the_messages_that_it_is_for(name: str) -> None:
+def test_every_decoder_accepts_its_valid_messages(name: str) -> None:
     for message in DECODERS[name].valid:
         DECODERS[name].decode(message)
 

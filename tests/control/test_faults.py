@@ -245,7 +245,7 @@ def named(case: tuple[str, UpdateMode, str, tuple[str, ...]]) -> str:
         *(pytest.param(case, id=named(case), marks=pytest.mark.long) for case in P2P + OTHERS),
     ],
 )
-async def test_a_kill_in_any_phase_loses_no_rollout_serves_no_mixture_and_the_next_update_works(
+async def test_a_kill_in_any_phase_loses_no_rollout_and_the_next_update_works(
     tmp_path: Path, case: tuple[str, UpdateMode, str, tuple[str, ...]]
 ) -> None:
     backend, mode, victim, phases = case
@@ -257,7 +257,7 @@ async def test_a_kill_in_any_phase_loses_no_rollout_serves_no_mixture_and_the_ne
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-async def test_each_kind_of_process_killed_among_a_thousand_rollouts_loses_none(
+async def test_a_kill_of_each_kind_of_process_loses_none_of_a_thousand_rollouts(
     tmp_path: Path,
 ) -> None:
     mode = UpdateMode.STAGED

@@ -34,7 +34,7 @@ def admit(
 
 
 @pytest.mark.parametrize(("world_size", "writable"), [(1, ["a"]), (2, [])])
-def test_a_rank_that_never_answered_holds_engines_until_the_job_has_another_mesh(
+def test_a_silent_rank_blocks_engines_until_the_job_has_another_mesh(
     world_size: int, writable: list[str]
 ) -> None:
     fleet = Fleet()
@@ -48,7 +48,7 @@ def test_a_rank_that_never_answered_holds_engines_until_the_job_has_another_mesh
     assert [group.name for group in fleet.writable_engines()] == writable
 
 
-def test_another_mesh_does_not_answer_for_an_engine_that_brings_up_another() -> None:
+def test_a_new_mesh_does_not_release_the_destination_of_a_donor() -> None:
     fleet = Fleet()
     newcomer, donor = (admit(fleet, name, 0, 1, Role.ENGINE) for name in ("a", "b"))
     fleet.hold(donor.identity, RoundId(1, 1), frozenset({newcomer.identity}))
@@ -73,7 +73,7 @@ UNKNOWN = Written((LinkOutcome("a/0", LinkStatus.UNKNOWN, 0, ""),), 0.0, 0.0)
 
 
 @pytest.mark.parametrize(("epoch_of_writer", "quarantined"), [(0, False), (2, False), (3, True)])
-def test_only_who_took_part_speaks_for_the_writes_of_an_earlier_controller(
+def test_only_participants_settle_the_writes_of_an_earlier_controller(
     epoch_of_writer: int, quarantined: bool
 ) -> None:
     """An engine that joins again must not get other engines left out with an unrequested answer."""
@@ -86,7 +86,7 @@ def test_only_who_took_part_speaks_for_the_writes_of_an_earlier_controller(
     assert (target.identity in fleet.quarantined) is quarantined
 
 
-def test_names_that_unknown_writes_reached_and_that_are_away_are_bounded() -> None:
+def test_the_number_of_absent_quarantined_engines_is_bounded() -> None:
     fleet = Fleet()
     writer = admit(fleet, "trainer", 0, 1, Role.TRAINER, epoch=3)
     fleet.bound_since(5)

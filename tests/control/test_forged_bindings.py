@@ -152,7 +152,7 @@ async def publish_beside(
 
 
 @pytest.mark.parametrize("listens", [False, True])
-async def test_a_process_that_was_only_named_is_not_written_and_nothing_is_told_of_it(
+async def test_a_bystander_of_a_forged_binding_is_not_written(
     listens: bool,
 ) -> None:
     """The bystander has its own transport. The forger listens in its name, or no process does."""
@@ -197,7 +197,7 @@ async def test_the_memory_of_another_rank_cannot_be_bound(forgery: str) -> None:
         ("regions", "inside the regions"),
     ],
 )
-async def test_an_engine_that_cannot_be_written_costs_itself_its_place_alone(
+async def test_an_engine_that_cannot_be_written_is_the_only_engine_left_out(
     misfit: str, expected: str
 ) -> None:
     """This engine is honest, but was started with other settings or has a defect."""

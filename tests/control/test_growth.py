@@ -123,7 +123,7 @@ async def come_and_go(rig: Rig, number: int) -> None:
         await rig.leave(engine, ended=True)
 
 
-def test_three_hundred_engines_that_come_and_go_leave_nothing_in_the_coordinator(
+def test_the_coordinator_keeps_nothing_of_three_hundred_departed_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "KEPT_ATTEMPTS", 4)
@@ -151,7 +151,7 @@ async def answer(context: WorkflowContext) -> object:
     return context.arguments
 
 
-async def test_rollouts_engines_and_workers_that_come_and_go_leave_nothing_in_their_controller(
+async def test_a_controller_keeps_nothing_of_departed_rollouts_engines_and_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool, "MAX_REPLACED", 4)
@@ -231,7 +231,7 @@ def memory_of(transport: OneSidedTransport) -> tuple[Bytes, MemoryRegion]:
 
 
 @pytest.mark.parametrize("transport", ["cma", "shm"])
-async def test_real_engines_that_are_updated_and_leave_give_everything_back(
+async def test_real_engines_that_leave_release_all_their_resources(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "KEPT_ATTEMPTS", 2)

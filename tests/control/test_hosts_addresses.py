@@ -50,7 +50,7 @@ async def test_a_fleet_of_an_ipv6_controller_uses_ipv6_everywhere(
     [("", 0), ("10.77.1.0/24", 1), ("{second}", 1)],
     ids=["route", "net", "own"],
 )
-async def test_a_host_with_two_networks_is_told_by_route_or_by_setting(
+async def test_a_host_with_two_networks_advertises_by_route_or_setting(
     setting: str, rail: int
 ) -> None:
     with Network(HOSTS, rails=2) as network:
@@ -72,7 +72,7 @@ async def test_a_host_with_two_networks_is_told_by_route_or_by_setting(
             await fleet.close()
 
 
-async def test_an_engine_that_would_send_others_to_themselves_is_refused_by_name(
+async def test_an_engine_with_a_loopback_address_is_refused_by_name(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with Network(HOSTS) as network:

@@ -61,7 +61,7 @@ async def test_a_host_that_falls_silent_is_left_out_and_its_successor_catches_up
             await fleet.serves(["a", "b"])
 
 
-async def test_an_engine_that_dies_in_mid_update_comes_back_on_its_address() -> None:
+async def test_an_engine_that_dies_during_an_update_comes_back_on_its_address() -> None:
     with Network(HOSTS) as network:
         async with fleet_on(network) as fleet:
             for command in ("Verify", "Apply", "Publish"):
@@ -78,7 +78,7 @@ async def test_an_engine_that_dies_in_mid_update_comes_back_on_its_address() -> 
 
 
 @pytest.mark.parametrize("dies_in_mid_write", [False, True])
-async def test_trainers_come_back_with_another_mesh_and_nothing_else_restarts(
+async def test_trainers_come_back_with_another_mesh_and_engines_do_not_restart(
     dies_in_mid_write: bool,
 ) -> None:
     with Network((*HOSTS, "other")) as network:

@@ -63,7 +63,7 @@ def links() -> set[str]:
     return {name for _, name in socket.if_nameindex()}
 
 
-def test_a_wire_delays_drops_and_cuts_and_leaves_nothing_behind() -> None:
+def test_the_test_network_delays_drops_and_cuts_and_cleans_up() -> None:
     before = links()
     with Network(("a", "b"), rate_bit_s=80_000_000) as network:
         a, b = network.host("a"), network.host("b")
@@ -84,7 +84,7 @@ def test_a_wire_delays_drops_and_cuts_and_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("delay_s", [0.001, 0.01, 0.1])
-async def test_a_whole_update_over_slow_lines(delay_s: float) -> None:
+async def test_engines_are_updated_over_slow_lines(delay_s: float) -> None:
     with Network(HOSTS) as network:
         network.everywhere(Line(delay_s=delay_s))
         async with fleet_on(network) as fleet:
@@ -94,7 +94,7 @@ async def test_a_whole_update_over_slow_lines(delay_s: float) -> None:
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
-async def test_a_whole_update_while_packets_are_lost_and_overtake_each_other(
+async def test_engines_are_updated_with_lost_and_reordered_packets(
     mode: UpdateMode,
 ) -> None:
     with Network(HOSTS) as network:
@@ -105,7 +105,7 @@ async def test_a_whole_update_while_packets_are_lost_and_overtake_each_other(
                 await fleet.serves(["a", "b"])
 
 
-async def test_a_whole_update_by_nixl_over_tcp() -> None:
+async def test_engines_are_updated_by_nixl_over_tcp() -> None:
     pytest.importorskip("nixl")
     with Network(HOSTS) as network:
         network.everywhere(Line(delay_s=0.01))
@@ -116,7 +116,7 @@ async def test_a_whole_update_by_nixl_over_tcp() -> None:
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
 @pytest.mark.parametrize("between", ["mooncake", "nixl"])
-async def test_links_in_a_host_and_between_hosts_take_what_reaches_in_one_update(
+async def test_one_update_uses_different_transports_within_and_between_hosts(
     between: str, mode: UpdateMode
 ) -> None:
     """Two hosts have a trainer rank and an engine each. Every trainer rank writes both engines."""

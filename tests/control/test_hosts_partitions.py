@@ -53,7 +53,7 @@ async def outcome(told: Any) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
-async def test_a_short_partition_in_any_phase_costs_time_and_nothing_else(mode: UpdateMode) -> None:
+async def test_a_short_partition_in_any_phase_costs_only_time(mode: UpdateMode) -> None:
     with Network(HOSTS) as network:
         async with fleet_on(network, mode) as fleet:
             for host in ("a", "trainer"):
@@ -139,7 +139,7 @@ async def cut_in_mid_write(fleet: Fleet, host: str, towards: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
-async def test_bytes_of_a_write_that_was_cut_land_in_no_later_version(mode: UpdateMode) -> None:
+async def test_bytes_of_an_interrupted_write_reach_no_later_version(mode: UpdateMode) -> None:
     with Network(HOSTS, rate_bit_s=SLOW_BIT_S) as network:
         async with fleet_on(network, mode) as fleet:
             told = await cut_in_mid_write(fleet, "a", ("trainer",))
@@ -163,7 +163,7 @@ async def test_bytes_of_a_write_that_was_cut_land_in_no_later_version(mode: Upda
 
 @pytest.mark.parametrize("transport", [TRANSPORT, NIXL], ids=["mooncake", "nixl"])
 @pytest.mark.parametrize("mode", list(UpdateMode))
-async def test_bytes_that_the_kernel_of_a_dead_trainer_still_holds_land_in_no_later_version(
+async def test_bytes_in_the_kernel_of_a_dead_trainer_reach_no_later_version(
     mode: UpdateMode, transport: str
 ) -> None:
     with Network((*HOSTS, "other"), rate_bit_s=SLOW_BIT_S) as network:

@@ -104,7 +104,7 @@ def test_every_flipped_bit_is_an_error_and_the_file_is_left_as_it_is(folder: Pat
         assert path.read_bytes() == damaged
 
 
-def test_a_second_controller_on_a_journal_is_told_that_another_one_has_it(folder: Path) -> None:
+def test_a_second_controller_on_a_journal_is_refused(folder: Path) -> None:
     path, link = folder / "journal", folder / "link"
     first = Journal(path)
     link.symlink_to(path)
@@ -135,7 +135,7 @@ async def test_without_its_journal_a_controller_publishes_nothing(how: str, fold
         assert rig.engines["a/0"].version == 0
 
 
-def test_the_run_of_a_journal_is_made_once_and_outlives_compactions(
+def test_a_journal_keeps_its_run_after_compactions(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "COMPACT_AFTER", 5)
@@ -226,7 +226,7 @@ def test_a_controller_killed_before_any_call_of_a_compaction_loses_nothing(folde
     assert killed.count("replace") >= 2
 
 
-def test_a_compacted_file_is_on_disk_before_it_has_the_name_and_the_name_before_the_next_entry(
+def test_compaction_syncs_the_file_then_the_name_then_the_next_entry(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "COMPACT_AFTER", 4)
@@ -305,7 +305,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_not_used(
         Journal(path)
 
 
-def test_a_controller_that_cannot_write_its_first_line_leaves_the_journal_to_the_next(
+def test_a_controller_that_cannot_write_its_first_line_releases_the_journal(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder / "journal"

@@ -117,7 +117,7 @@ async def test_kept_tensor_that_something_else_changes_refuses_the_update() -> N
         await published(["visual.*", "projector.*"], between=write)
 
 
-async def test_only_the_trainable_half_is_published() -> None:
+async def test_a_trainer_publishes_only_the_trainable_half() -> None:
     """The trainer's module does not contain the frozen half."""
     model = Text()
     half = torch.nn.Module()

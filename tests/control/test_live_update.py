@@ -94,7 +94,7 @@ def test_engines_hold_the_full_tensors_after_every_publish(
 @pytest.mark.parametrize("arena_nbytes", [0, 1 << 17], ids=["whole", "ring"])
 @pytest.mark.parametrize("mode", [UpdateMode.IN_PLACE, UpdateMode.STAGED])
 @pytest.mark.parametrize("wire", [name for name in WIRES if name != "cuda_ipc"])
-def test_the_same_over_wires_that_reach_other_hosts(
+def test_engines_on_gpus_hold_the_full_tensors_over_network_transports(
     tmp_path: object, wire: str, mode: UpdateMode, arena_nbytes: int
 ) -> None:
     needs(wire)

@@ -77,7 +77,7 @@ async def use_up_memory(victim: Rank | Process) -> None:
         await asyncio.to_thread(victim.tell, BALLAST)
 
 
-async def test_an_engine_that_the_kernel_kills_for_memory_costs_itself_alone() -> None:
+async def test_an_engine_killed_for_memory_is_the_only_engine_left_out() -> None:
     async with running_fleet(CONFIG, 1) as fleet:
         for name in ("a", "b"):
             fleet.add_engine(name)
@@ -122,7 +122,7 @@ async def test_a_controller_killed_for_memory_continues_from_its_journals(
 
 
 @pytest.mark.parametrize("who", ["engine", "trainer"])
-async def test_a_rank_without_descriptors_is_updated_or_says_so_and_recovers(who: str) -> None:
+async def test_a_rank_without_descriptors_is_updated_or_reports_it_and_recovers(who: str) -> None:
     """A trainer without descriptors cannot check that its peer lives.
 
     It writes nothing, so no engine is quarantined.
@@ -145,7 +145,7 @@ async def test_a_rank_without_descriptors_is_updated_or_says_so_and_recovers(who
         assert await fleet.held("a") == [(2, "2", False)]
 
 
-async def test_a_disk_that_fills_up_costs_the_versions_that_it_cannot_record(
+async def test_a_full_disk_fails_only_versions_that_it_cannot_record(
     tmp_path: Path,
 ) -> None:
     with small_disk(tmp_path) as disk:

@@ -55,7 +55,7 @@ class Stuck:
 
 
 @pytest.mark.parametrize("kind", [ConnectEngine, Pause])
-async def test_an_engine_that_answers_nothing_is_waited_for_once_and_comes_back_when_it_answers(
+async def test_rounds_wait_once_for_a_silent_engine_and_take_it_back_when_it_answers(
     kind: type[Command],
 ) -> None:
     stuck = Stuck(kind)
@@ -142,7 +142,7 @@ class GroupTrainer:
 
 
 @pytest.mark.parametrize("how", ["refuses", "answers nothing"])
-async def test_an_engine_that_does_not_enter_a_group_costs_itself_its_place_alone(how: str) -> None:
+async def test_an_engine_that_does_not_enter_a_group_is_the_only_engine_left_out(how: str) -> None:
     hung = threading.Event()
 
     def late(command: Command) -> None:
@@ -176,7 +176,7 @@ async def test_an_engine_that_does_not_enter_a_group_costs_itself_its_place_alon
         hung.set()
 
 
-async def test_status_says_why_an_engine_was_left_out_until_it_serves_again() -> None:
+async def test_status_shows_the_reason_of_a_left_out_engine_until_it_serves_again() -> None:
     once = iter([Verified(("trainer/9",))])
 
     class Wrong:

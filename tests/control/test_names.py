@@ -32,7 +32,7 @@ def squatter() -> Hello:
     return fake_hello(manifest, group="trainer", incarnation="an engine's")
 
 
-async def test_engines_that_came_first_do_not_keep_the_trainers_name() -> None:
+async def test_an_engine_that_came_first_does_not_keep_the_trainers_name() -> None:
     async with FakeFleet() as rig:
         rank = FakeEngineRank("trainer/0", 2)
         early = await rig.connect(squatter(), rank, token=ENGINE_TOKEN)
@@ -41,7 +41,7 @@ async def test_engines_that_came_first_do_not_keep_the_trainers_name() -> None:
         assert isinstance(await asyncio.to_thread(early.ended.exception, WITHIN_S), ProtocolError)
 
 
-async def test_an_engine_never_has_the_trainers_name_not_even_when_they_are_away() -> None:
+async def test_an_engine_with_the_trainers_name_is_refused_without_trainers() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         for name in list(rig.trainers):
@@ -57,7 +57,7 @@ async def test_an_engine_never_has_the_trainers_name_not_even_when_they_are_away
 
 
 @pytest.mark.parametrize("role", ["trainer", "engine"])
-async def test_a_process_waits_until_its_dead_predecessor_is_noticed(role: str) -> None:
+async def test_a_process_joins_when_its_hanging_predecessor_is_detected(role: str) -> None:
     """The predecessor hangs: its connection stays open, and it answers no ping."""
     if role == "trainer":
         manifest, rank = trainer_manifest("trainer/0", 0, 1), None

@@ -45,7 +45,7 @@ def versions(coordinator: Coordinator) -> dict[str, int]:
 
 @pytest.mark.parametrize("has_journals", [True, False])
 @pytest.mark.parametrize("last", [5, 2])
-async def test_an_engine_of_an_earlier_run_that_wakes_up_is_brought_up_and_decides_nothing(
+async def test_an_engine_of_an_earlier_run_catches_up_and_decides_nothing(
     last: int, has_journals: bool, tmp_path: Path
 ) -> None:
     """The engine's version is higher than this run's, or has the same number and other weights."""
@@ -84,7 +84,7 @@ async def test_an_engine_of_an_earlier_run_that_wakes_up_is_brought_up_and_decid
             assert await first.held("x") == [(3, str(3 + PER_RUN), False)]
 
 
-async def test_ranks_of_two_starts_of_a_job_publish_nothing_together() -> None:
+async def test_ranks_of_two_starts_of_a_job_cannot_publish_together() -> None:
     """Rank 0 was killed while rank 1 waits in `publish`. Both are started again."""
     with ExitStack() as stack:
         async with controller_at(0, None) as controller:

@@ -69,7 +69,7 @@ async def serves(rig: FakeFleet, *names: str) -> None:
     await until(lambda: all(rig.engines[name].serving for name in names))
 
 
-async def test_an_engine_that_has_applied_is_published_though_its_leader_waits_no_longer() -> None:
+async def test_an_engine_that_applied_a_push_is_published_after_its_leader_timed_out() -> None:
     """The engine must not generate with new weights under the old version when the session ends."""
     go_on = threading.Event()
 
@@ -148,7 +148,7 @@ async def test_a_version_that_cannot_be_recorded_is_not_pushed(
         assert rig.routable == {"a": 0, "b": 0}
 
 
-async def test_a_leader_that_comes_while_a_pause_fails_is_told_of_a_pause_that_lasts(
+async def test_a_leader_that_comes_during_a_failing_pause_gets_a_lasting_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     carry_out, pausing = PushUpdates._carry_out, asyncio.Semaphore(0)
@@ -258,7 +258,7 @@ async def test_no_leader_publishes_when_another_has_no_version() -> None:
         assert rig.routable == {"a": 0, "b": 0}
 
 
-async def test_a_push_is_seen_wherever_updates_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_push_appears_in_every_record_of_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check reports, listeners, phases, counts, metrics, the status page and the journal."""
     append, kinds = Journal.append, list[JournalKind]()
 
@@ -310,7 +310,7 @@ async def test_a_push_is_seen_wherever_updates_are_seen(monkeypatch: pytest.Monk
     assert kinds == [JournalKind.STARTED, began, publishing, published]
 
 
-async def test_a_push_that_is_given_up_is_reported_too() -> None:
+async def test_an_aborted_push_is_reported() -> None:
     async with serving_version_0(nothing) as (rig, leader):
         told: list[UpdateReport] = []
         rig.coordinator.on_update(told.append)
@@ -324,7 +324,7 @@ async def test_a_push_that_is_given_up_is_reported_too() -> None:
         await serves(rig, "a/0", "b/0")
 
 
-async def test_an_engine_that_dies_while_the_trainer_sends_costs_itself_its_place_alone() -> None:
+async def test_an_engine_that_dies_during_a_push_is_the_only_engine_left_out() -> None:
     async with serving_version_0(nothing) as (rig, leader):
         await asyncio.to_thread(leader.pause_generation)
         await asyncio.to_thread(rig.channels.pop("b/0").close)
@@ -336,7 +336,7 @@ async def test_an_engine_that_dies_while_the_trainer_sends_costs_itself_its_plac
         assert rig.routable == {"a": 1}
 
 
-async def test_an_engine_that_does_not_pause_in_time_costs_a_push_its_place_alone() -> None:
+async def test_an_engine_that_does_not_pause_in_time_is_the_only_one_left_out_of_a_push() -> None:
     go_on = threading.Event()
 
     def hang(command: Command) -> None:

@@ -14,7 +14,9 @@ from windlass.errors import RoundAborted
 
 @settings(deadline=None)
 @given(num_calls=st.lists(st.integers(0, 4), min_size=1, max_size=4), data=st.data())
-def test_any_arrival_gives_the_declared_order(num_calls: list[int], data: st.DataObject) -> None:
+def test_calls_run_in_the_declared_order_after_any_arrival(
+    num_calls: list[int], data: st.DataObject
+) -> None:
     declared = sorted((k, leader) for leader, n in enumerate(num_calls) for k in range(n))
     arrival = data.draw(st.permutations(declared))
 
@@ -46,7 +48,7 @@ def test_any_arrival_gives_the_declared_order(num_calls: list[int], data: st.Dat
     assert asyncio.run(run()) == declared
 
 
-async def test_a_failure_releases_everybody_who_waits_for_a_turn() -> None:
+async def test_a_failure_releases_all_calls_that_wait_for_a_turn() -> None:
     order = PushOrder(3)
 
     async def call(leader: int) -> None:

@@ -68,7 +68,7 @@ async def test_a_launched_engine_reports_why_it_cannot_join(server: str, says: s
             launcher.wait(30)
 
 
-async def test_an_engine_of_another_model_is_refused_and_its_waiters_are_told() -> None:
+async def test_an_engine_of_another_model_is_refused_and_waits_for_it_fail() -> None:
     async with windlass.Controller(token=TOKEN, config=CONFIG) as controller:
         fleet = Fleet(controller.url, 1)
         other = Fleet(controller.url, 1, scale=2)

@@ -113,7 +113,7 @@ class Round:
         return self.finish
 
 
-def test_trainers_feed_and_engines_relay_once() -> None:
+def test_a_relay_round_has_one_feed_and_one_relay_per_engine() -> None:
     round_ = Round()
     round_.prepare()
     (feed,) = round_.told("t", RelayWrite)
@@ -185,7 +185,7 @@ def test_engines_skip_a_lost_engine_and_a_failed_trainer() -> None:
     assert not finish.unsettled
 
 
-def test_an_engine_that_was_not_reached_is_told_not_to_wait() -> None:
+def test_an_unreached_engine_skips_its_upstream() -> None:
     round_ = Round()
     round_.prepare()
     round_.answer("a/0", Relay, relayed(unreached=("b/0",)))
@@ -207,7 +207,7 @@ def test_an_unknown_outcome_quarantines_the_engine_of_its_link() -> None:
     assert finish.unsettled == {"b/0": ("c",)}
 
 
-def test_an_engine_that_is_left_out_but_has_answered_is_at_rest() -> None:
+def test_a_left_out_engine_that_answered_leaves_no_link_unsettled() -> None:
     round_ = Round()
     round_.prepare()
     round_.written(RelayWrite, *ENGINES)
@@ -257,7 +257,7 @@ def test_a_failure_in_a_relay_leaves_its_engine_out() -> None:
     assert not round_.complete("b", "c").unsettled
 
 
-def test_without_every_member_the_trainers_write() -> None:
+def test_trainers_write_without_relay_when_a_member_is_lost() -> None:
     round_ = Round(UpdateMode.IN_PLACE)
     round_.lose("c/0")
     round_.prepare()

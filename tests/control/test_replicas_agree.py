@@ -184,7 +184,7 @@ async def test_later_rounds_compare_a_sample_that_changes(monkeypatch: pytest.Mo
         )
 
 
-async def test_tensor_parallel_pieces_in_plain_tensors_are_not_taken_for_replicas() -> None:
+async def test_plain_tensors_cut_by_hand_are_not_published_as_replicas() -> None:
     """The test cuts the weight by hand, and no rank declares its half a piece.
 
     The engine rank is cut the same way.

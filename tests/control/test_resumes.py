@@ -66,7 +66,7 @@ async def resting(rig: Rig, name: str = "a") -> Resting:
     return socket
 
 
-def test_a_rank_at_rest_is_told_less_and_less_often_and_given_up_on_record() -> None:
+def test_resumes_of_a_paused_rank_back_off_and_end_with_a_journal_entry() -> None:
     async def scenario(rig: Rig) -> None:
         begin_s = round(rig.loop.time())
         engine = await resting(rig)
@@ -129,7 +129,7 @@ def test_a_resumed_rank_gets_traffic_at_once_and_no_further_resume() -> None:
         rig.loop.run_until_complete(scenario(rig))
 
 
-def test_a_rank_that_a_round_paused_or_that_left_is_not_told() -> None:
+def test_a_rank_paused_by_a_round_or_gone_gets_no_resume() -> None:
     async def scenario(rig: Rig) -> None:
         engine = await resting(rig)
         # This is the rank's answer to the pause of a round, and the round takes the pause over.
@@ -147,7 +147,7 @@ def test_a_rank_that_a_round_paused_or_that_left_is_not_told() -> None:
         rig.loop.run_until_complete(scenario(rig))
 
 
-def test_a_rank_is_told_by_a_command_that_a_later_round_makes_stale() -> None:
+def test_a_later_round_makes_a_resume_stale() -> None:
     async def scenario(rig: Rig) -> None:
         engine = await resting(rig)
         await asyncio.sleep(4.0)
@@ -205,7 +205,7 @@ def test_a_repeated_answer_after_a_welcome_does_not_count_as_a_resume() -> None:
         rig.loop.run_until_complete(scenario(rig))
 
 
-def test_nothing_is_tried_after_the_end_of_a_closed_coordinator() -> None:
+def test_a_closed_coordinator_makes_no_further_attempts() -> None:
     async def scenario(rig: Rig) -> None:
         engine, other = await resting(rig), Resting(rig, "b")
         rig.make = lambda _rig, _name: other

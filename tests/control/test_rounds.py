@@ -455,7 +455,7 @@ STAGED_PHASES = [
     ("mode", "phases"),
     [(UpdateMode.IN_PLACE, IN_PLACE_PHASES), (UpdateMode.STAGED, STAGED_PHASES)],
 )
-def test_a_good_round_walks_through_its_phases_and_publishes_everywhere(
+def test_a_good_round_passes_its_phases_and_publishes_on_every_engine(
     mode: UpdateMode, phases: list[Phase]
 ) -> None:
     script = Script(make_spec(mode))
@@ -494,7 +494,7 @@ def test_in_place_a_dead_engine_is_left_out_and_the_others_publish(phase: Phase)
 
 
 @pytest.mark.parametrize("phase", STAGED_PHASES)
-def test_staged_an_engine_is_mixed_only_once_its_live_weights_are_touched(phase: Phase) -> None:
+def test_staged_an_engine_is_mixed_only_after_apply_begins(phase: Phase) -> None:
     script = Script(make_spec(UpdateMode.STAGED))
     waiting = script.run_to(phase)
     more = script.take(script.machine.handle(AgentLost("a/1", "killed")))
@@ -558,7 +558,7 @@ def test_an_engine_that_does_not_pause_keeps_the_old_version_and_the_others_publ
     assert finish.report.outcome is RoundOutcome.PUBLISHED
 
 
-def test_the_deadline_of_an_earlier_write_does_not_end_its_repetition() -> None:
+def test_the_deadline_of_a_first_write_does_not_end_the_rewrite() -> None:
     script = Script(make_spec(UpdateMode.IN_PLACE))
     waiting = script.run_to(Phase.WRITE)
     first = script.entry
@@ -593,7 +593,7 @@ def test_wrong_bytes_are_written_again_and_checked_again(mode: UpdateMode) -> No
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
-def test_bytes_that_stay_wrong_cost_their_engine_its_place_and_no_other_one(
+def test_an_engine_whose_bytes_stay_wrong_is_the_only_engine_left_out(
     mode: UpdateMode,
 ) -> None:
     script = Script(make_spec(mode, max_rewrites=2))
@@ -612,7 +612,7 @@ def test_bytes_that_stay_wrong_cost_their_engine_its_place_and_no_other_one(
     assert script.aborts() == {"c/0": mixed}
 
 
-def test_staged_bytes_that_stay_wrong_everywhere_leave_the_old_version_everywhere() -> None:
+def test_staged_engines_keep_the_old_version_when_all_bytes_stay_wrong() -> None:
     script = Script(make_spec(UpdateMode.STAGED, max_rewrites=1))
     queue = deque(script.run_to(Phase.VERIFY))
     while queue:
@@ -644,7 +644,7 @@ def test_a_link_of_unknown_outcome_quarantines_its_engine_and_is_never_written_a
     assert script.aborts() == dict.fromkeys(["a/0", "a/1"], mode is UpdateMode.IN_PLACE)
 
 
-def test_unknown_after_unreachable_still_quarantines() -> None:
+def test_an_unknown_link_quarantines_an_engine_that_was_unreachable() -> None:
     script = Script(make_spec(UpdateMode.IN_PLACE))
     script.run_to(Phase.WRITE)
     seqs = {s.worker: s for s in script.sent if isinstance(s.command, Write)}
@@ -660,7 +660,7 @@ def test_unknown_after_unreachable_still_quarantines() -> None:
     assert script.finish_well(more).engines["b"] is EngineOutcome.QUARANTINED
 
 
-def test_a_link_that_its_source_does_not_mention_is_not_delivered() -> None:
+def test_a_link_missing_from_its_sources_answer_counts_as_not_delivered() -> None:
     script = Script(make_spec(UpdateMode.IN_PLACE, max_rewrites=0))
     more: list[Send] = []
     for send in script.run_to(Phase.WRITE):
@@ -715,7 +715,7 @@ def test_a_failure_of_one_engine_while_publishing_does_not_unpublish_the_others(
 
 
 @pytest.mark.parametrize("phase", STAGED_PHASES)
-def test_an_answer_counts_only_from_who_was_asked(phase: Phase) -> None:
+def test_an_answer_counts_only_from_the_asked_worker(phase: Phase) -> None:
     script = Script(make_spec(UpdateMode.STAGED))
     waiting = script.run_to(phase)
     asked = script.machine.waiting_for
@@ -737,7 +737,7 @@ def test_prepare_and_pause_begin_together_in_place_and_not_staged() -> None:
         assert commands_to(first, Publish) == []
 
 
-def test_the_fakes_show_a_mixture_when_there_is_one() -> None:
+def test_fake_engines_report_mixed_weights() -> None:
     rank = FakeEngineRank("x", 2)
     rank.live[:] = [payload(3, 0), payload(3, 1)]
     assert rank.live_versions == {3}
@@ -820,7 +820,7 @@ def sent(script: Script, version: int = 5) -> list[Send]:
     return script.take(script.machine.handle(Sent(version)))
 
 
-def test_a_push_pauses_first_and_walks_through_the_same_phases() -> None:
+def test_a_push_pauses_first_and_passes_the_same_phases() -> None:
     script = Script(push_spec())
     assert script.run_to(Phase.WRITE) == []
     assert [type(s.command) for s in script.sent[:4]] == [BeginPush] * 4
@@ -834,7 +834,7 @@ def test_a_push_pauses_first_and_walks_through_the_same_phases() -> None:
     assert {s.command.version for s in commands_to(script.sent, Publish)} == {5}  # type: ignore[union-attr]
 
 
-def test_an_engine_that_is_lost_while_the_trainer_sends_costs_a_push_its_place_alone() -> None:
+def test_an_engine_lost_during_a_push_is_the_only_engine_left_out() -> None:
     script = Script(push_spec())
     script.run_to(Phase.WRITE)
     script.take(script.machine.handle(AgentLost("b/0", "killed")))
@@ -846,7 +846,7 @@ def test_an_engine_that_is_lost_while_the_trainer_sends_costs_a_push_its_place_a
 
 
 @pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.VERIFY])
-def test_an_engine_that_refuses_its_part_of_a_push_leaves_the_old_version_everywhere(
+def test_engines_keep_the_old_version_when_one_refuses_its_part_of_a_push(
     phase: Phase,
 ) -> None:
     script = Script(push_spec())
@@ -872,7 +872,7 @@ def test_leaders_that_vanish_end_their_push_by_its_deadline() -> None:
     assert script.aborts() == dict.fromkeys(ENGINE_OF, False)
 
 
-def test_an_engine_that_fails_while_it_applies_a_push_is_mixed_and_the_others_publish() -> None:
+def test_an_engine_that_fails_to_apply_a_push_is_mixed_and_the_others_publish() -> None:
     script = Script(push_spec())
     script.run_to(Phase.WRITE)
     waiting = sent(script)

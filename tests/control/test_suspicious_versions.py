@@ -128,7 +128,9 @@ def configs(folder: Path, config: ControlConfig) -> dict[str, ControlConfig]:
 
 
 @pytest.mark.parametrize("way", configs(Path("/"), ControlConfig()))
-async def test_version_that_changes_nothing_is_refused_if_asked(way: str, tmp_path: Path) -> None:
+async def test_a_version_that_changes_nothing_is_refused_if_configured(
+    way: str, tmp_path: Path
+) -> None:
     model = Model()
 
     def script(connect: Callable[[], TrainerClient], held: Engines) -> None:
@@ -152,7 +154,7 @@ async def test_version_that_changes_nothing_is_refused_if_asked(way: str, tmp_pa
         assert refused.outcome == "aborted", "the version changes nothing"
 
 
-async def test_engine_that_joins_between_versions_hides_no_unchanged_version() -> None:
+async def test_an_unchanged_version_is_found_when_an_engine_joins_between_versions() -> None:
     model = Model()
     more = ExitStack()
 
@@ -198,7 +200,9 @@ async def test_tensors_that_are_not_finite_are_counted_by_name(
 
 
 @pytest.mark.parametrize("way", configs(Path("/"), ControlConfig()))
-async def test_tensors_that_are_not_finite_are_refused_if_asked(way: str, tmp_path: Path) -> None:
+async def test_tensors_that_are_not_finite_are_refused_if_configured(
+    way: str, tmp_path: Path
+) -> None:
     model = Model()
 
     def script(connect: Callable[[], TrainerClient], held: Engines) -> None:
@@ -217,7 +221,7 @@ async def test_tensors_that_are_not_finite_are_refused_if_asked(way: str, tmp_pa
     await scripted(model, script, configs(tmp_path, ControlConfig(non_finite=Reaction.REFUSE))[way])
 
 
-async def test_nothing_is_looked_for_if_switched_off() -> None:
+async def test_checks_of_suspicious_versions_can_be_switched_off() -> None:
     model = Model()
 
     def script(connect: Callable[[], TrainerClient], _: Engines) -> None:

@@ -185,7 +185,7 @@ def test_parameter_that_cannot_be_sent_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("change", [cast_head, remove_head, put_head_on_meta], ids=named)
-async def test_tensor_that_an_engine_takes_must_stay(change: Change) -> None:
+async def test_a_tensor_that_an_engine_takes_must_stay_available(change: Change) -> None:
     with pytest.raises(RoundAborted, match=r"value_head.*(connect again|meta device)"):
         await publish_around(Model(), change, names=(*READ, "value_head.weight"))
 

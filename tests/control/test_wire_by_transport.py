@@ -44,7 +44,7 @@ def test_every_byte_is_counted_once_and_the_slowest_are_named(
             assert links[link.source, link.destination] == (Carried(link.nbytes, link.wire_s), name)
 
 
-def test_a_reply_grows_by_a_number_for_each_link_and_a_report_with_none() -> None:
+def test_times_add_one_number_per_link_to_a_reply_and_none_to_a_report() -> None:
     """A trainer rank writes 4096 engine ranks with names of the maximum length."""
     names = [f"engine/{index}".ljust(MAX_NAME_NBYTES, "-") for index in range(4096)]
 

@@ -18,7 +18,7 @@ def folder(path: Path, **config: object) -> Path:
     return path
 
 
-def test_an_adapter_is_a_name_and_what_peft_saved(tmp_path: Path) -> None:
+def test_an_adapter_option_names_a_folder_saved_by_peft(tmp_path: Path) -> None:
     assert adapter_of("") is None
     found = adapter_of(f"math={folder(tmp_path, lora_alpha=8, target_modules=['q_proj'])}")
     assert found == Adapter("math", tmp_path, 4, (2.0,))
@@ -27,7 +27,7 @@ def test_an_adapter_is_a_name_and_what_peft_saved(tmp_path: Path) -> None:
     assert found == Adapter("math", tmp_path, 16, (2.0, 4.0, 8.0, 16.0))
 
 
-def test_a_folder_that_peft_did_not_save_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_an_adapter_of_peft_is_refused(tmp_path: Path) -> None:
     for text in ("math", "=x", "math="):
         with pytest.raises(ConfigError, match="must be NAME=FOLDER"):
             adapter_of(text)

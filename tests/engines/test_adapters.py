@@ -144,7 +144,7 @@ def test_the_name_map_keeps_exactly_what_peft_saves() -> None:
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
-async def test_publish_updates_the_served_adapter_and_nothing_else_travels(
+async def test_publish_sends_only_the_adapter_and_updates_it(
     mode: UpdateMode,
 ) -> None:
     model = adapted_model()

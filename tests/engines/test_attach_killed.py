@@ -286,7 +286,7 @@ async def test_an_attach_that_is_refused_leaves_no_engine_in_the_fleet(
 @pytest.mark.parametrize(
     ("number", "done"), [(1, True), pytest.param(2, False, marks=LATER), (2, True)]
 )
-async def test_an_attach_that_died_is_made_again(
+async def test_an_attach_after_a_killed_attach_succeeds(
     number: int, done: bool, engine: Engine, tmp_path: Path
 ) -> None:
     model = checkpoint(tmp_path)
@@ -301,7 +301,7 @@ async def test_an_attach_that_died_is_made_again(
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=LATER)])
-async def test_an_attach_that_is_ended_leaves_nothing_behind(
+async def test_an_attach_that_is_ended_leaves_no_files_and_no_open_session(
     by: signal.Signals, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If an attach left its session open, SGLang's weights would stay unpacked until the next session ends it."""

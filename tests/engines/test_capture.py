@@ -234,7 +234,7 @@ def test_a_large_tensor_with_scattered_elements_is_refused(
         capture(engine, specs, load, worker="e/0", exact_numel=0)
 
 
-def test_rows_that_mislead_are_found_out_and_read_place_by_place() -> None:
+def test_rows_with_irregular_elements_are_read_element_by_element() -> None:
     engine = torch.nn.Linear(64, 32, bias=False)
 
     def load(weights: Weights) -> None:
@@ -289,7 +289,7 @@ def test_an_engine_that_does_not_repeat_its_repacking_is_refused(tmp_path: Path)
         capture(engine, SPECS, engine.load, worker="engine/0", reference=stored)
 
 
-def test_boxes_tell_every_element_once_for_any_slicing() -> None:
+def test_boxes_cover_every_element_once_for_any_slicing() -> None:
     shape = (6, 5, 8)
     numbers = np.arange(240).reshape(shape)
     for cut in (numbers[1:4, :, 2:7], numbers[::2].transpose(2, 0, 1), numbers[:, 1], numbers[2:3]):
@@ -551,7 +551,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def test_many_tensors_that_are_rounded_are_waited_for_together() -> None:
+def test_an_update_waits_once_for_all_rounded_tensors() -> None:
     """Engines keep routers in float32, one or two per layer, and stay paused until all are rounded."""
     engine = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(40))
 

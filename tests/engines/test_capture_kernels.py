@@ -145,7 +145,7 @@ def test_kernels_find_wrong_places_and_padding_as_torch_does(
     assert [check.is_right for check in checked(8)] == [False, False]
 
 
-def test_a_kernel_that_did_not_run_has_proven_nothing(
+def test_a_kernel_that_did_not_run_fails_its_check(
     of_host: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OneThread, "launch", lambda *_: None)

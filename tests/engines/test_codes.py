@@ -29,7 +29,7 @@ def _signed(number: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
-def test_values_are_of_whole_numbers_on_both_sides_of_32_bits(dtype: DType) -> None:
+def test_values_use_64_bit_element_numbers(dtype: DType) -> None:
     """Check tensors before, across and after element 2**32; the huge first tensor is never created."""
     sizes = {"huge": HALF - 90, "before": 40, "crossing": 100, "empty": 0, "after": 30}
     codes = Codes([CheckpointSpec(name, (size,), dtype) for name, size in sizes.items()])
@@ -48,7 +48,7 @@ def test_values_are_of_whole_numbers_on_both_sides_of_32_bits(dtype: DType) -> N
 @pytest.mark.parametrize("bits", [4, 7])
 @pytest.mark.parametrize(("first", "last"), [(0, 1), (3, 5), (127, 129), (HALF - 1, HALF),
     (HALF, HALF + 300), (5 * HALF - 200, 5 * HALF)])  # fmt: skip
-def test_digits_spell_the_numbers(bits: int, first: int, last: int) -> None:
+def test_digits_encode_the_element_numbers(bits: int, first: int, last: int) -> None:
     num_digits = -(-last.bit_length() // bits)
     digits = [_digits(first, last, bits, p, torch.device("cpu")) for p in range(num_digits)]
 

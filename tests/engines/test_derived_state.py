@@ -445,7 +445,7 @@ def test_numbers_that_the_loader_derives_are_right(
     ],
     ids=["some_values_show", "digits_show"],
 )
-def test_numbers_that_few_values_show_are_right_or_refused(
+def test_derived_numbers_with_few_values_are_right_or_refused(
     number: Callable[[Layer], Any], number_is_refused: bool, tmp_path: Path
 ) -> None:
     live = Engine(number, HOLDERS["dataclass"], "load")
@@ -479,7 +479,7 @@ class Counting(Engine):
         self.is_loaded = True
 
 
-def test_numbers_that_have_nothing_to_do_with_weights_are_left_alone(tmp_path: Path) -> None:
+def test_numbers_that_do_not_depend_on_weights_are_not_recomputed(tmp_path: Path) -> None:
     rank = require_right(tmp_path, lambda: Counting(DERIVED["cast"], HOLDERS["attribute"], "load"))
     assert rank.engine_rank.captured.recompute is None
 

@@ -185,7 +185,7 @@ def test_a_paused_generation_continues_with_the_same_tokens(engine: Engine, mode
         assert running.result(60)["output_ids"] == undisturbed["output_ids"]
 
 
-def test_a_pause_that_aborts_hands_back_what_there_is(engine: Engine) -> None:
+def test_a_pause_that_aborts_returns_the_generated_tokens(engine: Engine) -> None:
     undisturbed = engine.generate(PROMPTS[2], engine.num_long)["output_ids"]
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(engine.generate, PROMPTS[2], engine.num_long)
@@ -230,7 +230,7 @@ def test_a_bad_request_names_argument_rule_and_value(
     assert re.search(message, error), error
 
 
-def test_a_nucleus_of_nothing_does_not_end_the_engine(engine: Engine) -> None:
+def test_a_top_p_of_almost_zero_samples_the_most_probable_token(engine: Engine) -> None:
     """Check that the most probable token is in every nucleus: `top_p` 1e-300 becomes 0.0 in float32."""
     sampling = {"max_new_tokens": 2, "top_p": 1e-300}
     answer = engine.call("/generate", {"input_ids": [1], "sampling_params": sampling})
@@ -264,7 +264,7 @@ def test_every_route_asks_for_the_token(engine: Engine, path: str) -> None:
     )
 
 
-def test_a_setting_that_is_refused_is_told_in_one_line() -> None:
+def test_an_engine_prints_a_refused_setting_in_one_line() -> None:
     command = (sys.executable, "-m", "windlass.engines.embedded", "--name", "e", "--model", "m")
     ended = subprocess.run(
         (*command, "--max-batch", "0", "--host", "127.0.0.1"),
@@ -278,7 +278,7 @@ def test_a_setting_that_is_refused_is_told_in_one_line() -> None:
     assert ended.stderr == "engine e: ConfigError: engine e: max_batch must be >= 1, got 0\n"
 
 
-def test_a_rollout_client_may_ask_for_tokens_and_not_pause(engine: Engine) -> None:
+def test_a_rollout_client_may_generate_but_not_pause(engine: Engine) -> None:
     token = role_token(TOKEN, Access.CLIENT)
     sampling = {"temperature": 0.0, "max_new_tokens": 2}
     answer = engine.call("/generate", {"input_ids": [3, 4], "sampling_params": sampling}, token)
@@ -289,7 +289,7 @@ def test_a_rollout_client_may_ask_for_tokens_and_not_pause(engine: Engine) -> No
     assert engine.status_of("/generate", {}, role_token(TOKEN, Access.OBSERVER))[0] == 403
 
 
-def test_a_server_that_cannot_serve_says_why_and_is_not_waited_for() -> None:
+def test_an_engine_server_that_cannot_bind_raises_at_once() -> None:
     server = EngineServer(
         EngineSettings(name="engine", model="none"),
         TOKEN,

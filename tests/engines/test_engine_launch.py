@@ -38,7 +38,7 @@ from windlass.errors import ConfigError, PeerUnreachable
 WORDS = ["--name", "a", "--model", "/m", "--tp", "2", "--attach", "http://h:1"]
 
 
-def test_attach_has_a_running_server_join_another_controller(
+def test_attach_makes_a_running_server_join_another_controller(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     words = [*WORDS, "--controller", "http://c", "--transport", "mooncake"]
@@ -119,7 +119,7 @@ class Refusing:
         ([*WORDS, "--node-rank", "1"], "--node-rank must be in [0, 1), got 1"),
     ],
 )
-def test_a_launcher_says_in_one_line_why_it_ends(
+def test_a_launcher_prints_its_reason_in_one_line(
     words: list[str],
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -147,7 +147,7 @@ def test_a_launcher_says_in_one_line_why_it_ends(
 
 
 @pytest.mark.parametrize("word", ["--enable-it", "--enable_it", "--enable-it=1"])
-def test_an_option_that_updates_cannot_survive_is_refused_however_it_is_spelt(word: str) -> None:
+def test_a_refused_option_is_found_in_every_spelling(word: str) -> None:
     with pytest.raises(ConfigError, match="--enable-it must not be given: it moves"):
         refuse_options(["--other", word], [Rule("--enable-it", (), "it moves")])
 
@@ -163,7 +163,7 @@ def layout(buffer_nbytes: int, *recomputed: str) -> CapturedLayout:
     return CapturedLayout(unplaced=(), recomputed=recomputed, buffer_nbytes=buffer_nbytes)
 
 
-def test_the_cost_of_buffers_is_told_where_there_are_some(
+def test_a_launcher_prints_the_cost_of_buffers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     check_layouts("a", [layout(0), layout(0)])
@@ -227,7 +227,7 @@ GOING_ON_WITHOUT_A_LOG = (
 )
 
 
-def test_the_end_of_a_log_is_not_taken_for_a_server_that_serves(
+def test_a_launcher_does_not_take_the_end_of_a_log_for_a_ready_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Check a server right after a kill: its log has ended, and its exit status is not known yet."""
@@ -257,7 +257,7 @@ SGLANG = ENGINES.find("sglang")
         (["--tp", "2", "--nnodes", "2", "--node-rank", "2"], r"must be in \[0, 2\), got 2"),
     ],
 )
-def test_nodes_that_an_engine_cannot_be_spread_over_are_refused(
+def test_numbers_of_nodes_that_do_not_fit_an_engine_are_refused(
     words: list[str], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -265,7 +265,9 @@ def test_nodes_that_an_engine_cannot_be_spread_over_are_refused(
 
 
 @pytest.mark.parametrize(("tp", "pp", "nodes"), [(16, 1, 2), (2, 2, 4), (1, 4, 2), (8, 3, 3)])
-def test_nodes_have_whole_stages_or_stages_have_whole_nodes(tp: int, pp: int, nodes: int) -> None:
+def test_an_engine_puts_whole_stages_on_nodes_or_whole_nodes_in_stages(
+    tp: int, pp: int, nodes: int
+) -> None:
     words = ["--tp", str(tp), "--pp", str(pp), "--nnodes", str(nodes)]
     assert checked_arguments(SGLANG, ["--name", "a", "--model", "/m", *words]).nnodes == nodes
 
@@ -292,7 +294,7 @@ def started(
     return found[0] if found else ([], {})
 
 
-def test_parts_of_a_server_meet_at_the_first_node_and_each_has_the_token_in_a_file(
+def test_parts_of_a_server_meet_at_the_first_node_with_the_token_in_a_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WINDLASS_FIRST_NODE", "10.0.0.7")
@@ -307,7 +309,7 @@ def test_parts_of_a_server_meet_at_the_first_node_and_each_has_the_token_in_a_fi
     assert dict(options_of(argv))["--dist-init-addr"] == "10.0.0.7:5000"
 
 
-def test_the_first_part_of_a_vllm_serves_and_takes_reports_and_the_others_are_headless(
+def test_only_the_first_part_of_a_vllm_server_has_routes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WINDLASS_FIRST_NODE", "10.0.0.7")
@@ -335,7 +337,7 @@ def test_the_first_part_of_a_vllm_serves_and_takes_reports_and_the_others_are_he
         ),
     ],
 )
-def test_a_part_of_a_server_that_the_others_cannot_meet_is_not_started(
+def test_a_part_of_a_server_that_other_parts_cannot_reach_is_not_started(
     first: str,
     words: tuple[str, ...],
     says: str,

@@ -134,7 +134,7 @@ async def test_a_rank_stays_with_a_controller_that_is_connected(
     leave(rank)
 
 
-async def test_a_rank_that_was_refused_captures_from_the_right_folder(
+async def test_a_refused_rank_captures_again_from_the_right_folder(
     rank: Rank, tmp_path: Path
 ) -> None:
     """Check also the case that another rank of the engine refused, so that no rank joined."""

@@ -197,7 +197,7 @@ async def test_spans_with_a_gap_are_refused() -> None:
         await answered([{"version": "4", "start": 1, "end": 3}])
 
 
-async def test_a_rollout_that_names_an_adapter_is_answered_by_it() -> None:
+async def test_the_named_adapter_answers_a_rollout() -> None:
     asked: list[Any] = []
     spans: Any = CHOICE["weight_versions"]
     await answered(spans, adapter="math", asked=asked)

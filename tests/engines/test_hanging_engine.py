@@ -139,7 +139,7 @@ APIS: dict[str, Callable[[str], EngineApi]] = {
 
 
 @pytest.mark.parametrize("engine", APIS)
-def test_no_adapter_waits_longer_for_its_engine_than_it_is_told(engine: str) -> None:
+def test_an_engine_api_times_out_by_the_given_deadline(engine: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         api = APIS[engine](f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(PeerTimeout, match=r"no answer within 0\.1 s"):

@@ -58,7 +58,7 @@ def loop(gate: QuiesceGate, deadline_s: float = SECONDS) -> Iterator[threading.T
 
 
 @pytest.mark.parametrize("serves_own_weights", [True, False])
-def test_a_first_version_that_is_not_published_leaves_the_weights_of_the_start(
+def test_an_aborted_first_version_leaves_the_weights_of_the_start(
     serves_own_weights: bool,
 ) -> None:
     with engine(serves_own_weights=serves_own_weights) as (agent, gate), loop(gate) as held:
@@ -69,7 +69,7 @@ def test_a_first_version_that_is_not_published_leaves_the_weights_of_the_start(
         assert held.is_alive() is not serves_own_weights
 
 
-def test_weights_that_may_be_mixed_are_not_served() -> None:
+def test_an_engine_does_not_serve_mixed_weights() -> None:
     with engine(serves_own_weights=True) as (agent, gate), loop(gate) as held:
         agent.handle(Pause(PauseMode.IN_PLACE, SECONDS), epoch=1, round_number=1)
         agent.handle(Abort("", mixed_weights=True), epoch=1, round_number=1)

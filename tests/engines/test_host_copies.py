@@ -33,7 +33,7 @@ def test_host_copies_restore_the_chosen_memories() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_model_that_fills_its_gpu_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_restores_a_model_that_fills_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     with torch.inference_mode():
         model = torch.nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -49,7 +49,7 @@ def test_a_model_that_fills_its_gpu_is_put_back(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3])
-def test_a_gpu_makes_the_values_that_the_host_makes(dtype: DType) -> None:
+def test_codes_on_a_gpu_equal_codes_on_the_host(dtype: DType) -> None:
     specs = [CheckpointSpec(str(n), (n, 3), dtype) for n in (1, 5, 1000)]
     made = {device: dict(Codes(specs, device).random(1)) for device in ("cpu", "cuda")}
     for name, tensor in made["cpu"].items():
@@ -91,7 +91,7 @@ def test_a_gpu_finds_wrong_places_and_padding_as_the_host_does(
     assert len({check.padding for check in found[0]}) == 2
 
 
-def test_a_fingerprint_tells_values_and_places() -> None:
+def test_a_fingerprint_depends_on_values_and_places() -> None:
     memory = torch.arange(64, dtype=torch.int16)
     swapped = memory.clone()
     swapped[[0, 5]] = memory[[5, 0]]

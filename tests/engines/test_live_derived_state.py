@@ -94,7 +94,7 @@ def refused(server: Server, models: Sequence[Any], served: list[Sample]) -> str:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_derived_state_is_fresh_or_refused(
+def test_derived_state_of_a_live_server_is_fresh_or_refused(
     kind: str, engine: str, plugin: str, tmp_path: Path, compared: Callable[[str, int], None]
 ) -> None:
     save(kind, 1, tmp_path / "old")

@@ -114,7 +114,9 @@ def join(join_at: Callable[[str], object]) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_launched_engines(engine: str, source: Path, model: Any, tmp_path: Path) -> None:
+def test_launched_engines_draw_independent_samples(
+    engine: str, source: Path, model: Any, tmp_path: Path
+) -> None:
     """Check a server of two ranks, the same server after a restart, and a server of two replicas."""
     samples = []
     for name in ("first", "again"):
@@ -130,7 +132,9 @@ def test_launched_engines(engine: str, source: Path, model: Any, tmp_path: Path)
     require_own_samples(samples)
 
 
-def test_vllm_servers_that_a_user_starts(source: Path, model: Any, tmp_path: Path) -> None:
+def test_vllm_servers_of_a_user_draw_independent_samples(
+    source: Path, model: Any, tmp_path: Path
+) -> None:
     with ExitStack() as running:
         servers = [
             running.enter_context(serving_plain(source, tmp_path / name, flags=FLOAT32))
@@ -142,7 +146,7 @@ def test_vllm_servers_that_a_user_starts(source: Path, model: Any, tmp_path: Pat
         require_own_samples([*samples, drawn(asking_plain(server))])
 
 
-def test_a_user_names_a_seed_and_other_log_probabilities(
+def test_a_user_may_choose_the_seed_and_raw_log_probabilities(
     source: Path, model: Any, tmp_path: Path
 ) -> None:
     named = (*FLOAT32, "--seed", "0", "--logprobs-mode", "raw_logprobs")
@@ -157,7 +161,9 @@ def test_a_user_names_a_seed_and_other_log_probabilities(
     assert samples[0] == samples[1]
 
 
-def test_sglang_servers_that_a_user_starts(source: Path, model: Any, tmp_path: Path) -> None:
+def test_sglang_servers_of_a_user_draw_independent_samples(
+    source: Path, model: Any, tmp_path: Path
+) -> None:
     given = variables(
         install(tmp_path / "site"),
         WINDLASS_CONTROLLER="wait",

@@ -343,7 +343,7 @@ def test_no_engine_starts_with_an_option_that_updates_cannot_survive(
     shown(refusal(engine, option, UNSAFE[engine][option].why))
 
 
-def test_vllm_is_not_asked_to_retract(shown: Record) -> None:
+def test_vllm_refuses_the_pause_mode_retract(shown: Record) -> None:
     with pytest.raises(ConfigError, match="pause_mode must be one of"):
         VllmApi(EngineHttp("http://127.0.0.1:1"), can_block=False, stamps=False).pause(
             PauseMode.RETRACT, 1.0
@@ -351,7 +351,7 @@ def test_vllm_is_not_asked_to_retract(shown: Record) -> None:
     shown(refusal("vllm", "pause_mode retract", "vLLM has abort and keep (in_place) only"))
 
 
-def test_sglang_with_stages_is_asked_to_abort_only(shown: Record) -> None:
+def test_sglang_with_stages_accepts_only_the_pause_mode_abort(shown: Record) -> None:
     api = SglangApi(EngineHttp("http://127.0.0.1:1"), 2, QuiesceGate(), blocks=False, num_stages=2)
     for mode in (PauseMode.RETRACT, PauseMode.IN_PLACE):
         with pytest.raises(ConfigError, match="pause_mode must be abort with stages"):

@@ -73,7 +73,7 @@ async def test_a_custom_engine_serves_and_labels_the_trained_weights() -> None:
         await asyncio.to_thread(train, controller.url)
 
 
-def test_a_request_that_an_update_interrupts_hands_back_its_tokens_or_waits() -> None:
+def test_a_request_interrupted_by_an_update_returns_its_tokens_or_waits() -> None:
     own = example()
     served = own.Served(small_model(1).eval())
     served.set_version(0, 1.0)

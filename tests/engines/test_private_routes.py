@@ -65,7 +65,7 @@ async def status_of(
 
 
 @pytest.mark.parametrize("path", [*OF_VLLM, *OF_SGLANG, "/v1/load_lora_adapter", "/not/known/yet"])
-async def test_strangers_do_not_reach_what_changes_an_engine(
+async def test_strangers_cannot_reach_routes_that_change_an_engine(
     routes: PrivateRoutes, path: str
 ) -> None:
     header = KEY_HEADER.encode()
@@ -78,7 +78,7 @@ async def test_strangers_do_not_reach_what_changes_an_engine(
 
 
 @pytest.mark.parametrize("path", OPEN)
-async def test_clients_reach_what_generates(routes: PrivateRoutes, path: str) -> None:
+async def test_clients_reach_routes_that_generate(routes: PrivateRoutes, path: str) -> None:
     assert await status_of(routes, path) == 200
 
 
@@ -174,7 +174,7 @@ def test_a_folder_of_keys_that_others_can_change_is_refused(
         saved_key("http://127.0.0.1:9")
 
 
-def test_both_engines_are_started_behind_them(
+def test_both_engines_start_with_private_routes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(vllm, "_generate_options", lambda: ())

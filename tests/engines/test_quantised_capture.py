@@ -162,7 +162,7 @@ class Plain(torch.nn.Module):
         self.scale = weight if scale is None else scale
 
 
-def test_a_weight_and_its_scales_come_together_whatever_the_files_say(tmp_path: Path) -> None:
+def test_a_weight_and_its_scales_are_read_together_from_any_files(tmp_path: Path) -> None:
     full = quantised(weights(torch.bfloat16))
     first = ("up_scale_inv", "down", "gate")
     for number in (0, 1):
@@ -274,7 +274,7 @@ def test_a_scalar_setting_that_no_load_writes_is_a_constant_and_stays() -> None:
     assert set(taken) == {0.5}
 
 
-def test_only_checkpoints_with_float8_need_more_loads() -> None:
+def test_only_checkpoints_with_float8_need_more_digits() -> None:
     wide = CheckpointSpec("w", (1 << 20,), DType.BFLOAT16)
     narrow = CheckpointSpec("v", (3,), DType.FLOAT8_E4M3)
     assert (Codes([wide]).num_digits, Codes([wide, narrow]).num_digits) == (3, 6)

@@ -70,7 +70,7 @@ def test_other_schemes_are_refused_with_the_reason_of_the_table(
         assert reason in str(refused.value)
 
 
-def test_every_scheme_that_is_refused_can_be_met() -> None:
+def test_every_refused_scheme_has_a_test_config() -> None:
     assert {scheme for scheme, _ in CONFIGS} == {row.scheme for row in CAPABILITIES if row.reason}
 
 
@@ -88,7 +88,7 @@ def test_an_unknown_scheme_is_refused(tmp_path: Path, quantised: object, message
         require_followed(checkpoint(tmp_path, quantised), [])
 
 
-def test_a_quantisation_is_found_wherever_engines_look_for_it(tmp_path: Path) -> None:
+def test_a_quantisation_is_found_in_every_place_that_engines_read(tmp_path: Path) -> None:
     awq = {"quant_method": "awq"}
     for config in ({"text_config": {"quantization_config": awq}}, {"compression_config": awq}):
         (tmp_path / "config.json").write_text(json.dumps(config))

@@ -57,7 +57,7 @@ def test_a_blocked_loop_stays_until_the_pause_ends(loop: Loop, asked_first: bool
     assert not thread.is_alive()
 
 
-def test_a_later_pause_takes_over_a_loop_that_is_blocked(loop: Loop) -> None:
+def test_a_later_pause_takes_over_a_blocked_loop(loop: Loop) -> None:
     loop.gate.ask("1.1")
     thread = loop.block("1.1")
     loop.gate.wait("1.1", DEADLINE_S)
@@ -76,7 +76,7 @@ def test_a_call_that_comes_after_its_pause_ended_blocks_nothing(loop: Loop) -> N
     assert not loop.threads[0].is_alive()
 
 
-def test_a_late_call_of_an_old_pause_serves_the_new_one(loop: Loop) -> None:
+def test_a_late_call_of_an_old_pause_blocks_for_the_new_pause(loop: Loop) -> None:
     loop.gate.ask("1.1")
     loop.gate.end()
     loop.gate.ask("1.2")
@@ -121,7 +121,7 @@ def test_a_loop_that_was_reached_before_the_call_failed_is_at_rest(loop: Loop) -
     loop.gate.wait("1.1", DEADLINE_S)
 
 
-def test_a_pause_that_begins_and_ends_before_the_loop_wakes_lets_it_go(loop: Loop) -> None:
+def test_a_pause_that_ends_before_the_loop_wakes_releases_the_loop(loop: Loop) -> None:
     """On a busy machine, a pause may begin and end before the waiting loop can check for it."""
     thread = loop.block("asked by the trainer", deadline_s=5 * DEADLINE_S)
     loop.gate.wait("asked by the trainer", DEADLINE_S)

@@ -46,7 +46,7 @@ def test_reports_are_gathered_in_rank_order() -> None:
         assert reports.gather(DEADLINE_S) == [b"%d" % rank * 100_000 for rank in range(3)]
 
 
-def test_ranks_report_in_a_folder_however_deep(
+def test_ranks_report_in_a_folder_of_any_depth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check a folder with a path above 107 bytes, the limit of a socket's path."""
@@ -107,7 +107,7 @@ def test_only_ranks_can_read_the_secrets() -> None:
     assert not Path(reports.folder).exists()
 
 
-def test_a_rank_that_is_refused_by_another_leaves_the_reason_to_the_other() -> None:
+def test_gather_names_the_rank_that_caused_a_refusal() -> None:
     with RankReports(2) as reports:
         report_failure(reports.folder, 0, RefusedByOtherRank("another rank"))
         report_failure(reports.folder, 1, RuntimeError("out of memory"))
@@ -115,7 +115,7 @@ def test_a_rank_that_is_refused_by_another_leaves_the_reason_to_the_other() -> N
             reports.gather(DEADLINE_S)
 
 
-def test_secrets_do_not_outlive_a_start_that_fails(
+def test_a_failed_start_removes_the_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

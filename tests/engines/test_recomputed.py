@@ -195,7 +195,7 @@ def test_the_number_of_loads_grows_with_the_logarithm_of_the_number_of_layers() 
     assert counts[1] - counts[0] == 2 * 3
 
 
-def test_layers_that_are_copied_are_not_received_for_others_that_are_computed() -> None:
+def test_only_computed_layers_receive_sources_for_the_loader() -> None:
     engine = Named({f"norms.{i}": (4,) for i in range(7)})
     specs = [CheckpointSpec(f"n.{i}.w", (4,), DType.FLOAT32) for i in range(7)]
 
@@ -515,7 +515,7 @@ def test_a_loader_that_restores_its_own_copies_gets_all_of_their_sources() -> No
     assert torch.equal(engine["norm"], checkpoint["norm"] + 1)
 
 
-def test_a_loader_that_moves_what_updates_write_fails_the_update() -> None:
+def test_a_loader_that_moves_an_updated_tensor_fails_the_update() -> None:
     engine = Engine()
     captured = capture(engine, SPECS, engine.load, worker="e/0")
     proj = engine.rows[2].proj
@@ -815,7 +815,7 @@ def test_a_loader_that_never_recovers_fails_every_update() -> None:
             deliver(captured, values(SPECS, seed))
 
 
-def test_a_loader_that_writes_what_updates_write_is_found_after_it_failed() -> None:
+def test_a_loader_that_writes_an_updated_tensor_after_a_failure_is_detected() -> None:
     engine = Engine()
     state = {"fails": False, "stale": False}
 

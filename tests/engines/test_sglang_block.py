@@ -177,7 +177,7 @@ def test_a_refused_session_fails_the_pause_at_once(loops: Loops, url: str) -> No
     assert loops.seen == [PAUSE, BEGIN, GO_ON]
 
 
-def test_where_orders_touch_weights_the_loops_only_come_past(loops: Loops, url: str) -> None:
+def test_loops_are_quiesced_and_not_held_without_blocking(loops: Loops, url: str) -> None:
     hooks = hooks_of(loops, url, blocks=False)
     pause(hooks, PauseMode.RETRACT)
     assert not loops.busy.locked()
@@ -196,7 +196,7 @@ def test_loops_of_a_release_without_sessions_are_held(loops: Loops, url: str) ->
     assert loops.seen[3:] == [GO_ON]
 
 
-def test_a_session_outlives_a_loop_that_leaves_before_the_write_is_over(
+def test_a_session_stays_open_when_a_loop_leaves_before_the_write_ends(
     loops: Loops, url: str
 ) -> None:
     loops.longest_hold_s = 0.01
@@ -213,7 +213,7 @@ def test_a_session_outlives_a_loop_that_leaves_before_the_write_is_over(
     assert loops.seen[-1] == GO_ON
 
 
-def test_stages_stop_by_abort_alone_and_drain(loops: Loops, url: str) -> None:
+def test_an_engine_with_stages_pauses_only_by_abort_and_drains(loops: Loops, url: str) -> None:
     api = SglangApi(EngineHttp(url), len(loops.gates), loops.gates[0], blocks=False, num_stages=2)
     for mode in (PauseMode.IN_PLACE, PauseMode.RETRACT):
         with pytest.raises(ConfigError, match=f"must be abort with stages, .* got {mode}"):

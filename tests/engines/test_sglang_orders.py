@@ -67,7 +67,7 @@ def ask(of_a_rank: Callable[[str], None]) -> None:
         join_fleet(SglangServer(), settings, Secrets())
 
 
-def test_the_reason_of_a_rank_of_the_first_stage_outlives_its_server() -> None:
+def test_a_refusal_by_a_rank_is_reported_after_its_server_ended() -> None:
     def refuse(_: Secrets) -> bytes:
         raise PeerUnreachable("its weights are packed")
 
@@ -80,7 +80,7 @@ def test_a_server_that_ends_without_a_reason_is_named() -> None:
         ask(lambda folder: carry_out(folder, 1, lambda _: b""))
 
 
-def test_a_session_that_may_open_yet_is_closed_by_a_process_that_is_ended(
+def test_a_process_that_is_ended_closes_a_session_that_may_still_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SGLang opens the session when no request runs, even if the process no longer waits for the answer."""

@@ -44,20 +44,20 @@ def settings(host: str, nnodes: int = 1) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.2"])
-def test_an_engine_is_called_as_it_is_reached(host: str) -> None:
+def test_an_engine_is_named_after_its_reachable_address(host: str) -> None:
     member = plugin._Member(settings(host))
     assert member._name(member.controller) == f"{host}:30000"
     assert member._url(member.controller) == f"http://{host}:30000"
     assert saved_key(member._url(member.controller)) == member.key
 
 
-def test_a_server_on_all_addresses_names_the_one_towards_its_controller() -> None:
+def test_a_server_on_all_addresses_advertises_the_address_towards_its_controller() -> None:
     member = plugin._Member(settings("0.0.0.0"))
     assert member._url(member.controller) == "http://127.0.0.1:30000"
     assert member._url(ELSEWHERE) == f"http://{address_towards_elsewhere()}:30000"
 
 
-def test_a_server_that_only_its_host_reaches_joins_no_controller_elsewhere(
+def test_a_server_on_loopback_cannot_join_a_remote_controller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     address_towards_elsewhere()
@@ -75,7 +75,7 @@ def test_a_server_over_several_hosts_is_reached_by_its_own_ranks(host: str) -> N
         plugin._Member(settings(host, nnodes=2))
 
 
-def test_a_server_over_several_hosts_is_given_no_other_token() -> None:
+def test_a_join_order_to_a_server_over_several_hosts_must_have_no_token() -> None:
     member = plugin._Member(settings("10.0.0.2", nnodes=2))
     # The refusal must not prevent a later order to join.
     for _ in range(2):
@@ -121,7 +121,9 @@ def downloads(tmp_path: Path) -> Path:
     return cache
 
 
-def test_the_checkpoint_is_what_sglang_has_loaded(downloads: Path, tmp_path: Path) -> None:
+def test_the_checkpoint_folder_is_the_folder_that_sglang_loaded(
+    downloads: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("huggingface_hub")
 
     def folder_of(path: str, revision: str | None = None) -> Path:

@@ -99,7 +99,7 @@ class Flushed:
         ([False, True], Flushed(False, 0)),
     ],
 )
-def test_a_flush_that_one_replica_refuses_is_refused_though_another_answers_first(
+def test_a_flush_fails_if_any_replica_refuses_it(
     successes: list[bool], answer: Flushed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     structs, asked = ModuleType("sglang.srt.managers.io_struct"), []

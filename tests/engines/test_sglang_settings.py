@@ -94,7 +94,7 @@ def test_a_refused_setting_without_an_option_is_found(
     assert str(refused.value).endswith(rule.why)
 
 
-def test_data_parallel_attention_is_taken_however_a_release_with_its_own_word_tells_it() -> None:
+def test_data_parallel_attention_is_accepted_with_the_settings_of_newer_releases() -> None:
     told = {**PLAIN, "nnodes": 2, "attn_dp_size": 2, "enable_dp_attention": True}
     with server(json.dumps(told).encode()) as url:
         assert check_server(EngineHttp(url), 2) == 1
@@ -108,6 +108,6 @@ def test_a_server_with_other_ranks_than_were_announced_is_refused() -> None:
             check_server(EngineHttp(url), 2)
 
 
-def test_another_server_is_named() -> None:
+def test_an_answer_of_another_server_is_reported() -> None:
     with server(b"<html>") as url, pytest.raises(PeerUnreachable, match="not SGLang's answer"):
         check_server(EngineHttp(url), 2)

@@ -25,7 +25,7 @@ RULES = (
         ["--other", "--nodes_per_rack", "7"],
     ],
 )
-def test_a_value_that_updates_survive_may_be_written_out(words: list[str]) -> None:
+def test_a_value_that_updates_survive_may_be_given(words: list[str]) -> None:
     refuse_options(words, RULES)
 
 
@@ -39,7 +39,9 @@ def test_a_value_that_updates_survive_may_be_written_out(words: list[str]) -> No
         (["--moves", "False"], "--moves must not be given"),
     ],
 )
-def test_any_other_value_is_refused_with_the_reason(words: list[str], says: str) -> None:
+def test_a_value_that_updates_do_not_survive_is_refused_with_the_reason(
+    words: list[str], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         refuse_options(words, RULES)
 

@@ -81,7 +81,7 @@ def core() -> Iterator[Core]:
     made.loop.join(10)
 
 
-def test_a_call_is_made_in_the_loop_and_returns_when_it_has(core: Core) -> None:
+def test_a_call_runs_in_the_loop_and_returns_after_it(core: Core) -> None:
     core.calls.call("windlass_set_version", [7], 10.0)
     assert core.called == [("windlass_set_version", (7,), core.loop.ident)]
 
@@ -105,7 +105,7 @@ def test_a_long_call_logs_the_place_of_the_loop(
     assert " _run < " in caplog.text
 
 
-def test_a_loop_that_does_not_come_by_is_waited_for_until_the_deadline(core: Core) -> None:
+def test_a_call_to_a_stuck_loop_fails_by_its_deadline(core: Core) -> None:
     core.held.clear()
     with pytest.raises(PeerTimeout, match=r"windlass_quiesce: not within 0\.05 s"):
         core.calls.call("windlass_quiesce", ["p"], 0.05)
@@ -125,7 +125,7 @@ def _releases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_releases")
-def test_a_hold_begins_when_what_runs_is_given_out_and_ends_with_the_version(core: Core) -> None:
+def test_a_hold_begins_after_running_batches_and_ends_with_the_version(core: Core) -> None:
     core.batch_queue += ["second", "first"]
     seen = []
 
@@ -140,7 +140,7 @@ def test_a_hold_begins_when_what_runs_is_given_out_and_ends_with_the_version(cor
 
 
 @pytest.mark.usefixtures("_releases")
-def test_a_hold_that_ends_with_no_version_or_fails_leaves_the_core_as_it_was(core: Core) -> None:
+def test_a_hold_without_a_version_leaves_the_core_unchanged(core: Core) -> None:
     # The user of the engine has paused it.
     core.scheduler.pause_state = PauseState.PAUSED_NEW
     core.calls.hold(lambda: -1)

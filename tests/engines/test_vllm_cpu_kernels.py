@@ -44,7 +44,7 @@ def test_a_linear_layer_multiplies_by_its_parameter(vllm: SimpleNamespace) -> No
     assert vllm.packed == []
 
 
-def test_a_convolution_that_stays_where_it_was_is_left_to_vllm(vllm: SimpleNamespace) -> None:
+def test_a_convolution_that_is_not_packed_is_left_to_vllm(vllm: SimpleNamespace) -> None:
     multiply_by_parameters()
     layer = SimpleNamespace(weight=torch.ones(3, 1, 4))
     vllm.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)

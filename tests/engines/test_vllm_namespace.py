@@ -72,7 +72,7 @@ def test_a_request_that_runs_during_an_update_caches_no_block_for_later_requests
     assert not set(running.block_hashes) & set(asked(namespace).block_hashes)
 
 
-def test_salts_of_clients_keep_them_apart_in_every_version() -> None:
+def test_salts_separate_clients_in_every_version() -> None:
     namespace = Namespace()
     salts = (None, "a", "b")
     waited = [asked(namespace, own) for own in salts]

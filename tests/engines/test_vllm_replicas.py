@@ -44,7 +44,7 @@ def settings(url: str, world_size: int) -> AgentSettings:
     )  # fmt: skip
 
 
-def test_a_tensor_that_only_another_replica_has_is_found_there() -> None:
+def test_a_tensor_that_only_another_replica_has_is_accepted() -> None:
     with server({0: ["expert.1"], 1: ["expert.0"]}) as url:
         join_fleet(VllmServer(), settings(url, 2), Secrets())
 

@@ -41,7 +41,7 @@ def config(place: str = "", value: object = None) -> SimpleNamespace:
     return found
 
 
-def test_a_plain_engine_and_releases_that_know_less_are_taken() -> None:
+def test_a_plain_engine_and_older_releases_are_accepted() -> None:
     refuse_unsafe_config(config(), adapter=False)
     refuse_unsafe_config(config("speculative_config", None), adapter=False)
     adapter = config("speculative_config", None)

@@ -95,7 +95,7 @@ def test_fsdp_ranks_update_two_servers_and_continue_when_one_is_killed(tmp_path:
         require_fresh(live, saved(tmp_path)[-1], tmp_path / "fresh.log")
 
 
-def test_its_trainer_runs_with_two_changed_lines(tmp_path: Path) -> None:
+def test_areals_trainer_runs_with_two_changed_lines(tmp_path: Path) -> None:
     """Check `PPOTrainer` with its controllers, its worker processes and a vLLM server that it starts."""
     source = checkpoint(1, tmp_path / "source")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)

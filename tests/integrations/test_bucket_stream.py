@@ -107,7 +107,9 @@ def test_a_receiver_may_skip_a_step_and_come_back(receivers: list[Receiver]) -> 
             send_and_compare(sender, members, step)
 
 
-def test_a_killed_receiver_is_told_to_all_others_at_once(receivers: list[Receiver]) -> None:
+def test_the_sender_and_other_receivers_fail_at_once_for_a_killed_receiver(
+    receivers: list[Receiver],
+) -> None:
     given = settings(SMALL)
     receivers += [Receiver(given), Receiver(given)]
     left, killed = receivers
@@ -135,7 +137,9 @@ def test_a_killed_receiver_is_told_to_all_others_at_once(receivers: list[Receive
         send_and_compare(sender, [left], 1)
 
 
-def test_a_receiver_that_died_before_the_stream_is_told_at_once(receivers: list[Receiver]) -> None:
+def test_a_receiver_that_died_before_the_stream_is_reported_at_once(
+    receivers: list[Receiver],
+) -> None:
     given = settings(SMALL)
     receivers += [Receiver(given), Receiver(given)]
     left, killed = receivers
@@ -151,7 +155,7 @@ def test_a_receiver_that_died_before_the_stream_is_told_at_once(receivers: list[
         assert time.monotonic() - began < AT_ONCE_S
 
 
-def test_a_killed_sender_is_told_to_every_receiver_at_once(receivers: list[Receiver]) -> None:
+def test_every_receiver_fails_at_once_when_the_sender_is_killed(receivers: list[Receiver]) -> None:
     given = settings(SMALL)
     receivers += [Receiver(given), Receiver(given)]
     waiting, reading = receivers
@@ -171,7 +175,9 @@ def test_a_killed_sender_is_told_to_every_receiver_at_once(receivers: list[Recei
         assert told_at - killed_at < AT_ONCE_S
 
 
-def test_a_tensor_that_cannot_be_sent_ends_the_stream_for_all(receivers: list[Receiver]) -> None:
+def test_a_tensor_that_cannot_be_sent_ends_the_stream_for_all_receivers(
+    receivers: list[Receiver],
+) -> None:
     given = settings(SMALL)
     receivers.append(Receiver(given))
     with open_sender(given) as sender:

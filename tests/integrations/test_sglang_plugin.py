@@ -92,7 +92,7 @@ async def publish(
     check_answer(server, checkpoint, version)
 
 
-async def test_a_server_of_the_users_joins_where_it_is_told(
+async def test_a_server_of_the_user_joins_the_given_controller(
     tmp_path: Path, installed: str, token: Path
 ) -> None:
     old, log, port = save("dense", 1, tmp_path / "old"), tmp_path / "server.log", free_port()
@@ -170,7 +170,7 @@ async def test_a_server_with_data_parallel_attention_is_updated_while_it_answers
                 check_answer(server, tmp_path / str(version), version, replica=1)
 
 
-async def test_the_same_of_a_server_that_a_launcher_has_started(tmp_path: Path) -> None:
+async def test_a_launched_server_with_data_parallel_attention_is_updated(tmp_path: Path) -> None:
     old, log = save("dense", 1, tmp_path / "old"), tmp_path / "server.log"
     config = ControlConfig(mode=UpdateMode.STAGED, pause_mode=PauseMode.RETRACT)
     started = serving(
@@ -230,7 +230,7 @@ async def refuse_strangers_and_errors(server: Server) -> None:
     assert "token" in answer["error"]
 
 
-async def test_a_server_that_cannot_join_where_it_is_told_ends(
+async def test_a_server_that_cannot_join_the_given_controller_ends(
     tmp_path: Path, installed: str, token: Path
 ) -> None:
     """Otherwise the server would answer forever with the weights of its start."""
@@ -244,7 +244,7 @@ async def test_a_server_that_cannot_join_where_it_is_told_ends(
     assert f"engine 127.0.0.1:{port}: PeerUnreachable: rank 0: " in log.read_text()
 
 
-def test_a_server_that_is_told_nothing_is_as_sglang_made_it(tmp_path: Path, installed: str) -> None:
+def test_a_server_without_settings_of_windlass_is_unchanged(tmp_path: Path, installed: str) -> None:
     old, log, port = save("dense", 1, tmp_path / "old"), tmp_path / "server.log", free_port()
     with launched(old, log, port, variables(installed)) as server:
         with urllib.request.urlopen(f"{server.url}/server_info", timeout=JOIN_S) as answer:

@@ -30,7 +30,7 @@ from windlass.net.addresses import free_port
 
 @pytest.mark.engines
 @pytest.mark.timeout(900)
-def test_megatron_ranks_update_servers_as_slimes_actor_asks(tmp_path: Path) -> None:
+def test_megatron_ranks_update_servers_through_slimes_interface(tmp_path: Path) -> None:
     old, log, port = save("dense", 1, tmp_path / "old"), tmp_path / "server.log", free_port()
     told = {"WINDLASS_CONTROLLER": "wait", "WINDLASS_TOKEN_FILE": str(token_file(tmp_path, TOKEN))}
     environment = variables(install(tmp_path / "site"), **told)
@@ -92,7 +92,7 @@ def test_slimes_actor_finds_the_updater(actor: ModuleType) -> None:
         ("update_weight_transport", "disk", "--update-weight-transport must be nccl"),
     ],
 )
-def test_weights_that_cannot_be_read_or_go_another_way_are_refused(
+def test_slime_options_that_prevent_updates_are_refused(
     actor: ModuleType, option: str, given: object, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):

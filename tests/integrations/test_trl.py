@@ -88,7 +88,7 @@ def num_answers(server: PlainServer) -> int:
     return server.log.read_text().count('"POST /v1/completions HTTP/1.1" 200')
 
 
-def test_the_reward_rises_with_one_changed_argument(
+def test_the_reward_of_a_trl_run_rises_with_one_changed_argument(
     model: Path, servers: list[PlainServer], tmp_path: Path
 ) -> None:
     run = start(tmp_path / "run", model, servers[:1], transfer="whole", steps=30)

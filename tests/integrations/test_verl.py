@@ -110,7 +110,7 @@ def test_a_replica_leaves_and_comes_back(found: dict[str, Any]) -> None:
     check_whole(found["with it again"], NUM_ROLLOUTS)
 
 
-def test_a_killed_receiver_is_told_to_the_sender_and_to_the_others_at_once(
+def test_the_sender_and_other_receivers_fail_at_once_for_a_killed_receiver(
     found: dict[str, Any],
 ) -> None:
     killed = found["receiver killed"]
@@ -122,7 +122,7 @@ def test_a_killed_receiver_is_told_to_the_sender_and_to_the_others_at_once(
     check_whole(found["after it"], NUM_ROLLOUTS - 1)
 
 
-def test_a_killed_sender_is_told_to_every_receiver_at_once(found: dict[str, Any]) -> None:
+def test_every_receiver_fails_at_once_when_the_sender_is_killed(found: dict[str, Any]) -> None:
     killed = found["sender killed"]
     assert killed["raised"]
     assert len(killed["told"]) == NUM_ROLLOUTS - 1
@@ -156,7 +156,7 @@ def check_served(update: dict[str, Any], num_servers: int) -> None:
     assert {answer["step"] for answer in update["answers"]} == {update["step"]}
 
 
-def test_shards_arrive_in_every_server_and_tokens_have_the_step_of_their_weights(
+def test_every_server_gets_the_shards_and_labels_tokens_with_their_step(
     sharded: dict[str, Any],
 ) -> None:
     held = sharded["first"]
@@ -170,7 +170,7 @@ def test_shards_arrive_in_every_server_and_tokens_have_the_step_of_their_weights
             assert cut_off["step"] in (None, update["step"] - 1)
 
 
-def test_a_server_leaves_and_comes_back_to_shards(sharded: dict[str, Any]) -> None:
+def test_a_server_that_left_gets_shards_again(sharded: dict[str, Any]) -> None:
     check_served(sharded["without one"], 1)
     check_served(sharded["with it again"], 2)
 

@@ -39,14 +39,14 @@ def test_servers_are_checked_before_anything_is_sent(servers: list[str], what: s
         WeightSync(torch.nn.Linear(2, 2), servers=servers)
 
 
-def test_a_pause_that_vllm_has_not_is_refused() -> None:
+def test_a_pause_mode_unknown_to_vllm_is_refused() -> None:
     with pytest.raises(ConfigError, match=re.escape(f"pause: must be one of {PAUSE_MODES}")):
         WeightSync(torch.nn.Linear(2, 2), servers=[NOWHERE], pause="retract")
     with pytest.raises(ConfigError, match=re.escape(f"pause: must be one of {PAUSE_MODES}")):
         VllmServers([NOWHERE]).pause([NOWHERE], "retract", 1.0)
 
 
-def test_a_server_that_is_not_there_is_told_by_its_url() -> None:
+def test_an_absent_server_is_reported_with_its_url() -> None:
     servers = VllmServers([NOWHERE])
     reasons = servers.resume([NOWHERE], 5.0)
     assert list(reasons) == [NOWHERE]
@@ -56,7 +56,7 @@ def test_a_server_that_is_not_there_is_told_by_its_url() -> None:
     servers.close()
 
 
-def test_a_server_that_does_not_listen_yet_is_waited_for(
+def test_a_client_waits_for_a_server_that_does_not_listen_yet(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     port = free_port()
@@ -86,7 +86,7 @@ def test_a_server_that_does_not_listen_yet_is_waited_for(
         "ValueError: Invalid init_info for NCCLWeightTransferEngine: unexpected argument 'name'",
     ],
 )
-def test_a_server_without_our_backend_is_told_with_the_flag(told: str) -> None:
+def test_a_server_without_our_backend_is_reported_with_the_missing_flag(told: str) -> None:
     with answering(lambda _path, _asked: (500, told.encode())) as url:
         servers = VllmServers([url])
         with pytest.raises(PeerUnreachable) as raised:
@@ -96,7 +96,7 @@ def test_a_server_without_our_backend_is_told_with_the_flag(told: str) -> None:
     assert str(raised.value).endswith(f"; start the server with {flag}")
 
 
-def test_every_rank_hears_that_a_server_is_not_there(tmp_path: Path) -> None:
+def test_every_rank_fails_when_a_server_is_absent(tmp_path: Path) -> None:
     source, url = save("dense", 1, tmp_path / "source"), f"http://127.0.0.1:{free_port()}"
     with syncing(
         tmp_path / "trainers", 2, source=str(source), servers=[url], deadline_s=2.0

@@ -17,7 +17,7 @@ LANGUAGES: Mapping[str, str] = {
     "python": "tests/cli/test_documented_code.py::test_code_on_a_page_names_existing_objects",
     "toml": f"{HERE}::test_settings_on_a_page_name_existing_objects",
     "yaml": f"{HERE}::test_settings_on_a_page_name_existing_objects",
-    "text": f"{HERE}::test_a_drawing_or_an_output_says_so",
+    "text": f"{HERE}::test_drawings_and_outputs_are_fenced_as_text",
 }
 """Language -> the test that checks its blocks. Commands of `RUN` are also run."""
 SCRIPTS = re.compile(
@@ -28,12 +28,12 @@ VLLM = "tests/integrations/test_vllm_plugin.py::test_an_updated_server_is_a_fres
 LIVE = "tests/engines/test_live_servers.py::test_an_updated_engine_is_a_fresh_one"
 EXAMPLES = "tests/cli/test_examples.py::test_commands_of_the_tutorial_train_and_end"
 SGLANG = (
-    "tests/integrations/test_sglang_plugin.py::test_a_server_of_the_users_joins_where_it_is_told"
+    "tests/integrations/test_sglang_plugin.py::test_a_server_of_the_user_joins_the_given_controller"
 )
 SERVED = (
     "tests/cli/test_serve.py::test_a_served_fleet_is_updated_and_the_next_server_knows_its_version"
 )
-TLS = f"{HERE}::test_the_commands_of_the_page_on_tls_make_an_authority_that_is_believed"
+TLS = f"{HERE}::test_the_commands_of_the_tls_page_make_a_trusted_authority"
 RUN: Mapping[str, str] = {
     r"make demo( ARGS=(?!.*cuda).*)?": "tests/jobs/test_demo.py::test_a_demo_of_the_tutorial",
     r"make test": ".ci/run::make test",
@@ -50,12 +50,12 @@ RUN: Mapping[str, str] = {
     r"WINDLASS_TOKEN=\.\.\. windlass serve .* --advertise-host controller.example": TLS,
     r"(WINDLASS_TOKEN=\.\.\. )?windlass serve .*": SERVED,
     r"export WINDLASS_TLS_CA=.*|openssl .*": TLS,
-    r"export WINDLASS_(CONTROLLER|TOKEN_FILE)=.*": "tests/integrations/test_slime.py::test_megatron_ranks_update_servers_as_slimes_actor_asks",
+    r"export WINDLASS_(CONTROLLER|TOKEN_FILE)=.*": "tests/integrations/test_slime.py::test_megatron_ranks_update_servers_through_slimes_interface",
     r"export WINDLASS_OPEN_ROUTES=.*": "tests/engines/test_private_routes.py::test_routes_that_a_framework_calls_are_opened_by_name",
     r"export WINDLASS_TOKEN=.*": EXAMPLES,
     r"python -m windlass.engines.vllm .* --dp 2 .*": LIVE,
     r"python -m windlass.engines.vllm .* --adapter .*": "tests/engines/test_live_adapters.py::test_an_updated_adapter_equals_a_freshly_loaded_adapter",
-    r"python -m windlass.engines.vllm --attach .*": "tests/engines/test_attach_killed.py::test_an_attach_that_died_is_made_again",
+    r"python -m windlass.engines.vllm --attach .*": "tests/engines/test_attach_killed.py::test_an_attach_after_a_killed_attach_succeeds",
     r"python -m windlass.engines.sglang .* --nnodes 2 .*": "tests/jobs/test_engine_nodes.py::test_an_engine_over_two_nodes_is_one_engine",
     r"python -m windlass.engines.(vllm|sglang) --name \w --model DIR .*": LIVE,
     r"python -m windlass.engines.embedded .* --controller \$?URL": EXAMPLES,
@@ -69,7 +69,7 @@ RUN: Mapping[str, str] = {
     r"WINDLASS_CONTROLLER=\S+ WINDLASS_TOKEN_FILE=token python -m sglang.launch_server .*": SGLANG,
     r"python -m sglang.launch_server .* --nnodes 2 .*": "tests/integrations/test_sglang_hosts.py::test_one_server_over_two_hosts_is_updated_by_a_trainer_on_both",
     r"curl http://ENGINE:30000/windlass/join .*": SGLANG,
-    r"train_async.py .*": "tests/integrations/test_slime.py::test_megatron_ranks_update_servers_as_slimes_actor_asks",
+    r"train_async.py .*": "tests/integrations/test_slime.py::test_megatron_ranks_update_servers_through_slimes_interface",
 }
 """Pattern of a command -> the test (or the file and words in it) that runs it, or runs it with
 other addresses."""
