@@ -41,9 +41,9 @@ CALLS = "tests/trainers/test_callback.py"
 BUCKETS = f"{CALLS}::test_buckets_by_broadcast_arrive_whole_and_a_group_lives_from_update_to_update"
 RELAY = "tests/transfer/test_relay.py"
 RESHARD = "tests/transfer/test_reshard.py"
-LATE = f"{RESHARD}::test_engines_that_join_late_are_brought_up_by_a_peer_without_a_trainer"
+LATE = f"{RESHARD}::test_engines_that_join_late_catch_up_from_a_peer_without_a_trainer"
 REPLICA = "tests/transfer/test_replica.py"
-COPIED = f"{REPLICA}::test_weights_that_change_after_they_were_copied_are_served_as_they_were"
+COPIED = f"{REPLICA}::test_engines_serve_copied_weights_unchanged_by_later_training"
 REPLICA_ON_GPU = "tests/transfer/test_replica_on_gpu.py"
 FEATURES: dict[str, dict[str, tuple[str, str]]] = {
     "p2p within a host": {
@@ -72,7 +72,7 @@ FEATURES: dict[str, dict[str, tuple[str, str]]] = {
     },
     "replica": {
         "host": (COPIED, ""),
-        "gpu": (f"{REPLICA_ON_GPU}::test_engines_hold_the_copy_whatever_became_of_the_weights", ""),
+        "gpu": (f"{REPLICA_ON_GPU}::test_engines_get_the_copy_although_the_weights_changed", ""),
     },
 }
 """Of each memory the test, and a word of the cases that belong to the feature."""

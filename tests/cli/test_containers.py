@@ -101,7 +101,7 @@ def test_a_containerfile_sets_only_variables_that_windlass_reads(name: str) -> N
 
 
 @pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=lambda engine: engine.name)
-def test_an_engine_is_of_a_release_that_was_updated_while_it_served(engine: object) -> None:
+def test_an_engine_image_has_a_tested_release(engine: object) -> None:
     assert engine in (VLLM, SGLANG)
     releases = VLLM if engine is VLLM else SGLANG
     argument, *_ = values(releases.name.lower(), "ARG")
@@ -123,7 +123,7 @@ def test_a_containerfile_exposes_the_port_of_its_server(name: str) -> None:
     assert [words[words.index("--port") + 1]] == values(name, "EXPOSE")
 
 
-def test_the_controller_starts_as_its_file_says_and_its_health_check_tells() -> None:
+def test_the_controller_image_starts_and_passes_its_health_check() -> None:
     program, *arguments = started("controller")
     full_parser().parse_args(arguments)
     assert program in PROJECT["scripts"]

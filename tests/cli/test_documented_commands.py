@@ -130,7 +130,7 @@ def test_drawings_and_outputs_are_fenced_as_text() -> None:
     assert len(texts) < 10
 
 
-def test_every_script_understands_its_command_line(tmp_path: Path) -> None:
+def test_every_script_parses_its_command_line(tmp_path: Path) -> None:
     """Benchmarks and tools only parse their options. Shell scripts run with stub programs."""
     asked, folder = tmp_path / "asked", tmp_path / "bin"
     folder.mkdir()

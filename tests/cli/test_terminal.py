@@ -198,7 +198,7 @@ def test_status_of_a_silent_controller_does_not_advise_status(
     assert "windlass status" not in said.partition(":")[2]
 
 
-def test_no_command_shows_all_commands_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_without_a_command_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

@@ -209,7 +209,7 @@ async def test_a_restarted_trainer_is_bound_with_the_whole_fleet(asked: Asked) -
         ]
 
 
-async def test_a_newcomer_that_does_not_bind_leaves_the_others_bound(asked: Asked) -> None:
+async def test_a_newcomer_that_does_not_bind_leaves_other_engines_bound(asked: Asked) -> None:
     def refuse(command: Command) -> None:
         if isinstance(command, ConnectEngine):
             raise PlanError("not with me")
@@ -239,7 +239,7 @@ class Choosy:
         return self._rank.handle(command, epoch=epoch, round_number=round_number)
 
 
-async def test_a_newcomer_that_one_trainer_cannot_write_leaves_the_others_bound(
+async def test_a_newcomer_that_one_trainer_cannot_write_leaves_other_engines_bound(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with FakeFleet() as rig:
@@ -297,7 +297,7 @@ async def test_a_trainer_bound_in_another_epoch_causes_a_full_binding(
         assert ("trainer/0", "ConnectTrainer") in names_of(asked)
 
 
-async def test_relays_are_bound_all_at_once(asked: Asked) -> None:
+async def test_a_new_engine_binds_the_whole_relay_again(asked: Asked) -> None:
     """Relays are groups of engines, so a new engine changes the group of every rank."""
     config = ControlConfig(backend=P2pBackend(relay=RelayShape.CHAIN))
     async with running_fleet(config, 1, can_send=True) as fleet:

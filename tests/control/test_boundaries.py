@@ -59,7 +59,7 @@ async def test_listeners_that_raise_delay_no_round_and_no_report() -> None:
         assert rig.engines["a/0"].serving
 
 
-async def test_agents_that_do_not_answer_a_close_cost_one_deadline_together(
+async def test_a_coordinator_closes_its_agents_concurrently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     close, together = AgentSession.close, asyncio.Barrier(3)
@@ -86,7 +86,7 @@ async def test_a_controller_that_cannot_listen_releases_its_journal(tmp_path: Pa
         pass
 
 
-async def test_a_controller_stops_serving_whatever_fails_while_it_closes(
+async def test_a_controller_stops_serving_although_its_closing_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def full(_journal: RolloutJournal) -> None:

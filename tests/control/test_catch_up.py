@@ -49,7 +49,7 @@ def test_a_catch_up_never_rounds_weights_twice(
     assert (found is not None) is exact
 
 
-def test_without_trainers_only_the_same_dtype_is_known_to_be_exact() -> None:
+def test_a_catch_up_without_trainers_needs_a_donor_of_the_same_dtype() -> None:
     newcomer = engine("c", DType.BFLOAT16)
     candidates = [engine("a", DType.FLOAT32), engine("b", DType.BFLOAT16)]
     found = find_donor(newcomer, candidates, (), plan_transfer)

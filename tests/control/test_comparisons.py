@@ -88,7 +88,7 @@ def test_a_repeated_attempt_makes_the_comparison_of_the_first_attempt() -> None:
     assert comparisons.begin(7, "b") == Comparison(2, is_first=True)
 
 
-def test_after_a_disagreement_the_next_version_is_compared_whatever_it_costs() -> None:
+def test_the_version_after_a_disagreement_is_compared_at_any_cost() -> None:
     comparisons = Comparisons(0.02)
     run(comparisons, [(1.0, 1.0), (1e-3, 1.0)])
     found = comparisons.begin(5, "a")

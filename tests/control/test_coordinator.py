@@ -200,7 +200,7 @@ async def test_a_version_that_is_not_newer_is_refused_and_nothing_is_paused() ->
         assert rig.engines["a/0"].handled.count("Pause") == pauses
 
 
-async def test_without_engines_a_round_fails_by_its_deadline_and_says_why() -> None:
+async def test_a_round_without_engines_fails_by_its_deadline_with_the_reason() -> None:
     async with FakeFleet(quick(fleet_s=0.2)) as rig:
         await rig.start({})
         report = await rig.publish(0)
@@ -292,7 +292,7 @@ async def test_a_port_in_use_is_named() -> None:
             await ControlServer(host="127.0.0.1", port=port, token="t").start()
 
 
-async def test_an_absent_controller_is_a_timeout_that_says_what_happened() -> None:
+async def test_an_absent_controller_causes_a_timeout_with_the_reason() -> None:
     async with FakeFleet() as rig:
         url = rig.server.url
     hello = fake_hello(engine_manifest("a/0", 2), group="a")
@@ -318,7 +318,7 @@ async def raw(rig: FakeFleet, *frames: bytes | str) -> list[object]:
         return [CONTROLLER_FRAMES.decode(message.data) async for message in socket]
 
 
-async def test_a_closing_controller_ends_connections_that_have_said_nothing_yet() -> None:
+async def test_a_closing_controller_ends_silent_connections() -> None:
     async with FakeFleet() as rig:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with (

@@ -174,7 +174,7 @@ async def test_closing_a_connection_to_a_deaf_peer_ends_by_its_deadline() -> Non
         pass
 
 
-async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_again(
+async def test_an_agent_reconnects_when_its_controller_is_deaf(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rpc_client, "send_frame", partial(send_frame, deadline_s=0.3))

@@ -220,7 +220,7 @@ async def test_an_engine_that_cannot_be_written_is_the_only_engine_left_out(
 
 
 @pytest.mark.parametrize("what", ["address", "identity"])
-async def test_a_transport_of_one_host_is_refused_between_two(what: str) -> None:
+async def test_a_transport_within_one_host_is_refused_between_hosts(what: str) -> None:
     """This engine is honest, but is on another host and has the default transport."""
     memory, own = np.full(NBYTES, 255, np.uint8), OwnProcess("cma")
     async with attacked() as (controller, fleet, _, _, _):

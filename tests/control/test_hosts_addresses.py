@@ -90,7 +90,7 @@ async def test_an_engine_with_a_loopback_address_is_refused_by_name(
                 await fleet.ready("a")
 
 
-async def test_a_host_that_is_not_this_one_is_refused_before_anything_starts() -> None:
+async def test_an_engine_with_the_address_of_another_host_does_not_start() -> None:
     with Network(HOSTS) as network:
         async with fleet_on(network, rows=ROWS, config=CONFIG) as fleet:
             environment = {"WINDLASS_HOST": network.host("b").address}

@@ -45,7 +45,7 @@ async def test_an_engine_joins_from_a_peer_without_a_pause_and_leaves_and_comes_
             await fleet.serves(["a", "b", "c"])
 
 
-async def test_a_host_that_falls_silent_is_left_out_and_its_successor_catches_up() -> None:
+async def test_a_silent_host_is_left_out_and_its_successor_catches_up() -> None:
     with Network((*HOSTS, "c")) as network:
         async with fleet_on(network) as fleet:
             # This is a preemption of the whole host: no connection is closed.

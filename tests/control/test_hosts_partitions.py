@@ -70,7 +70,7 @@ async def test_a_short_partition_in_any_phase_costs_only_time(mode: UpdateMode) 
 @pytest.mark.parametrize(
     "towards", [(), ("control",), ("trainer",)], ids=["all", "control", "data"]
 )
-async def test_an_engine_cut_off_in_any_phase_is_left_out_and_comes_back_when_it_heals(
+async def test_an_engine_partitioned_in_any_phase_is_left_out_and_comes_back(
     mode: UpdateMode, towards: tuple[str, ...]
 ) -> None:
     with Network(HOSTS) as network:

@@ -86,7 +86,7 @@ def test_a_journal_at_the_last_epoch_is_refused_before_anything_is_written(folde
     assert path.read_bytes() == before
 
 
-def test_every_flipped_bit_is_an_error_and_the_file_is_left_as_it_is(folder: Path) -> None:
+def test_a_journal_with_any_flipped_bit_is_refused_and_unchanged(folder: Path) -> None:
     path = folder / "journal"
     opened = Journal(path)
     opened.start()

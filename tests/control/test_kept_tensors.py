@@ -95,14 +95,14 @@ async def test_tensor_that_no_pattern_names_must_have_a_source() -> None:
         await published(["visual.*"])
 
 
-async def test_refusal_of_missing_tensors_offers_to_keep_them() -> None:
+async def test_refusal_of_missing_tensors_advises_to_keep_them() -> None:
     with pytest.raises(
         RoundAborted, match=r"keep=\('projector.weight', 'visual.blocks.\*.weight',\)"
     ):
         await published([])
 
 
-async def test_tensor_that_the_trainer_has_is_sent_whatever_the_patterns_say() -> None:
+async def test_tensor_that_the_trainer_has_is_sent_despite_keep_patterns() -> None:
     reports = await published(["*"])
     assert sum(reports[-1].kept.values()) == 4
 

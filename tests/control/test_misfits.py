@@ -103,7 +103,7 @@ async def test_a_silent_engine_gets_no_traffic_and_is_no_source_for_newcomers() 
         await until(rig, lambda: rig.routable == {"a": 0, "b": 0})
 
 
-async def test_an_engine_that_is_always_late_to_bind_is_refused_and_status_says_why() -> None:
+async def test_an_engine_that_always_binds_late_is_refused_with_the_reason_in_status() -> None:
     gate = threading.Semaphore(0)
 
     def slow(command: Command) -> None:

@@ -63,7 +63,7 @@ async def test_a_failure_releases_all_calls_that_wait_for_a_turn() -> None:
             await task
 
 
-async def test_a_call_that_comes_twice_or_late_and_an_early_end_are_refused() -> None:
+async def test_push_order_refuses_repeated_calls_late_calls_and_an_early_end() -> None:
     order = PushOrder(2)
     async with order.turn(0, 0):
         pass

@@ -289,7 +289,7 @@ class Holders:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("cuda", marks=on_gpus(1)), "cpu"])
-def test_one_differing_bit_is_found_in_every_dtype_once_in_a_rotation(kind: str) -> None:
+def test_a_rotation_of_samples_finds_one_differing_bit_in_every_dtype(kind: str) -> None:
     holders, period = Holders(kind), 5
     for turn in range(period):
         assert holders.compare(turn, period) == ""

@@ -75,7 +75,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
     ]
 
 
-async def test_versions_that_change_nothing_are_counted_and_warned_of_once(
+async def test_unchanged_versions_are_counted_and_cause_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = Model()

@@ -28,7 +28,7 @@ carried_links = st.dictionaries(
 
 
 @given(carried_links)
-def test_every_byte_is_counted_once_and_the_slowest_are_named(
+def test_a_report_counts_every_byte_once_and_names_the_slowest_links(
     links: dict[tuple[str, str], tuple[Carried, str]],
 ) -> None:
     transports = {link: name for link, (_, name) in links.items() if name}

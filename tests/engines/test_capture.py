@@ -337,7 +337,7 @@ def test_the_index_decides_which_files_count(tmp_path: Path) -> None:
         names()
 
 
-def test_masks_of_a_checkpoint_are_left_out_unless_it_is_quantised(tmp_path: Path) -> None:
+def test_boolean_masks_are_left_out_unless_the_checkpoint_is_quantised(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     mask = torch.tril(torch.ones(2, 2, dtype=torch.bool))

@@ -643,7 +643,7 @@ def test_memory_that_a_forward_pass_fills_with_a_copy_is_refilled(
 
 @pytest.mark.parametrize("when", ["cold", "lazy"])
 @pytest.mark.parametrize("served_before", [False, True])
-def test_largest_elements_that_no_load_computes_again_are_refused(
+def test_a_derived_maximum_that_no_load_refreshes_is_refused(
     served_before: bool, when: str, tmp_path: Path
 ) -> None:
     require_right(
@@ -692,7 +692,7 @@ class Mirrored(Engine):
 
 
 @pytest.mark.parametrize("parameter", [False, True])
-def test_mirrors_made_at_the_start_are_right_or_refused(parameter: bool, tmp_path: Path) -> None:
+def test_mirrored_tensors_are_right_or_refused(parameter: bool, tmp_path: Path) -> None:
     require_right(
         tmp_path, lambda: Mirrored(parameter=parameter), refused="kept" if parameter else ""
     )

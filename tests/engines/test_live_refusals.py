@@ -100,7 +100,7 @@ async def test_an_engine_that_refuses_to_join_answers_as_before(
         assert answers(server) != before
 
 
-async def test_an_engine_that_refuses_another_adapter_serves_its_own_as_before(
+async def test_an_engine_that_refuses_another_adapter_still_serves_its_own(
     tmp_path: Path,
 ) -> None:
     """The slot is too narrow for the other adapter. vLLM notices this after it has removed its own adapter."""

@@ -280,7 +280,7 @@ def test_only_checkpoints_with_float8_need_more_digits() -> None:
     assert (Codes([wide]).num_digits, Codes([wide, narrow]).num_digits) == (3, 6)
 
 
-def test_ordinary_float8_values_are_every_number_and_no_other() -> None:
+def test_float8_codes_contain_every_finite_number_and_no_nan() -> None:
     spec = CheckpointSpec("w", (1 << 14,), DType.FLOAT8_E4M3)
     ((_, values),) = Codes([spec]).random(0)
     assert not values.float().isnan().any()

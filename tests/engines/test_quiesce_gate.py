@@ -99,7 +99,7 @@ def test_a_blocked_loop_leaves_after_its_longest_wait_despite_a_pause(loop: Loop
     assert not loop.gate.ask("1.2"), "it has to be brought to rest again"
 
 
-def test_a_pause_that_cannot_be_reached_says_why_at_once(loop: Loop) -> None:
+def test_a_pause_that_cannot_be_reached_fails_at_once_with_the_reason(loop: Loop) -> None:
     loop.gate.ask("1.1")
     loop.gate.fail("1.1", PeerUnreachable("refused"))
     with pytest.raises(PeerUnreachable, match="refused"):

@@ -453,7 +453,7 @@ def test_projections_absorbed_from_float8_follow_a_trainer_in_bfloat16(
         assert torch.equal(have, want)
 
 
-def test_buffers_hold_the_checkpoint_that_the_engine_started_from(tmp_path: Path) -> None:
+def test_buffers_contain_the_checkpoint_of_the_engines_start(tmp_path: Path) -> None:
     start = values(SPECS, 1)
     engine = Engine()
     engine.load(copies(start))

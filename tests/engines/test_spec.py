@@ -57,7 +57,7 @@ def test_refusal_rules_apply_to_an_engines_settings() -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES.names())
-def test_an_engine_says_how_it_is_started_and_that_it_needs_a_port(name: str) -> None:
+def test_an_engine_plugin_gives_its_command_and_may_require_a_port(name: str) -> None:
     engine = ENGINES.find(name)
     options = EngineOptions(name="a", model="/m", controller="http://c", port=9, python="/p")
     words = engine.command(options)

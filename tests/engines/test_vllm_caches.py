@@ -309,7 +309,7 @@ SEEDS = (1, 2)
     [("vllm", Layout(), WAYS["vllm"]), ("vllm", Layout(tp=2), WAYS["vllm"][:1])],
     ids=lambda value: str(value) if isinstance(value, str | Layout) else "",
 )
-async def test_an_updated_server_answers_as_a_fresh_one_with_its_caches_on(
+async def test_an_updated_server_with_caches_answers_as_a_fresh_server(
     engine: str,
     layout: Layout,
     ways: Sequence[Way],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from windlass.engines.vllm.engine_core import Span, add_tokens
 
 
-def test_spans_follow_one_another_and_grow_while_the_version_stays() -> None:
+def test_tokens_of_one_version_extend_the_same_span() -> None:
     spans: list[Span] = []
     for num_tokens, version in ((0, 1), (2, 3), (1, 3), (0, 4), (1, 5)):
         add_tokens(spans, num_tokens, version)

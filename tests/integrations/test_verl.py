@@ -175,7 +175,9 @@ def test_a_server_that_left_gets_shards_again(sharded: dict[str, Any]) -> None:
     check_served(sharded["with it again"], 2)
 
 
-def test_a_killed_server_is_named_and_the_others_have_the_weights(sharded: dict[str, Any]) -> None:
+def test_a_killed_server_is_named_and_other_servers_get_the_weights(
+    sharded: dict[str, Any],
+) -> None:
     killed = sharded["killed"]
     assert killed["address"] in killed["raised"]
     assert killed["took_s"] < 30.0

@@ -332,7 +332,7 @@ def expect(answers: Sequence[Sent], version: int, urls: Sequence[str], may: str 
         assert set(urls) <= set(sent.servers) <= {*urls, may}, sent
 
 
-def test_a_server_that_cannot_be_updated_says_why_to_every_rank(
+def test_every_rank_gets_the_reason_of_a_server_that_cannot_be_updated(
     source: Path, tmp_path: Path
 ) -> None:
     with serving_plain(

@@ -147,7 +147,7 @@ async def test_ranks_over_two_nodes_find_each_other_and_have_gpus_of_their_own(
     assert shown[0] == f"{gpus[2]},{gpus[3]}"
 
 
-async def test_processes_of_several_nodes_are_told_the_address_of_the_first(
+async def test_processes_over_several_nodes_get_the_address_of_the_first_node(
     cluster: str, tmp_path: Path
 ) -> None:
     show = (sys.executable, "-c", "import os; print(os.environ.get('WINDLASS_FIRST_NODE'))")

@@ -38,7 +38,7 @@ def test_ctrl_c_ends_a_demo_without_a_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_engine_killed_in_mid_update_catches_up_over_cma_in_place(tmp_path: Path) -> None:
+def test_an_engine_killed_during_an_update_catches_up_over_cma_in_place(tmp_path: Path) -> None:
     measured = run_demo(tmp_path, "--kill-engine-at", "3", steps=STEPS)
     check_demo(measured, STEPS)
     updates = measured["updates"]
@@ -47,7 +47,7 @@ def test_an_engine_killed_in_mid_update_catches_up_over_cma_in_place(tmp_path: P
 
 
 @pytest.mark.long
-def test_staged_updates_over_mooncake(tmp_path: Path) -> None:
+def test_a_demo_makes_staged_updates_over_mooncake(tmp_path: Path) -> None:
     need_transport("mooncake")
     options = ("--transport", "mooncake", "--mode", "staged")
     check_demo(run_demo(tmp_path, *options, steps=FEW_STEPS), FEW_STEPS)
@@ -60,7 +60,7 @@ def demos_of_the_tutorial() -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", demos_of_the_tutorial())
-def test_a_demo_of_the_tutorial(tmp_path: Path, options: str) -> None:
+def test_the_demo_of_the_tutorial_runs(tmp_path: Path, options: str) -> None:
     if "mooncake" in options:
         need_transport("mooncake")
     check_demo(run_demo(tmp_path, *options.split(), steps=FEW_STEPS), FEW_STEPS)
@@ -68,13 +68,13 @@ def test_a_demo_of_the_tutorial(tmp_path: Path, options: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["xccl", "disk"])
-def test_updates_by_another_backend(tmp_path: Path, backend: str) -> None:
+def test_a_demo_updates_engines_by_another_backend(tmp_path: Path, backend: str) -> None:
     check_demo(run_demo(tmp_path, "--backend", backend, steps=FEW_STEPS), FEW_STEPS)
 
 
 @pytest.mark.cluster
 @pytest.mark.skipif(bool(missing_reason()), reason=missing_reason())
-def test_every_process_as_a_step_of_a_slurm_job(
+def test_a_demo_runs_every_process_as_a_step_of_a_slurm_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "slurm").mkdir()
@@ -85,5 +85,5 @@ def test_every_process_as_a_step_of_a_slurm_job(
 
 @pytest.mark.cluster
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-def test_every_process_in_a_ray_placement_group(tmp_path: Path) -> None:
+def test_a_demo_runs_every_process_in_a_ray_placement_group(tmp_path: Path) -> None:
     check_demo(run_demo(tmp_path, "--scheduler", "ray", steps=FEW_STEPS), FEW_STEPS)

@@ -17,7 +17,7 @@ JOB = Path(__file__).resolve().parents[2] / "examples" / "launch" / "job.toml"
 
 
 @pytest.mark.parametrize(("replica", "grace_s"), [("off", 10.0), ("host", 45.0)])
-async def test_ranks_get_the_time_of_an_update_where_one_may_be_under_way(
+async def test_ranks_get_the_time_of_an_update_to_end_when_one_may_run(
     replica: str, grace_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = msgspec.structs.replace(load_config(JOB), replica=replica, shutdown_s=45.0)

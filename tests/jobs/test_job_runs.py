@@ -95,7 +95,7 @@ def lines(printed: str, start: str) -> list[str]:
     ]
 
 
-def test_a_job_that_was_stopped_continues_by_the_same_command(tmp_path: Path) -> None:
+def test_the_same_command_continues_a_stopped_job(tmp_path: Path) -> None:
     """Check a recipe with workflows, rewards in a boolean tensor, a state and an evaluation."""
     top = 'steps = 8\nresume = "auto"'
     script = tmp_path / "padded.py"
@@ -204,7 +204,7 @@ def test_a_step_with_a_metric_that_is_not_finite_is_neither_published_nor_saved(
         ),
     ],
 )
-def test_a_job_that_trains_nothing_fails_and_says_why(
+def test_a_job_that_trains_nothing_fails_with_the_reason(
     tmp_path: Path, recipe: str, says: str
 ) -> None:
     status, printed = launch(write_job(tmp_path, recipe, top="steps = 3"))

@@ -358,7 +358,7 @@ def test_a_job_restarts_a_dead_trainer_rank_from_its_checkpoint(
     assert of[1] != same
 
 
-def test_sigterm_before_the_fleet_is_there_ends_the_job(tmp_path: Path) -> None:
+def test_sigterm_before_the_fleet_is_complete_ends_the_job(tmp_path: Path) -> None:
     never = tmp_path / "never.py"
     never.write_text("import signal; signal.pause()")
     config = write(tmp_path, (str(EXAMPLE / "trainer.py"), str(never)))

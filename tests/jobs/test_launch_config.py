@@ -560,7 +560,7 @@ def test_check_accepts_a_job_that_can_start(
     check(load_config(write(tmp_path, *changes)))
 
 
-def test_an_engine_of_two_nodes_is_one_reservation_with_a_part_of_its_server_on_each() -> None:
+def test_an_engine_over_two_nodes_has_one_reservation_and_a_part_on_each_node() -> None:
     config = load_config(EXAMPLE.with_name("slurm-32-hosts.toml"))
     parts, _, _ = _processes(config, "http://10.0.0.1:1")[0]
     first, second = parts
@@ -572,7 +572,7 @@ def test_an_engine_of_two_nodes_is_one_reservation_with_a_part_of_its_server_on_
         assert part.gpus == ()
 
 
-def test_an_engine_that_has_no_parts_is_on_one_node(tmp_path: Path) -> None:
+def test_an_engine_kind_without_parts_must_be_on_one_node(tmp_path: Path) -> None:
     changes = SLURM, REACHED, ('name = "engine-a"', 'name = "engine-a"\nnum_nodes = 2')
     config = load_config(write(tmp_path, *changes))
     with pytest.raises(ConfigError, match=r"num_nodes must be 1 for kind 'embedded', got 2"):

@@ -37,7 +37,7 @@ class Raw(CountSevens):
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("CountSevens", marks=pytest.mark.long), "Raw"])
-def test_a_job_warns_of_log_probabilities_that_are_not_its_trainers(
+def test_a_job_warns_of_log_probabilities_that_differ_from_its_trainers(
     recipe: str, tmp_path: Path
 ) -> None:
     text = (EXAMPLE / "job.toml").read_text().replace("{here}", str(EXAMPLE))
@@ -96,7 +96,7 @@ def answer(model: Any, prompt: list[int], length: int, sampling: dict[str, Any],
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("cut", [top_k_then_top_p, top_k_and_top_p])
-def test_samples_are_found_however_a_loss_lays_them_out(
+def test_the_logprob_check_finds_samples_in_every_layout_of_a_loss(
     sampling: dict[str, Any], cut: Any, model: Any
 ) -> None:
     torch.manual_seed(1)
@@ -115,7 +115,7 @@ def test_samples_are_found_however_a_loss_lays_them_out(
         assert len(torch.cat(check._distances)) == 5
 
 
-def test_a_loss_that_shows_no_sample_whole_is_not_judged(model: Any) -> None:
+def test_the_logprob_check_ignores_a_loss_without_a_whole_sample(model: Any) -> None:
     sample = answer(model, [1, 2, 3], 3, {}, top_k_then_top_p)
     check = LogprobCheck([sample], SamplingParams(max_new_tokens=3))
     with check.watching(model):

@@ -117,7 +117,7 @@ def test_a_launch_that_starts_nothing_writes_nothing(
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_all_mistakes_of_a_job_file_are_reported_in_one_go(
+def test_all_mistakes_of_a_job_file_are_reported_together(
     tmp_path: Path, check: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = job(

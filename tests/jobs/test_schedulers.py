@@ -155,7 +155,7 @@ async def test_a_wait_ends_with_its_process_although_the_name_is_used_again(
         assert scheduler.status("again").returncode is None
 
 
-async def test_a_reservation_that_others_share_outlives_a_start_in_it_that_fails(
+async def test_a_shared_reservation_survives_a_failed_start(
     tmp_path: Path,
 ) -> None:
     async with LocalScheduler(tmp_path) as scheduler:
@@ -281,7 +281,7 @@ async def test_processes_end_when_their_owner_is_killed(kind: str, tmp_path: Pat
     assert_dead(handles, deadline_s=30)
 
 
-async def test_a_number_that_another_process_has_now_is_not_killed(tmp_path: Path) -> None:
+async def test_a_process_that_reuses_a_pid_is_not_killed(tmp_path: Path) -> None:
     """In a long job, the kernel may have reused the number of a process that ended hours ago."""
     other = subprocess.Popen((sys.executable, "-c", STAY), start_new_session=True)  # noqa: ASYNC220
     try:

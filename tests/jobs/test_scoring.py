@@ -155,7 +155,7 @@ async def test_a_reward_that_raises_names_its_group() -> None:
             await rig.next_batch()
 
 
-async def test_time_for_scoring_is_not_taken_from_the_wait_for_groups() -> None:
+async def test_scoring_time_does_not_count_for_the_batch_deadline() -> None:
     config = RolloutSection(
         sampling=SAMPLING, groups_per_step=1, samples_per_group=2, batch_deadline_s=1.0
     )

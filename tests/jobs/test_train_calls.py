@@ -58,7 +58,7 @@ async def answer_everything(
                 await socket.send_bytes(encode(Reply(call.epoch, call.round, call.seq, Done())))
 
 
-async def test_actor_and_critic_share_a_server_and_a_name_is_taken_once() -> None:
+async def test_actor_and_critic_share_a_server_under_different_names() -> None:
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     command = ("true",)
     names, schedulers = ("actor", "critic-1.5"), (IdleScheduler(), IdleScheduler())
@@ -94,7 +94,7 @@ async def test_actor_and_critic_share_a_server_and_a_name_is_taken_once() -> Non
         await server.close()
 
 
-async def test_ranks_that_stopped_have_the_time_to_end_that_close_was_given() -> None:
+async def test_stopped_ranks_get_the_grace_period_of_close() -> None:
     scheduler = IdleScheduler()
     async with mounted(scheduler) as (trainers, url):
         rank = asyncio.create_task(answer_everything(url, scheduler))
@@ -117,7 +117,7 @@ class Together(IdleScheduler):
         await super().delete(name, grace_s=grace_s)
 
 
-async def test_ranks_end_side_by_side_and_not_each_after_the_grace_of_the_one_before() -> None:
+async def test_ranks_end_concurrently_within_one_grace_period() -> None:
     scheduler = Together(3)
     async with mounted(scheduler, 3) as (trainers, url):
         ranks = [
@@ -142,7 +142,7 @@ class FirstFails(IdleScheduler):
         await super().delete(name, grace_s=grace_s)
 
 
-async def test_ranks_are_ended_though_one_of_them_cannot_be() -> None:
+async def test_other_ranks_are_ended_when_one_cannot_be_ended() -> None:
     scheduler = FirstFails()
     async with mounted(scheduler, 3) as (trainers, url):
         ranks = [
@@ -156,7 +156,7 @@ async def test_ranks_are_ended_though_one_of_them_cannot_be() -> None:
     await asyncio.gather(*ranks)
 
 
-async def test_a_rank_that_does_not_belong_here_is_told_and_does_not_come_again() -> None:
+async def test_a_rank_outside_the_world_size_is_refused_and_does_not_retry() -> None:
     async with mounted(IdleScheduler()) as (_, url):
         worker = _Worker(msgspec.UNSET, url, "trainer", TOKEN, 1, 2)  # type: ignore[arg-type]  # no call comes
         with pytest.raises(ProtocolError, match=r"refused this agent: .*rank must be in \[0, 1\)"):
@@ -164,7 +164,7 @@ async def test_a_rank_that_does_not_belong_here_is_told_and_does_not_come_again(
 
 
 @pytest.mark.parametrize("job", ["", "the start before", "\u00e9"])
-async def test_a_rank_of_another_start_takes_no_place(job: str) -> None:
+async def test_a_rank_of_an_earlier_start_takes_no_place(job: str) -> None:
     """Regression: a leftover rank of the previous start took the place of the new rank, and `start` failed."""
     scheduler = IdleScheduler()
     headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.TRAINER)}"}

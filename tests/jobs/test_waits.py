@@ -273,7 +273,7 @@ def test_a_failure_that_repeats_ends_the_job_with_its_reason(
     ],
     ids=["rejected", "declined"],
 )
-def test_a_batch_that_does_not_come_is_counted_out(
+def test_a_batch_that_times_out_counts_its_rollouts_in_the_error(
     tmp_path: Path, name: str, more: str, count: str
 ) -> None:
     recipe = of_workflow(name) + more
@@ -330,7 +330,7 @@ STALLS = RECIPE.replace(
 )
 
 
-def test_sigint_is_obeyed_while_tasks_wait_for_data_and_the_line_says_so(tmp_path: Path) -> None:
+def test_sigint_ends_a_job_whose_tasks_wait_for_data(tmp_path: Path) -> None:
     config = write(tmp_path, recipe=STALLS, steps=9, top="shutdown_s = 5.0")
     with launched(config) as job:
         line = job.read_until("waiting for 15 s for groups of step 3")
@@ -343,7 +343,7 @@ def test_sigint_is_obeyed_while_tasks_wait_for_data_and_the_line_says_so(tmp_pat
     assert "step 2:" in job.text
 
 
-def test_a_batch_without_tasks_says_so_in_its_error(tmp_path: Path) -> None:
+def test_the_error_of_a_batch_without_tasks_names_the_reason(tmp_path: Path) -> None:
     with launched(write(tmp_path, recipe=STALLS, rollout="batch_deadline_s = 4.0")) as job:
         assert job.end() == 2, job.text
     assert "no batch within 4 s; it needs 2 groups; 1 are scored" in job.error

@@ -122,7 +122,7 @@ def test_shapes_that_contradict_the_model_are_refused() -> None:
         FAMILIES.find("gpt2")
 
 
-def test_many_names_are_said_by_pattern() -> None:
+def test_many_names_are_shortened_to_patterns() -> None:
     names = [f"model.layers.{i}.mlp.experts.{e}.w1" for i in range(4) for e in range(12)]
     assert said([*names, "lm_head.weight"]) == (
         "'lm_head.weight', 48 of 'model.layers.*.mlp.experts.*.w1'"
@@ -145,7 +145,7 @@ def proposed(words: str) -> Callable[[str], str] | None:
         ("transformer.h.{}.up.weight", "module.h.{}.up.weight"),
     ],
 )
-def test_the_line_that_joins_two_sides_does(wanted: str, held: str) -> None:
+def test_the_proposed_name_map_joins_both_sides(wanted: str, held: str) -> None:
     missing = {wanted.format(layer): (4, 4) for layer in range(3)}
     there = {held.format(layer): (4, 4) for layer in range(3)} | {"other": (9,)}
     words = renaming(missing, there)
@@ -267,7 +267,7 @@ def test_wrappers_are_recognised_by_their_names(held: str, says: str) -> None:
     assert proposed(words) is None
 
 
-def test_nothing_is_said_of_a_side_that_has_nothing_more() -> None:
+def test_advice_is_empty_when_no_unmatched_names_are_left() -> None:
     assert renaming({"model.norm.weight": (4,)}, {}) == ""
 
 
@@ -280,5 +280,5 @@ def test_nothing_is_said_of_a_side_that_has_nothing_more() -> None:
         (9, "), and 3 more patterns"),
     ],
 )
-def test_an_argument_of_patterns_says_how_many_it_leaves_out(num_names: int, ends: str) -> None:
+def test_an_argument_of_patterns_counts_the_omitted_patterns(num_names: int, ends: str) -> None:
     assert as_argument([f"part_{letter}.w" for letter in "abcdefghi"[:num_names]]).endswith(ends)

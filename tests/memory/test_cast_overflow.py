@@ -97,7 +97,7 @@ def _no_real_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("way", "arena_nbytes"), [("host", 0), ("host", 2048), ("network", 0), ("network", 2048), ("cuda_ipc", 0)])  # fmt: skip
-def test_an_update_with_a_number_that_is_too_large_ends_and_the_next_one_does_not(
+def test_an_update_with_a_too_large_number_fails_and_the_next_one_succeeds(
     way: str, arena_nbytes: int
 ) -> None:
     fleet = Fleet(way, arena_nbytes)
@@ -120,7 +120,7 @@ def test_an_update_with_a_number_that_is_too_large_ends_and_the_next_one_does_no
     fleet.close()
 
 
-def test_backends_that_cast_at_the_engine_find_it_at_the_trainer() -> None:
+def test_backends_that_cast_at_the_engine_find_overflow_at_the_trainer() -> None:
     fleet = Fleet("host")
     memory = [ParameterMemory(int(b.ctypes.data), b.nbytes) for b in fleet.trained]
     source = SourceMemory(TRAINER, lambda: memory)

@@ -83,15 +83,13 @@ CALLS: dict[str, Callable[[Device], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_made_on_its_own_gpu_and_leaves_the_current_one_as_it_was(
-    library: Library, name: str
-) -> None:
+def test_a_call_runs_on_its_own_gpu_and_keeps_the_current_gpu(library: Library, name: str) -> None:
     CALLS[name](Device(1))
     assert (name, 2) in library.called
     assert library.contexts == [THEIRS]
 
 
-def test_a_call_that_fails_leaves_the_current_gpu_as_it_was(library: Library) -> None:
+def test_a_failed_call_keeps_the_current_gpu(library: Library) -> None:
     library.failing = "cuEventRecord"
     with pytest.raises(TransferFailed, match="cuEventRecord failed with 1"):
         Device(1).record(12345)

@@ -32,7 +32,7 @@ def test_a_failed_wait_raises_and_its_thread_is_reused() -> None:
     assert len(threads) == 1
 
 
-def test_a_wait_that_hangs_holds_up_no_other() -> None:
+def test_a_hanging_wait_does_not_block_other_waits() -> None:
     waits, end = _Waits(), threading.Event()
     hung = waits.submit(lambda: end.wait(60) and None)  # type: ignore[arg-type]
     with pytest.raises(FutureTimeout):
@@ -43,7 +43,7 @@ def test_a_wait_that_hangs_holds_up_no_other() -> None:
     assert hung.result(10) > 0.0
 
 
-def test_side_by_side() -> None:
+def test_two_gpu_waits_run_concurrently() -> None:
     waits, both = _Waits(), threading.Barrier(2)
     over = [waits.submit(lambda: both.wait(10) and None) for _ in range(2)]  # type: ignore[arg-type]
     assert all(future.result(10) >= 0 for future in over)

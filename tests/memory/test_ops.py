@@ -113,7 +113,7 @@ def test_copies_store_what_torch_stores_between_any_strides(kind: str, data: st.
     assert torch.equal(target.cpu().view(torch.uint8) if want is DType.FLOAT8_E4M3 else target.cpu(), expected.view(torch.uint8) if want is DType.FLOAT8_E4M3 else expected)  # fmt: skip
 
 
-def test_a_cast_that_overflows_names_its_tensor_and_the_next_run_is_judged_alone(rig: Rig) -> None:
+def test_an_overflowing_cast_names_its_tensor_and_does_not_affect_the_next_run(rig: Rig) -> None:
     fine, large = (rig.tensor(torch.tensor([1.0, value])) for value in (2.0, 1e30))
     held = [rig.tensor(torch.zeros(2, dtype=torch.float16)) for _ in range(2)]
     pairs = zip((fine, large), held, ("fine", "large"), strict=True)
@@ -135,7 +135,7 @@ def test_a_cast_that_overflows_names_its_tensor_and_the_next_run_is_judged_alone
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_memory_that_is_not_the_gpu_s_has_no_allocation_there(kind: str) -> None:
+def test_memory_outside_the_gpu_has_no_gpu_allocation(kind: str) -> None:
     with pytest.raises(RegionError, match="register: 0x40 must be in memory of GPU 0"):
         made(kind).memory.allocation(64)
 
@@ -188,7 +188,7 @@ def link() -> Callable[[DType, DType], tuple[TransferPlan, TransferPlan]]:
 @pytest.mark.parametrize(
     ("have", "want"), [(DType.BFLOAT16, DType.BFLOAT16), (DType.FLOAT32, DType.BFLOAT16)]
 )
-def test_both_ends_of_a_link_take_one_digest_and_a_changed_element_another(
+def test_both_ends_of_a_link_get_the_same_digest_until_an_element_changes(
     rig: Rig,
     link: Callable[[DType, DType], tuple[TransferPlan, TransferPlan]],
     have: DType,
@@ -249,7 +249,7 @@ def test_weights_in_two_memories_are_refused_by_name(monkeypatch: pytest.MonkeyP
     assert memory_at([0, 1], "engine/0").ordinal == -1
 
 
-def test_no_chunks_are_digested_without_asking_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_of_no_chunks_do_not_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading back waits without a deadline behind kernels that have not been waited for."""
     gpu, held = numpy_gpu(), np.arange(8, dtype=np.uint8)
     where = np.array([held.ctypes.data], np.uint64)

@@ -109,7 +109,7 @@ def test_the_order_of_rows_does_not_matter_and_their_places_do() -> None:
     assert forward.words() == backward.words() != swapped.words()
 
 
-def test_ops_of_one_shape_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_of_the_same_shape_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Casts of experts stay one op per tensor, and cutting an op takes about 50 numpy calls."""
     trainer, engine = ManifestBuilder("t/0", Role.TRAINER), ManifestBuilder("e/0", Role.ENGINE)
     for builder, dtype in ((trainer, DType.FLOAT32), (engine, DType.BFLOAT16)):

@@ -34,7 +34,7 @@ def headers(role: Access, secret: str = SECRET) -> dict[str, str]:
     return {"Authorization": f"Bearer {role_token(secret, role)}"}
 
 
-def test_tokens_of_roles_differ_and_say_nothing_of_the_secret() -> None:
+def test_tokens_of_roles_differ_and_do_not_reveal_the_secret() -> None:
     tokens = [role_token(SECRET, role) for role in Access]
     assert len(set(tokens)) == len(Access)
     assert role_token(SECRET, Access.OWNER) == SECRET
@@ -54,7 +54,7 @@ async def test_every_route_of_a_controller_is_declared_and_no_other() -> None:
     assert "/v1/train_workers/{name}" in ROUTES
 
 
-async def test_a_role_may_call_its_own_routes_and_is_refused_by_name_elsewhere() -> None:
+async def test_a_role_may_call_only_its_own_routes() -> None:
     async with windlass.Controller(token=SECRET) as controller, aiohttp.ClientSession() as http:
         for role in Access:
             for route, allowed in ROUTES.items():
@@ -133,7 +133,7 @@ async def test_an_engine_joins_with_the_token_of_its_role_and_not_with_an_observ
             )
 
 
-async def test_clients_say_which_role_was_refused_where(
+async def test_client_errors_name_the_refused_role_and_route(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with windlass.Controller(token=SECRET) as controller:

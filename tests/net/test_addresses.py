@@ -52,7 +52,7 @@ def test_an_invalid_address_is_refused_with_its_value(address: str) -> None:
         split_host_port(address)
 
 
-def test_loopback_and_every_address_are_told_from_others() -> None:
+def test_loopback_and_wildcard_addresses_are_recognised() -> None:
     assert [h for h in ("127.0.0.1", "127.8.8.8", "::1", "localhost", "10.0.0.1") if is_loopback(h)] == ["127.0.0.1", "127.8.8.8", "::1", "localhost"]  # fmt: skip
     assert [h for h in ("", "0.0.0.0", "::", "10.0.0.1", "host") if is_wildcard(h)] == ["", "0.0.0.0", "::"]  # fmt: skip
 
@@ -80,14 +80,14 @@ async def test_binding_every_address_requires_an_advertised_host(host: str) -> N
     assert EngineSettings(name="a", model="m").advertise_host == ""
 
 
-def test_a_host_that_is_not_this_one_cannot_be_bound() -> None:
+def test_the_address_of_another_host_cannot_be_bound() -> None:
     with pytest.raises(ConfigError, match=r"198\.51\.100\.77"):
         listen("198.51.100.77", 0, "worker")
     with pytest.raises(ConfigError, match="cannot be resolved"):
         listen("no.such.host.invalid", 0, "worker")
 
 
-def test_the_own_address_is_the_one_on_the_way_to_the_controller() -> None:
+def test_the_own_address_is_on_the_route_to_the_controller() -> None:
     assert own_address() == "127.0.0.1"
     assert own_address("http://127.0.0.1:80") == "127.0.0.1"
     assert own_address("http://[::1]:80") == "::1"
@@ -109,7 +109,7 @@ def test_the_own_address_can_be_set_to_an_address_or_a_network() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_door_is_found_by_its_printed_address(host: str) -> None:
+def test_a_liveness_listener_is_reached_at_its_printed_address(host: str) -> None:
     name = "n" * INCARNATION_NBYTES
     listener = LivenessListener(host, name, "nixl")
     try:
@@ -121,7 +121,7 @@ def test_a_door_is_found_by_its_printed_address(host: str) -> None:
         listener.close()
 
 
-def test_a_door_is_not_opened_on_every_address() -> None:
+def test_a_liveness_listener_refuses_to_listen_on_every_address() -> None:
     with pytest.raises(ConfigError, match="one address"):
         LivenessListener("0.0.0.0", "n" * INCARNATION_NBYTES, "nixl")
 
@@ -142,7 +142,7 @@ def test_looking_for_listeners_leaves_no_descriptor_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_connections_that_others_opened_are_cut_once_their_reader_let_go() -> None:
+def test_inbound_connections_are_cut_after_their_reader_closes() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])
         assert port in listening_ports()

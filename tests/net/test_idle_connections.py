@@ -91,7 +91,7 @@ async def _answer(_: web.Request) -> web.StreamResponse:
     return web.Response(body=b"x" * (1 << 20))
 
 
-async def test_a_question_is_repeated_over_a_network_that_forgets(
+async def test_a_batch_request_is_repeated_over_a_network_that_drops_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(batches, "ASK_EVERY_S", 0.5)

@@ -131,7 +131,7 @@ async def connected(server: Server, peer: Peer) -> AsyncIterator[Peer]:
         await asyncio.to_thread(peer.close)
 
 
-async def test_a_call_that_is_kept_is_answered_over_the_next_connection_and_run_once() -> None:
+async def test_a_kept_call_runs_once_and_is_answered_over_the_next_connection() -> None:
     async with served(keeps_calls=True) as server:
         peer = Peer(server.server.url, keeps_calls=True)
         async with connected(server, peer):
@@ -147,9 +147,7 @@ async def test_a_call_that_is_kept_is_answered_over_the_next_connection_and_run_
             assert peer.commands == ["step", "next"]
 
 
-async def test_a_call_that_is_not_kept_fails_with_its_connection_and_the_answer_comes_late() -> (
-    None
-):
+async def test_a_call_that_is_not_kept_fails_when_its_connection_is_lost() -> None:
     async with served(keeps_calls=False) as server:
         peer = Peer(server.server.url, keeps_calls=False)
         async with connected(server, peer):
@@ -172,7 +170,7 @@ async def test_a_call_that_is_not_kept_fails_with_its_connection_and_the_answer_
             assert peer.commands == ["a", "d"]
 
 
-async def test_a_call_that_no_thread_can_carry_out_is_answered_at_once() -> None:
+async def test_a_call_without_a_free_thread_is_answered_at_once() -> None:
     class Exhausted(Executor):
         def submit(self, *_args: Any, **_kwargs: Any) -> Never:
             raise RuntimeError("can't start new thread")
@@ -187,7 +185,7 @@ async def test_a_call_that_no_thread_can_carry_out_is_answered_at_once() -> None
         assert answer == "RuntimeError: can't start new thread"
 
 
-def test_a_client_that_can_start_no_thread_says_so_when_it_connects(
+def test_a_client_that_cannot_start_threads_fails_when_it_connects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def exhausted(_thread: threading.Thread) -> None:
@@ -200,7 +198,7 @@ def test_a_client_that_can_start_no_thread_says_so_when_it_connects(
 
 
 @pytest.mark.parametrize("is_deflated", [True, False])
-async def test_nothing_is_decompressed_and_nothing_large_is_read_whole(is_deflated: bool) -> None:
+async def test_a_server_refuses_compression_and_large_messages(is_deflated: bool) -> None:
     async with served(keeps_calls=False) as server, open_http(TOKEN, to_controller=True) as http:
         socket = await http.ws_connect(
             server.server.url + "/v1/agents", compress=15 if is_deflated else 0

@@ -36,7 +36,7 @@ async def controller() -> AsyncIterator[windlass.Controller]:
         yield running
 
 
-async def test_the_page_stands_in_no_frame_and_nothing_says_what_serves_it(
+async def test_the_page_refuses_frames_and_does_not_name_its_server(
     controller: windlass.Controller,
 ) -> None:
     async with aiohttp.ClientSession() as http:
@@ -100,7 +100,9 @@ async def test_metrics_overview_and_status_count_rollouts_dropped_as_too_old() -
     assert "too old 0, stopped early 1, dropped 4, rejected 0, wasted tokens 0" in output
 
 
-async def test_two_controllers_in_one_process_count_apart(controller: windlass.Controller) -> None:
+async def test_two_controllers_in_one_process_have_separate_metrics(
+    controller: windlass.Controller,
+) -> None:
     async with (
         windlass.Controller(token=TOKEN) as other,
         aiohttp.ClientSession(headers=HEADERS) as session,

@@ -39,7 +39,7 @@ some_boxes = st.lists(boxes(SHAPE), min_size=1, max_size=6).map(columns)
 
 @settings(deadline=None)
 @given(some_boxes)
-def test_atoms_are_disjoint_and_know_every_box_that_contains_them(
+def test_atoms_are_disjoint_and_list_every_box_that_contains_them(
     drawn: tuple[Int64Array, Int64Array],
 ) -> None:
     offsets, sizes = drawn

@@ -281,7 +281,7 @@ def test_pieces_cut_ahead_are_used_unless_memory_moved(
         digests.close()
 
 
-def test_tables_on_a_gpu_last_from_one_turn_to_the_next_and_are_freed(
+def test_gpu_tables_of_the_next_turn_are_kept_and_later_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = numpy_gpu()

@@ -117,7 +117,7 @@ def test_replicas_each_serve_a_share_of_the_destinations() -> None:
 
 
 @pytest.mark.parametrize(("shards", "copies"), [(4, 1), (2, 4), (3, 3)])
-def test_plans_for_engines_one_by_one_load_trainers_as_one_plan_for_all_does(
+def test_plans_for_single_engines_load_trainers_as_evenly_as_one_plan(
     shards: int, copies: int
 ) -> None:
     """Engines that join one after another are bound by such plans."""

@@ -53,7 +53,7 @@ class VerbsConformance(ProcessConformance):
     def start_peer(self, transport: OneSidedTransport) -> Peer:
         return PeerProcess(self.peer_config, NBYTES)
 
-    def test_the_bytes_take_the_wire_that_was_asked_for(self, rig: Rig) -> None:
+    def test_bytes_take_the_requested_wire(self, rig: Rig) -> None:
         here, there = self.nics
         before = here.packets_sent(), there.packets_sent()
         rig.write(rig.batch([0], [0], [NBYTES]))
@@ -85,7 +85,7 @@ class NixlVerbs(VerbsConformance):
     def wire_of(self, protocol: str) -> bool:
         return protocol.split("_")[0] == self.wire.value
 
-    def test_a_device_that_is_not_there_is_refused(self) -> None:
+    def test_an_absent_device_is_refused(self) -> None:
         with pytest.raises(TransportUnavailable, match="none0"):
             create_transport(msgspec.structs.replace(self.config, device="none0:1"))
 
@@ -114,6 +114,6 @@ class TestMooncakeRdma(VerbsConformance):
         token, _, address = endpoint.incarnation.partition("@")
         return msgspec.structs.replace(endpoint, incarnation=f"{token[::-1]}@{address}")
 
-    def test_a_device_that_is_not_there_is_refused(self) -> None:
+    def test_an_absent_device_is_refused(self) -> None:
         with pytest.raises(TransportUnavailable, match="rdma"):
             create_transport(msgspec.structs.replace(self.config, device="none0"))

@@ -120,7 +120,7 @@ def test_a_rank_keeps_to_the_nic_that_it_is_given(
     assert [here[0].packets_sent(), there[0].packets_sent()] == idle
 
 
-def test_a_region_larger_than_a_device_registers_at_once_is_written_across_its_seams(
+def test_a_region_above_the_registration_limit_is_written_across_its_seams(
     stack: ExitStack, kind: str, nics: tuple[Nic, Nic]
 ) -> None:
     configs = [configured(kind, (nic,), STEP_NBYTES) for nic in nics]

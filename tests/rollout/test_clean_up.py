@@ -153,7 +153,7 @@ async def test_a_workflow_closes_its_resources_for_every_kind_of_end(
         assert (rig.count("opened"), rig.count("closed")) == (NUM_RUNS, NUM_RUNS)
 
 
-async def test_a_worker_that_is_told_to_end_lets_workflows_clean_up(tmp_path: Path) -> None:
+async def test_a_worker_asked_to_end_lets_workflows_clean_up(tmp_path: Path) -> None:
     async with started(tmp_path, RolloutConfig(max_attempts=1)) as rig:
         rig.controller.submit_workflow_group("sandbox", 0, NUM_RUNS, SAMPLING)
         await rig.until_begun()

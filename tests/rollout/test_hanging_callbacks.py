@@ -152,7 +152,7 @@ def test_an_engine_server_that_never_serves_is_ended_by_its_deadline(
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_launcher_ends_though_a_process_that_left_its_server_holds_the_log_open(
+def test_a_launcher_ends_although_a_detached_process_has_its_log_open(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(launch, "LOG_DEADLINE_S", 0.2)
@@ -173,7 +173,7 @@ def test_a_launcher_ends_though_a_process_that_left_its_server_holds_the_log_ope
             thread.join(DEADLINE_S)
 
 
-async def test_a_killed_process_that_does_not_end_is_not_waited_for_for_ever(
+async def test_a_wait_for_a_killed_process_has_a_deadline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(base, "END_DEADLINE_S", 0.1)

@@ -137,7 +137,7 @@ async def rig() -> AsyncIterator[Rig]:
         yield Rig(stack)
 
 
-async def test_callbacks_lost_doubled_reordered_and_delayed_past_the_deadline_count_once(
+async def test_lost_doubled_reordered_and_delayed_callbacks_count_once(
     rig: Rig,
 ) -> None:
     await rig.start()

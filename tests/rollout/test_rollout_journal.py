@@ -213,7 +213,7 @@ STEPS = st.lists(
 @settings(deadline=None, max_examples=120)
 @given(steps=STEPS, on_stale=st.sampled_from(OnStale))
 @example(steps=[("add", 0), ("go", 0), ("error", 0), ("up", 1)], on_stale=OnStale.RESUBMIT)
-def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
+def test_every_rollout_is_delivered_once_within_the_bound_after_any_kills(
     steps: list[tuple[str, int]], on_stale: OnStale
 ) -> None:
     async def run(path: Path) -> None:
@@ -533,7 +533,7 @@ async def test_a_journal_that_was_removed_or_replaced_is_noticed(tmp_path: Path)
         await process.journal.close()
 
 
-async def test_a_damaged_line_is_never_taken_for_another(tmp_path: Path) -> None:
+async def test_a_line_with_changed_content_fails_its_checksum(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     world = World(path)
     process = Process(path, world)

@@ -210,7 +210,7 @@ async def test_a_worker_that_comes_back_under_its_name_gets_the_work_again(rig: 
     rig.assert_balanced(completed=50)
 
 
-async def test_a_worker_that_is_told_to_end_hands_its_work_over(rig: Rig) -> None:
+async def test_a_worker_asked_to_end_hands_its_work_over(rig: Rig) -> None:
     await rig.start()
     engine = await rig.engine("a")
     engine.hold(2)
@@ -320,7 +320,7 @@ async def test_the_rollouts_of_a_dead_engine_are_run_by_another(rig: Rig) -> Non
     rig.assert_balanced(completed=60)
 
 
-async def test_an_engine_that_stays_unroutable_gives_its_rollouts_up(rig: Rig) -> None:
+async def test_rollouts_leave_an_engine_that_stays_unroutable(rig: Rig) -> None:
     rig.config = RolloutConfig(retry_backoff_s=0.01, engine_grace_s=0.2)
     await rig.start()
     hung, other = await rig.engine("a"), await rig.engine("b")
@@ -430,7 +430,7 @@ async def test_a_retry_on_another_engine_can_continue_from_partial_tokens(rig: R
     rig.assert_balanced(completed=10)
 
 
-async def test_an_answer_that_grew_too_old_while_it_ran_is_made_again(rig: Rig) -> None:
+async def test_an_answer_that_became_too_old_while_running_is_made_again(rig: Rig) -> None:
     rig.policy = StalenessPolicy(max_staleness=1, batch_size=64, max_concurrent=64)
     engine = await rig.up(hold=2)
     tasks = rig.submit(8)
@@ -445,7 +445,7 @@ async def test_an_answer_that_grew_too_old_while_it_ran_is_made_again(rig: Rig) 
     rig.assert_balanced(completed=8)
 
 
-async def test_a_group_that_grew_too_old_while_it_waited_is_made_again(rig: Rig) -> None:
+async def test_a_group_that_became_too_old_while_waiting_is_made_again(rig: Rig) -> None:
     rig.policy = StalenessPolicy(max_staleness=0, batch_size=8, max_concurrent=64)
     engine = await rig.up()
     handles = [rig.controller.submit_group((index + 1, 5), 4, SAMPLING) for index in range(4)]
@@ -586,7 +586,7 @@ async def test_a_producer_that_waits_for_room_never_gets_ahead_of_the_bound(rig:
     assert len(set(seen)) == 10
 
 
-async def test_room_that_never_comes_is_an_error_that_says_what_takes_it(rig: Rig) -> None:
+async def test_a_wait_for_room_that_times_out_names_what_takes_the_room(rig: Rig) -> None:
     rig.policy = StalenessPolicy(max_staleness=0, batch_size=2, max_concurrent=100)
     await rig.up()
     handles = [rig.controller.submit((index + 1, 5), SAMPLING) for index in range(2)]
@@ -718,7 +718,7 @@ async def test_a_batch_that_cannot_be_had_is_a_named_error(rig: Rig) -> None:
     await asyncio.to_thread(ask, 2)
 
 
-async def test_a_question_changes_no_other_ranks_answer() -> None:
+async def test_a_request_for_a_shard_does_not_change_the_shards_of_other_ranks() -> None:
     """The first question for a step set its world size. One for a later step drew batches early."""
     num_ranks = 0
     queue = BatchQueue(lambda: num_ranks)
@@ -743,7 +743,7 @@ async def test_a_question_changes_no_other_ranks_answer() -> None:
         stranger.cancel()
 
 
-async def test_a_queue_remembers_few_of_the_steps_that_were_asked_for() -> None:
+async def test_a_queue_remembers_few_requested_steps() -> None:
     queue = BatchQueue()
     asked = [
         asyncio.create_task(queue.shard(step, 0, 1, deadline_s=20))
@@ -779,7 +779,7 @@ def hello(name: str = "w", *, version: int = PROTOCOL_VERSION) -> WorkerHello:
 
 
 @pytest.mark.parametrize(("deadline_s", "num_done"), [(600.0, 184), (1.0, 200)])
-async def test_a_worker_that_answers_nothing_takes_its_share_and_no_more(
+async def test_a_silent_worker_takes_only_its_share_of_attempts(
     rig: Rig, deadline_s: float, num_done: int
 ) -> None:
     """It used to take 255 of 256 attempts, and all of them again after each deadline."""
@@ -806,7 +806,7 @@ async def test_a_worker_that_answers_nothing_takes_its_share_and_no_more(
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_a_closed_controller_tells_workers_to_come_back_not_to_end(
+async def test_a_closed_controller_makes_workers_reconnect_and_not_end(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     await rig.start()
@@ -827,7 +827,7 @@ async def test_a_closed_controller_tells_workers_to_come_back_not_to_end(
         (CompletionBatch(1, ()), "a frame before its Hello"),
     ],
 )
-async def test_a_worker_that_does_not_belong_here_is_sent_away_for_good(
+async def test_a_worker_with_a_wrong_hello_is_refused_for_good(
     rig: Rig, frame: msgspec.Struct, reason: str
 ) -> None:
     await rig.start()
@@ -897,7 +897,7 @@ async def test_an_argument_of_a_wrong_type_is_named(
         await rig.controller.next_batch(1, deadline_s=None)  # type: ignore[arg-type]
 
 
-async def test_answers_that_are_made_again_now_and_then_are_counted_and_not_warned_of(
+async def test_occasional_repeated_answers_are_counted_without_a_warning(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.policy = StalenessPolicy(max_staleness=1, batch_size=8, max_concurrent=64)

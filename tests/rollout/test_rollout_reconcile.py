@@ -132,7 +132,7 @@ async def played() -> AsyncIterator[tuple[RolloutController, PlayedWorker]]:
         yield controller, worker
 
 
-async def test_an_outcome_that_comes_again_after_a_reconnect_is_acknowledged_and_ignored(
+async def test_an_outcome_repeated_after_a_reconnect_is_acknowledged_and_ignored(
     played: tuple[RolloutController, PlayedWorker],
 ) -> None:
     controller, worker = played
@@ -226,7 +226,7 @@ async def test_an_attempt_that_the_controller_does_not_know_is_cancelled(
     assert (await handle).output_ids == (7,)
 
 
-async def test_a_process_that_took_over_a_name_gets_the_work_of_the_other_once_more(
+async def test_a_worker_that_replaces_another_gets_its_work_again(
     played: tuple[RolloutController, PlayedWorker],
 ) -> None:
     controller, worker = played
@@ -259,7 +259,7 @@ async def test_outcomes_that_cannot_be_used_now_are_not_acknowledged(
     assert (await handle).output_ids == (7,)
 
 
-async def test_a_worker_runs_an_attempt_once_however_often_it_is_handed_over() -> None:
+async def test_a_worker_runs_a_repeated_attempt_once() -> None:
     async with FakeEngine("a") as engine, aiohttp.ClientSession() as engine_session:
         settings = WorkerSettings(controller="http://127.0.0.1:9", name="w")
         worker = RolloutWorker(settings, TOKEN, engine_session)

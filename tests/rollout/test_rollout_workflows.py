@@ -186,7 +186,7 @@ async def test_waiting_for_workers_that_never_come_ends_by_the_deadline(rig: Rig
         await rig.controller.wait_for_workers(2, deadline_s=0.1)
 
 
-async def test_a_workflow_that_no_worker_knows_waits_and_holds_up_nothing(rig: Rig) -> None:
+async def test_a_workflow_that_no_worker_knows_waits_and_delays_no_other(rig: Rig) -> None:
     await rig.start()
     unknown = [rig.controller.submit_workflow("book_a_seat", n, SAMPLING) for n in range(20)]
     plain = [rig.controller.submit((n + 1,), SAMPLING) for n in range(20)]
@@ -202,7 +202,7 @@ async def test_a_workflow_that_no_worker_knows_waits_and_holds_up_nothing(rig: R
     assert (stats.completed, stats.cancelled, stats.parked, stats.lost) == (39, 1, 0, 0)
 
 
-async def test_a_rejected_trajectory_is_tried_again_and_given_up_in_the_end(rig: Rig) -> None:
+async def test_a_rejected_trajectory_is_retried_until_its_last_attempt(rig: Rig) -> None:
     seen: dict[object, int] = {}
 
     async def picky(context: WorkflowContext) -> int:
@@ -252,7 +252,7 @@ async def test_arguments_that_cannot_travel_are_refused_at_submission(rig: Rig) 
         rig.controller.submit_workflow("", 1, SAMPLING)
 
 
-def test_equal_prefixes_stay_on_an_engine_until_it_holds_too_much_more_than_another() -> None:
+def test_equal_prefixes_stay_on_an_engine_until_its_load_is_too_high() -> None:
     load = {"a": 0, "b": 0}
     engines = [EngineTarget("a", ""), EngineTarget("b", "")]
     choice = EngineChoice(slack=4)
@@ -383,7 +383,7 @@ async def hook() -> None:
 
 
 @pytest.mark.parametrize("num_local", [0, 2], ids=["no_local_worker", "two_local_workers"])
-async def test_other_code_that_blocks_the_controllers_loop_is_named_once(
+async def test_a_warning_names_code_that_blocks_the_controllers_loop_once(
     rig: Rig, num_local: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(blocked, "LOOK_EVERY_S", 0.05)

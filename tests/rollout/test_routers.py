@@ -90,9 +90,7 @@ class Hook:
         return bool(newest["published_version"] == version and found == routable)
 
 
-async def test_a_webhook_is_told_who_was_left_out_and_why_and_nothing_in_the_middle_of_a_round() -> (
-    None
-):
+async def test_a_webhook_gets_left_out_engines_with_reasons_and_nothing_during_rounds() -> None:
     hook, is_stuck = Hook(), False
 
     def stuck(command: Command) -> None:

@@ -230,7 +230,7 @@ def test_samples_of_a_recipe_may_be_any_sequence_of_samples() -> None:
 @pytest.mark.parametrize(
     "raised", [SystemExit(3), KeyboardInterrupt(), StopIteration(), GeneratorExit(), KeyError("x")]
 )
-async def test_whatever_a_recipe_raises_in_its_thread_is_an_error_at_once(
+async def test_every_exception_of_a_recipe_thread_is_an_error_at_once(
     raised: BaseException,
 ) -> None:
     async with asyncio.timeout(5):
@@ -238,7 +238,7 @@ async def test_whatever_a_recipe_raises_in_its_thread_is_an_error_at_once(
             await in_thread("group 5", lambda: score(Returns(raised), group()))
 
 
-async def test_a_reward_that_needs_a_signal_is_told_the_remedy() -> None:
+async def test_the_error_of_a_reward_that_needs_a_signal_names_the_remedy() -> None:
     with pytest.raises(WindlassError, match=r"math_verify parsing_timeout=None and timeout_secon"):
         await in_thread("rewards", lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL))
 

@@ -315,7 +315,7 @@ async def test_cancelling_the_future_gives_the_whole_group_up_at_once() -> None:
     assert bench.life.table.counts.cancelled == 4
 
 
-async def test_groups_that_are_declined_leave_room_for_others_for_ever() -> None:
+async def test_declined_groups_always_free_their_room() -> None:
     # Two batches of 4 may be ahead, and the version never grows.
     bench = Bench()
     for _ in range(20):
@@ -347,7 +347,7 @@ async def test_only_a_whole_group_can_be_declined_and_only_once() -> None:
         bench.life.decline(["1", "2"])
 
 
-async def test_a_ready_group_loses_exactly_the_samples_that_grew_too_old() -> None:
+async def test_a_ready_group_loses_exactly_the_samples_that_became_too_old() -> None:
     bench = Bench()
     bench.add_group(2)
     for version in (0, 1):

@@ -51,7 +51,7 @@ async def test_a_worker_whose_clock_jumps_keeps_its_rollouts_and_repeats_none(
     assert engine.num_requests == num_completed
 
 
-async def test_rollouts_of_a_worker_that_the_kernel_kills_for_memory_are_tried_elsewhere(
+async def test_rollouts_of_a_worker_killed_for_memory_are_retried_elsewhere(
     rig: Rig,
 ) -> None:
     await rig.start()

@@ -127,7 +127,7 @@ class CastConformance(ABC):
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize(("source", "target"), [c for c in CASTS if can_overflow(*c)])
-    def test_a_number_that_would_become_infinite_is_an_error_that_names_the_tensor(
+    def test_a_number_that_would_become_infinite_is_an_error_with_the_tensors_name(
         self, source: DType, target: DType, layout: str
     ) -> None:
         """Try the smallest such number, with both signs, at several places between infinities and NaNs."""

@@ -23,7 +23,7 @@ LANGUAGES: Mapping[str, str] = {
 SCRIPTS = re.compile(
     r"(?:\w+=\S+ )*(?:(?:\S*/)?python (?:benchmarks|tools|tests)/|python -m tools\.|benchmarks/\S+\.(?:sh|py) )"
 )
-"""Benchmarks and tools: `test_every_script_understands_its_command_line` parses their options."""
+"""Benchmarks and tools: `test_every_script_parses_its_command_line` parses their options."""
 VLLM = "tests/integrations/test_vllm_plugin.py::test_an_updated_server_is_a_fresh_one"
 LIVE = "tests/engines/test_live_servers.py::test_an_updated_engine_is_a_fresh_one"
 EXAMPLES = "tests/cli/test_examples.py::test_commands_of_the_tutorial_train_and_end"
@@ -35,7 +35,7 @@ SERVED = (
 )
 TLS = f"{HERE}::test_the_commands_of_the_tls_page_make_a_trusted_authority"
 RUN: Mapping[str, str] = {
-    r"make demo( ARGS=(?!.*cuda).*)?": "tests/jobs/test_demo.py::test_a_demo_of_the_tutorial",
+    r"make demo( ARGS=(?!.*cuda).*)?": "tests/jobs/test_demo.py::test_the_demo_of_the_tutorial_runs",
     r"make test": ".ci/run::make test",
     r"make test-rdma.*": "tools/rdma/guest_tests.sh::tests/rdma",
     r"pytest -m cluster tests/rdma --rdma-device .*": "tests/rdma/conftest.py::--rdma-device",
@@ -109,7 +109,7 @@ def shown() -> Iterator[Shown]:
 
 def _command(block: Block, command: str) -> Shown:
     if SCRIPTS.match(command):
-        test = f"{HERE}::test_every_script_understands_its_command_line"
+        test = f"{HERE}::test_every_script_parses_its_command_line"
         return Shown(block, command, "", test, "")
     for table in (NOT_RUN, RUN):
         for pattern, value in table.items():

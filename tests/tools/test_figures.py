@@ -54,7 +54,7 @@ def test_a_result_that_has_changed_changes_the_figure(
     assert figures.update_time().svg() != before
 
 
-def test_a_row_that_is_not_there_or_there_twice_is_an_error() -> None:
+def test_a_missing_or_duplicate_row_is_an_error() -> None:
     with pytest.raises(ValueError, match="0 rows"):
         figures.measured("bench_update_2core-epyc_2026-11-21", ("no case", "update", ""))
     with pytest.raises(ValueError, match="2 rows"):

@@ -9,7 +9,7 @@ import pytest
 from tools import report_source
 
 
-def test_every_file_on_the_way_of_a_version_is_there() -> None:
+def test_every_file_on_the_path_of_a_version_exists() -> None:
     way = report_source.way_of_publish()
     assert len(way) == len(set(way)) > 10
     assert [path for path in way if not (report_source.PACKAGE / path).is_file()] == []

@@ -33,7 +33,7 @@ def test_ci_knows_every_suite_of_the_makefile() -> None:
     assert {*EVERY, *MINUTES} == targets - NOT_SUITES
 
 
-def test_every_suite_comes_first_in_turn() -> None:
+def test_each_suite_of_ci_is_first_once_per_rotation() -> None:
     orders = [order_at(number * PERIOD_S) for number in range(len(MINUTES))]
     assert all(sorted(order) == sorted(MINUTES) for order in orders)
     assert {order[0] for order in orders} == set(MINUTES)

@@ -102,7 +102,7 @@ def opposite(url: str, version: int) -> None:
                 work.result(60)
 
 
-async def test_two_leaders_that_cross_do_not_deadlock_and_the_last_one_publishes() -> None:
+async def test_two_leaders_in_opposite_order_do_not_deadlock() -> None:
     async with engines() as (fleet, url):
         for version in range(3):
             await asyncio.to_thread(opposite, url, version)
@@ -123,9 +123,7 @@ def fail_in_the_second_bucket(url: str, bucket: dict[str, torch.Tensor], says: s
         made.close()
 
 
-async def test_a_bucket_that_fails_releases_its_leader_and_leaves_the_old_version_everywhere() -> (
-    None
-):
+async def test_a_failed_bucket_releases_its_leader_and_keeps_the_old_version() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(two_versions, url)
         with pytest.raises(RoundAborted, match="must be > 1"):

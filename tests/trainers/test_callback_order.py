@@ -82,7 +82,7 @@ def crossing(url: str, version: int) -> None:
             made.close()
 
 
-async def test_leaders_that_arrive_in_the_opposite_order_are_taken_in_the_declared_one() -> None:
+async def test_calls_of_leaders_run_in_the_declared_order() -> None:
     async with engines() as (fleet, url):
         for version in range(2):
             await asyncio.to_thread(crossing, url, version)
@@ -103,7 +103,7 @@ def early(url: str) -> None:
         made.close()
 
 
-async def test_the_update_ends_with_the_last_declared_leader_however_late_it_comes() -> None:
+async def test_an_update_waits_for_the_last_declared_leader() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(early, url)
         await holds(fleet, (0, "0", False))
@@ -142,7 +142,7 @@ def not_agreed(url: str) -> None:
         windlass.RolloutCallback(url, TOKEN, stage=2, num_stages=2)
 
 
-async def test_a_leader_that_never_comes_or_does_not_agree_ends_the_update_and_no_more() -> None:
+async def test_an_absent_or_disagreeing_leader_fails_only_its_update() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(absent, url)
         await asyncio.to_thread(not_agreed, url)

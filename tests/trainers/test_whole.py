@@ -167,7 +167,7 @@ def test_half_stepped_weights_are_refused_by_name_and_not_published(
 
 
 @pytest.mark.parametrize("row", WHOLE, ids=str)
-def test_heads_that_read_weights_themselves_are_told_that_they_are_half_stepped(
+def test_check_weights_reports_half_stepped_weights_before_publish(
     row: Row, outcome: Outcome
 ) -> None:
     lazy = bool(row.ddp.get("overlap_param_gather"))

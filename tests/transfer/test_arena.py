@@ -34,7 +34,7 @@ def test_an_arena_is_zeroed_page_aligned_registered_and_withdrawn_at_close(
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
-def test_an_arena_of_nothing_is_refused(nbytes: int) -> None:
+def test_an_empty_arena_is_refused(nbytes: int) -> None:
     with pytest.raises(ConfigError, match="nbytes must be >= 1"):
         Arena(MemoryTransport(MemoryFabric()), nbytes)
 
@@ -134,7 +134,7 @@ def test_a_scripted_delay_is_unknown_only_past_the_deadline() -> None:
     assert landed(FaultKind.DELAY, TransferOutcomeUnknown, 2.0) == [0, 0, 0, 0]
 
 
-def test_a_fault_says_how_long_it_delays_exactly_when_it_does() -> None:
+def test_only_a_delay_fault_has_a_delay() -> None:
     for kind, delay_s in (
         (FaultKind.DELAY, 0.0),
         (FaultKind.UNKNOWN, 1.0),
@@ -144,7 +144,7 @@ def test_a_fault_says_how_long_it_delays_exactly_when_it_does() -> None:
             Fault(kind=kind, delay_s=delay_s)
 
 
-def test_a_faulty_transport_allocates_exactly_when_the_real_one_does() -> None:
+def test_a_faulty_transport_allocates_only_if_its_inner_transport_does() -> None:
     shm = FaultyTransport(ShmTransport(), {})
     assert shm.allocator is not None
     Arena(shm, 4096).close()

@@ -84,9 +84,7 @@ async def test_a_receiver_killed_during_a_collective_releases_the_others() -> No
         assert await fleet.held("stays") == [(1, "1", False)] * 2
 
 
-async def test_a_failed_broadcast_is_sent_again_through_a_new_group_and_none_serves_a_mixture() -> (
-    None
-):
+async def test_a_failed_broadcast_is_repeated_in_a_new_group_without_mixed_weights() -> None:
     async with fleet_of(XcclBackend(bucket_nbytes=1024), UpdateMode.STAGED, 2) as fleet:
         fleet.add_trainers()
         fleet.add_engine("good", 1)
@@ -98,9 +96,7 @@ async def test_a_failed_broadcast_is_sent_again_through_a_new_group_and_none_ser
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
-async def test_damaged_files_are_refused_and_nothing_of_them_is_applied(
-    tmp_path: Path, mode: UpdateMode
-) -> None:
+async def test_damaged_files_are_refused_and_not_applied(tmp_path: Path, mode: UpdateMode) -> None:
     async with fleet_of(DiskBackend(folder=str(tmp_path)), mode) as fleet:
         fleet.add_trainers()
         fleet.add_engine("engine", 1, f"damage:{tmp_path}")

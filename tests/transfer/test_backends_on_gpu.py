@@ -91,7 +91,7 @@ async def test_broadcasts_deliver_every_byte_from_gpu_to_gpu(
         ),
     ],
 )
-async def test_an_engine_killed_in_mid_broadcast_releases_the_trainer_which_serves_the_next_one(
+async def test_an_engine_killed_during_a_broadcast_releases_the_trainer(
     fabric: CollectiveFabric,
 ) -> None:
     """Kernels of the trainer wait for the dead engine until the group is aborted."""

@@ -138,7 +138,7 @@ def merged(wrapper: Any) -> Model:
 
 
 @pytest.mark.parametrize("change", [unmerge, step], ids=lambda change: change.__name__)
-async def test_weights_that_change_after_they_were_copied_are_served_as_they_were(
+async def test_engines_serve_copied_weights_unchanged_by_later_training(
     change: Callable[[Any], None],
 ) -> None:
     def work(url: str) -> None:
@@ -163,7 +163,7 @@ async def test_weights_that_change_after_they_were_copied_are_served_as_they_wer
     await with_controller(ControlConfig(), work)
 
 
-async def test_a_change_between_two_versions_stops_nothing() -> None:
+async def test_weights_may_change_between_two_versions() -> None:
     def work(url: str) -> None:
         served = Model(-1000.0)
         _, wrapper = adapted()

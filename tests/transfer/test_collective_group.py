@@ -75,7 +75,7 @@ def join_all(offers: Sequence[GroupOffer], rendezvous: Rendezvous, deadline_s: f
     ],
     ids=["order", "dtype", "name", "size", "cuts"],
 )
-def test_a_member_that_means_something_else_is_an_error_for_all_before_any_collective(
+def test_all_members_fail_before_a_collective_when_one_disagrees(
     other: dict[str, object],
 ) -> None:
     rendezvous = Rendezvous("127.0.0.1", 20.0)

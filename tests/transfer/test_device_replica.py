@@ -197,7 +197,7 @@ def pair(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     found.close()
 
 
-def test_weights_that_are_overwritten_after_the_copy_are_served_as_they_were(pair: Pair) -> None:
+def test_engines_serve_the_copy_of_overwritten_weights(pair: Pair) -> None:
     told: list[int] = []
     pair.weights.refill(0)
     for version in range(3):
@@ -257,7 +257,7 @@ def test_weights_that_move_need_no_new_tables_of_links(
     assert len(cut) == 1
 
 
-def test_a_round_that_begins_again_sends_the_copy_and_one_of_another_fleet_nothing(
+def test_a_repeated_round_sends_the_copy_unless_the_fleet_changed(
     pair: Pair,
 ) -> None:
     told: list[int] = []
@@ -297,7 +297,7 @@ def test_a_round_that_its_owner_has_given_up_gets_no_weights_of_the_next_version
     pair.deliver(1)
 
 
-def test_nothing_is_sent_that_was_copied_too_late(pair: Pair) -> None:
+def test_weights_copied_after_the_end_of_their_version_are_not_sent(pair: Pair) -> None:
     pair.weights.refill(0)
     pair.begin(0)
     pair.sender.prepare(0)
@@ -310,7 +310,7 @@ def test_nothing_is_sent_that_was_copied_too_late(pair: Pair) -> None:
     assert pair.served.nothing_arrived()
 
 
-def test_the_copy_waits_for_the_step_and_the_write_for_no_later_one(
+def test_the_copy_waits_for_its_step_and_the_write_for_no_later_step(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[object] = []
@@ -331,7 +331,7 @@ def test_the_copy_waits_for_the_step_and_the_write_for_no_later_one(
     assert len(waited) == 1
 
 
-def test_a_step_that_hangs_copies_nothing_and_the_next_version_is_whole(
+def test_a_hanging_step_copies_nothing_and_the_next_version_is_whole(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(deadline_s: float, step: object = None) -> None:
@@ -524,7 +524,7 @@ async def test_a_trainer_trains_while_its_copy_is_published_over_a_network(
         (MemoryTransport, "gpu", r"replica must be one of .*'host', 'device'\], got 'gpu'"),
     ],
 )
-def test_a_place_that_a_transport_cannot_send_from_is_refused(
+def test_a_replica_place_that_the_transport_cannot_send_from_is_refused(
     gpu: Gpu, kind: type[MemoryTransport], replica: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -399,7 +399,7 @@ class Block(torch.nn.Module):
         return out
 
 
-def test_wrappers_leave_no_trace_in_names_and_persistent_buffers_are_held() -> None:
+def test_names_omit_wrappers_and_persistent_buffers_are_included() -> None:
     bare = describe_module(torch.nn.Sequential(Block()), "trainer/0", Role.TRAINER)
     names = [spec.name for spec in bare.tensors]
     assert names == ["0.inner.weight", "0.inner.bias", "0.bias_correction"]
@@ -410,7 +410,7 @@ def test_wrappers_leave_no_trace_in_names_and_persistent_buffers_are_held() -> N
     assert len(parameter_addresses(wrapped)) == len(found.parameters)
 
 
-def test_data_parallel_wrappers_are_taken_out_of_names_and_modules_called_module_are_not() -> None:
+def test_names_omit_data_parallel_wrappers_but_keep_modules_called_module() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -430,7 +430,7 @@ def test_a_name_map_leaves_out_tensors_mapped_to_none() -> None:
     assert parameter_addresses(block, keep) == (block.get_buffer("bias_correction").data_ptr(),)
 
 
-def test_two_parameters_of_one_name_are_refused_and_one_object_of_two_is_not() -> None:
+def test_two_parameters_of_one_name_are_refused_unless_they_are_one_object() -> None:
     two = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
 
     def same(name: str) -> str:

@@ -168,7 +168,7 @@ DRAWN = {"fleet": fleets(), "arena_nbytes": st.sampled_from((0, 256, 1024))}
 @pytest.mark.parametrize("mode", list(UpdateMode))
 @settings_of(20)
 @given(**DRAWN)
-def test_engines_hold_the_plan_whatever_the_layouts_the_arena_and_the_mode(
+def test_engines_get_the_planned_bytes_for_every_layout_arena_and_mode(
     mode: UpdateMode, fleet: Fleet, arena_nbytes: int
 ) -> None:
     check_that_engines_hold_the_plan(mode, fleet, arena_nbytes)
@@ -178,7 +178,7 @@ def test_engines_hold_the_plan_whatever_the_layouts_the_arena_and_the_mode(
 @pytest.mark.parametrize("mode", list(UpdateMode))
 @settings_of(200)
 @given(**DRAWN)
-def test_engines_hold_the_plan_of_many_layouts(
+def test_engines_get_the_planned_bytes_of_many_layouts(
     mode: UpdateMode, fleet: Fleet, arena_nbytes: int
 ) -> None:
     check_that_engines_hold_the_plan(mode, fleet, arena_nbytes)
@@ -242,7 +242,7 @@ def dense_to_fused(dtype: DType) -> Fleet:
 @pytest.mark.parametrize("arena_nbytes", [0, 512, 4096])
 @pytest.mark.parametrize("mode", list(UpdateMode))
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
-def test_every_way_of_an_op_arrives(dtype: DType, mode: UpdateMode, arena_nbytes: int) -> None:
+def test_ops_of_every_copy_mode_arrive(dtype: DType, mode: UpdateMode, arena_nbytes: int) -> None:
     world = dense_world(dtype, mode, arena_nbytes)
     modes = set(world.plan.ops.mode.tolist())
     assert CopyMode.SCATTER in modes
@@ -401,14 +401,14 @@ def test_parts_of_a_quantised_op_are_its_payload_in_order(
     assert at == op.nbytes
 
 
-def test_an_arena_that_cannot_hold_a_row_of_blocks_says_so() -> None:
+def test_an_arena_too_small_for_a_row_of_blocks_is_refused() -> None:
     op = quantised_op(256, 400, scales=False)
     (found,) = cut_ops(LinkProgram(peer="e", ops=(op,), direct=NO_RUNS, nbytes=op.nbytes), at_source=True)  # fmt: skip
     with pytest.raises(PlanError, match="half of it must hold 51200 bytes, got 1000"):
         list(payload_parts(found, 1000))
 
 
-def test_tables_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piece_tables_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     world = dense_world(DType.BFLOAT16, UpdateMode.STAGED)
     world.update(0)
 
@@ -481,7 +481,7 @@ def test_a_link_that_just_fits_is_written_again_after_an_unknown_outcome(
     target.close()
 
 
-def test_an_unknown_outcome_is_told_even_where_no_memory_is_left(
+def test_an_unknown_outcome_is_reported_without_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE)
@@ -543,7 +543,7 @@ def test_an_engine_that_leaves_frees_its_gpu_memory(monkeypatch: pytest.MonkeyPa
     transport.close()
 
 
-def test_an_arena_that_is_too_small_is_refused_before_anything_is_sent(
+def test_a_too_small_arena_is_refused_before_any_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(blocks, "MAX_PIECE_NBYTES", 512)

@@ -116,7 +116,7 @@ def test_a_second_verification_looks_at_the_memory_again(pair: Pair) -> None:
     assert pair.receiver.verify(0, expected) == (SOURCE,)
 
 
-def test_a_link_that_is_written_twice_counts_once(pair: Pair) -> None:
+def test_an_engine_accepts_a_link_that_is_written_twice(pair: Pair) -> None:
     pair.write(0)
     for parameter in pair.trained.parameters():
         parameter.mul_(3.0)

@@ -205,7 +205,7 @@ REFUSED: dict[Callable[[Model], None], str] = {
 
 
 @pytest.mark.parametrize("name", settings(Path("/")))
-async def test_a_layout_that_changes_after_connect_is_refused_by_name_in_every_way_to_publish(
+async def test_a_layout_changed_after_connect_is_refused_by_every_way_to_publish(
     name: str, tmp_path: Path
 ) -> None:
     setting = settings(tmp_path)[name]
@@ -259,7 +259,7 @@ def move(model: Model) -> None:
     ids=lambda change: change.__name__,
 )
 @pytest.mark.parametrize("name", ["publish", "begin_publish", "xccl"])
-async def test_parameters_are_found_again_by_name_wherever_they_are(
+async def test_moved_parameters_are_found_by_name(
     change: Callable[[Model], None], name: str, tmp_path: Path
 ) -> None:
     setting = settings(tmp_path)[name]

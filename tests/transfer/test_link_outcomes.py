@@ -154,7 +154,7 @@ def raises(error: Exception) -> Callable[[Callable[[], None]], None]:
     ],
 )
 @pytest.mark.parametrize("first", ["engine-a/0", "engine-c/0"])
-def test_no_error_of_one_link_hides_what_became_of_another(
+def test_an_error_of_one_link_does_not_hide_outcomes_of_other_links(
     fleet: Fleet, error: Exception, status: LinkStatus, first: str
 ) -> None:
     stopped = threading.Event()
@@ -181,7 +181,7 @@ def test_no_error_of_one_link_hides_what_became_of_another(
 
 
 @pytest.mark.parametrize("arena_nbytes", [0, 512], ids=["whole", "ring"])
-def test_a_slow_link_lends_none_of_its_seconds_to_its_neighbours(arena_nbytes: int) -> None:
+def test_the_time_of_a_slow_link_is_not_counted_for_other_links(arena_nbytes: int) -> None:
     fleet, slow_s = Fleet(arena_nbytes), 0.2
 
     def crawl(write: Callable[[], None]) -> None:
@@ -207,7 +207,7 @@ def test_an_unexpected_error_takes_the_arena_out_of_use(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("unforeseen", [OSError(12, "no memory"), MemoryError("no memory")])
-def test_unknown_is_told_where_another_arena_cannot_be_had(
+def test_an_unknown_outcome_is_reported_without_memory_for_another_arena(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, unforeseen: Exception
 ) -> None:
     def refuse(*_: object) -> None:
@@ -219,7 +219,7 @@ def test_unknown_is_told_where_another_arena_cannot_be_had(
         assert fleet.write()["engine-a/0"] is LinkStatus.UNKNOWN
 
 
-def test_a_link_for_which_no_thread_is_to_be_had_hides_nothing(
+def test_a_link_without_a_thread_does_not_hide_outcomes_of_other_links(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit, refused = fleet.sender._pool.submit, threading.Event()
@@ -388,7 +388,7 @@ def test_a_trainer_tells_its_engine_of_an_unexpected_error(
         (TransferFailed("over"), MemoryError),
     ],
 )
-def test_a_link_that_cannot_be_begun_does_not_hide_what_became_of_a_root(
+def test_a_link_that_cannot_start_does_not_hide_the_outcome_of_a_root(
     chain: Chain, monkeypatch: pytest.MonkeyPatch, wire: Exception, told: type[Exception]
 ) -> None:
     def refuse(*_: object) -> None:
@@ -441,7 +441,9 @@ def die_in_mid_relay(chain: Chain, *, with_a_word: bool) -> tuple[Relayed, froze
 
 
 @pytest.mark.parametrize("with_a_word", [True, False])
-def test_an_upstream_that_ends_without_a_word_is_told(chain: Chain, with_a_word: bool) -> None:
+def test_a_relay_reports_an_upstream_that_ends_without_a_message(
+    chain: Chain, with_a_word: bool
+) -> None:
     result, disconnected = die_in_mid_relay(chain, with_a_word=with_a_word)
     assert result.missing == ("trainer/0",)
     assert result.unknown_from == ()
@@ -483,7 +485,7 @@ def test_an_engine_fences_before_it_verifies_bytes_of_a_dead_upstream(
     agent.close()
 
 
-def test_a_relay_that_ends_well_leaves_an_earlier_one_of_its_round_to_be_fenced(
+def test_a_good_relay_does_not_cancel_the_fence_of_an_earlier_relay(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fences: list[float] = []

@@ -127,7 +127,7 @@ def test_irregular_hints_cost_only_time(pair: Pair, what: str) -> None:
     assert (pair.receiver.late_nbytes == 0) is (what == "doubled")
 
 
-def test_bytes_that_were_told_of_too_early_do_not_count(pair: Pair) -> None:
+def test_bytes_announced_too_early_do_not_count(pair: Pair) -> None:
     told = pair.write(1, "w")[1]
     pair.trained[0][5] ^= 1
     # These hints precede the bytes of their write.
@@ -149,7 +149,7 @@ def test_hints_of_an_earlier_connect_do_not_count(pair: Pair) -> None:
     assert pair.receiver.verify(2, {SOURCE: digest}) == (SOURCE,)
 
 
-def test_hints_that_come_while_a_plan_is_bound_do_no_harm(pair: Pair) -> None:
+def test_hints_during_a_binding_do_no_harm(pair: Pair) -> None:
     stop = threading.Event()
     _, told = pair.write(0, "w")
     address = pair.binding.listener
@@ -203,7 +203,7 @@ def test_a_sender_of_endless_hints_does_not_block_a_drain(monkeypatch: pytest.Mo
     listener.close()
 
 
-def test_without_a_socket_for_hints_an_engine_hashes_in_the_end(
+def test_an_engine_without_a_socket_for_hints_hashes_in_verify(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(_: str) -> str:
@@ -219,7 +219,7 @@ def test_without_a_socket_for_hints_an_engine_hashes_in_the_end(
     found.close()
 
 
-def test_a_gpu_without_room_keeps_nothing_and_frees_nothing_twice(
+def test_a_failed_allocation_on_a_gpu_leaks_nothing_and_frees_nothing_twice(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = pair.gpu.device

@@ -91,7 +91,7 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
 
 
-def test_parameters_of_one_storage_are_registered_once_and_parameters_of_their_own_each(
+def test_parameters_of_one_storage_share_a_registration(
     transport: Recording, caplog: pytest.LogCaptureFixture
 ) -> None:
     module, own = flat_module(), torch.nn.Parameter(torch.ones(5))
@@ -209,7 +209,7 @@ def test_regions_of_the_owner_stay_and_are_not_overlapped(
         transport.inner.unregister(region)
 
 
-def test_memory_that_is_refused_is_named_nothing_of_it_stays_and_the_next_attempt_succeeds(
+def test_refused_memory_is_named_and_the_next_registration_succeeds(
     transport: Recording,
 ) -> None:
     buffer = np.arange(4096, dtype=np.uint8)
@@ -255,7 +255,7 @@ def test_parameters_of_one_allocation_of_a_gpu_are_registered_once() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_tensors_of_one_segment_of_torch_s_allocator_are_exported_by_one_handle() -> None:
+def test_tensors_of_one_segment_of_torchs_allocator_share_one_handle() -> None:
     from windlass.memory.cuda.gpu import shared_gpu
     from windlass.transports.cuda_ipc import CudaIpcTransport
 
@@ -276,7 +276,7 @@ def test_tensors_of_one_segment_of_torch_s_allocator_are_exported_by_one_handle(
     transport.close()
 
 
-async def test_an_update_tells_what_registering_cost_and_engines_serve_weights_that_moved() -> None:
+async def test_an_update_reports_registration_time_and_serves_moved_weights() -> None:
     def work(url: str) -> None:
         trained, served = flat_module(), flat_module()
         described = describe_trainer(trained, group="trainer", name_map=None)

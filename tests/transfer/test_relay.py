@@ -69,7 +69,7 @@ async def test_trainers_send_one_copy_and_every_engine_has_every_byte(
         assert await fleet.relayed() == 2 * (num_engines - 1) * NBYTES
 
 
-async def test_a_relay_over_mooncake() -> None:
+async def test_engines_relay_over_mooncake() -> None:
     need_transport("mooncake")
     async with fleet_of(RelayShape.TREE, UpdateMode.STAGED, 3, transport="mooncake") as fleet:
         fleet.add_trainers()
@@ -119,7 +119,7 @@ async def test_a_relay_killed_during_an_update_is_the_only_engine_left_out(
             assert await fleet.held(name) == [(0, "0", False)]
 
 
-async def test_bytes_that_were_spoilt_on_the_way_are_not_passed_on() -> None:
+async def test_a_relay_does_not_forward_corrupted_bytes() -> None:
     async with fleet_of(RelayShape.CHAIN, UpdateMode.IN_PLACE, 3) as fleet:
         fleet.add_trainers()
         for i in range(3):
@@ -157,7 +157,7 @@ async def test_a_stopped_relay_and_its_destination_are_left_out() -> None:
         pytest.param(RelayShape.CHAIN, 0, 4 << 20, marks=pytest.mark.long),
     ],
 )
-async def test_every_engine_is_written_whatever_the_arena_and_the_chunks(
+async def test_every_engine_is_written_with_any_arena_and_chunk_size(
     shape: RelayShape, arena_nbytes: int, chunk_nbytes: int
 ) -> None:
     async with fleet_of(shape, UpdateMode.STAGED, 3, chunk_nbytes=chunk_nbytes) as fleet:

@@ -199,7 +199,7 @@ async def with_controller(config: ControlConfig, work: Callable[[str], None]) ->
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
-async def test_weights_that_change_after_they_were_copied_are_served_as_they_were(
+async def test_engines_serve_copied_weights_unchanged_by_later_training(
     mode: UpdateMode,
 ) -> None:
     def work(url: str) -> None:
@@ -371,7 +371,7 @@ class Links:
             transport.close()
 
 
-def test_a_round_that_begins_again_sends_the_copy_or_nothing() -> None:
+def test_a_repeated_round_sends_the_copy_or_nothing() -> None:
     links, told = Links(), list[int]()
     try:
         links.memory.refill(0)
@@ -426,7 +426,7 @@ def test_a_round_that_its_owner_has_given_up_gets_no_weights_of_the_next_version
         links.close()
 
 
-def test_nothing_is_sent_that_was_copied_too_late_or_never() -> None:
+def test_weights_copied_too_late_or_never_are_not_sent() -> None:
     links = Links()
     try:
         links.memory.refill(0)
@@ -472,7 +472,7 @@ def test_memory_under_a_write_of_unknown_outcome_is_read_again_and_never_written
         links.close()
 
 
-def test_without_memory_for_another_replica_nothing_in_doubt_is_used_and_the_next_version_goes(
+def test_a_sender_without_memory_for_another_replica_never_reuses_a_doubtful_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> None:
@@ -503,7 +503,7 @@ def test_without_memory_for_another_replica_nothing_in_doubt_is_used_and_the_nex
         links.close()
 
 
-def test_without_memory_for_another_arena_nothing_is_taken_and_the_next_version_goes(
+def test_a_sender_without_memory_for_another_arena_copies_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> None:
@@ -533,7 +533,7 @@ def test_without_memory_for_another_arena_nothing_is_taken_and_the_next_version_
         links.close()
 
 
-def test_an_arena_that_is_too_small_is_found_before_anything_is_copied() -> None:
+def test_a_too_small_arena_is_refused_before_any_copy() -> None:
     links = Links()
     try:
         small = Sender(
@@ -550,7 +550,7 @@ def test_an_arena_that_is_too_small_is_found_before_anything_is_copied() -> None
         links.close()
 
 
-async def test_a_version_is_given_up_once_no_copy_reads_the_weights_any_more(
+async def test_a_version_is_given_up_after_its_last_copy_stops_reading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client, "MARGIN_S", 0.1)

@@ -135,7 +135,7 @@ def _restore(model: torch.nn.Module, kept: Sequence[tuple[torch.Tensor, int]]) -
         ("mooncake over TCP", ReplicaPlace.DEVICE, UpdateMode.STAGED),
     ],
 )
-def test_engines_hold_the_copy_whatever_became_of_the_weights(
+def test_engines_get_the_copy_although_the_weights_changed(
     tmp_path: object, wire: str, replica: ReplicaPlace, mode: UpdateMode
 ) -> None:
     needs(wire)

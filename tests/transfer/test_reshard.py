@@ -79,7 +79,7 @@ async def test_engines_serve_the_full_tensors_of_the_trainers(
 
 
 @pytest.mark.long
-async def test_engines_that_join_late_are_brought_up_by_a_peer_without_a_trainer(
+async def test_engines_that_join_late_catch_up_from_a_peer_without_a_trainer(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

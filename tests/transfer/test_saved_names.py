@@ -187,7 +187,7 @@ WRAPPED: Mapping[str, tuple[Callable[[Any], Any], Callable[[str], str | None]]] 
 
 @pytest.mark.parametrize("wrapped", WRAPPED)
 @pytest.mark.parametrize("name", ["mixtral", "gpt_neox", "hrm_text", "qwen3_moe", "zamba2"])
-def test_a_name_map_comes_before_what_transformers_converts(
+def test_a_name_map_applies_before_the_conversion_of_transformers(
     name: str, wrapped: str, tmp_path: Path
 ) -> None:
     """A `name_map` disabled conversion: Mixtral and GPT-NeoX in PEFT or wrappers were refused."""
@@ -202,7 +202,7 @@ def test_a_name_map_comes_before_what_transformers_converts(
         assert torch.equal(found[tensor], values.double()), tensor
 
 
-def test_names_that_are_not_the_models_stay_as_a_name_map_gives_them() -> None:
+def test_names_of_a_name_map_stay_unless_they_are_the_models_names() -> None:
     model = with_adapters(built("mixtral"))
     manifest = describe_module(model, "trainer/0", Role.TRAINER, name_map=adapter_names())
     assert {t.name for t in manifest.tensors} == set(peft.get_peft_model_state_dict(model))
@@ -344,7 +344,7 @@ def held_part(shape: tuple[int, ...], dice: random.Random) -> Box:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_moves_elements_is_followed(seed: int) -> None:
+def test_every_operation_that_moves_elements_is_followed(seed: int) -> None:
     dice = random.Random(seed)
     compared = 0
     for _ in range(400):

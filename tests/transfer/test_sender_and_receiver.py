@@ -187,7 +187,7 @@ def standard_fleet(dtype: DType, mode: UpdateMode, arena_nbytes: int) -> tuple[F
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
 @pytest.mark.parametrize("mode", list(UpdateMode))
 @pytest.mark.parametrize("arena_nbytes", [0, 256])
-def test_every_destination_byte_is_the_trainers(dtype: DType, mode: UpdateMode, arena_nbytes: int) -> None:  # fmt: skip
+def test_every_destination_byte_equals_the_trainers_byte(dtype: DType, mode: UpdateMode, arena_nbytes: int) -> None:  # fmt: skip
     fleet, full = standard_fleet(dtype, mode, arena_nbytes)
     try:
         for _ in range(2):
@@ -207,7 +207,7 @@ def test_every_destination_byte_is_the_trainers(dtype: DType, mode: UpdateMode, 
         fleet.close()
 
 
-def test_staged_writes_touch_nothing_live_before_apply() -> None:
+def test_staged_writes_change_no_live_weight_before_apply() -> None:
     fleet, _ = standard_fleet(DType.BFLOAT16, UpdateMode.STAGED, 0)
     try:
         fleet.send()

@@ -57,7 +57,7 @@ def received(*parts: Part, dtypes: tuple[DType, ...] = ()) -> None:
         (("p", "a", WHOLE, 0, (2 * ROW, ITEM)), ("q", "b", WHOLE, ROW, (2 * ROW, ITEM))),
     ],
 )
-def test_views_and_neighbours_pass(parts: tuple[Part, ...]) -> None:
+def test_views_and_neighbouring_parameters_are_accepted(parts: tuple[Part, ...]) -> None:
     received(*parts)
 
 

@@ -144,7 +144,7 @@ def test_each_engine_is_updated_by_the_transport_of_its_link(mode: UpdateMode) -
             receiver.close()
 
 
-def test_a_replica_of_weights_on_a_gpu_wants_one_transport() -> None:
+def test_a_replica_of_gpu_weights_needs_one_transport() -> None:
     with (
         both(MemoryFabric()) as sending,
         pytest.raises(ConfigError, match=r"needs one transport .* \['cuda_ipc', 'memory'\]"),
@@ -152,7 +152,7 @@ def test_a_replica_of_weights_on_a_gpu_wants_one_transport() -> None:
         Sender(sending, TRAINER, tuple, replica=ReplicaPlace.AUTO)
 
 
-def test_an_unknown_outcome_of_either_way_is_told_before_any_other_error() -> None:
+def test_an_unknown_outcome_takes_precedence_over_other_errors() -> None:
     failed, unknown = TransferFailed("a GPU"), TransferOutcomeUnknown("a NIC")
     for stores, writes in ((failed, unknown), (unknown, failed)):
         written = Future[Written]()

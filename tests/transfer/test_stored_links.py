@@ -107,7 +107,7 @@ def test_an_engine_hashes_bytes_of_the_sender_as_they_land(pair: Pair) -> None:
     assert pair.num_held == 0
 
 
-def test_a_gpu_that_is_busy_until_the_deadline_sends_nothing(
+def test_a_gpu_busy_until_the_deadline_sends_nothing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(deadline_s: float) -> None:
@@ -131,7 +131,7 @@ def test_a_gpu_that_is_busy_until_the_deadline_sends_nothing(
         RuntimeError("can't start new thread"),
     ],
 )
-def test_a_write_that_stops_half_way_has_failed_only_when_all_that_was_queued_is_over(
+def test_an_interrupted_write_fails_only_after_all_queued_copies_ended(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, ends: Exception | None, stops: Exception
 ) -> None:
     finished: list[float] = []
@@ -174,7 +174,7 @@ def test_an_unknown_outcome_is_reported_although_the_liveness_check_fails(
     assert (link.status, link.error) == (LinkStatus.UNKNOWN, "late")
 
 
-def test_a_gpu_for_which_no_thread_can_wait_is_not_taken_for_one_at_rest(
+def test_a_gpu_without_a_waiting_thread_does_not_count_as_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> None:
@@ -261,7 +261,7 @@ def test_an_upload_is_complete_before_a_kernel_of_another_stream_can_read_it(
     assert queued[-2:] == ["cuMemcpyHtoD_v2", "cuStreamSynchronize"]
 
 
-def test_waiting_for_the_work_of_others_has_a_deadline() -> None:
+def test_a_wait_for_other_gpu_work_has_a_deadline() -> None:
     over = threading.Event()
     gpu = Gpu.__new__(Gpu)
     gpu._late = ""

@@ -39,14 +39,14 @@ def batch_to(region: MemoryRegion, transport: str, source: MemoryRegion) -> Writ
     )
 
 
-def test_within_a_host_auto_is_what_needs_nothing_but_memory() -> None:
+def test_auto_within_a_host_offers_only_cma() -> None:
     transport = create_transport(parse_transport("auto"), towards="http://127.0.0.1:8000")
     assert [offer.transport for offer in transport.offers()] == ["cma"]
     assert transport.allocator is None, "any memory can be written"
     transport.close()
 
 
-def test_where_the_kernel_refuses_cma_shared_memory_takes_its_place(
+def test_auto_offers_shared_memory_where_the_kernel_refuses_cma(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object, **__: object) -> OneSidedTransport:
@@ -58,7 +58,9 @@ def test_where_the_kernel_refuses_cma_shared_memory_takes_its_place(
     transport.close()
 
 
-def test_a_rank_with_peers_on_other_hosts_offers_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_with_remote_peers_offers_local_and_network_transports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     need_transport("mooncake")
     monkeypatch.setattr(auto, "is_loopback", lambda _: False)
     transport = create_transport(parse_transport("auto"), towards="http://127.0.0.1:8000")
@@ -69,7 +71,7 @@ def test_a_rank_with_peers_on_other_hosts_offers_both(monkeypatch: pytest.Monkey
     transport.close()
 
 
-def test_a_name_that_was_asked_for_must_start_and_leaves_nothing_open() -> None:
+def test_a_requested_transport_must_start_and_leaves_nothing_open_on_failure() -> None:
     with pytest.raises(TransportUnavailable):
         create_transport(AutoConfig(offers=("cma", '{"type": "shm"}', "cuda_ipc")))
 
@@ -117,7 +119,7 @@ def test_memory_is_released_when_the_last_transport_is_done_with_it() -> None:
     both.close()
 
 
-def test_ranges_that_one_transport_refuses_are_offered_by_the_others_and_the_rest_by_both(
+def test_ranges_that_one_transport_refuses_are_offered_by_the_other_transport(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     other = MemoryTransport(MemoryFabric())
@@ -138,7 +140,7 @@ def test_ranges_that_one_transport_refuses_are_offered_by_the_others_and_the_res
     both.close()
 
 
-def test_a_range_that_every_transport_refuses_is_an_error_and_none_of_its_call_stays() -> None:
+def test_a_range_refused_by_every_transport_is_an_error_and_leaves_no_region() -> None:
     members = MemoryTransport(MemoryFabric()), CmaTransport()
     both = TransportSet(members)
     memory = np.zeros(4096, np.uint8)

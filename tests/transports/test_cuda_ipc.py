@@ -52,7 +52,7 @@ def read(transport: CudaIpcTransport, address: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("row_nbytes", [16, 48, 24, 20, 18, 7, 4096])
 @pytest.mark.parametrize("shift", [0, 1, 8])
-def test_rows_land_where_they_belong_and_both_digests_are_numpys(
+def test_rows_land_at_their_places_and_both_digests_equal_numpys(
     transport: CudaIpcTransport, row_nbytes: int, shift: int
 ) -> None:
     rows, pitches = 37, (row_nbytes + 16, row_nbytes + 32)

@@ -71,7 +71,7 @@ def test_large_and_small_pieces_arrive_and_no_table_is_left(ends: Ends) -> None:
 @pytest.mark.parametrize(
     "over", [None, TransferFailed("no event"), TransferOutcomeUnknown("late"), RuntimeError("no")]
 )
-def test_a_write_that_stops_half_way_has_failed_only_when_its_copies_are_over(
+def test_an_interrupted_write_fails_only_after_its_copies_ended(
     ends: Ends,
     monkeypatch: pytest.MonkeyPatch,
     stops: Exception,

@@ -120,7 +120,7 @@ class Touching(RegionTransport):
             self.unregister(self.register(address, 64), partial(self.freed.append, address))
 
 
-def test_memory_waits_for_as_long_as_it_is_touched_whatever_else_is(
+def test_memory_is_freed_only_when_it_is_untouched(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     memory = Touching(4096, 8192)
@@ -150,7 +150,7 @@ def test_memory_in_use_at_the_end_of_its_transport_is_never_freed(
 
 
 @pytest.mark.parametrize("error", [TransferFailed("the GPU is gone"), OSError(22, "not mapped")])
-def test_memory_that_cannot_be_freed_holds_up_no_other(
+def test_memory_that_cannot_be_freed_does_not_delay_other_memory(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(bounds, "_KEPT", kept := list[Callable[[], None]]())
@@ -333,7 +333,7 @@ def test_a_late_mooncake_write_keeps_no_arena_that_it_does_not_read(ends: Ends) 
     assert ends.memory() is not None
 
 
-def test_a_mooncake_write_of_unknown_outcome_is_not_settled_by_another_that_was_late(
+def test_a_late_mooncake_write_does_not_settle_another_unknown_write(
     ends: Ends,
 ) -> None:
     """Threads of a relay write to one peer like this: the second call queues behind the first."""

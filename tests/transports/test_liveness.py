@@ -59,7 +59,7 @@ def test_a_reset_connection_does_not_count_as_the_end_of_a_peer(listener: Livene
     liveness.close()
 
 
-def test_a_peer_that_ended_after_its_connection_was_reset_is_found_out(
+def test_a_peer_that_ends_after_a_reset_connection_is_detected(
     listener: LivenessListener,
 ) -> None:
     liveness = enter(listener.port)
@@ -70,7 +70,7 @@ def test_a_peer_that_ended_after_its_connection_was_reset_is_found_out(
     liveness.close()
 
 
-def test_another_process_behind_the_door_is_not_the_peer(
+def test_another_process_at_the_address_is_not_the_peer(
     listener: LivenessListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     liveness = enter(listener.port)

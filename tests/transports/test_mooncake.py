@@ -58,9 +58,7 @@ class TestMooncakeTcp(ProcessConformance):
         assert (report.protocol, rig.transport.traits.one_sided) == ("tcp", False)
         assert "mooncake" in report.detail
 
-    def test_a_range_that_the_engine_refuses_is_named_and_none_of_its_call_stays(
-        self, rig: Rig
-    ) -> None:
+    def test_a_range_that_the_engine_refuses_is_named_and_leaves_no_region(self, rig: Rig) -> None:
         """Only the engine has the page of the token registered."""
         token_page = int(rig.transport.endpoint().incarnation.split("@")[1].split(":")[0], 16)
         memory = np.full(16384, 7, np.uint8)
@@ -79,9 +77,7 @@ class TestMooncakeTcp(ProcessConformance):
         mortal.refused(batch, PeerUnreachable, within_s=1.5, deadline_s=0.5)
         mortal.write(mortal.batch([0], [0], [16]))
 
-    def test_unregistered_memory_is_refused_by_the_target_and_that_is_failed_or_unknown(
-        self, rig: Rig
-    ) -> None:
+    def test_the_target_refuses_writes_to_unregistered_memory(self, rig: Rig) -> None:
         rig.peer.unregister()
         # The target ends the connection after a refusal. The outcome is "unknown" if the read that
         # checks the queue still uses that connection, or if the refusal is late.
@@ -95,7 +91,7 @@ class TestMooncakeTcp(ProcessConformance):
         else:
             rig.write(rig.batch([0], [0], [16]))
 
-    def test_a_peer_stopped_in_mid_write_is_unknown_until_that_write_has_returned(
+    def test_a_peer_stopped_during_a_write_is_unknown_until_the_write_returns(
         self, mortal: Rig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         batch = mortal.batch([0], [0], [NBYTES])
@@ -168,7 +164,7 @@ class TestMooncakeTcp(ProcessConformance):
         )
         assert "must be rdma, the engine chose tcp" in done.stdout
 
-    def test_a_host_that_is_not_this_one_is_refused(self) -> None:
+    def test_the_address_of_another_host_is_refused(self) -> None:
         from windlass.transports.mooncake.transport import MooncakeTransport
 
         with pytest.raises(TransportUnavailable, match="must be an address of this machine"):
@@ -242,9 +238,7 @@ class Behind:
         self.close = process.close
 
 
-def test_nothing_lands_over_a_connection_from_before_a_fence_and_peers_find_their_way_back() -> (
-    None
-):
+def test_a_fence_stops_writes_of_old_connections_and_peers_reconnect() -> None:
     sender, receiver = create_transport(TCP), create_transport(TCP)
     try:
         source, target = np.arange(1, 4097, dtype=np.uint64), np.zeros(4096, np.uint64)

@@ -56,17 +56,17 @@ class TestNixlCma(ProcessConformance):
             region = msgspec.structs.replace(rig.peer.region, key=key)
             rig.refused(rig.batch([0], [0], [16], regions=(region,)), RegionError)
 
-    def test_a_wire_that_is_not_there_is_refused(self) -> None:
+    def test_an_absent_wire_is_refused(self) -> None:
         with pytest.raises(TransportUnavailable, match="wire rc"):
             create_transport(NixlConfig(wire=NixlWire.RC, device="none0:1"))
 
-    def test_a_gpu_is_a_number_and_must_be_there(self) -> None:
+    def test_a_gpu_must_be_the_number_of_a_present_gpu(self) -> None:
         with pytest.raises(ConfigError, match="gpu: must be -1 or"):
             NixlConfig(gpu=-2)
         with pytest.raises(TransportUnavailable, match=r"GPU 99|NVIDIA driver"):
             create_transport(NixlConfig(gpu=99))
 
-    def test_a_host_that_is_not_this_one_is_refused(self) -> None:
+    def test_the_address_of_another_host_is_refused(self) -> None:
         with pytest.raises(TransportUnavailable, match="must be an address of this machine"):
             create_transport(NixlConfig(host="192.0.2.77"))
 
@@ -85,7 +85,7 @@ transport.close()
 """
 
 
-def test_a_link_that_was_planted_in_the_shared_folder_leads_ucx_to_no_file_of_the_user(
+def test_ucx_does_not_follow_a_planted_link_in_the_shared_folder(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "victim").write_text("precious")
@@ -112,7 +112,7 @@ def until_ended(liveness: PeerLiveness) -> None:
     assert liveness.wait_ended(20.0)
 
 
-def test_peers_that_have_ended_hold_no_descriptor_once_another_is_written() -> None:
+def test_dead_peers_keep_no_descriptor_after_the_next_write() -> None:
     transport = create_transport(CMA)
     assert isinstance(transport, NixlTransport)
     source = np.arange(1, 129, dtype=np.uint8)
@@ -178,7 +178,7 @@ class Ends:
 
 
 @pytest.mark.parametrize("config", [TCP, NixlConfig()], ids=["tcp", "auto"])
-def test_nothing_lands_over_a_connection_from_before_a_fence_and_peers_find_their_way_back(
+def test_a_fence_stops_writes_of_old_connections_and_peers_reconnect(
     config: NixlConfig,
 ) -> None:
     ends = Ends(config)
@@ -200,7 +200,7 @@ def test_nothing_lands_over_a_connection_from_before_a_fence_and_peers_find_thei
 
 
 @pytest.mark.parametrize("config", [TCP, NixlConfig()], ids=["tcp", "auto"])
-def test_memory_is_registered_and_written_after_a_fence_too(config: NixlConfig) -> None:
+def test_memory_can_be_registered_and_written_after_a_fence(config: NixlConfig) -> None:
     """An engine that changes its controller allocates a shadow like this."""
     ends = Ends(config)
     try:
@@ -229,7 +229,7 @@ def stop_between_word_and_batch(monkeypatch: pytest.MonkeyPatch, process: PeerPr
     monkeypatch.setattr(NixlPeer, "reach", reach_and_stop)
 
 
-def test_regions_that_touch_are_written_as_one_however_they_were_registered() -> None:
+def test_adjacent_regions_are_written_as_one() -> None:
     """Adjacent parameters in a GPU's memory pool are such regions.
 
     Here they are pages of one buffer.

@@ -219,7 +219,7 @@ class TestNixlOnGpus(TransportConformance):
         peer.send_signal(signal.SIGCONT)
         mortal.check_peer(mortal.arena.bytes, "written while it was stopped")
 
-    def test_a_peer_killed_in_mid_write_is_unreachable(self, mortal: Rig) -> None:
+    def test_a_peer_killed_during_a_write_is_unreachable(self, mortal: Rig) -> None:
         peer = mortal.peer
         assert isinstance(peer, GpuPeer)
         pieces = scattered(3000, 2500, 5)
@@ -236,6 +236,6 @@ def close_rig(rig: Rig) -> None:
     rig.transport.close()
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_an_absent_gpu_is_refused() -> None:
     with pytest.raises(TransportUnavailable, match="GPU 99"):
         create_transport(NixlConfig(gpu=99))

@@ -327,7 +327,7 @@ def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) ->
     assert [t.source for t in agent.begun] == [ends.arenas[i].address for i in (0, 0, 1)]
 
 
-def test_a_peer_that_has_ended_is_not_forgotten_under_a_call(ends: Ends) -> None:
+def test_a_dead_peer_is_not_removed_during_a_call(ends: Ends) -> None:
     """Otherwise the transport would lose track of the memory that the call uses."""
     ends.write(ends.arenas[0], SECONDS)
     peers = ends.ours._peers
@@ -347,7 +347,7 @@ def test_a_peer_that_has_ended_is_not_forgotten_under_a_call(ends: Ends) -> None
     assert not peers
 
 
-def test_a_write_to_a_peer_that_another_thread_has_forgotten_says_that_it_has_ended(
+def test_a_write_to_a_peer_removed_by_another_thread_is_unreachable(
     ends: Ends,
 ) -> None:
     """The peer is removed between two native calls of a batch. The transport itself is open."""

@@ -57,7 +57,7 @@ def test_a_region_registers_exactly_when_no_byte_of_it_is_registered(
 
 
 @given(st.lists(extents, max_size=6), extents)
-def test_a_piece_is_inside_exactly_when_one_region_holds_all_its_bytes(
+def test_a_piece_is_inside_if_one_region_contains_all_its_bytes(
     regions: list[tuple[int, int]], piece: tuple[int, int]
 ) -> None:
     table = RegionTable()
@@ -88,7 +88,7 @@ def test_only_an_added_region_can_be_removed() -> None:
 @pytest.mark.parametrize(
     ("address", "nbytes"), [(1, 0), (1, -5), (0, 8), (-8, 4), ((1 << 63) - 4, 8)]
 )
-def test_memory_that_cannot_be_is_refused(address: int, nbytes: int) -> None:
+def test_an_impossible_region_is_refused(address: int, nbytes: int) -> None:
     with pytest.raises(RegionError):
         RegionTable().add(region(address, nbytes))
 
@@ -117,7 +117,7 @@ def test_cutting_pieces_moves_the_same_bytes_in_pieces_of_at_most_the_limit(
 
 
 @given(st.lists(st.integers(1, 40)), st.integers(1, 5), st.integers(1, 100))
-def test_every_piece_goes_into_one_call_and_calls_are_as_full_as_the_limits_allow(
+def test_every_piece_is_in_one_call_and_calls_are_filled_to_the_limits(
     sizes: list[int], max_pieces: int, max_nbytes: int
 ) -> None:
     parts = list(calls(np.array(sizes, np.uint64), max_pieces=max_pieces, max_nbytes=max_nbytes))
@@ -130,7 +130,7 @@ def test_every_piece_goes_into_one_call_and_calls_are_as_full_as_the_limits_allo
             assert len(carried) == max_pieces or more > max_nbytes
 
 
-def test_piece_sizes_next_to_a_multiple_of_the_limit() -> None:
+def test_pieces_near_a_multiple_of_the_limit_are_cut_correctly() -> None:
     for nbytes, expected in (
         (9, [9]),
         (10, [10]),

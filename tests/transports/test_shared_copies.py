@@ -43,7 +43,7 @@ class NoThreads(Executor):
             job()
 
 
-def test_a_replica_is_not_written_by_a_thread_that_comes_late() -> None:
+def test_a_late_thread_does_not_write_a_replica() -> None:
     transport, threads = MemoryTransport(MemoryFabric()), NoThreads()
     sources = [np.arange(1, 4097, dtype="<u4") * n for n in (1, 2, 3)]
     builder = ManifestBuilder("trainer/0", Role.TRAINER)
@@ -66,7 +66,7 @@ def test_a_replica_is_not_written_by_a_thread_that_comes_late() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_cma_write_without_threads_is_whole_and_nothing_lands_later(
+def test_a_cma_write_without_threads_is_complete_when_it_returns(
     monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     monkeypatch.setattr(cma, "MIN_THREAD_NBYTES", 1024)
@@ -94,7 +94,7 @@ def test_a_cma_write_without_threads_is_whole_and_nothing_lands_later(
     assert transport.endpoint().address == str(os.getpid())
 
 
-def test_nothing_is_begun_after_a_failure_and_all_that_began_is_waited_for(
+def test_a_failure_starts_no_further_job_and_waits_for_running_jobs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, noted, ended = threading.Event(), threading.Event(), list[str]()

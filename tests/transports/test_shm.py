@@ -100,7 +100,7 @@ class TestShm(ProcessConformance):
         source.close()
         transport.close()
 
-    def test_more_than_there_is_room_for_is_an_error_and_no_bus_error(self) -> None:
+    def test_an_allocation_beyond_the_available_memory_is_an_error(self) -> None:
         before = segments_of(os.getpid())
         transport = ShmTransport()
         with pytest.raises(TransportUnavailable, match="bytes are available"):
@@ -205,7 +205,7 @@ def started(script: str) -> Iterator[Script]:
         process.communicate()
 
 
-def test_an_engine_that_shrinks_its_segments_does_not_end_a_trainer_that_has_mapped_them() -> None:
+def test_an_engine_that_shrinks_its_segments_does_not_kill_the_trainer() -> None:
     with started(ENGINE) as engine, started(TRAINER) as trainer:
         assert trainer.ask(engine.said()) == "written"
         assert engine.ask() == "shrunk"
@@ -229,7 +229,7 @@ input()
 """
 
 
-def test_a_peer_that_is_ending_is_unreachable_although_it_has_closed_its_segments() -> None:
+def test_an_ending_peer_with_closed_segments_is_unreachable() -> None:
     with contextlib.closing(ShmTransport()) as sender, Arena(sender, 4096) as source:
         for _ in range(3):
             with started(ENDING) as peer:
@@ -256,7 +256,7 @@ def test_a_peer_that_is_ending_is_unreachable_although_it_has_closed_its_segment
     ],
     ids=["unsealed", "sparse"],
 )
-def test_a_segment_that_could_end_its_writer_is_refused(evil: str, says: str) -> None:
+def test_a_segment_that_could_kill_its_writer_is_refused(evil: str, says: str) -> None:
     script = ENGINE.replace("transport = ", f"{evil}; transport = ")
     with started(script) as engine, started(TRAINER) as trainer:
         assert says in trainer.ask(engine.said())

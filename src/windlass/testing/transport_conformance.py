@@ -450,7 +450,7 @@ class ProcessConformance(TransportConformance):
             raise TypeError(f"peer must be a PeerProcess, got {type(rig.peer).__name__}")
         return rig.peer
 
-    def test_a_peer_killed_in_mid_write_is_unreachable(self, mortal: Rig) -> None:
+    def test_a_peer_killed_during_a_write_is_unreachable(self, mortal: Rig) -> None:
         pieces = scattered(3000, 2500, 5)
         batch = mortal.batch(*pieces)
         self.process(mortal).signal_on_write(int(pieces[1][0]), signal.SIGKILL)
