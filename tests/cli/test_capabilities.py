@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     "tool", [("render_capabilities.py", "--check"), ("features.py", "render", "--check")]
 )
-def test_a_table_is_made_from_its_results(tool: tuple[str, ...]) -> None:
+def test_the_tools_render_tables_from_results(tool: tuple[str, ...]) -> None:
     command = (sys.executable, str(ROOT / "tools" / tool[0]), *tool[1:])
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

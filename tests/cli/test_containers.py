@@ -109,7 +109,7 @@ def test_an_engine_image_has_a_tested_release(engine: object) -> None:
     assert any(tag == known or tag == f"{known}.0" for known in releases.proven), tag
 
 
-def test_vllm_is_given_the_backend_that_is_registered() -> None:
+def test_the_vllm_image_sets_the_registered_backend() -> None:
     *command, option, config = started("vllm")
     assert command == ["vllm", "serve"]
     assert option == "--weight-transfer-config"

@@ -101,7 +101,7 @@ def other_project(site: Path, metadata: str = THEIR_METADATA) -> Path:
     return site
 
 
-def test_doctor_recognises_the_other_project_here(
+def test_doctor_recognises_the_other_project_in_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(other_project(tmp_path))

@@ -121,7 +121,7 @@ def test_doctor_names_refused_engine_options_with_the_reason(
     assert "--engine-flags must begin with one of" in capsys.readouterr().err
 
 
-def test_an_engine_is_looked_for_with_its_own_interpreter(
+def test_doctor_looks_for_an_engine_with_its_own_interpreter(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     engine = tmp_path / "vllm-0.24.0.dist-info"
@@ -150,7 +150,7 @@ def test_an_engine_is_looked_for_with_its_own_interpreter(
     ("num_gpus", "release", "extra"),
     [(0, "12.8", ""), (2, "12.8", "mooncake-cuda12"), (2, "13.0", "mooncake-cuda13"), (1, None, "mooncake-cuda13")],
 )  # fmt: skip
-def test_a_machine_with_gpus_is_offered_mooncake_for_their_memory(
+def test_doctor_offers_mooncake_for_gpu_memory(
     num_gpus: int, release: str | None, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "count_gpus", lambda: num_gpus)

@@ -85,7 +85,7 @@ def test_code_on_a_page_names_existing_objects(page: Path) -> None:
         check_calls(tree, check_imports(tree))
 
 
-def test_public_names_and_files_that_are_named_exist() -> None:
+def test_pages_name_existing_public_names_and_files() -> None:
     """Check running text and the examples' own descriptions as well."""
     names = 0
     for text in [*PAGES, *ROOT.glob("examples/**/*.py")]:

@@ -81,7 +81,7 @@ def test_every_option_on_a_page_belongs_to_its_command(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""
 
 
-def test_extras_that_are_installed_exist() -> None:
+def test_pages_install_only_existing_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

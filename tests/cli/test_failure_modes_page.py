@@ -35,7 +35,7 @@ def test_every_test_that_a_page_names_exists() -> None:
 
 
 @pytest.mark.parametrize(("page", "num_tests"), [("SECURITY.md", 30), ("docs/attacks.md", 20)])
-def test_every_line_of_a_threat_model_names_a_test_that_exists(page: str, num_tests: int) -> None:
+def test_every_line_of_a_threat_model_names_an_existing_test(page: str, num_tests: int) -> None:
     """`make test-security` runs the tests named on these pages."""
     known = names_by_file()
     text = (ROOT / page).read_text()

@@ -61,7 +61,9 @@ print("the end")
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("size", SIZES)
-def test_lines_of_many_threads_leave_a_live_view_whole(size: tuple[int, int], stream: str) -> None:
+def test_log_lines_of_many_threads_do_not_damage_a_live_view(
+    size: tuple[int, int], stream: str
+) -> None:
     status, terminal = on_screen((sys.executable, "-c", NOISY, stream), *size, cwd=REPOSITORY)
     lines = terminal.lines()
     assert status == 0, lines
@@ -77,7 +79,7 @@ def test_lines_of_many_threads_leave_a_live_view_whole(size: tuple[int, int], st
     assert_log_lines_are_whole(lines)
 
 
-def test_a_view_that_may_be_damaged_is_not_drawn() -> None:
+def test_a_live_view_is_not_drawn_where_other_output_may_damage_it() -> None:
     """A pipe may end in the same terminal, and requested colours do not make a file a terminal."""
     script = "import sys; exec(sys.argv.pop())"
     piped = (

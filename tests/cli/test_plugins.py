@@ -97,7 +97,9 @@ def test_a_bad_plugin_is_refused_with_its_distribution(
     assert COMMANDS.find("status").summary in shown
 
 
-def test_a_command_is_shown_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_built_in_commands_are_found_and_unknown_ones_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert isinstance(COMMANDS.find("token"), Command)
     with pytest.raises(SystemExit, match="2"):
         main(["no-such-command"])

@@ -80,12 +80,12 @@ def internal_imports(tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_examples_import_public_names_alone(example: Path) -> None:
+def test_examples_import_only_public_names(example: Path) -> None:
     assert internal_imports(ast.parse(example.read_text())) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pages_import_and_name_public_names_alone(page: Path) -> None:
+def test_pages_import_and_name_only_public_names(page: Path) -> None:
     for code in blocks(page):
         assert internal_imports(tree_of(code)) == []
     # Remove values of engine options.

@@ -66,7 +66,7 @@ async def test_a_served_fleet_is_updated_and_the_next_server_knows_its_version(
         assert (await fetch_overview(url, TOKEN, 10.0))["published_version"] == 1
 
 
-def test_backends_are_names_or_spelled_out() -> None:
+def test_serve_accepts_a_backend_by_name_or_in_full() -> None:
     assert parse_backend("p2p") == P2pBackend()
     assert parse_backend("xccl") == XcclBackend()
     assert parse_backend('{"type": "disk", "folder": "/w"}') == DiskBackend("/w")
@@ -76,7 +76,7 @@ def test_backends_are_names_or_spelled_out() -> None:
             parse_backend(wrong)
 
 
-def test_without_a_token_nothing_is_served(
+def test_serve_without_a_token_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("WINDLASS_TOKEN", raising=False)

@@ -74,18 +74,18 @@ def dangling(site: Path) -> Iterator[str]:
                 yield f"{path.relative_to(site)}: {link}"
 
 
-def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
+def test_every_link_of_the_site_has_a_target(site: Path) -> None:
     assert not list(dangling(site))
     assert sum(len(Page(path.read_text()).links) for path in site.rglob("*.html")) > 1000
 
 
-def test_a_link_to_nothing_is_found(tmp_path: Path) -> None:
+def test_a_broken_link_of_the_site_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text('<p id="here"><a href="b.html">b</a> <a href="#here">a</a>')
     (tmp_path / "b.html").write_text('<a href="a.html#there">a</a> <img src="a.html">')
     assert sorted(dangling(tmp_path)) == ["b.html: a.html#there"]
 
 
-def test_the_site_fetches_nothing_from_elsewhere(site: Path) -> None:
+def test_the_site_fetches_no_file_of_other_hosts(site: Path) -> None:
     for path in site.rglob("*.html"):
         assert not [name for name in Page(path.read_text()).fetched if urlsplit(name).netloc], path
 

@@ -43,7 +43,7 @@ def drawn(view: dict[str, Any]) -> list[str]:
     return text.getvalue().splitlines()
 
 
-def test_status_cuts_nothing_off_on_80_columns() -> None:
+def test_status_truncates_nothing_on_80_columns() -> None:
     view = json.loads(DEMO.read_bytes())
     long = "engine-of-a-cluster-with-a-long-name-0123456789-abcdefghijklmnopqrstuvwxyz"
     view["engines"][0] |= {"name": long, "reason": "why " * 40, "url": f"http://{long}:8000"}
@@ -86,7 +86,7 @@ async def test_status_watch_shows_each_change_until_the_controller_ends() -> Non
     assert b"next: see that a controller runs there" in errors
 
 
-async def test_a_wrong_token_says_what_to_set() -> None:
+async def test_the_error_of_a_wrong_token_names_the_setting() -> None:
     async with windlass.Controller(token=TOKEN) as controller:
         for watch in ((), ("--watch",)):
             status = (*WINDLASS, "status", controller.url, *watch)

@@ -61,7 +61,7 @@ def connect(module: Any, **options: Any) -> object:
     "tensor",
     [torch.ones(2, 2, device="meta"), torch.eye(3).to_sparse(), torch.ones(2).to(torch.complex64)],
 )
-def test_a_tensor_that_cannot_be_described_is_named(tensor: torch.Tensor) -> None:
+def test_a_tensor_that_cannot_be_described_is_refused_by_name(tensor: torch.Tensor) -> None:
     module = torch.nn.Module()
     module.odd = torch.nn.Parameter(tensor, requires_grad=False)
     with pytest.raises(UnsupportedLayout, match=r"'odd': .* got .*(meta device|sparse|complex)"):
@@ -166,7 +166,7 @@ def trainer_transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         ("http://127.0.0.1:8000", 5, "arena_nbytes: must be 0 or at least 128, got 5"),
     ],
 )
-def test_a_trainer_that_cannot_be_made_leaves_no_transport_open(
+def test_a_trainer_that_fails_to_connect_leaves_no_transport_open(
     monkeypatch: pytest.MonkeyPatch, controller: str, arena_nbytes: int, says: str
 ) -> None:
     with trainer_transport(monkeypatch), pytest.raises(ConfigError, match=says):
@@ -175,7 +175,7 @@ def test_a_trainer_that_cannot_be_made_leaves_no_transport_open(
         )
 
 
-def test_an_engine_that_cannot_be_made_leaves_no_transport_open() -> None:
+def test_an_engine_that_fails_to_connect_leaves_no_transport_open() -> None:
     transport = Watched()
     builder = ManifestBuilder("engine/0", Role.ENGINE)
     with pytest.raises(ConfigError, match="controller must be http or https://host"):
@@ -204,7 +204,7 @@ async def test_paths_may_be_strings(tmp_path: Path) -> None:
     assert all(len(path.read_bytes()) > 0 for path in (Path(rounds), Path(rollouts)))
 
 
-async def test_a_prompt_is_plain_integers_or_refused() -> None:
+async def test_a_prompt_without_plain_integers_is_refused() -> None:
     """Otherwise the controller would send an undecodable batch to the worker forever."""
     policy = windlass.StalenessPolicy.unbounded(1)
     async with RolloutController(StaticEngines(), policy) as rollouts:

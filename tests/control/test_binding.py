@@ -141,9 +141,7 @@ def test_a_binding_depends_only_on_its_present_engines(
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
-async def test_an_engine_that_is_started_again_is_bound_alone(
-    mode: UpdateMode, asked: Asked
-) -> None:
+async def test_a_restarted_engine_is_bound_alone(mode: UpdateMode, asked: Asked) -> None:
     async with FakeFleet(ControlConfig(mode=mode)) as rig:
         await rig.start({"a": 1, "b": 2, "c": 1})
         everybody = {"a/0", "b/0", "b/1", "c/0", "trainer/0", "trainer/1"}

@@ -124,7 +124,7 @@ def test_a_schedule_always_gives_the_same_run() -> None:
     assert first.num_messages == second.num_messages
 
 
-def test_a_failing_schedule_is_made_small_and_fails_again() -> None:
+def test_a_failing_schedule_is_minimised_and_fails_again() -> None:
     bug = next(bug for bug in BUGS if bug.name == "every digest is right")
     flip = Event(1.0, Kind.WIRE, "trainer/0", other="a/0", fault=WireFault.FLIP, count=2)
     noise = [Event(0.5, Kind.RESET, "worker/0", other="controller"), Event(1.5, Kind.STALL, "c/0")]

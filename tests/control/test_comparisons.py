@@ -102,7 +102,7 @@ def test_the_version_after_a_disagreement_is_compared_at_any_cost() -> None:
     assert comparisons.begin(9, "a") is None
 
 
-def test_a_first_comparison_that_was_not_published_is_done_again() -> None:
+def test_an_unpublished_first_comparison_is_repeated() -> None:
     comparisons = Comparisons(0.02)
     for version in range(3):
         assert comparisons.begin(version, "a") == Comparison(0, is_first=True)

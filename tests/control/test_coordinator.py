@@ -154,7 +154,7 @@ async def test_the_coordinator_plans_each_engine_once() -> None:
         assert set(report.engines) == {"a", "b"}
 
 
-async def test_a_newcomer_gets_no_traffic_before_it_holds_the_published_version() -> None:
+async def test_a_newcomer_gets_no_traffic_before_it_has_the_published_version() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         await rig.publish(0)
@@ -258,7 +258,7 @@ async def test_an_engine_that_cannot_bind_is_refused_and_the_others_publish() ->
             await asyncio.to_thread(rig.channels["x/0"].ended.result, 20)
 
 
-async def test_a_planner_that_breaks_fails_the_round_and_not_the_coordinator() -> None:
+async def test_an_error_of_the_planner_fails_the_round_and_not_the_coordinator() -> None:
     def broken(*_manifests: object) -> TransferPlan:
         raise ZeroDivisionError("a defect")
 
@@ -269,7 +269,7 @@ async def test_a_planner_that_breaks_fails_the_round_and_not_the_coordinator() -
 
 
 @pytest.mark.parametrize("path", ["/v1/status", "/v1/agents", "/v1/nothing"])
-async def test_every_route_asks_for_the_token(path: str) -> None:
+async def test_every_route_requires_the_token(path: str) -> None:
     async with FakeFleet() as rig, aiohttp.ClientSession() as http:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
             async with http.get(rig.server.url + path, headers=headers) as response:
@@ -349,7 +349,7 @@ def hello_of(group: str, **changes: object) -> Hello:
         ([encode(hello_of("x")).replace(b"manifest", b"manyfest")], "agent frame"),
     ],
 )
-async def test_a_malformed_message_closes_its_own_connection_and_no_other(
+async def test_a_malformed_message_closes_only_its_own_connection(
     frames: list[bytes | str], reason: str
 ) -> None:
     async with FakeFleet() as rig:
@@ -360,7 +360,7 @@ async def test_a_malformed_message_closes_its_own_connection_and_no_other(
         assert (await rig.publish(0)).engines == ("a",)
 
 
-async def test_an_oversized_message_closes_its_own_connection_and_no_other() -> None:
+async def test_an_oversized_message_closes_only_its_own_connection() -> None:
     async with FakeFleet(ControlConfig(max_message_nbytes=1 << 16)) as rig:
         await rig.start({"a": 1})
         answers = await raw(rig, encode(hello_of("x")), bytes(1 << 17))
@@ -528,7 +528,7 @@ async def test_a_process_that_takes_a_name_during_a_publish_does_not_count_as_pu
 
 
 @BOTH
-async def test_a_trainer_lost_while_writing_ends_the_round_and_old_weights_stay_whole(
+async def test_a_trainer_lost_during_a_write_ends_the_round_and_old_weights_stay_whole(
     mode: UpdateMode,
 ) -> None:
     async with FakeFleet(quick(mode)) as rig:
@@ -1105,7 +1105,7 @@ async def test_publish_names_the_trainer_ranks_that_it_waits_for(
         assert (await rig.publish(1)).outcome is RoundOutcome.PUBLISHED
 
 
-async def test_publish_names_no_rank_that_is_only_some_seconds_behind(
+async def test_publish_does_not_name_ranks_that_are_a_few_seconds_late(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The time starts at the first announcement of this version, not of an earlier version."""

@@ -278,7 +278,7 @@ async def test_a_call_whose_connection_is_lost_during_sending_fails_as_unreachab
         pass
 
 
-async def test_a_trainer_rank_that_does_not_take_a_command_is_named_by_its_deadline() -> None:
+async def test_a_deaf_trainer_rank_is_named_by_the_deadline_of_a_command() -> None:
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     scheduler = IdleScheduler()
     trainers = TrainController(scheduler, command=("true",), world_size=1, token=TOKEN)
@@ -444,7 +444,7 @@ def test_the_joiner_drops_an_unfinished_frame() -> None:
         ([FIRST + PART, MIDDLE + PART, LAST + b"x"], f"at most {2 * PART_NBYTES} bytes, got more"),
     ],
 )
-def test_parts_that_cannot_be_of_one_frame_are_refused(sent: list[bytes], reason: str) -> None:
+def test_parts_that_do_not_form_a_frame_are_refused(sent: list[bytes], reason: str) -> None:
     parts = PartJoiner(2 * PART_NBYTES)
     for part in sent[:-1]:
         assert parts.add(part) is None

@@ -121,7 +121,9 @@ def test_a_journal_that_is_a_fifo_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
-async def test_without_its_journal_a_controller_publishes_nothing(how: str, folder: Path) -> None:
+async def test_a_controller_whose_journal_was_removed_or_replaced_publishes_nothing(
+    how: str, folder: Path
+) -> None:
     path = folder / "journal"
     async with FakeFleet(journal_path=path) as rig:
         await rig.start({"a": 1})
@@ -163,7 +165,7 @@ def _held() -> int:
     return sum(statistic.size for statistic in found)
 
 
-def test_thousands_of_rounds_grow_neither_the_file_nor_the_memory(folder: Path) -> None:
+def test_neither_the_journal_nor_memory_grows_over_thousands_of_rounds(folder: Path) -> None:
     path = folder / "journal"
     opened = Journal(path)
 

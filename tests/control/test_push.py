@@ -92,7 +92,7 @@ async def test_an_engine_that_applied_a_push_is_published_after_its_leader_timed
         assert not b.serving
 
 
-async def test_a_pause_that_fails_leaves_no_engine_paused_and_no_round_waiting() -> None:
+async def test_a_failed_pause_leaves_no_engine_paused_and_no_round_waiting() -> None:
     refusals = [RoundAborted("b cannot pause now")]
 
     def refuse_once(command: Command) -> None:
@@ -242,7 +242,7 @@ async def test_an_engine_resumes_within_the_deadline_of_the_controller() -> None
     assert [command.deadline_s for command in told if isinstance(command, Abort)] == [8.0]
 
 
-async def test_no_leader_publishes_when_another_has_no_version() -> None:
+async def test_leaders_publish_only_if_all_give_a_version() -> None:
     async with serving_version_0(nothing) as (rig, leader):
         with RolloutCallback(rig.server.url, TOKEN, leader="other", deadline_s=WITHIN_S) as other:
             await asyncio.to_thread(leader.pause_generation)

@@ -507,7 +507,7 @@ def test_staged_an_engine_is_mixed_only_after_apply_begins(phase: Phase) -> None
 
 @pytest.mark.parametrize("mode", UpdateMode)
 @pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.WRITE])
-def test_a_trainer_that_dies_before_it_has_written_ends_the_round(
+def test_a_trainer_that_dies_before_its_write_ended_ends_the_round(
     mode: UpdateMode, phase: Phase
 ) -> None:
     script = Script(make_spec(mode))
@@ -526,7 +526,7 @@ def test_a_trainer_that_dies_before_it_has_written_ends_the_round(
 
 
 @pytest.mark.parametrize("phase", [Phase.VERIFY, Phase.APPLY, Phase.PUBLISH])
-def test_a_trainer_that_dies_after_it_has_written_is_not_needed(phase: Phase) -> None:
+def test_a_trainer_that_dies_after_its_write_does_not_end_the_round(phase: Phase) -> None:
     script = Script(make_spec(UpdateMode.IN_PLACE))
     waiting = script.run_to(phase)
     script.take(script.machine.handle(AgentLost("trainer/1", "killed")))
@@ -862,7 +862,7 @@ def test_engines_keep_the_old_version_when_one_refuses_its_part_of_a_push(
     assert commands_to(script.sent, Apply) == []
 
 
-def test_leaders_that_vanish_end_their_push_by_its_deadline() -> None:
+def test_a_push_without_its_leaders_ends_by_its_deadline() -> None:
     script = Script(push_spec())
     script.run_to(Phase.WRITE)
     script.take(script.machine.handle(DeadlinePassed(script.entry)))

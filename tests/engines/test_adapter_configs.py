@@ -30,7 +30,7 @@ def test_adapter_whose_initialisation_changes_the_base_is_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("how", [True, False, "gaussian", "orthogonal", "eva", "mica", None])
-def test_adapter_whose_initialisation_keeps_the_base_is_taken(
+def test_adapter_whose_initialisation_keeps_the_base_is_accepted(
     tmp_path: Path, how: bool | str | None
 ) -> None:
     assert adapter_of(folder(tmp_path, init_lora_weights=how)) is not None
@@ -56,5 +56,5 @@ def test_adapter_that_updates_cannot_reach_is_refused(
 
 
 @pytest.mark.parametrize("target", ["all-linear", ["q_proj", "v_proj"], r".*\.q_proj"])
-def test_adapter_of_linear_layers_is_taken(tmp_path: Path, target: list[str] | str) -> None:
+def test_adapter_of_linear_layers_is_accepted(tmp_path: Path, target: list[str] | str) -> None:
     assert adapter_of(folder(tmp_path, target_modules=target)) is not None

@@ -50,7 +50,7 @@ def test_a_folder_without_an_adapter_of_peft_is_refused(tmp_path: Path) -> None:
         ({"layer_replication": [[0, 1]]}, "share weights"),
     ],
 )
-def test_an_adapter_that_updates_cannot_reach_as_a_whole_is_refused(
+def test_an_adapter_that_updates_reach_only_in_part_is_refused(
     tmp_path: Path, config: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(UnsupportedLayout, match=f"--adapter math: .*{reason}"):

@@ -276,7 +276,7 @@ def test_a_tensor_that_the_loader_does_not_copy_is_refused_by_name(
         capture(engine, specs, load, worker="e/0", recompute=False)
 
 
-def test_an_engine_that_does_not_repeat_its_repacking_is_refused(tmp_path: Path) -> None:
+def test_an_engine_that_repacks_differently_each_time_is_refused(tmp_path: Path) -> None:
     checkpoint = {s.name: torch.randn(s.shape).bfloat16() for s in SPECS}
     save_file(checkpoint, tmp_path / "model.safetensors")
     stored = StoredCheckpoint(tmp_path)

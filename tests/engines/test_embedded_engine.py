@@ -199,7 +199,7 @@ def test_a_pause_that_aborts_returns_the_generated_tokens(engine: Engine) -> Non
     assert answer["output_ids"] == undisturbed[: len(answer["output_ids"])]
 
 
-def test_the_version_is_on_every_token(engine: Engine) -> None:
+def test_every_token_carries_its_weight_version(engine: Engine) -> None:
     engine.call("/update_weight_version", {"new_version": 7})
     meta = engine.generate(PROMPTS[1])["meta_info"]
     assert meta["weight_version"] == "7"
@@ -237,7 +237,7 @@ def test_a_top_p_of_almost_zero_samples_the_most_probable_token(engine: Engine) 
     assert answer["output_ids"] == engine.generate([1], 2)["output_ids"]
 
 
-def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
+def test_only_the_request_that_cannot_be_sampled_fails() -> None:
     scheduler, finished = (
         Scheduler(num_slots=2, max_positions=8, paused=False, seed=0),
         list[Request](),
@@ -257,7 +257,7 @@ def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/model_info", "/generate", "/pause_generation"])
-def test_every_route_asks_for_the_token(engine: Engine, path: str) -> None:
+def test_every_route_requires_the_token(engine: Engine, path: str) -> None:
     assert (
         engine.status_of(path, None if "_info" in path or "health" in path else {}, "wrong")[0]
         == 401

@@ -213,7 +213,7 @@ serve(args, command, ready_line="never", join=lambda _: None, secrets=Secrets())
     ],
     ids=["at once", "to a thread that is not the one that waits"],
 )
-def test_a_launcher_that_is_ended_while_its_server_starts_ends_it_too(send: str) -> None:
+def test_a_launcher_ended_during_the_start_of_its_server_ends_the_server(send: str) -> None:
     command = (sys.executable, "-c", SIGNALLED_AT_ITS_START.replace("SEND", send))
     said = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, check=False).stdout
     server = int(said)

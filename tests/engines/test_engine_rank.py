@@ -116,7 +116,7 @@ async def test_a_rank_joins_one_fleet_after_another_with_one_capture(rank: Rank)
     leave(rank)
 
 
-async def test_a_rank_stays_with_a_controller_that_is_connected(
+async def test_a_connected_rank_does_not_change_its_controller(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_rank, "LEAVE_DEADLINE_S", 0.1)

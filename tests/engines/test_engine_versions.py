@@ -91,7 +91,7 @@ def test_a_release_never_tested_on_this_device_gives_a_warning(
 
 
 @pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=str)
-def test_the_table_does_not_contradict_itself(engine: EngineReleases) -> None:
+def test_the_table_of_releases_is_consistent(engine: EngineReleases) -> None:
     assert all(older < newer for older, newer in itertools.pairwise(engine.read))
     assert engine.run.keys() <= set(engine.read)
     for feature in engine.features:
@@ -100,9 +100,7 @@ def test_the_table_does_not_contradict_itself(engine: EngineReleases) -> None:
         assert not feature.needed or feature.since <= engine.read[0]
 
 
-def test_the_release_of_this_environment_is_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_installed_release_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = EngineReleases("Old", "old_engine", ("old-engine",), ((3, 1),), {(3, 1): "CPUs"}, ())
     with pytest.raises(ConfigError, match="Old must be installed in the environment of"):
         check_installed(old)

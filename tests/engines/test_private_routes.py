@@ -114,7 +114,7 @@ def route_of(path: str, root: str) -> str:
     return rest if rest == "" or rest.startswith("/") else path
 
 
-async def test_routes_that_a_framework_calls_are_opened_by_name(
+async def test_routes_of_a_framework_are_opened_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def app(_scope: Message, _receive: Any, send: Any) -> None:
@@ -135,7 +135,7 @@ async def test_routes_that_a_framework_calls_are_opened_by_name(
             PrivateRoutes(app, KEY)
 
 
-async def test_without_a_hash_nothing_opens_the_private_routes() -> None:
+async def test_a_server_without_a_key_hash_opens_no_private_route() -> None:
     async def app(*_: object) -> None:
         raise AssertionError
 
@@ -144,7 +144,7 @@ async def test_without_a_hash_nothing_opens_the_private_routes() -> None:
         assert await status_of(PrivateRoutes(app), "/collective_rpc", (header, key)) == 403
 
 
-def test_the_key_of_a_server_is_found_by_its_user_alone_while_it_runs(
+def test_only_the_servers_user_finds_its_key_and_only_while_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -155,7 +155,7 @@ def test_the_key_of_a_server_is_found_by_its_user_alone_while_it_runs(
     assert saved_key("http://127.0.0.1:9") == ""
 
 
-def test_a_folder_of_keys_that_others_can_change_is_refused(
+def test_a_folder_of_keys_writable_by_other_users_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -217,7 +217,7 @@ def test_tokens_are_in_no_environment_of_a_server(
         ([], Secrets(TOKEN, KEY)),
     ],
 )
-def test_an_engines_own_api_key_is_presented(
+def test_requests_to_an_engine_send_its_own_api_key(
     words: list[str], expected: Secrets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)

@@ -67,7 +67,7 @@ def test_a_later_pause_takes_over_a_blocked_loop(loop: Loop) -> None:
     assert thread.is_alive(), "not one step between two pauses of a torn engine"
 
 
-def test_a_call_that_comes_after_its_pause_ended_blocks_nothing(loop: Loop) -> None:
+def test_a_call_after_the_end_of_its_pause_blocks_no_loop(loop: Loop) -> None:
     loop.gate.ask("1.1")
     with pytest.raises(PeerTimeout, match=r"pause 1\.1"):
         loop.gate.wait("1.1", 0.01)

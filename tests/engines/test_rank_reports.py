@@ -78,7 +78,7 @@ def test_gather_fails_at_once_with_the_reason_of_a_failed_rank() -> None:
             reports.gather(DEADLINE_S)
 
 
-def test_ranks_that_report_nothing_are_named() -> None:
+def test_silent_ranks_are_named() -> None:
     with RankReports(3) as reports:
         report(reports.folder, 1, b"")
         with pytest.raises(PeerTimeout, match=r"ranks \[0, 2\] have not reported within 0.05 s"):

@@ -524,7 +524,7 @@ def test_a_loader_that_moves_an_updated_tensor_fails_the_update() -> None:
         captured.finalise()
 
 
-def test_a_loader_that_fails_fails_the_update() -> None:
+def test_a_failing_loader_fails_the_update() -> None:
     engine, failing = Engine(), list[bool]()
 
     def load(weights: Weights) -> None:
@@ -705,7 +705,7 @@ class Stuck(Api):
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
-async def test_an_update_that_is_aborted_never_calls_the_loader(
+async def test_an_aborted_update_never_calls_the_loader(
     mode: UpdateMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)

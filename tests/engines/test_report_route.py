@@ -98,7 +98,7 @@ def test_reports_of_remote_ranks_are_gathered(
     )
 
 
-async def test_a_report_without_proof_or_that_was_changed_is_refused() -> None:
+async def test_a_changed_or_unsigned_report_is_refused() -> None:
     """Check also that the launcher stops waiting for the rank."""
     with RankReports(1) as reports:
         report = Report(reports.folder, 0, failed=False, body=b"layout")

@@ -158,7 +158,7 @@ def test_an_abort_releases_the_loops_before_the_engine_resumes(loops: Loops, url
     assert len(set(loops.namespaces)) == 2, "a pause of the same number has another one too"
 
 
-def test_a_torn_engine_stays_held_into_the_next_pause(loops: Loops, url: str) -> None:
+def test_a_torn_engine_stays_held_until_the_next_pause(loops: Loops, url: str) -> None:
     hooks = hooks_of(loops, url, blocks=True)
     pause(hooks)
     pause(hooks, number=2)

@@ -359,7 +359,7 @@ def flush(server: Server) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
-async def test_no_prefix_of_old_weights_answers(
+async def test_an_updated_server_uses_no_prefix_of_old_weights(
     layout: Layout, tmp_path: Path, compared: Callable[[str, int], None]
 ) -> None:
     first, second = (save_with_tokenizer(seed, tmp_path / str(seed)) for seed in (1, 2))

@@ -100,7 +100,7 @@ def test_data_parallel_attention_is_accepted_with_the_settings_of_newer_releases
         assert check_server(EngineHttp(url), 2) == 1
 
 
-def test_a_server_with_other_ranks_than_were_announced_is_refused() -> None:
+def test_a_server_with_an_unannounced_number_of_ranks_is_refused() -> None:
     told = json.dumps({**PLAIN, "pp_size": 3}).encode()
     with server(told) as url:
         assert check_server(EngineHttp(url), 6) == 3

@@ -59,14 +59,14 @@ def test_a_convolution_that_is_packed_is_refused(vllm: SimpleNamespace) -> None:
         vllm.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
 
-def test_nothing_is_changed_on_gpus(vllm: SimpleNamespace) -> None:
+def test_the_kernel_patch_changes_nothing_on_gpus(vllm: SimpleNamespace) -> None:
     vllm.is_cpu = False
     before = vllm.utils.dispatch_cpu_unquantized_gemm
     multiply_by_parameters()
     assert vllm.utils.dispatch_cpu_unquantized_gemm is before
 
 
-def test_nothing_is_imported_outside_of_vllm() -> None:
+def test_the_kernel_patch_does_not_import_vllm() -> None:
     assert "vllm" not in sys.modules
     multiply_by_parameters()
     assert "vllm" not in sys.modules

@@ -194,7 +194,7 @@ def test_wrong_settings_are_refused_with_the_reason(tmp_path: Path) -> None:
     }
 
 
-def test_doctor_says_that_areal_finds_windlass(tmp_path: Path) -> None:
+def test_doctor_reports_that_areal_finds_windlass(tmp_path: Path) -> None:
     doctor = ("-m", "windlass.cli.main", "doctor", "--framework", "areal", "--json")
     said = run(*doctor, log=tmp_path / "log").splitlines()
     (findings,) = json.loads(next(line for line in said if line.startswith("{"))).values()

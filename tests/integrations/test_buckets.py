@@ -31,7 +31,7 @@ def table_of(*entries: BucketEntry) -> bytes:
     return msgspec.msgpack.encode(BucketTable(entries, is_last=True))
 
 
-def test_a_table_is_read_back() -> None:
+def test_an_encoded_bucket_table_is_decoded() -> None:
     assert BucketReader(bucket_of(table_of(GOOD))).table() == BucketTable((GOOD,), is_last=True)
 
 
@@ -79,7 +79,7 @@ def test_parts_that_do_not_follow_one_another_are_refused(begin: int) -> None:
         list(reader.tensors(reader.table()))
 
 
-def test_a_name_that_is_too_long_is_refused_before_anything_is_placed() -> None:
+def test_a_too_long_name_is_refused_before_any_tensor_is_placed() -> None:
     with pytest.raises(ConfigError, match="name must be of at most 1024 characters, got 1025"):
         list(BucketFiller(MIN_BUCKET_NBYTES).place("n" * 1025, torch.zeros(1)))
 
@@ -95,7 +95,7 @@ def count_buckets(capacity: int, sizes: list[int]) -> tuple[int, BucketFiller]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_least_capacity_needs_no_more_buckets(seed: int) -> None:
+def test_the_smallest_capacity_needs_no_more_buckets(seed: int) -> None:
     chosen = torch.Generator().manual_seed(seed)
     sizes = torch.randint(0, 60_000, (40,), generator=chosen).tolist()
     limit = 16 * MIN_BUCKET_NBYTES

@@ -91,5 +91,5 @@ def test_every_rank_fails_at_once_when_there_is_no_controller() -> None:
     assert not meeting.happened
 
 
-def test_an_address_is_shown_without_its_token() -> None:
+def test_a_host_address_is_printed_without_its_token() -> None:
     assert ADDRESS.token not in repr(ADDRESS)

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-def test_every_element_of_every_update_is_on_every_rank_of_vllm(tmp_path: Path) -> None:
+def test_every_element_of_every_update_reaches_every_rank_of_vllm(tmp_path: Path) -> None:
     store = f"tcp://127.0.0.1:{free_port()}"
     outs = [tmp_path / f"{rank}.json" for rank in range(NUM_RANKS)]
     ranks = [

@@ -205,7 +205,7 @@ async def test_one_server_over_two_hosts_is_updated_by_a_trainer_on_both(
     assert (before.tokens, before.logprobs) != (answered.tokens, answered.logprobs)
 
 
-async def test_a_rank_that_has_another_token_than_its_server_is_named(
+async def test_a_rank_with_another_token_than_its_server_is_named(
     network: Network, folders: Path, tmp_path: Path
 ) -> None:
     """Check that the error comes at once and that the server still answers as before."""

@@ -67,7 +67,7 @@ def run(folder: Path, *command: str) -> None:
     assert done.returncode == 0, log.read_text()[-4000:]
 
 
-def test_doctor_says_that_verl_finds_windlass(tmp_path: Path) -> None:
+def test_doctor_reports_that_verl_finds_windlass(tmp_path: Path) -> None:
     run(tmp_path, "-m", "windlass.cli.main", "doctor", "--framework", "verl", "--json")
     assert "windlass.integrations.verl" in (tmp_path / "log").read_text()
 

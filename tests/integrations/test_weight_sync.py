@@ -34,7 +34,7 @@ NOWHERE = "http://127.0.0.1:1"
         ([NOWHERE, NOWHERE + "/"], "servers: each must be given once"),
     ],
 )
-def test_servers_are_checked_before_anything_is_sent(servers: list[str], what: str) -> None:
+def test_wrong_server_lists_are_refused_before_any_request(servers: list[str], what: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(what)):
         WeightSync(torch.nn.Linear(2, 2), servers=servers)
 

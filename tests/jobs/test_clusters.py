@@ -163,7 +163,7 @@ async def test_processes_over_several_nodes_get_the_address_of_the_first_node(
     assert said == [address, address, "None"]
 
 
-async def test_a_gang_is_granted_whole_or_waits(cluster: str, tmp_path: Path) -> None:
+async def test_a_gang_waits_until_all_its_processes_can_start(cluster: str, tmp_path: Path) -> None:
     async with opened(cluster, tmp_path) as scheduler:
         await scheduler.start(gang("holds", 3, num_nodes=1))
         await scheduler.wait_healthy("holds", deadline_s=30)
@@ -186,7 +186,7 @@ async def test_a_gang_is_granted_whole_or_waits(cluster: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("cluster", ["slurm"], indirect=True)
-async def test_options_of_slurm_reach_the_jobs_and_steps_that_they_are_for(
+async def test_options_of_slurm_reach_the_right_jobs_and_steps(
     cluster: str, tmp_path: Path
 ) -> None:
     async with opened(cluster, tmp_path) as scheduler:

@@ -20,7 +20,7 @@ FEW_STEPS = 4
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_a_demo_without_a_word(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_demo_without_a_traceback(tmp_path: Path) -> None:
     command = (
         *(sys.executable, "-m", "windlass.cli.main", "demo", "--plain"),
         *("--output", str(tmp_path / "out")),

@@ -83,7 +83,7 @@ def test_answers_fit_the_versions_that_their_tokens_name(versions_dir: Path, kep
     assert found.control_detected == 1.0
 
 
-def test_an_answer_that_an_engine_kept_is_torn_where_none_may_be_kept(versions_dir: Path) -> None:
+def test_a_kept_answer_counts_as_torn_where_answers_may_not_be_kept(versions_dir: Path) -> None:
     samples = [serve(versions_dir, versions, kept=True) for versions in ACROSS]
     assert check(versions_dir, *samples, kept=False).torn == 3
 
@@ -113,7 +113,7 @@ def test_a_version_that_was_never_published_is_torn(versions_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_the_check_says_how_many_answers_are_done(versions_dir: Path, kept: bool) -> None:
+def test_the_check_reports_its_progress(versions_dir: Path, kept: bool) -> None:
     samples = [serve(versions_dir, versions, kept=kept) for versions in ACROSS + WITHIN]
     done: list[int] = []
     check_served(

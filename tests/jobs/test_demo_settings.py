@@ -91,7 +91,7 @@ def test_options_that_do_not_fit_the_gpus_are_refused(
         on_gpus(monkeypatch, gpus, *options)
 
 
-def test_an_engine_that_is_not_installed_is_named_before_anything_starts(
+def test_an_engine_that_is_not_installed_is_named_before_any_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WINDLASS_SGLANG_VENV", str(tmp_path / "nothing"))
@@ -100,7 +100,7 @@ def test_an_engine_that_is_not_installed_is_named_before_anything_starts(
         check_demo(job)
 
 
-def test_nothing_but_the_output_of_an_earlier_demo_is_deleted(tmp_path: Path) -> None:
+def test_a_demo_deletes_only_the_output_of_an_earlier_demo(tmp_path: Path) -> None:
     job = config("--output", str(tmp_path / "out"))
     # The first turn makes a new folder. The second finds the folder of an earlier demo.
     for _ in range(2):

@@ -167,7 +167,7 @@ def cluster_of(kind: str, folder: Path) -> Iterator[tuple[str, str]]:
     ],
 )
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-async def test_an_engine_over_two_nodes_is_one_engine(
+async def test_an_engine_over_two_nodes_serves_every_version(
     engine: str, kind: str, tmp_path: Path
 ) -> None:
     """Check that served versions equal fresh loads on both nodes, before and after a restart of the engine."""

@@ -180,7 +180,7 @@ def test_sizes_that_fit_no_mesh_are_refused_by_name() -> None:
         FsdpEngine(model=Decoder, optimizer=optimizer, loss=mean_loss, num_groups=-1)
 
 
-def test_losses_are_weighed_by_samples_or_by_tokens() -> None:
+def test_losses_are_weighted_by_samples_or_by_tokens() -> None:
     groups = batch(0, 3)
     assert LossMean.SAMPLES.weight(groups) == 6
     assert LossMean.TOKENS.weight(groups) == 6 * LENGTH

@@ -73,7 +73,7 @@ def lease_address(recorded: Path) -> tuple[str, int]:
     return host, int(port)
 
 
-async def test_a_slurm_job_gets_the_token_of_its_role_alone(
+async def test_a_slurm_job_gets_only_the_token_of_its_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in TOOLS.items():
@@ -110,7 +110,7 @@ async def test_a_slurm_job_gets_the_token_of_its_role_alone(
         assert "SLURM_JOB_ID=" not in seen
 
 
-async def test_a_local_process_gets_the_token_of_its_role_alone(tmp_path: Path) -> None:
+async def test_a_local_process_gets_only_the_token_of_its_role(tmp_path: Path) -> None:
     async with LocalScheduler(tmp_path) as scheduler:
         check((await shown(scheduler)).partition(" b'")[0])
         await scheduler.start(ProcessSpec(name="none", command=(sys.executable, "-c", SHOW)))
@@ -123,12 +123,14 @@ async def test_a_local_process_gets_the_token_of_its_role_alone(tmp_path: Path) 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-async def test_a_ray_process_and_its_actor_get_the_token_of_its_role_alone(tmp_path: Path) -> None:
+async def test_a_ray_process_and_its_actor_get_only_the_token_of_its_role(tmp_path: Path) -> None:
     async with create_scheduler(RaySchedulerConfig(num_cpus=1), tmp_path) as scheduler:
         check(await shown(scheduler))
 
 
-def test_a_token_leaves_the_environment_once_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_removed_from_the_environment_after_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert control_token() == SECRET
     assert "WINDLASS_TOKEN" not in os.environ
     assert control_token() == SECRET

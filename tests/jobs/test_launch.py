@@ -126,7 +126,7 @@ def check_example(tmp_path: Path, config: Path, **environment: str) -> None:
 
 # This test repeats the whole example; `make test-security` runs it.
 @pytest.mark.long
-def test_a_whole_job_speaks_tls_alone(tmp_path: Path) -> None:
+def test_a_whole_job_uses_only_tls(tmp_path: Path) -> None:
     config = write(tmp_path, ("steps = 4", "steps = 2"))
     check_example(tmp_path, config, **Authority(tmp_path).issue())
     logs = "".join(log.read_text() for log in (tmp_path / "out" / "logs").iterdir())
@@ -224,7 +224,7 @@ def check_logs(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("goes_on", [True, False], ids=["it_ends", "it_is_given_up"])
-def test_sigterm_in_an_update_waits_for_it_within_a_bound_and_ends_everything(
+def test_sigterm_during_an_update_waits_for_it_and_then_ends_the_job(
     tmp_path: Path, goes_on: bool
 ) -> None:
     publishing, go_on = tmp_path / "publishing", tmp_path / "go_on"

@@ -39,7 +39,7 @@ def write(tmp_path: Path, *replacements: tuple[str, str]) -> Path:
     return path
 
 
-def test_the_example_is_valid_and_here_is_its_folder() -> None:
+def test_the_example_job_is_valid_and_its_paths_are_relative_to_its_folder() -> None:
     config = load_config(EXAMPLE)
     assert config.trainer.script == str(EXAMPLE.parent / "trainer.py")
     assert config.engines[0].model == str(EXAMPLE.parent / "model.json")
@@ -332,7 +332,7 @@ def test_every_setting_of_the_rollout_controller_is_a_key_of_the_job(tmp_path: P
     assert job.controller.rollouts._config == wanted
 
 
-def test_workers_have_an_interpreter_of_their_own(tmp_path: Path) -> None:
+def test_workers_may_have_their_own_interpreter(tmp_path: Path) -> None:
     changes = ("max_staleness = 1", 'python = "/opt/other/bin/python"')
     ((worker,), _, _) = _processes(load_config(write(tmp_path, changes)), "http://10.0.0.1:1")[-1]
     assert worker.command[0] == "/opt/other/bin/python"
@@ -386,7 +386,7 @@ def test_check_runs_the_recipe_file_and_names_its_fault(
     assert "Traceback" not in printed
 
 
-def test_a_recipe_that_cannot_be_made_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_recipe_that_cannot_be_created_is_refused_with_its_line(tmp_path: Path) -> None:
     body = "class Asks(Recipe):\n    def __init__(self, path): ...\n    tasks = rewards = None\n"
     (tmp_path / "asks.py").write_text(f"from windlass.jobs import Recipe\n{body}")
     with pytest.raises(ConfigError, match=r"made without arguments, got 'Asks': TypeError: .*path"):

@@ -44,7 +44,7 @@ def earlier_demo(tmp_path: Path) -> Path:
         (("--max-new-tokens", "13"), r"--max-new-tokens must be in \[1, 12\]"),
     ],
 )
-def test_a_refused_demo_leaves_the_output_of_the_demo_before_it(
+def test_a_refused_demo_keeps_the_output_of_the_previous_demo(
     tmp_path: Path,
     earlier_demo: Path,
     options: tuple[str, ...],
@@ -63,7 +63,7 @@ def test_a_refused_demo_leaves_the_output_of_the_demo_before_it(
     assert tree(tmp_path) == before
 
 
-def test_a_demo_leaves_the_output_of_a_demo_that_still_runs(
+def test_a_demo_keeps_the_output_of_a_running_demo(
     tmp_path: Path, earlier_demo: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = tree(tmp_path)

@@ -233,7 +233,9 @@ async def test_a_process_that_does_not_fit_is_queued_until_its_deadline(
         assert (await scheduler.wait_healthy("queued", deadline_s=60)).returncode is None
 
 
-async def test_close_ends_what_ignores_sigterm_and_its_children(kind: str, tmp_path: Path) -> None:
+async def test_close_ends_a_process_that_ignores_sigterm_and_its_children(
+    kind: str, tmp_path: Path
+) -> None:
     fifo = tmp_path / "pids"
     os.mkfifo(fifo)
     script = f"trap '' TERM; sleep 1000 & echo $$ $! > {shlex.quote(str(fifo))}; wait; wait"

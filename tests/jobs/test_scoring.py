@@ -96,7 +96,7 @@ def joined_threads() -> Iterator[threading.Event]:
             thread.join(DEADLINE_S)
 
 
-async def test_groups_are_scored_side_by_side_and_ahead_of_their_step() -> None:
+async def test_groups_are_scored_concurrently_and_ahead_of_their_step() -> None:
     all_there = threading.Barrier(8)
 
     def reward(_: RolloutGroup) -> float:
@@ -134,7 +134,7 @@ async def test_only_as_many_groups_as_allowed_are_scored_at_a_time() -> None:
     assert most == 2
 
 
-async def test_a_recipe_that_hangs_while_it_scores_fails_the_step_by_its_deadline() -> None:
+async def test_a_recipe_that_hangs_in_scoring_fails_the_step_by_its_deadline() -> None:
     config = RolloutSection(
         sampling=SAMPLING, groups_per_step=1, samples_per_group=2, batch_deadline_s=0.3
     )

@@ -185,7 +185,7 @@ async def test_a_rank_of_an_earlier_start_takes_no_place(job: str) -> None:
         await rank
 
 
-async def test_a_second_process_waits_while_the_place_of_its_rank_is_taken() -> None:
+async def test_a_second_process_of_a_rank_waits_for_the_first_to_leave() -> None:
     scheduler = IdleScheduler()
     headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.TRAINER)}"}
     async with (

@@ -53,7 +53,7 @@ async def trainers(tmp_path: Path, how: str) -> AsyncIterator[TrainController]:
             await server.close()
 
 
-async def test_groups_are_dealt_to_ranks_until_one_of_them_raises(tmp_path: Path) -> None:
+async def test_groups_are_distributed_to_ranks_until_one_raises(tmp_path: Path) -> None:
     """Check steps, checkpoints, operations and a failure with one set of ranks, because ranks start slowly."""
     async with trainers(tmp_path, "raise") as controller:
         first = await controller.train_step(1, GROUPS, deadline_s=30)

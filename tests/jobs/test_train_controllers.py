@@ -46,7 +46,9 @@ async def weight_of(trainers: TrainController) -> torch.Tensor:
     return torch.tensor(found[0])
 
 
-async def test_actor_critic_and_reference_share_a_server_and_fail_apart(tmp_path: Path) -> None:
+async def test_actor_critic_and_reference_share_a_server_and_fail_independently(
+    tmp_path: Path,
+) -> None:
     """Check that engines get only the actor's weights, and that a dead critic restarts while the actor continues."""
     controller = windlass.Controller(token=TOKEN)
     async with AsyncExitStack() as stack:

@@ -376,7 +376,7 @@ BLOCKS_THEN_HANGS = (
 )
 
 
-def test_a_hook_that_blocks_or_does_not_return_is_named_and_sigint_is_obeyed(
+def test_a_blocking_hook_is_named_and_sigint_ends_the_job(
     tmp_path: Path,
 ) -> None:
     with launched(write(tmp_path, recipe=BLOCKS_THEN_HANGS, top="shutdown_s = 5.0")) as job:

@@ -50,7 +50,7 @@ def test_a_table_with_more_columns_joins_to_one_with_fewer() -> None:
     assert list(Named.empty(0).columns()) == ["place", "kind", "name"]
 
 
-def test_bytes_are_little_endian_row_major_and_come_back() -> None:
+def test_a_column_is_encoded_little_endian_and_row_major() -> None:
     table = points((1, 2, 3), (4, 5, 6))
     turned = Points(place=np.asfortranarray(table.place).astype(">i8"), kind=table.kind)
     assert encode_tables(turned) == encode_tables(table)

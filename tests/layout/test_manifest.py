@@ -21,7 +21,7 @@ def one(role: Role = Role.TRAINER, nbytes: int = 32) -> ManifestBuilder:
 
 @settings(max_examples=50, deadline=None)
 @given(fleets())
-def test_the_wire_form_is_the_manifest(fleet: Fleet) -> None:
+def test_a_manifest_survives_encoding(fleet: Fleet) -> None:
     for manifest in (*fleet.sources, *fleet.destinations):
         again = ShardManifest.decode(manifest.encode())
         assert list(again.shards()) == list(manifest.shards())
@@ -30,7 +30,7 @@ def test_the_wire_form_is_the_manifest(fleet: Fleet) -> None:
         assert again.digest() == manifest.digest()
 
 
-def test_the_digest_tells_layouts_apart() -> None:
+def test_different_layouts_have_different_digests() -> None:
     digests = set()
     for offset in (0, 16):
         builder = one()

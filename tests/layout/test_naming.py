@@ -100,7 +100,7 @@ def test_a_latent_projection_may_be_whole_or_cut() -> None:
         place(family, name, (5, 6), geometry, Coords(tp=(1, 2)))
 
 
-def test_an_unknown_name_is_refused_with_the_rule_to_add_and_that_rule_works() -> None:
+def test_the_refusal_of_an_unknown_name_gives_a_working_rule() -> None:
     name = "decoder.layers.7.mlp.experts.linear_fc3.weight2"
     with pytest.raises(UnsupportedLayout) as caught:
         place(FAMILIES.find("qwen3_moe"), name, (2, 6), GEOMETRY, Coords(ep=(1, 2)))

@@ -134,7 +134,7 @@ def test_backends_that_cast_at_the_engine_find_overflow_at_the_trainer() -> None
     fleet.close()
 
 
-def test_files_with_such_a_number_are_refused(tmp_path: Path) -> None:
+def test_files_with_a_too_large_number_are_refused(tmp_path: Path) -> None:
     served = [np.zeros(SHAPE, "<f2") for _ in NAMES]
     receiver = PushReceiver(ENGINE, [int(b.ctypes.data) for b in served], "127.0.0.1")
     receiver.begin()

@@ -11,7 +11,7 @@ from windlass.errors import TransferFailed
 from windlass.memory.cuda.gpu import _Waits
 
 
-def test_a_thread_is_kept_for_the_next_wait() -> None:
+def test_the_thread_of_a_wait_is_reused_for_the_next_wait() -> None:
     waits, threads = _Waits(), set()
     for _ in range(50):
         waits.submit(lambda: threads.add(threading.get_ident())).result(10)

@@ -140,7 +140,7 @@ def test_memory_outside_the_gpu_has_no_gpu_allocation(kind: str) -> None:
         made(kind).memory.allocation(64)
 
 
-def test_allocated_memory_is_aligned_and_its_own(rig: Rig) -> None:
+def test_allocated_memory_is_aligned_and_does_not_overlap(rig: Rig) -> None:
     buffers = [rig.memory.allocate(nbytes) for nbytes in (1, 4096, 100_001)]
     spans = sorted((b.address, b.address + b.nbytes) for b in buffers)
     assert all(b.address % ALIGNMENT == 0 for b in buffers)
@@ -227,7 +227,7 @@ def test_both_ends_of_a_link_get_the_same_digest_until_an_element_changes(
         end.close()
 
 
-def test_a_view_is_the_memory_itself(rig: Rig) -> None:
+def test_a_view_shares_the_memory(rig: Rig) -> None:
     if isinstance(rig.memory, CudaMemory) and rig.device == "cpu":
         pytest.skip("torch sees no GPU there")
     held = rig.tensor(distinct((4, 6), DType.BFLOAT16))

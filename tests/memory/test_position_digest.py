@@ -28,7 +28,7 @@ def test_rows_of_whole_units_may_be_cut_anywhere(payload: bytes) -> None:
 
 
 @given(st.binary(min_size=16, max_size=256), st.data())
-def test_a_changed_or_moved_unit_changes_it(payload: bytes, data: st.DataObject) -> None:
+def test_a_changed_or_moved_unit_changes_the_digest(payload: bytes, data: st.DataObject) -> None:
     payload = payload[: len(payload) // 8 * 8]
     at = data.draw(st.integers(0, len(payload) - 1))
     changed = bytearray(payload)

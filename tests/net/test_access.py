@@ -47,7 +47,7 @@ def test_tokens_of_roles_differ_and_do_not_reveal_the_secret() -> None:
         assert gate.role_of(stranger) is None
 
 
-async def test_every_route_of_a_controller_is_declared_and_no_other() -> None:
+async def test_exactly_the_routes_of_a_controller_are_declared() -> None:
     async with windlass.Controller(token=SECRET) as controller:
         mounted = {r.canonical for r in controller.server._app.router.resources()}
     assert mounted - OUTSIDE == set(ROUTES) - OUTSIDE
@@ -99,7 +99,7 @@ async def test_only_the_owner_reaches_undeclared_routes(role: Access) -> None:
         (Access.TRAINER, fake_hello(trainer_manifest("t/0", 0, 1), group="t"), True),
     ],
 )
-async def test_a_token_of_one_side_does_not_join_as_the_other(
+async def test_a_token_of_one_role_cannot_join_as_another_role(
     role: Access, hello: Hello, welcome: bool
 ) -> None:
     async with (

@@ -38,7 +38,7 @@ def cut_accepted_on(port: int, seconds: float) -> int:
 
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "::1", "fd77:0::2", "node-7.cluster.example"])
-def test_an_address_is_read_back_as_it_was_printed(host: str) -> None:
+def test_a_printed_address_is_parsed_to_the_same_address(host: str) -> None:
     assert split_host_port(join_host_port(host, 15432)) == (host, 15432)
     assert url_of(host, 80).startswith("http://[" if ":" in host else f"http://{host}")
 
@@ -126,7 +126,7 @@ def test_a_liveness_listener_refuses_to_listen_on_every_address() -> None:
         LivenessListener("0.0.0.0", "n" * INCARNATION_NBYTES, "nixl")
 
 
-def test_a_rendezvous_listens_on_its_address_alone() -> None:
+def test_a_rendezvous_listens_only_on_its_address() -> None:
     from windlass.transfer.collective_group import Rendezvous
 
     rendezvous = Rendezvous("127.0.0.1", 10.0)

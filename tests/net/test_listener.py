@@ -97,7 +97,7 @@ def processor_s(process: subprocess.Popen[str]) -> float:
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-def test_more_strangers_than_descriptors_hold_up_no_update_and_fill_no_log(tmp_path: Path) -> None:
+def test_more_strangers_than_descriptors_delay_no_update_and_fill_no_log(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     with controller_process(errors) as (url, process), ExitStack() as stack:
         # The usual soft limit is for programs that use `select`.
@@ -124,7 +124,7 @@ def test_more_strangers_than_descriptors_hold_up_no_update_and_fill_no_log(tmp_p
     assert errors.stat().st_size < 20_000
 
 
-def test_members_beyond_the_descriptors_are_refused_by_name_and_hold_up_no_update(
+def test_members_beyond_the_descriptors_are_refused_and_delay_no_update(
     tmp_path: Path,
 ) -> None:
     """Connected members continue.

@@ -236,7 +236,7 @@ async def test_a_fleet_of_certificates_is_updated_without_any_token(authority: A
             assert rig.routable == {"a": 0}
 
 
-async def test_a_worker_with_a_certificate_alone_draws_a_rollout(authority: Authority) -> None:
+async def test_a_worker_with_only_a_certificate_runs_a_rollout(authority: Authority) -> None:
     engines = StaticEngines()
     with environment(authority.issue("owner")):
         async with (
@@ -343,7 +343,7 @@ async def test_a_request_behind_the_handshake_in_one_segment_is_answered(
             await server.close()
 
 
-async def test_an_open_handshake_does_not_hold_up_the_end_of_a_server(authority: Authority) -> None:
+async def test_an_open_handshake_does_not_delay_the_end_of_a_server(authority: Authority) -> None:
     with environment(authority.issue()):
         server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
         await server.start()
@@ -355,7 +355,7 @@ async def test_an_open_handshake_does_not_hold_up_the_end_of_a_server(authority:
         writer.close()
 
 
-def test_files_that_do_not_go_together_are_refused_by_name(authority: Authority) -> None:
+def test_certificate_files_that_do_not_match_are_refused_by_name(authority: Authority) -> None:
     files = authority.issue()
     ca = {**NO_FILES, "WINDLASS_TLS_CA": files["WINDLASS_TLS_CA"]}
     with environment(ca), pytest.raises(ConfigError, match=r"WINDLASS_TLS_CERT .* must be set"):
@@ -375,7 +375,7 @@ def test_files_that_do_not_go_together_are_refused_by_name(authority: Authority)
         client_context(to_controller=True)
 
 
-async def test_where_tls_is_required_a_plain_controller_address_is_refused_everywhere(
+async def test_every_client_refuses_a_plain_controller_address_where_tls_is_required(
     authority: Authority,
 ) -> None:
     plain = "http://127.0.0.1:1"

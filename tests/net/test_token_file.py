@@ -25,13 +25,13 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_file_of_the_user_alone_holds_the_token(file: Path, tmp_path: Path) -> None:
+def test_the_token_is_read_from_a_file_of_the_user(file: Path, tmp_path: Path) -> None:
     assert control_token() == TOKEN
     file.chmod(0o400)
     assert control_token() == TOKEN
 
 
-def test_a_link_is_followed_to_a_file_of_the_user_alone(
+def test_a_link_to_a_token_file_of_the_user_is_followed(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = tmp_path / "link"
@@ -43,7 +43,7 @@ def test_a_link_is_followed_to_a_file_of_the_user_alone(
         control_token()
 
 
-def test_the_variable_with_the_token_itself_comes_first(
+def test_the_token_variable_takes_precedence_over_the_token_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "another")
@@ -51,7 +51,7 @@ def test_the_variable_with_the_token_itself_comes_first(
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o620, 0o644, 0o666])
-def test_a_file_that_others_can_read_or_change_is_refused(file: Path, mode: int) -> None:
+def test_a_token_file_that_other_users_can_read_or_change_is_refused(file: Path, mode: int) -> None:
     file.chmod(mode)
     with pytest.raises(ConfigError, match=rf"mode 0600\), got {file} of mode {mode:04o}"):
         control_token()

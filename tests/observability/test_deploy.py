@@ -84,7 +84,7 @@ async def metrics_of(controller: windlass.Controller) -> str:
         return await answer.text()
 
 
-async def test_every_metric_and_label_that_is_named_is_in_metrics() -> None:
+async def test_every_metric_and_label_of_the_dashboard_and_rules_exists() -> None:
     async with windlass.Controller(token=TOKEN) as controller:
         text = await metrics_of(controller)
     series = [s for family in text_string_to_metric_families(text) for s in family.samples]

@@ -8,7 +8,7 @@ from windlass.control.engine_state import EngineState, EngineStatus
 from windlass.observability.history import MAX_EVENTS, FleetEvents, History, Point
 
 
-def test_a_run_of_any_length_is_kept_from_its_start_to_now_in_few_points() -> None:
+def test_a_history_covers_a_run_of_any_length_with_few_points() -> None:
     history = History(interval_s=1.0, max_points=8)
     peaks = []
     for second in range(1, 1001):

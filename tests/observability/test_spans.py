@@ -44,7 +44,7 @@ def test_a_round_is_one_span_with_a_child_per_stage() -> None:
     provider.shutdown()
 
 
-def test_without_a_provider_a_round_is_recorded_nowhere() -> None:
+def test_a_round_without_a_span_provider_records_no_span() -> None:
     tracer = find_tracer()
     assert tracer is not None
     aborted = UpdateReport(version=0, outcome=RoundOutcome.ABORTED, measures={"update_s": 0.1})

@@ -69,7 +69,9 @@ def test_intersections_are_all_found(
 
 @settings(deadline=None)
 @given(some_boxes, boxes(SHAPE))
-def test_a_hole_is_what_no_atom_covers(drawn: tuple[Int64Array, Int64Array], box: Box) -> None:
+def test_holes_are_the_cells_that_no_atom_covers(
+    drawn: tuple[Int64Array, Int64Array], box: Box
+) -> None:
     offsets, sizes = drawn
     holes = find_hole(make_atoms(offsets, sizes), box)
     covered = set().union(*(cells(offsets[i], sizes[i]) for i in range(len(offsets))))
@@ -81,9 +83,7 @@ def test_a_hole_is_what_no_atom_covers(drawn: tuple[Int64Array, Int64Array], box
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(boxes((5, 4)), min_size=1, max_size=5), boxes((5, 4)))
-def test_a_plan_exists_exactly_when_every_element_has_a_source(
-    held: list[Box], wanted: Box
-) -> None:
+def test_a_plan_exists_only_if_every_element_has_a_source(held: list[Box], wanted: Box) -> None:
     sources = []
     for index, box in enumerate(held):
         builder = ManifestBuilder(f"t{index}", Role.TRAINER)

@@ -49,7 +49,7 @@ def only(plan: TransferPlan) -> tuple[CopyMode, Reason]:
     return CopyMode(int(plan.ops.mode[0])), Reason(int(plan.ops.reason[0]))
 
 
-def test_contiguous_to_contiguous_is_one_direct_write() -> None:
+def test_a_contiguous_copy_is_one_direct_write() -> None:
     plan = plan_transfer([rank("t", FULL)], [rank("engine", FULL)])
     assert only(plan) == (CopyMode.DIRECT, Reason.CONTIGUOUS)
     assert num_writes(plan) == 1
@@ -219,7 +219,7 @@ def test_a_policy_out_of_range_is_refused(name: str) -> None:
         PLAN_POLICIES[name]()
 
 
-def test_a_manifest_that_changes_changes_the_plan_digest() -> None:
+def test_a_changed_manifest_changes_the_plan_digest() -> None:
     engine = rank("engine", FULL)
     plan = plan_transfer([rank("t", FULL)], [engine])
     again = plan_transfer([ShardManifest.decode(rank("t", FULL).encode())], [engine])

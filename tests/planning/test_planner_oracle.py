@@ -207,7 +207,7 @@ def test_every_column_survives_the_wire() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(placements((3, 2)), min_size=2, max_size=3), st.data())
-def test_shared_destination_bytes_are_refused_exactly_when_there_are_any(
+def test_only_plans_with_shared_destination_bytes_are_refused(
     placed: list[Placement], data: st.DataObject
 ) -> None:
     starts = [4 * data.draw(st.integers(0, 12)) for _ in placed]

@@ -64,7 +64,7 @@ def test_one_engine_and_no_shape_need_no_lanes() -> None:
 
 @given(fleets())
 @settings(max_examples=20, deadline=None, suppress_health_check=SLOW)
-def test_only_engines_that_differ_in_nothing_but_names_are_replicas(fleet: Fleet) -> None:
+def test_only_engines_that_differ_only_in_names_are_replicas(fleet: Fleet) -> None:
     ranks = fleet.destinations
     same = [renamed(m, f"copy/{i}") for i, m in enumerate(ranks)]
     found = find_replicas({"engine": ranks, "copy": same, "part": ranks[:-1], "other": ranks[::-1]})

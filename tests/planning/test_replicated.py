@@ -109,7 +109,7 @@ def who_holds(ranks: Ranks) -> Held:
 
 @settings(deadline=None, max_examples=60)
 @given(fleets(), st.randoms(use_true_random=False))
-def test_every_byte_that_two_ranks_hold_is_compared_and_no_other(
+def test_exactly_the_bytes_of_two_or_more_ranks_are_compared(
     fleet: Fleet, rng: random.Random
 ) -> None:
     ranks = Ranks([laid_out(manifest, rng) for manifest in fleet.sources])
@@ -324,7 +324,7 @@ def test_transposed_storage_is_compared_on_a_gpu(first: tuple[int, ...]) -> None
     assert "'weight' [0:3, 0:5, 0:6, 0:10]" in ranks.compare()
 
 
-def test_ranks_that_hold_another_dtype_are_compared_among_themselves() -> None:
+def test_ranks_with_another_dtype_are_compared_with_each_other() -> None:
     wide = WHOLE, tuple(2 * step for step in PLAIN), DType.INT64
     manifests = [
         hold("trainer/0", WHOLE, PLAIN),

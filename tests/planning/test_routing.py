@@ -37,7 +37,7 @@ def best_possible(groups: Groups, num_sources: int) -> float:
 
 @settings(max_examples=150, deadline=None)
 @given(groups_of())
-def test_pouring_reaches_the_optimum_and_conserves_bytes(groups: Groups) -> None:
+def test_pour_reaches_the_optimum_and_conserves_bytes(groups: Groups) -> None:
     nbytes = np.array([n for n, _ in groups])
     holders = [h for _, h in groups]
     load = np.zeros(5)
@@ -50,7 +50,7 @@ def test_pouring_reaches_the_optimum_and_conserves_bytes(groups: Groups) -> None
 
 @settings(max_examples=150, deadline=None)
 @given(groups_of())
-def test_the_certificate_is_a_lower_bound_that_no_set_exceeds(groups: Groups) -> None:
+def test_the_certificate_is_a_tight_lower_bound(groups: Groups) -> None:
     holders = [h for _, h in groups]
     nbytes = np.array([n for n, _ in groups], np.int64)
     load = np.zeros(5)

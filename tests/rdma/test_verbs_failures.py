@@ -236,7 +236,7 @@ def test_a_peer_killed_during_a_write_is_unreachable_at_once(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("enforcing", ["nixl-rc", "mooncake"])
-def test_a_queue_pair_in_error_is_a_named_error_and_a_new_transport_gets_through(
+def test_a_queue_pair_in_error_is_a_named_error_and_a_new_transport_works(
     nics: tuple[Nic, Nic], enforcing: str
 ) -> None:
     # Writing into withdrawn memory causes an access error, which ends the queue pair. UCX keeps

@@ -107,7 +107,7 @@ def test_two_nics_of_a_rank_both_carry_bytes(
         assert name in rig.transport.report().detail
 
 
-def test_a_rank_keeps_to_the_nic_that_it_is_given(
+def test_a_rank_uses_only_its_given_nic(
     stack: ExitStack, kind: str, two_each: tuple[tuple[Nic, ...], tuple[Nic, ...]]
 ) -> None:
     here, there = two_each

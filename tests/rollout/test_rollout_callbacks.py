@@ -165,7 +165,7 @@ async def test_lost_doubled_reordered_and_delayed_callbacks_count_once(
     rig.assert_balanced(completed=num_rollouts)
 
 
-async def test_a_result_that_comes_after_its_rollout_was_given_up_is_ignored(rig: Rig) -> None:
+async def test_a_result_of_an_abandoned_rollout_is_ignored(rig: Rig) -> None:
     await rig.start()
     engine = await rig.engine("a")
     rig.route(engine)

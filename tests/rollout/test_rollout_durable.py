@@ -113,7 +113,7 @@ async def test_a_controller_killed_among_a_thousand_rollouts_repeats_none(
     assert all(worker.returncode is None for worker in workers)
 
 
-async def test_kills_of_the_controller_while_it_delivers_lose_and_double_nothing(
+async def test_repeated_kills_of_a_delivering_controller_lose_and_repeat_no_rollout(
     rig: Rig,
 ) -> None:
     """Kill the controller again and again while it dispatches, stores and acknowledges.

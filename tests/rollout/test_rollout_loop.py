@@ -173,7 +173,7 @@ async def test_a_thousand_rollouts_each_get_their_own_answer(rig: Rig) -> None:
     rig.assert_balanced(completed=1000)
 
 
-async def test_a_killed_worker_loses_and_doubles_nothing(rig: Rig) -> None:
+async def test_a_killed_worker_loses_and_repeats_no_rollout(rig: Rig) -> None:
     await rig.start()
     engine = await rig.engine("a")
     engine.hold(4)
@@ -192,7 +192,7 @@ async def test_a_killed_worker_loses_and_doubles_nothing(rig: Rig) -> None:
     rig.assert_balanced(completed=200)
 
 
-async def test_a_worker_that_comes_back_under_its_name_gets_the_work_again(rig: Rig) -> None:
+async def test_a_worker_that_returns_under_its_name_gets_the_work_again(rig: Rig) -> None:
     await rig.start()
     engine = await rig.engine("a")
     engine.hold(2)
@@ -303,7 +303,7 @@ async def test_a_worker_ends_when_its_controller_stays_away(rig: Rig) -> None:
     assert await asyncio.wait_for(worker.wait(), 15) == 1
 
 
-async def test_the_rollouts_of_a_dead_engine_are_run_by_another(rig: Rig) -> None:
+async def test_another_engine_runs_the_rollouts_of_a_dead_engine(rig: Rig) -> None:
     await rig.start()
     first, second = await rig.engine("a"), await rig.engine("b", version=1)
     first.hold(2)
@@ -500,7 +500,7 @@ async def test_rollouts_that_last_longer_than_the_bound_end_and_are_reported(
     await engine.until(lambda: engine.num_active == 0)
 
 
-async def test_rollouts_longer_than_the_bound_are_trained_on_if_their_owner_wants_that(
+async def test_rollouts_longer_than_the_bound_are_trained_on_if_configured(
     rig: Rig,
 ) -> None:
     rig.policy = StalenessPolicy(
@@ -838,7 +838,7 @@ async def test_a_worker_with_a_wrong_hello_is_refused_for_good(
     assert not rig.controller.stats().workers
 
 
-async def test_a_worker_with_the_tokens_of_its_role_works_and_listens_nowhere(rig: Rig) -> None:
+async def test_a_worker_needs_only_its_roles_tokens_and_opens_no_port(rig: Rig) -> None:
     await rig.start()
     engine = await rig.engine("a")
     rig.route(engine)

@@ -60,7 +60,7 @@ def lists(number: int) -> bytes:
     return b"\xdd" + (number - 1).to_bytes(4) + b"\x90" * (number - 1)
 
 
-async def test_frames_are_read_as_they_were_written() -> None:
+async def test_encoded_frames_decode_to_the_same_frames() -> None:
     small, large = outcome(), outcome(num_tokens=SMALL_FRAME_NBYTES // 8)
     for sent in ((small,), (small, large)):
         frame = CompletionBatch(7, tuple(encode(each) for each in sent))
@@ -154,7 +154,7 @@ async def test_the_event_loop_runs_while_a_large_batch_is_decoded() -> None:
     assert turns > 4
 
 
-def test_an_outcome_that_the_controller_would_refuse_for_ever_is_sent_as_an_error() -> None:
+def test_an_outcome_that_the_controller_would_refuse_is_sent_as_an_error() -> None:
     for large in (
         msgspec.structs.replace(outcome(), error="x" * MAX_OUTCOME_NBYTES),
         msgspec.structs.replace(outcome(), turns=(), value=encode(b"x" * (1 << 20))),

@@ -192,7 +192,7 @@ async def test_a_worker_that_acknowledges_no_tasks_gets_no_more(
     assert controller.stats().running == 2 * MAX_UNSAID + 1
 
 
-async def test_work_that_a_worker_forgot_is_sent_again_and_work_that_it_runs_is_not(
+async def test_only_tasks_that_a_worker_lost_are_sent_again(
     played: tuple[RolloutController, PlayedWorker],
 ) -> None:
     controller, worker = played

@@ -102,7 +102,7 @@ async def three_turns(context: WorkflowContext) -> int:
     return sum(tokens)
 
 
-async def test_a_workflow_in_the_controllers_loop_sees_its_own_turns(rig: Rig) -> None:
+async def test_a_workflow_in_the_controllers_loop_gets_its_own_turns(rig: Rig) -> None:
     await rig.start()
     rig.controller.run_here({"three": three_turns})
     handles = [rig.controller.submit_workflow("three", n + 1, SAMPLING) for n in range(100)]
@@ -132,7 +132,7 @@ async def returns_arrays(context: WorkflowContext) -> object:
 @pytest.mark.parametrize(
     "raised", ["SystemExit", "KeyboardInterrupt", "CancelledError", "StopAsyncIteration"]
 )
-async def test_a_workflow_that_raises_anything_fails_its_rollout_and_nothing_else(
+async def test_an_exception_of_a_workflow_fails_only_its_rollout(
     rig: Rig, raised: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The test runner cannot send this character either.
@@ -268,7 +268,7 @@ def test_equal_prefixes_stay_on_an_engine_until_its_load_is_too_high() -> None:
 
 
 @pytest.mark.parametrize("on_stale", OnStale)
-async def test_a_conversation_over_more_versions_than_the_bound_ends_as_its_owner_chose(
+async def test_a_conversation_over_too_many_versions_ends_as_configured(
     rig: Rig, on_stale: OnStale
 ) -> None:
     rig.policy = StalenessPolicy(1, 8, 8, on_stale=on_stale, max_resubmits=1)

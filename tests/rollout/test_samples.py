@@ -156,7 +156,7 @@ def test_a_workflow_gives_one_sample_per_turn_with_the_reward_of_its_rollout() -
         {"output_ids": [np.int64(2), 3], "prompt_ids": [1], "group_id": np.int32(5)},
     ],
 )
-def test_a_sample_of_arrays_and_tensors_is_one_of_plain_numbers(changes: dict[str, object]) -> None:
+def test_a_sample_of_arrays_and_tensors_becomes_plain_numbers(changes: dict[str, object]) -> None:
     assert received(sample(**changes)) == (sample(),)
 
 
@@ -180,7 +180,7 @@ def test_a_sample_of_arrays_and_tensors_is_one_of_plain_numbers(changes: dict[st
         ({"engine": None}, r"engine must be text, got None"),
     ],
 )
-def test_a_sample_that_a_rank_could_not_read_is_refused_when_it_is_made(
+def test_a_sample_that_a_rank_could_not_read_is_refused_at_creation(
     changes: dict[str, object], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -33,7 +33,7 @@ EVENTS = st.lists(
     max_concurrent=st.integers(1, 12),
     start_version=st.integers(0, 50),
 )
-def test_no_sequence_of_events_runs_further_ahead_than_the_bound(
+def test_rollouts_never_run_further_ahead_than_the_bound(
     events: list[str], max_staleness: int, batch_size: int, max_concurrent: int, start_version: int
 ) -> None:
     policy = StalenessPolicy(max_staleness, batch_size, max_concurrent, start_version)
@@ -298,7 +298,7 @@ async def test_a_group_is_never_ready_before_its_last_sample() -> None:
     assert all(record.state is State.BUFFERED for record in bench.groups[0].records)
 
 
-async def test_cancelling_the_future_gives_the_whole_group_up_at_once() -> None:
+async def test_cancelling_the_future_cancels_the_whole_group_at_once() -> None:
     """Any cancellation works, for example by `asyncio.wait_for`, which has no handle."""
     bench = Bench()
     work = Work(prompt_ids=(1,), sampling=SAMPLING)
@@ -368,7 +368,7 @@ async def test_a_ready_group_loses_exactly_the_samples_that_became_too_old() -> 
 
 
 @pytest.mark.parametrize("on_stale", OnStale)
-async def test_a_group_that_lasts_three_versions_ends_as_its_owner_chose(on_stale: OnStale) -> None:
+async def test_a_group_that_lasts_three_versions_ends_as_configured(on_stale: OnStale) -> None:
     bench = Bench(0, on_stale, max_resubmits=2)
     bench.add_group(2)
     for version in range(1, 30):

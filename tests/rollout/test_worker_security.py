@@ -135,7 +135,7 @@ async def test_the_controller_ends_a_connection_without_answers_to_pings(rig: Ri
     assert rig.controller.stats().workers == 0
 
 
-async def test_nothing_is_lost_in_the_moment_after_a_restart_from_a_journal(
+async def test_rollouts_recovered_from_a_journal_do_not_count_as_lost(
     rig: Rig, tmp_path: Path
 ) -> None:
     rig.config = RolloutConfig(journal=tmp_path / "journal")
@@ -166,7 +166,7 @@ async def test_nothing_is_lost_in_the_moment_after_a_restart_from_a_journal(
         (("--name", "a\nb"), r"a name must be 1 to 255 bytes of printable characters"),
     ],
 )
-async def test_a_worker_that_no_controller_would_take_ends_with_a_reason(
+async def test_a_worker_with_impossible_options_ends_with_the_reason(
     options: tuple[str, ...], reason: str
 ) -> None:
     worker = await asyncio.create_subprocess_exec(

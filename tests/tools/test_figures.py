@@ -15,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
-def test_a_figure_is_what_its_script_draws(name: str) -> None:
+def test_every_figure_equals_the_output_of_its_script(name: str) -> None:
     drawn = figures.FIGURES[name]().svg()
     assert (figures.FOLDER / f"{name}.svg").read_text() == drawn, "run python -m tools.figures"
 
@@ -44,7 +44,7 @@ def test_every_figure_is_on_a_page() -> None:
     assert not [name for name in figures.FIGURES if f"figures/{name}.svg" not in pages]
 
 
-def test_a_result_that_has_changed_changes_the_figure(
+def test_a_changed_result_changes_the_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for file in figures.RESULTS.glob("*.json"):

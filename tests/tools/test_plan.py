@@ -70,7 +70,7 @@ def test_a_simulation_is_printed_and_written(
     assert "simulated" not in json.loads(out.read_text())
 
 
-def test_replicas_that_relay_take_little_longer_than_one(small: Path, tmp_path: Path) -> None:
+def test_relaying_replicas_take_little_longer_than_one_engine(small: Path, tmp_path: Path) -> None:
     text = small.read_text().replace("replicas = 1", "replicas = 8")
     topology, out = tmp_path / "eight.toml", tmp_path / "plan.json"
     topology.write_text(text)

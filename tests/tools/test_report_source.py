@@ -21,7 +21,7 @@ def test_a_page_without_the_list_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         report_source.way_of_publish()
 
 
-def test_words_are_found_in_names_of_every_spelling(
+def test_words_are_found_in_names_of_every_style(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "a.py").write_text("class RestGate: ...\n_door = doors = 'by-hand'  # indoors\n")

@@ -68,7 +68,7 @@ def test_links_of_a_sender_share_its_egress_and_other_links_get_the_rest() -> No
     assert run.destination_finish_s.tolist() == pytest.approx([0.005, 0.010])
 
 
-def test_a_sender_has_so_many_links_on_the_wire_and_no_more() -> None:
+def test_a_sender_writes_at_most_the_allowed_number_of_links_at_once() -> None:
     plan = plan_of([[(0, 8)]], [[(i, i + 1)] for i in range(8)], 8)
     one = simulate_wire(plan, FABRIC, links_at_once=1)
     assert sorted(one.link_finish_s.tolist()) == pytest.approx([i / 1000 for i in range(1, 9)])
@@ -78,7 +78,7 @@ def test_a_sender_has_so_many_links_on_the_wire_and_no_more() -> None:
         simulate_wire(plan, FABRIC, links_at_once=0)
 
 
-def test_senders_that_begin_with_different_engines_do_not_queue_behind_each_other() -> None:
+def test_senders_with_different_first_engines_do_not_wait_for_each_other() -> None:
     rows = [(2 * i, 2 * i + 2) for i in range(4)]
     plan = plan_of([[r] for r in rows], [[(0, 8)] for _ in range(4)], 8)
     apart = simulate_wire(plan, FABRIC, links_at_once=1)

@@ -48,7 +48,7 @@ def test_a_slow_check_is_the_limit() -> None:
     assert slow.wire_s == pytest.approx(0.001 + 0.020 + 0.001 + 0.002)
 
 
-def test_numbers_that_make_no_sense_are_refused() -> None:
+def test_impossible_numbers_are_refused() -> None:
     group = RelayGroup(("a/0", "b/0"), stripes_of(RelayShape.CHAIN, 2), MB)
     with pytest.raises(ConfigError, match="fed_s must be > 0, got 0"):
         simulate_relay(group, nbytes=1, fed_s=0, nic_gbytes_per_s=1.0, verify_gbytes_per_s=1.0)

@@ -221,7 +221,7 @@ TEXT = (TOPOLOGIES / "qwen3-30b-a3b-4-to-4.toml").read_text()
         ("nic_gbytes_per_s = 50.0", "nic_gbytes_per_s = -1.0", "nic_gbytes_per_s must be > 0"),
     ],
 )
-def test_a_topology_that_cannot_be_read_is_one_line(old: str, new: str, message: str) -> None:
+def test_a_malformed_topology_is_reported_in_one_line(old: str, new: str, message: str) -> None:
     assert old in TEXT
     with pytest.raises(ConfigError, match=message) as caught:
         parse_topology(TEXT.replace(old, new))

@@ -72,7 +72,7 @@ def two_versions(url: str) -> None:
         made.close()
 
 
-async def test_buckets_by_broadcast_arrive_whole_and_a_group_lives_from_update_to_update() -> None:
+async def test_broadcast_buckets_arrive_whole_and_a_group_serves_several_updates() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(two_versions, url)
         await holds(fleet, (1, "1", False))
@@ -226,7 +226,7 @@ async def test_leaders_that_vanish_block_engines_only_for_their_session() -> Non
         await holds(fleet, (1, "1", False))
 
 
-async def test_the_same_request_id_is_the_same_call() -> None:
+async def test_a_call_with_a_repeated_request_id_runs_once() -> None:
     async with engines() as (_, url):
         body = msgspec.msgpack.encode(CallbackRequest("one", "leader", PauseCall(60.0), 10.0))
         headers = {"Authorization": f"Bearer {TOKEN}"}

@@ -151,5 +151,5 @@ async def test_an_absent_or_disagreeing_leader_fails_only_its_update() -> None:
         await holds(fleet, (0, "0", False))
 
 
-def test_the_buckets_of_both_stages_are_the_whole_model() -> None:
+def test_buckets_of_both_stages_make_up_the_whole_model() -> None:
     assert sorted(name for names in BUCKETS for name in names) == sorted(shapes())

@@ -173,14 +173,14 @@ def check(trained: Trained, num_ranks: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("trained", ONE_RANK, ids=str)
-def test_transformers_computes_what_one_megatron_rank_does(
+def test_transformers_computes_the_same_output_as_one_megatron_rank(
     trained: Trained, one_rank: Path
 ) -> None:
     check(trained, 1, one_rank)
 
 
 @pytest.mark.parametrize("trained", TWO_RANKS, ids=str)
-def test_transformers_computes_what_two_megatron_ranks_do(
+def test_transformers_computes_the_same_output_as_two_megatron_ranks(
     trained: Trained, two_ranks: Path
 ) -> None:
     check(trained, 2, two_ranks)

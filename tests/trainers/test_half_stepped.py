@@ -101,7 +101,7 @@ def test_averaged_weights_that_are_swapped_in_are_served(outcome: Outcome) -> No
         assert torch.allclose(served[EMA][name], ema_of(truth), rtol=0, atol=1e-6), name
 
 
-def test_replicas_of_shards_that_differ_are_named(outcome: Outcome) -> None:
+def test_differing_replicas_of_shards_are_named(outcome: Outcome) -> None:
     folder, served = outcome
     assert not any(tensor.any() for tensor in served[DIVERGED].values())
     for reason in said(DIVERGED, folder):

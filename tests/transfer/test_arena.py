@@ -39,7 +39,7 @@ def test_an_empty_arena_is_refused(nbytes: int) -> None:
         Arena(MemoryTransport(MemoryFabric()), nbytes)
 
 
-def test_views_of_an_arena_outlive_it_where_it_mapped_the_memory() -> None:
+def test_views_of_a_mapped_arena_stay_valid_after_close() -> None:
     arena = Arena(MemoryTransport(MemoryFabric()), 4096)
     arena.bytes[:] = 7
     view = arena.bytes[100:200]
@@ -123,7 +123,7 @@ def landed(kind: FaultKind, error: type[Exception] | None, delay_s: float = 0.0)
         (FaultKind.UNKNOWN_LANDED, TransferOutcomeUnknown, [10, 20, 30, 40]),
     ],
 )
-def test_a_scripted_fault_hits_the_named_write_and_no_other(
+def test_a_scripted_fault_affects_only_the_named_write(
     kind: FaultKind, error: type[Exception] | None, expected: list[int]
 ) -> None:
     assert landed(kind, error) == expected

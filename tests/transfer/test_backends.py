@@ -106,7 +106,9 @@ async def test_damaged_files_are_refused_and_not_applied(tmp_path: Path, mode: U
         assert await fleet.held("engine") == [(-1, "untouched", False)]
 
 
-async def test_files_hold_boxes_under_checkpoint_names_and_old_versions_go(tmp_path: Path) -> None:
+async def test_files_contain_boxes_by_checkpoint_name_and_old_versions_are_removed(
+    tmp_path: Path,
+) -> None:
     backend = DiskBackend(folder=str(tmp_path), keep_versions=1)
     async with fleet_of(backend, UpdateMode.STAGED) as fleet:
         fleet.add_trainers()

@@ -87,14 +87,14 @@ def test_all_members_fail_before_a_collective_when_one_disagrees(
         assert all(worker in str(answer) for worker in MEMBERS)
 
 
-def test_a_member_that_never_comes_is_named_by_the_deadline() -> None:
+def test_an_absent_member_is_named_by_the_deadline() -> None:
     rendezvous = Rendezvous("127.0.0.1", 20.0)
     offer = offer_of(rendezvous)
     for answer in join_all([offer, offer], rendezvous, 1.0):
         assert isinstance(answer, PeerTimeout), answer
 
 
-def test_groups_live_side_by_side_and_the_default_group_is_untouched() -> None:
+def test_several_groups_coexist_and_leave_the_default_group_unchanged() -> None:
     stores = [Rendezvous("127.0.0.1", 20.0), Rendezvous("127.0.0.1", 20.0)]
     assert stores[0].port != stores[1].port
     formed = [join_all([offer_of(store, name)] * 3, store) for store, name in zip(stores, "ab", strict=True)]  # fmt: skip
@@ -169,7 +169,7 @@ def test_every_element_of_an_op_is_in_exactly_one_bucket(
     assert sorted(found) == sorted(whole)
 
 
-def test_bytes_that_no_engine_needs_do_not_travel_and_a_missing_byte_is_an_error() -> None:
+def test_only_needed_bytes_are_broadcast_and_a_missing_byte_is_an_error() -> None:
     builder = ManifestBuilder("trainer/0", Role.TRAINER)
     for name in ("used", "unused"):
         builder.add_parameter(name, nbytes=4000, dtype=DType.INT32)

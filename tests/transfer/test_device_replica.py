@@ -276,7 +276,7 @@ def test_a_repeated_round_sends_the_copy_unless_the_fleet_changed(
         pair.write(0)
 
 
-def test_a_round_that_its_owner_has_given_up_gets_no_weights_of_the_next_version(
+def test_an_abandoned_round_sends_no_weights_of_the_next_version(
     pair: Pair,
 ) -> None:
     told: list[int] = []
@@ -390,7 +390,7 @@ def test_memory_under_late_kernels_is_neither_freed_nor_written(pair: Pair) -> N
     assert pair.num_held == held > 0
 
 
-def test_pageable_parameters_are_not_locked_once_they_are_copied(
+def test_pageable_parameters_are_not_locked_after_their_copy(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "memory_kind", lambda _: MemoryKind.PAGEABLE)

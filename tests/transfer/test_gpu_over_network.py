@@ -255,7 +255,7 @@ def test_ops_of_every_copy_mode_arrive(dtype: DType, mode: UpdateMode, arena_nby
     world.close()
 
 
-def test_a_changed_byte_is_found() -> None:
+def test_verify_finds_a_changed_byte() -> None:
     world = dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE)
     expected: dict[str, str] = {}
     for name, sender in world.senders.items():
@@ -267,7 +267,7 @@ def test_a_changed_byte_is_found() -> None:
     world.close()
 
 
-def test_weights_in_host_memory_and_weights_on_a_gpu_do_not_mix() -> None:
+def test_weights_in_host_memory_and_on_a_gpu_cannot_be_mixed() -> None:
     world = dense_world(DType.FLOAT32, UpdateMode.IN_PLACE)
     manifest = world.fleet.destinations[0]
     transport = MemoryTransport(MemoryFabric())
@@ -518,7 +518,7 @@ def test_memory_under_late_kernels_is_not_freed() -> None:
     world.close()
 
 
-def test_an_engine_that_leaves_frees_its_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_frees_its_gpu_memory_when_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = numpy_gpu()
     monkeypatch.setattr("windlass.memory.cuda.gpu.shared_gpu", lambda _: gpu)
     fleet = dense_to_fused(DType.FLOAT32)

@@ -126,7 +126,7 @@ def test_an_engine_accepts_a_link_that_is_written_twice(pair: Pair) -> None:
     assert pair.is_equal()
 
 
-def test_a_digest_that_is_not_the_expected_one_is_reported(pair: Pair) -> None:
+def test_an_unexpected_digest_is_reported(pair: Pair) -> None:
     pair.write(0)
     assert pair.receiver.verify(0, {SOURCE: "0" * 32}) == (SOURCE,)
 

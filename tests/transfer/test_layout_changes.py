@@ -300,7 +300,7 @@ async def test_five_dims_and_gaps_between_rows_reach_the_engine(
 
 @pytest.mark.parametrize("name", ["publish", "staged", "xccl", "disk"])
 @pytest.mark.parametrize("arena_nbytes", [0, 256])
-async def test_a_parameter_that_is_written_to_while_it_is_published_is_never_published(
+async def test_a_parameter_written_during_its_update_is_not_published(
     name: str, arena_nbytes: int, tmp_path: Path
 ) -> None:
     setting = settings(tmp_path)[name]

@@ -334,7 +334,7 @@ def chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     found.close()
 
 
-def test_a_relay_in_order_brings_every_byte_everywhere(chain: Chain) -> None:
+def test_a_relay_in_order_delivers_every_byte_to_every_engine(chain: Chain) -> None:
     links, parts = chain.run()
     assert set(links.values()) == {LinkStatus.OK}
     assert not any(part.missing or part.unknown_to or part.unknown_from for part in parts.values())

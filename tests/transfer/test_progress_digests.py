@@ -102,7 +102,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     assert not found.gpu.device.allocated  # type: ignore[attr-defined]
 
 
-def test_hints_in_order_leave_nothing_to_hash(pair: Pair) -> None:
+def test_hints_in_order_leave_no_byte_to_hash_in_verify(pair: Pair) -> None:
     for version in range(3):
         digest, told = pair.write(version, f"w{version}")
         assert len(told) == 3

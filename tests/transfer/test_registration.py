@@ -342,7 +342,7 @@ def test_parameters_of_one_allocation_are_registered_once() -> None:
     assert stretches(spans, allocation) == [(0, 1000), (2000, 500), (2500, 100)]
 
 
-def test_a_span_that_reaches_past_its_allocation_is_not_joined_with_the_next() -> None:
+def test_a_span_beyond_its_allocation_is_not_joined_with_the_next() -> None:
     assert stretches([(0, 150), (160, 10)], lambda address: (address // 100 * 100, 100)) == [
         (0, 150),
         (160, 10),

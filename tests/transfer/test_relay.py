@@ -174,7 +174,7 @@ async def test_every_engine_is_written_with_any_arena_and_chunk_size(
                 assert await fleet.held(f"engine{i}") == [(version, str(version), False)] * 2
 
 
-async def test_a_trainer_that_is_killed_while_it_feeds_ends_the_round() -> None:
+async def test_a_trainer_killed_during_a_relay_ends_the_round() -> None:
     async with fleet_of(RelayShape.CHAIN, UpdateMode.STAGED, 3) as fleet:
         fleet.add_trainers(fault="kill:3")
         for i in range(3):

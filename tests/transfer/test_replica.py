@@ -406,7 +406,7 @@ def test_a_repeated_round_sends_the_copy_or_nothing() -> None:
         links.close()
 
 
-def test_a_round_that_its_owner_has_given_up_gets_no_weights_of_the_next_version() -> None:
+def test_an_abandoned_round_sends_no_weights_of_the_next_version() -> None:
     links, told = Links(), list[int]()
     try:
         links.memory.refill(0)

@@ -400,7 +400,7 @@ def test_a_tensor_that_transformers_computes_is_refused_by_name(
     assert describe_module(model, "trainer/0", Role.TRAINER, stacked=()).parameters
 
 
-def test_a_conversion_that_fails_is_refused_by_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_conversion_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> object:
         raise KeyError("no such attribute")
 

@@ -278,7 +278,7 @@ def test_a_wrong_read_during_a_write_is_healed_by_writing_again(
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
-def test_a_bit_that_flipped_in_the_arena_is_healed_by_writing_again(dtype: DType) -> None:
+def test_a_bit_flipped_in_the_arena_is_healed_by_writing_again(dtype: DType) -> None:
     fleet, full = standard_fleet(dtype, UpdateMode.IN_PLACE, 0)
     fleet.stands_still = True
     try:
@@ -338,7 +338,7 @@ def cut(size: int, marks: set[int]) -> list[tuple[int, int]]:
     mode=st.sampled_from(list(UpdateMode)),
     arena_nbytes=st.sampled_from([0, 128, 1024]),
 )
-def test_any_grid_reaches_any_grid(
+def test_every_grid_of_trainers_can_update_every_grid_of_engines(
     shape: tuple[int, int, int],
     source_marks: tuple[set[int], set[int], set[int]],
     target_marks: tuple[set[int], set[int], set[int]],

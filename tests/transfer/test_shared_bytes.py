@@ -73,7 +73,7 @@ def test_views_and_neighbouring_parameters_are_accepted(parts: tuple[Part, ...])
         (("p", "a", WHOLE, 2, None), ("q", "a", WHOLE, 0, None)),
     ],
 )
-def test_bytes_of_two_elements_are_refused_with_both_names(parts: tuple[Part, ...]) -> None:
+def test_bytes_shared_by_two_elements_are_refused_with_both_names(parts: tuple[Part, ...]) -> None:
     with pytest.raises(ManifestError, match=r"parameters '[pq]' and '[pq]' must not share bytes"):
         received(*parts)
 

@@ -76,7 +76,7 @@ def test_a_requested_transport_must_start_and_leaves_nothing_open_on_failure() -
         create_transport(AutoConfig(offers=("cma", '{"type": "shm"}', "cuda_ipc")))
 
 
-def test_a_write_goes_by_the_transport_of_its_endpoint() -> None:
+def test_a_write_uses_the_transport_of_its_endpoint() -> None:
     fabric = MemoryFabric()
     here, there = (TransportSet([MemoryTransport(fabric), CmaTransport()]) for _ in range(2))
     with Arena(here, 4096) as source, Arena(there, 4096) as target:
@@ -105,7 +105,7 @@ class Late(MemoryTransport):
             self.pending.append(released)
 
 
-def test_memory_is_released_when_the_last_transport_is_done_with_it() -> None:
+def test_memory_is_released_after_its_last_transport_releases_it() -> None:
     late, freed = Late(), list[str]()
     both = TransportSet([late, CmaTransport()])
     memory = np.zeros(4096, np.uint8)
@@ -154,7 +154,7 @@ def test_a_range_refused_by_every_transport_is_an_error_and_leaves_no_region() -
     both.close()
 
 
-def test_memory_that_peers_cannot_map_is_published_by_the_others_only() -> None:
+def test_memory_that_peers_cannot_map_is_offered_only_by_other_transports() -> None:
     both = TransportSet([ShmTransport(), CmaTransport()])
     memory = np.zeros(4096, np.uint8)
     region = both.register(int(memory.ctypes.data), memory.nbytes)

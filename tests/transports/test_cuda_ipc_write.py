@@ -106,7 +106,7 @@ def test_an_interrupted_write_fails_only_after_its_copies_ended(
     assert ends.num_held == (0 if over is None else 1)
 
 
-def test_a_write_that_is_late_keeps_the_table_that_its_kernel_reads(
+def test_a_late_write_keeps_the_table_of_its_kernel(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(*_: object) -> None:

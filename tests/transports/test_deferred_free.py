@@ -299,7 +299,7 @@ def test_a_mooncake_arena_without_open_writes_is_freed_at_once(ends: Ends) -> No
     assert ends.memory() is None
 
 
-def test_a_mooncake_write_that_is_late_reads_the_arena_that_was_closed(ends: Ends) -> None:
+def test_a_late_mooncake_write_reads_its_closed_arena(ends: Ends) -> None:
     ends.lose()
     assert ends.memory() is not None
     assert not ends.landing.bytes.any()
@@ -312,7 +312,7 @@ def test_a_mooncake_write_that_is_late_reads_the_arena_that_was_closed(ends: End
     other.close()
 
 
-def test_closing_mooncake_under_a_late_write_keeps_the_memory_for_good(ends: Ends) -> None:
+def test_closing_mooncake_under_a_late_write_never_frees_the_memory(ends: Ends) -> None:
     ends.lose()
     ends.source.close()
     assert len(bounds._KEPT) == 1
@@ -322,7 +322,7 @@ def test_closing_mooncake_under_a_late_write_keeps_the_memory_for_good(ends: End
     assert ends.landing.bytes.tobytes() == ends.wanted
 
 
-def test_a_late_mooncake_write_keeps_no_arena_that_it_does_not_read(ends: Ends) -> None:
+def test_a_late_mooncake_write_keeps_only_the_arena_that_it_reads(ends: Ends) -> None:
     before = Arena(ends.source, NBYTES)
     ends.lose()
     after = Arena(ends.source, NBYTES)

@@ -122,7 +122,7 @@ class TestMooncakeTcp(ProcessConformance):
                 process.digest()
         mortal.check_peer(mortal.arena.bytes, "after it went on")
 
-    def test_a_process_restarted_at_the_same_address_is_another_peer_and_can_be_written(
+    def test_a_process_restarted_at_the_same_address_is_a_new_writable_peer(
         self, mortal: Rig
     ) -> None:
         # The engine rarely gets its port back within a minute of a kill, so peers use a forwarder's
@@ -309,7 +309,7 @@ def test_dead_peers_leave_no_thread_and_no_entry(sending: Sending) -> None:
     assert transport._peers == {}
 
 
-def test_a_peer_that_is_not_written_keeps_no_thread_and_is_written_again(
+def test_an_idle_peer_keeps_no_thread_and_can_be_written_again(
     sending: Sending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mooncake, "IDLE_S", 0.05)
@@ -326,7 +326,7 @@ def test_a_peer_that_is_not_written_keeps_no_thread_and_is_written_again(
                 time.sleep(0.01)
 
 
-def test_peers_that_are_written_in_turn_are_kept_and_share_an_engine(sending: Sending) -> None:
+def test_peers_written_in_turn_stay_connected_and_share_an_engine(sending: Sending) -> None:
     transport, source = sending
     with PeerProcess(TCP, NBYTES) as first, PeerProcess(TCP, NBYTES) as second:
         for peer in (first, second, first, second):

@@ -386,7 +386,7 @@ class TestNixlTcp(ProcessConformance):
         assert (report.protocol, rig.transport.traits.one_sided) == ("tcp", False)
         assert "lo" in report.detail
 
-    def test_a_write_that_ran_out_of_time_is_unknown_until_it_is_over(
+    def test_a_write_that_timed_out_is_unknown_until_it_is_over(
         self, mortal: Rig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         batch = mortal.batch([0], [0], [NBYTES])

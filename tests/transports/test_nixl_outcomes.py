@@ -204,7 +204,7 @@ def test_a_peer_is_open_until_each_of_its_lost_writes_is_over(ends: Ends, first:
     other.close()
 
 
-def test_a_lost_write_keeps_no_arena_that_it_does_not_read(ends: Ends) -> None:
+def test_a_lost_write_keeps_only_the_arena_that_it_reads(ends: Ends) -> None:
     """The transfer to a dead peer never ends, while a trainer continues to make plans."""
     lost = ends.lose_one()
     ends.arenas.append(Arena(ends.ours, NBYTES))

@@ -38,7 +38,7 @@ def bytes_of(local: np.ndarray, remote: np.ndarray, nbytes: np.ndarray) -> list[
 
 
 @given(st.lists(extents, max_size=12))
-def test_a_region_registers_exactly_when_no_byte_of_it_is_registered(
+def test_a_region_can_be_registered_only_if_no_byte_of_it_is_registered(
     regions: list[tuple[int, int]],
 ) -> None:
     table, taken = RegionTable(), set[int]()

@@ -44,7 +44,7 @@ def test_every_name_leads_to_the_configuration_of_that_name() -> None:
         parse_transport("tcp")
 
 
-def test_a_transport_may_be_spelled_out_with_its_settings() -> None:
+def test_a_transport_may_be_given_with_its_settings() -> None:
     assert parse_transport('{"type": "cma", "num_threads": 3}') == CmaConfig(num_threads=3)
     for wrong in ('{"type": "tcp"}', '{"type": "cma", "threads": 3}', "{", '{"num_threads": 3}'):
         with pytest.raises(ConfigError):

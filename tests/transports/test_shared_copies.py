@@ -139,7 +139,7 @@ def test_an_interrupted_caller_waits_for_jobs_of_other_threads() -> None:
         assert not going_on
 
 
-def test_many_jobs_are_carried_out_once_each() -> None:
+def test_each_of_many_jobs_runs_once() -> None:
     done: list[int] = []
     with ThreadPoolExecutor(4) as threads:
         share([lambda n=n: done.append(n) for n in range(500)], threads, 3)  # type: ignore[misc]

@@ -42,9 +42,7 @@ def one_piece(
 class TestShm(ProcessConformance):
     config: ClassVar[ShmConfig] = ShmConfig()
 
-    def test_memory_that_the_transport_did_not_allocate_is_a_source_and_no_target(
-        self, rig: Rig
-    ) -> None:
+    def test_memory_not_allocated_by_the_transport_is_only_a_source(self, rig: Rig) -> None:
         keyless = msgspec.structs.replace(rig.peer.region, key="")
         message = rig.refused(rig.batch([0], [0], [16], regions=(keyless,)), RegionError)
         assert "not allocated" in message
@@ -52,7 +50,7 @@ class TestShm(ProcessConformance):
     @pytest.mark.parametrize(
         "key", ["x", "../../etc/passwd:0", "0:0123456789abcdef:0", "9999:0123456789abcdef:0", "::"]
     )
-    def test_a_forged_key_opens_nothing(self, rig: Rig, key: str) -> None:
+    def test_a_forged_key_opens_no_segment(self, rig: Rig, key: str) -> None:
         forged = msgspec.structs.replace(rig.peer.region, key=key)
         rig.refused(rig.batch([0], [0], [16], regions=(forged,)), RegionError)
 
@@ -278,7 +276,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root plays two users")
-def test_another_user_of_the_host_opens_no_segment() -> None:
+def test_another_user_of_the_host_cannot_open_a_segment() -> None:
     with started(ENGINE) as engine:
         key = msgspec.json.decode(engine.said(), type=RemoteRegion).key
         path = f"/proc/{engine.process.pid}/fd/{key.partition(':')[0]}"
