@@ -1,5 +1,5 @@
-"""Planning on paper: what an update of a cluster that is not there would move, and how long it takes.
+"""Plan an update of a cluster that does not exist: the bytes that it moves, and an estimate of its time.
 
-`python -m tools.plan TOPOLOGY.toml`, from the root of the source tree. The planner is the library's;
-manifests, speeds and the simulated fabric are made here.
+Run `python -m tools.plan TOPOLOGY.toml` from the root of the source tree. The planner is the library's; this package
+makes the manifests and models the fabric.
 """

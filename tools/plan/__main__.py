@@ -1,4 +1,4 @@
-"""`python -m tools.plan TOPOLOGY.toml`: what an update would move, and how long it must take."""
+"""Print the plan of an update and its estimated time: `python -m tools.plan TOPOLOGY.toml`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the arguments of the command to a parser."""
     parser.add_argument("topology", type=Path, help="TOML file, see examples/topologies")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument(
@@ -85,11 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and print.
+    """Plan the topology and print the result.
 
     Raises:
-        ConfigError: the file cannot be read or is no topology.
-        PlanError: the two sides do not fit.
+        ConfigError: the file cannot be read or does not describe a topology.
+        PlanError: the two sides do not match.
     """
     try:
         text = args.topology.read_text(encoding="utf-8")
@@ -141,7 +141,7 @@ def _measure(
 def _relay(
     topology: Topology, policy: PlanPolicy, links_at_once: int, shape: RelayShape
 ) -> SimulatedRelay | None:
-    """The slowest group, fed as fast as the trainers can send one replica."""
+    """Simulate the slowest group; trainers send to it at the rate of one replica. Return None without a relay."""
     stripes = stripes_of(shape, topology.engine.replicas)
     if not stripes:
         return None
@@ -319,7 +319,7 @@ def _simulated(simulated: SimulatedWire, measured: _Measured) -> Table:
 
 
 def main() -> int:
-    """Print errors of Windlass as one line; anything else is a defect and shows its traceback."""
+    """Run the command. Print an error of Windlass in one line; other errors are bugs and show a traceback."""
     parser = argparse.ArgumentParser(prog="python -m tools.plan", description=__doc__)
     add_arguments(parser)
     try:

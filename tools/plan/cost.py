@@ -1,7 +1,7 @@
-"""The speed-of-light model: how long a plan must take on a fabric, and what it waits for.
+"""Speed-of-light model: the minimum time of a plan on a fabric, and its bottleneck.
 
-Every resource works at its full rate from the first to the last byte and all overlap,
-so the slowest one is the time. Real runs are slower; the ratio is what to report.
+The model assumes that all resources work at full rate and overlap from the first to the last byte, so the slowest
+resource determines the time. Real runs are slower; report the ratio.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class CostEstimate:
     """Predicted times in seconds.
 
     Attributes:
-        wire_s: the slowest resource.
-        bottleneck: which one, in words.
-        lower_bound_s: under any routing on this fabric; the ratio to `wire_s` is what a
-            better routing could still gain.
-        egress_s, ingress_s: busiest sender and receiver.
-        issue_s: the sender with most writes, at `per_write_s` each.
-        pack_s: the rank that packs or unpacks most.
+        wire_s: time of the slowest resource.
+        bottleneck: name of that resource.
+        lower_bound_s: minimum time of any routing on this fabric. The ratio to `wire_s` is the possible gain of a
+            better routing.
+        egress_s, ingress_s: time of the busiest sender and receiver.
+        issue_s: time of the sender with the most writes, at `per_write_s` each.
+        pack_s: time of the rank that packs or unpacks the most bytes.
     """
 
     wire_s: float
@@ -45,12 +45,12 @@ class CostEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSummary:
-    """Bytes over all (source, destination) pairs that exchange any.
+    """Statistics of the bytes per link.
 
     Attributes:
-        num_links: pairs that exchange bytes.
-        min_nbytes, median_nbytes, max_nbytes: over those pairs.
-        heaviest: up to five (source, destination, bytes), most first.
+        num_links: number of (source, destination) pairs that exchange bytes.
+        min_nbytes, median_nbytes, max_nbytes: statistics over those pairs.
+        heaviest: up to five (source, destination, bytes), largest first.
     """
 
     num_links: int
@@ -61,7 +61,7 @@ class LinkSummary:
 
 
 def summarize_links(plan: TransferPlan) -> LinkSummary:
-    """Bytes per link of `plan`."""
+    """Return statistics of the bytes per link of `plan`."""
     links = plan.links()
     if not links:
         return LinkSummary(num_links=0, min_nbytes=0, median_nbytes=0.0, max_nbytes=0, heaviest=())
@@ -93,7 +93,7 @@ def predict(plan: TransferPlan, fabric: Fabric, routing: RoutingReport) -> CostE
     Args:
         plan: the whole plan.
         fabric: speeds.
-        routing: the report made with the plan; its bound on senders enters `lower_bound_s`.
+        routing: report on the same plan; its bound on senders is part of `lower_bound_s`.
     """
     ops = plan.ops
     num_src, num_dst = len(plan.sources), len(plan.destinations)
@@ -122,7 +122,7 @@ def predict(plan: TransferPlan, fabric: Fabric, routing: RoutingReport) -> CostE
         (f"unpack at {plan.destinations[int(unpack.argmax())]}", float(unpack.max())),
     )
     bottleneck, wire_s = max(candidates, key=lambda candidate: candidate[1])
-    # On a colocated fabric some bytes could go either way, at best over the faster link.
+    # On a colocated fabric another routing could use the faster of the two links.
     rate = max(nic, link) if fabric.colocated else nic
     needed = float(_per_rank(ops.dst, ops.nbytes, num_dst).max())
     return CostEstimate(

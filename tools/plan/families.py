@@ -1,7 +1,7 @@
-"""Model families as tables of modules: checkpoint names, shapes, and how each is split.
+"""Tables of the modules of model families: checkpoint names, shapes and splits.
 
-Enough of each family to make realistic manifests for planning. Adapters of running
-frameworks never use this: they ask the framework.
+The tables are detailed enough for realistic manifests of plans. Adapters of running frameworks do not use them: they
+ask the framework.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AFTER_LAST = 1 << 30
 
 
 class Split(StrEnum):
-    """How tensor parallelism cuts a module."""
+    """Split of a module by tensor parallelism."""
 
     REPLICATED = "replicated"
     VOCAB = "vocab"
@@ -37,7 +37,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Family and sizes, named as in the model's `config.json`.
 
     Attributes:
-        first_k_dense_replace: in a mixture of experts, this many layers at the front are dense.
+        first_k_dense_replace: number of dense layers at the front of a mixture of experts.
     """
 
     family: str
@@ -65,14 +65,14 @@ class Module:
     """Tensors that an engine fuses into one parameter.
 
     Attributes:
-        name: the engine's parameter name.
-        split: how it is cut.
-        tensors: in the order in which they are fused; per expert gate, up, down for EXPERTS.
+        name: name of the engine's parameter.
+        split: split by tensor parallelism.
+        tensors: tensors in the order in which they are fused; for EXPERTS gate, up and down of each expert.
         layer: BEFORE_FIRST, a layer index, or AFTER_LAST.
-        attention: cut over the attention ranks rather than over all.
-        dtype: fixed element type, or None for the side's own.
+        attention: whether the module is split over the attention ranks instead of all ranks.
+        dtype: fixed element type, or None for the element type of the side.
         head_dim: rows per head, for QKV.
-        num_kv_heads: for QKV.
+        num_kv_heads: number of key-value heads, for QKV.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Short forms for the modules of one layer."""
+    """Builder of the modules of one layer."""
 
     spec: ModelSpec
     index: int
@@ -153,7 +153,7 @@ class _Layer:
 
 
 def _qwen3_layer(spec: ModelSpec, index: int) -> Iterator[Module]:
-    """Grouped-query attention with per-head norms, then a dense MLP or experts."""
+    """Yield grouped-query attention with per-head norms, then a dense MLP or experts."""
     layer = _Layer(spec, index)
     hidden, head = spec.hidden_size, spec.head_dim
     q_rows, kv_rows = spec.num_attention_heads * head, spec.num_key_value_heads * head
@@ -181,7 +181,7 @@ def _qwen3_layer(spec: ModelSpec, index: int) -> Iterator[Module]:
 
 
 def _deepseek_v3_layer(spec: ModelSpec, index: int) -> Iterator[Module]:
-    """Multi-head latent attention, then a dense MLP or experts with shared experts."""
+    """Yield multi-head latent attention, then a dense MLP or experts with shared experts."""
     layer = _Layer(spec, index)
     hidden, heads = spec.hidden_size, spec.num_attention_heads
     q_head = spec.qk_nope_head_dim + spec.qk_rope_head_dim
@@ -212,7 +212,7 @@ def _deepseek_v3_layer(spec: ModelSpec, index: int) -> Iterator[Module]:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a family needs to be told."""
+    """Sizes that a family requires, and its kind of attention."""
 
     required: tuple[str, ...]
     mla: bool
@@ -228,14 +228,14 @@ FAMILIES = {
     "deepseek_v3": _Family(("intermediate_size", *_MLA, *_MOE), mla=True),
     "kimi_k2": _Family(("intermediate_size", *_MLA, *_MOE), mla=True),
 }
-"""Known families and the sizes that each cannot do without."""
+"""Known families."""
 
 
 def modules(spec: ModelSpec) -> Iterator[Module]:
-    """Every module of the model, in execution order.
+    """Yield every module of the model in execution order.
 
     Raises:
-        ConfigError: an unknown family, or a size that the family needs is missing.
+        ConfigError: the family is unknown, or a size that the family requires is missing.
     """
     family = FAMILIES.get(spec.family)
     if family is None:

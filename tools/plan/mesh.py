@@ -1,4 +1,4 @@
-"""Rank numbers to mesh coordinates, and how one dim is cut over a mesh axis."""
+"""Mapping of rank numbers to mesh coordinates, and the split of a dim over a mesh axis."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["EngineCoords", "EngineMesh", "MegatronCoords", "MegatronMesh", "even
 
 
 def even(what: str, size: int, parts: int, index: int) -> tuple[int, int]:
-    """(offset, size) of part `index` of a dim that must divide evenly.
+    """Return (offset, size) of part `index` of a dim.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: `size` is not divisible by `parts`.
     """
     if size % parts:
         raise ConfigError(f"{what}: {size} must be divisible by {parts}")
@@ -22,7 +22,7 @@ def even(what: str, size: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class MegatronCoords:
-    """Where a trainer rank stands: dense axes, then expert axes."""
+    """Mesh coordinates of a trainer rank: dense axes, then expert axes."""
 
     tp: int
     cp: int
@@ -35,10 +35,10 @@ class MegatronCoords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronMesh:
-    """Megatron-core's rank order: tp, cp, dp, pp for dense layers; etp, ep, edp, pp for experts.
+    """Rank order of Megatron-core: tp, cp, dp, pp for dense layers; etp, ep, edp, pp for experts.
 
     Raises:
-        ConfigError: the axes do not multiply to `world_size`.
+        ConfigError: `world_size` is not a multiple of the product of the axes.
     """
 
     world_size: int
@@ -59,7 +59,7 @@ class MegatronMesh:
                 )
 
     def coords(self, rank: int) -> MegatronCoords:
-        """Coordinates of `rank`."""
+        """Return the coordinates of `rank`."""
         stage_size = self.world_size // self.pp
         pp, in_stage = divmod(rank, stage_size)
         rest, tp = divmod(in_stage, self.tp)
@@ -71,7 +71,7 @@ class MegatronMesh:
 
 @dataclass(frozen=True, slots=True)
 class EngineCoords:
-    """Where a rank of one engine stands: the axes of attention, of dense MLPs and of experts."""
+    """Mesh coordinates of an engine rank: the axes of attention, dense MLPs and experts."""
 
     tp: int
     attention_tp: int
@@ -81,7 +81,7 @@ class EngineCoords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMesh:
-    """SGLang's rank order inside one engine of `tp` ranks.
+    """Rank order of SGLang inside one engine of `tp` ranks.
 
     Raises:
         ConfigError: `attention_dp` or `ep` does not divide `tp`.
@@ -98,15 +98,15 @@ class EngineMesh:
 
     @property
     def attention_tp(self) -> int:
-        """Ranks that one copy of attention is split over."""
+        """Return the number of ranks per copy of attention."""
         return self.tp // self.attention_dp
 
     @property
     def moe_tp(self) -> int:
-        """Ranks that one expert is split over."""
+        """Return the number of ranks per expert."""
         return self.tp // self.ep
 
     def coords(self, rank: int) -> EngineCoords:
-        """Coordinates of `rank`."""
+        """Return the coordinates of `rank`."""
         ep, moe_tp = divmod(rank, self.moe_tp)
         return EngineCoords(rank, rank % self.attention_tp, ep, moe_tp)

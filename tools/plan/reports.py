@@ -1,8 +1,7 @@
-"""What a plan covers and how evenly it loads the senders, measured beside the plan.
+"""Reports on a plan: coverage of the destinations and balance of the senders.
 
-The routing carries its own certificate: for the set S of the k most loaded senders, the
-bytes that only ranks in S hold must leave from S, hence no routing has a sender with
-fewer than bytes / k. The best k is the lower bound.
+The routing report proves its lower bound. Let S be the k most loaded senders. Bytes that only ranks in S have must be
+sent by S, so in any routing at least one rank of S sends bytes / k or more. The best k gives the bound.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoverageReport:
-    """What a plan covers, in bytes of the destinations.
+    """Coverage of a plan, in bytes of the destinations.
 
     Attributes:
-        needed: bytes that the destinations declare, padding not counted.
-        covered: bytes that the plan writes; equal to `needed` in every plan that exists.
+        needed: bytes that the destinations declare, without padding.
+        covered: bytes that the plan writes. Always equal to `needed`: the planner refuses other plans.
         by_mode: bytes per mode.
         by_reason: bytes per reason.
-        unused_tensors: names that sources hold and no destination wants.
+        unused_tensors: names of tensors that sources have and no destination uses.
     """
 
     needed: int
@@ -49,16 +48,16 @@ class CoverageReport:
 
     @property
     def fraction(self) -> float:
-        """`covered / needed`, 1.0 when nothing is needed."""
+        """Return `covered / needed`, or 1.0 if nothing is needed."""
         return self.covered / self.needed if self.needed else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingReport:
-    """How evenly the senders are loaded.
+    """Balance of the senders.
 
     Attributes:
-        egress: (num_sources,) bytes each source sends.
+        egress: (num_sources,) bytes that each source sends.
         lower_bound: bytes that the busiest sender must send under any routing.
         certificate: indices of the sources that prove `lower_bound`.
     """
@@ -69,13 +68,13 @@ class RoutingReport:
 
     @property
     def imbalance(self) -> float:
-        """Busiest sender over the lower bound, >= 1."""
+        """Return the bytes of the busiest sender divided by the lower bound, >= 1."""
         return float(self.egress.max()) / self.lower_bound if self.lower_bound else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTransfer:
-    """A plan and what was measured beside it."""
+    """A plan and its reports."""
 
     plan: TransferPlan
     coverage: CoverageReport
@@ -87,7 +86,7 @@ def plan_with_reports(
     destinations: Sequence[ShardManifest],
     policy: PlanPolicy | None = None,
 ) -> PlannedTransfer:
-    """As `plan_transfer`, with coverage and routing measured."""
+    """Return the plan of `plan_transfer` with reports on coverage and routing."""
     plan = plan_transfer(sources, destinations, policy)
     given, ops = route(sources, destinations, policy or PlanPolicy()), plan.ops
     src, dst, names = given.src, given.dst, given.names
@@ -109,14 +108,14 @@ def plan_with_reports(
 
 
 def num_writes(plan: TransferPlan) -> int:
-    """Return the contiguous one-sided writes of one update, before chunking by the transport."""
+    """Return the number of contiguous one-sided writes of one update, before the transport splits them into chunks."""
     return int((plan.ops.nbytes // np.maximum(plan.ops.run_nbytes, 1)).sum())
 
 
 def certify(
     egress: Int64Array, group_nbytes: Int64Array, holders: Sequence[tuple[int, ...]]
 ) -> RoutingReport:
-    """Measure the loads against the best lower bound over prefixes of the most loaded senders."""
+    """Compare the loads with the best lower bound over prefixes of the most loaded senders."""
     order = np.argsort(-egress, kind="stable")
     position = np.empty(len(order), np.int64)
     position[order] = np.arange(len(order))

@@ -1,14 +1,14 @@
-"""A discrete-event simulation of the wire phase: a real plan, link by link, on a modelled fabric.
+"""Discrete-event simulation of the wire phase: it runs each link of a real plan on a modelled fabric.
 
-Every source writes its links as `transfer/sender.py` does: a fixed number side by side, in the order
-of the destinations' names, each source beginning with another one. Links that are on the wire share
-what they pass through by max-min fairness (progressive filling, as in Bertsekas and Gallager,
-"Data Networks", section 6.5): per-queue-pair arbitration of NICs and switches comes close to that.
-An event is the end of a link; then the next one of its source begins and all shares are found anew.
+Sources write their links as in `transfer/sender.py`: a fixed number in parallel, in the order of the destinations'
+names, and each source starts with a different destination. Active links share resources by max-min fairness
+(progressive filling, as in Bertsekas and Gallager, "Data Networks", section 6.5), which is close to the per-queue-pair
+arbitration of NICs and switches. An event is the end of a link. Then the source starts its next link, and the
+simulation computes all shares again.
 
-What a link may pass through: the egress and ingress of a NIC (shared where a host has fewer NICs
-than ranks), the spine when its two NICs lie on different rails, the local link of its ranks, the
-write queue of its source (`per_write_s` each) and the pack kernels of both sides.
+The resources of a link are the egress and ingress of a NIC (shared if a host has fewer NICs than ranks), the spine if
+its two NICs are on different rails, the local link of its ranks, the write queue of its source (`per_write_s` per
+write) and the pack kernels of both sides.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSummary:
-    """How busy one kind of resource is while the wire phase lasts, as fractions of its capacity.
+    """Load of one kind of resource during the wire phase, as fractions of its capacity.
 
     Attributes:
         kind: `NIC egress`, `NIC ingress`, `local egress`, `local ingress`, `spine egress`,
             `spine ingress`, `write issue`, `pack` or `unpack`.
-        num_used: resources of that kind that any link passes through.
-        max, mean: over those.
+        num_used: number of resources of that kind that at least one link uses.
+        max, mean: load over those resources.
     """
 
     kind: str
@@ -53,15 +53,15 @@ class LoadSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedWire:
-    """What came out. Times in seconds from the first byte.
+    """Result of a simulation. Times are in seconds from the first byte.
 
     Attributes:
-        wire_s: the end of the last link.
+        wire_s: end of the last link.
         link_finish_s: (num_links,) end of each link, in plan order.
-        link_nbytes: (num_links,) its bytes.
-        destination_finish_s: (num_destinations,) when each destination has all of its bytes.
-        loads: per kind of resource that is used at all.
-        num_events: moments at which shares were found anew.
+        link_nbytes: (num_links,) bytes of each link.
+        destination_finish_s: (num_destinations,) time at which each destination has all of its bytes.
+        loads: load of each kind of resource in use.
+        num_events: number of times that the shares were computed.
     """
 
     wire_s: float
@@ -72,7 +72,7 @@ class SimulatedWire:
     num_events: int
 
     def percentile_s(self, percent: float) -> float:
-        """Moment by which `percent` of the links have ended."""
+        """Return the time by which `percent` of the links have ended."""
         return float(np.percentile(self.link_finish_s, percent)) if len(self.link_finish_s) else 0.0
 
 
@@ -82,9 +82,9 @@ class _Flows:
 
     Attributes:
         src, dst: (n,) ranks. nbytes: (n,).
-        resource: (n, k) index of what the link passes through.
-        cost: (n, k) fraction of a second of that resource per byte; 0 where it passes by.
-        kinds: per column its name. bounds: (k + 1,) where each column's resources begin.
+        resource: (n, k) index of each resource of the link.
+        cost: (n, k) seconds of that resource per byte; 0 if the link does not use it.
+        kinds: name of each column. bounds: (k + 1,) index of the first resource of each column.
     """
 
     src: Int64Array
@@ -103,13 +103,13 @@ def simulate_wire(
     links_at_once: int = LINKS_AT_ONCE,
     stagger: bool = True,
 ) -> SimulatedWire:
-    """Carry out the wire phase of `plan` on `fabric`.
+    """Simulate the wire phase of `plan` on `fabric`.
 
     Args:
         plan: the whole plan.
-        fabric: speeds and where ranks lie.
-        links_at_once: per source.
-        stagger: each source begins with another destination; false: all with the first.
+        fabric: speeds and placement of ranks.
+        links_at_once: number of links that a source writes in parallel.
+        stagger: whether each source starts with a different destination. Otherwise all start with the first.
 
     Raises:
         ConfigError: `links_at_once` < 1.
@@ -132,7 +132,7 @@ def simulate_wire(
     )
 
 
-# --- what a link passes through ------------------------------------------------------------------
+# --- resources of links --------------------------------------------------------------------------
 
 
 def _flows_of(plan: TransferPlan, fabric: Fabric) -> _Flows:
@@ -153,7 +153,8 @@ def _flows_of(plan: TransferPlan, fabric: Fabric) -> _Flows:
     nics = fabric.nics_per_node or per_node
     local = (src // per_node == dst // per_node) & fabric.colocated
     far = np.where(local, 0.0, 1.0)
-    # A NIC's share of the host: ranks that share one are slower only when they send at once.
+    # With more NICs than ranks, one rank gets the rate of several. Ranks that share a NIC are slower only if they
+    # send at the same time.
     rate = fabric.nic_gbytes_per_s * _GB * max(1.0, nics / per_node)
     src_nic, dst_nic = _nic_of(src, per_node, nics), _nic_of(dst, per_node, nics)
     src_node, dst_node = src // per_node, dst // per_node
@@ -186,13 +187,13 @@ def _flows_of(plan: TransferPlan, fabric: Fabric) -> _Flows:
 
 
 def _nic_of(rank: Int64Array, per_node: int, nics: int) -> Int64Array:
-    """A host's ranks are dealt to its NICs in blocks; with more NICs than ranks each has its own."""
+    """Return the NIC of each rank: a host's NICs are assigned to ranks in blocks, or one per rank if there are enough."""
     place = rank % per_node
     return rank // per_node * nics + (place * nics // per_node)
 
 
 def _queues(plan: TransferPlan, flows: _Flows, stagger: bool) -> list[list[int]]:
-    """Return, for each source, its links in the order in which they begin: that of a round, if `stagger`."""
+    """Return the links of each source in their start order, which is the order of a real round if `stagger` is set."""
     links: dict[str, dict[str, int]] = {source: {} for source in plan.sources}
     for link, (src, dst) in enumerate(zip(flows.src.tolist(), flows.dst.tolist(), strict=True)):
         links[plan.sources[src]][plan.destinations[dst]] = link
@@ -204,7 +205,7 @@ def _queues(plan: TransferPlan, flows: _Flows, stagger: bool) -> list[list[int]]
 
 
 def _run(flows: _Flows, queues: list[list[int]], links_at_once: int) -> tuple[Float64Array, int]:
-    """The end of each link, and how many events there were."""
+    """Return the end of each link and the number of events."""
     finish = np.zeros(len(flows.nbytes))
     remaining = flows.nbytes.copy()
     waiting = [list(reversed(queue)) for queue in queues]
@@ -233,7 +234,7 @@ def _run(flows: _Flows, queues: list[list[int]], links_at_once: int) -> tuple[Fl
 
 
 def _max_min(resource: Int64Array, cost: Float64Array, num_resources: int) -> Float64Array:
-    """Rates in bytes per second: all grow together until something on their way is full."""
+    """Return rates in bytes per second. All rates grow together; a rate stops when one of its resources is full."""
     rate = np.zeros(len(resource))
     rising = np.arange(len(resource))
     spare = np.ones(num_resources)

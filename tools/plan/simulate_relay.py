@@ -1,11 +1,10 @@
-"""A discrete-event simulation of a relay: chunks down the stripes of one group, member by member.
+"""Discrete-event simulation of a relay: the chunks of one group move along its stripes from member to member.
 
-The trainers' side is `simulate_wire` of the plan for one replica, and the members of a group take the
-same time as their own first one would: groups use different NICs, so the slowest alone is simulated. A
-member's NIC sends one chunk after another and receives one after another (FIFO per NIC and direction; a
-chunk is short beside a link, so fair sharing would change little). A chunk that waits for a busy receiver
-does not hold up the sender's other child, which has a thread of its own. A member checks a chunk before
-it passes it on.
+`simulate_wire` of the plan for one replica gives the time of the trainers. Groups use different NICs, so only the
+slowest group is simulated. The NIC of a member sends one chunk at a time and receives one at a time (FIFO per NIC and
+direction; chunks are short compared with a link, so fair sharing would change little). A chunk that waits for a busy
+receiver does not delay the sender's other child, which has its own thread. A member verifies a chunk before it passes
+the chunk on.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRelay:
-    """What came out. Times in seconds from the first byte that a trainer sends.
+    """Result of a simulation. Times are in seconds from the first byte that a trainer sends.
 
     Attributes:
-        wire_s: when the last member has everything, verified.
-        member_finish_s: (num_members,) when each has.
-        num_chunks: per member.
+        wire_s: time at which the last member has verified all bytes.
+        member_finish_s: (num_members,) the same time for each member.
+        num_chunks: number of chunks per member.
     """
 
     wire_s: float
@@ -48,20 +47,20 @@ def simulate_relay(
     verify_gbytes_per_s: float,
     hop_s: float = 50e-6,
 ) -> SimulatedRelay:
-    """Carry out one round.
+    """Simulate one round.
 
     Args:
-        group: who passes on to whom.
-        nbytes: that every member receives.
-        fed_s: in which the trainers can send all of it, `simulate_wire` of one replica; each stripe
+        group: members and stripes of the relay.
+        nbytes: bytes that every member receives.
+        fed_s: seconds that the trainers need to send `nbytes`, from `simulate_wire` of one replica. Each stripe
             gets its share of that rate.
-        nic_gbytes_per_s: of a member, per direction.
-        verify_gbytes_per_s: at which a member hashes.
-        hop_s: from the last byte of a chunk to the begin of its check: a write that returns, a
-            message, a thread that wakes.
+        nic_gbytes_per_s: rate of a member's NIC, per direction.
+        verify_gbytes_per_s: hash rate of a member.
+        hop_s: seconds from the last byte of a chunk to the start of its verification: the write returns, a message
+            is sent, a thread wakes up.
 
     Raises:
-        ConfigError: a number that is not positive, or a group without stripes.
+        ConfigError: a number is not positive, or the group has no stripes.
     """
     for name, value in (
         ("nbytes", nbytes),
@@ -79,7 +78,7 @@ def simulate_relay(
     sizes[-1] = nbytes - group.chunk_nbytes * (num_chunks - 1)
     egress, ingress, checked = ([0.0] * num_members for _ in range(3))
     rate, check = nic_gbytes_per_s * _GB, verify_gbytes_per_s * _GB
-    # (moment at which a chunk has landed, member, chunk): members take them as they come.
+    # (arrival time of a chunk, member, chunk). Members process chunks in order of arrival.
     landed: list[tuple[float, int, int]] = []
     sent = 0
     for chunk, size in enumerate(sizes):
@@ -102,7 +101,7 @@ def simulate_relay(
 
 
 def _children(group: RelayGroup) -> list[list[list[int]]]:
-    """Per stripe and member, whom it passes chunks on to."""
+    """Return the children of each member in each stripe."""
     found: list[list[list[int]]] = [[[] for _ in group.members] for _ in group.stripes]
     for stripe, parents in enumerate(group.stripes):
         for member, parent in enumerate(parents):

@@ -1,4 +1,4 @@
-"""The manifests that a topology implies: Megatron or FSDP trainers, SGLang-like engines."""
+"""Manifests of the ranks in a topology: Megatron or FSDP trainers, engines like SGLang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Span = tuple[int, int]
 
 @dataclass(slots=True)
 class _Writer:
-    """Lays contiguous boxes one after the other into one parameter at a time."""
+    """Builder of a manifest that places contiguous boxes one after another in a parameter."""
 
     builder: ManifestBuilder
     dtype: DType
@@ -33,13 +33,13 @@ class _Writer:
         dtype: DType | None = None,
         padded_rows: int = 0,
     ) -> None:
-        """One parameter of `parts` in memory order.
+        """Add a parameter that consists of `parts` in memory order.
 
         Args:
             name: parameter name.
-            parts: (tensor, dim that is cut, (offset, size) along it).
-            dtype: element type, or None for the side's own.
-            padded_rows: rows of the last part's width at the end that belong to nothing.
+            parts: (tensor, split dim, (offset, size) along that dim).
+            dtype: element type, or None for the element type of the side.
+            padded_rows: number of padding rows at the end, as wide as the last part.
         """
         dtype = dtype or self.dtype
         placed: list[tuple[TensorSpec, Box, int]] = []
@@ -59,7 +59,7 @@ class _Writer:
             self.builder.add_shard(spec.name, spec.shape, box, name, offset_bytes=start)
 
     def vocabulary(self, module: Module, parts: int, index: int, multiple: int) -> None:
-        """One part of a padded vocabulary."""
+        """Add one part of a padded vocabulary."""
         spec = module.tensors[0]
         padded = -(-spec.shape[0] // multiple) * multiple
         offset, size = even(f"{module.name} padded to {multiple}", padded, parts, index)
@@ -81,7 +81,7 @@ def _row(module: Module, parts: int, index: int) -> list[tuple[TensorSpec, int, 
 
 
 def trainer_manifests(topology: Topology) -> list[ShardManifest]:
-    """One manifest per trainer rank.
+    """Return one manifest per trainer rank.
 
     Raises:
         ConfigError: the parallelism does not fit the model or the world size.
@@ -109,7 +109,7 @@ def trainer_manifests(topology: Topology) -> list[ShardManifest]:
 
 
 def _stage_modules(model: ModelSpec, table: list[Module], pp: int, stage: int) -> list[Module]:
-    """Modules of a pipeline stage; the first `num_hidden_layers % pp` stages have one more layer."""
+    """Return the modules of a pipeline stage; the first `num_hidden_layers % pp` stages have one more layer."""
     if model.num_hidden_layers < pp:
         raise ConfigError(
             f"trainer: pp {pp} must be at most num_hidden_layers {model.num_hidden_layers}"
@@ -134,7 +134,7 @@ def _finish(builder: ManifestBuilder, model: ModelSpec, held: list[Module]) -> S
 def _megatron_module(
     writer: _Writer, module: Module, mesh: MegatronMesh, at: MegatronCoords
 ) -> None:
-    """One module on a Megatron rank: fused where Megatron fuses, interleaved where it interleaves."""
+    """Add one module of a Megatron rank, fused and interleaved in the same way as in Megatron."""
     match module.split:
         case Split.REPLICATED:
             for spec in module.tensors:
@@ -146,7 +146,7 @@ def _megatron_module(
         case Split.ROW:
             writer.parameter(module.name, _row(module, mesh.tp, at.tp))
         case Split.QKV:
-            # linear_qkv holds, per group of query heads, the queries, then their key and value.
+            # For each group of query heads, linear_qkv contains the queries, then their key and value.
             q, k, v = module.tensors
             first, groups = even(f"{module.name} kv heads", module.num_kv_heads, mesh.tp, at.tp)
             q_rows = q.shape[0] // module.num_kv_heads
@@ -169,7 +169,7 @@ def _megatron_module(
 
 
 def _fsdp(model: ModelSpec, spec: TrainerSpec, table: list[Module]) -> list[ShardManifest]:
-    """Dim 0 of every parameter over the shard axis; the experts of a layer are one parameter."""
+    """Return manifests with dim 0 of every parameter split over the shard axis; the experts of a layer are one parameter."""
     if spec.world_size % spec.replicas:
         raise ConfigError(
             f"trainer: world_size {spec.world_size} must be a multiple of replicas {spec.replicas}"
@@ -195,7 +195,7 @@ def _fsdp(model: ModelSpec, spec: TrainerSpec, table: list[Module]) -> list[Shar
 def _stacked_experts(
     writer: _Writer, module: Module, experts: _Span, moe_tp: int = 1, index: int = 0
 ) -> None:
-    """`w13` of [gate; up] per expert and `w2` of down per expert, whole experts or slices."""
+    """Add `w13` with [gate; up] and `w2` with down, for whole experts or slices of them."""
     first, count = experts
     w13: list[tuple[TensorSpec, int, _Span]] = []
     w2: list[tuple[TensorSpec, int, _Span]] = []
@@ -208,7 +208,7 @@ def _stacked_experts(
 
 
 def engine_manifests(topology: Topology) -> list[ShardManifest]:
-    """One manifest per engine rank, `engine-R/T` for rank T of replica R.
+    """Return one manifest per engine rank, named `engine-R/T` for rank T of replica R.
 
     Raises:
         ConfigError: the parallelism does not fit the model.
@@ -246,7 +246,7 @@ def _engine_module(
             writer.parameter(module.name, _row(module, parts, index))
         case Split.QKV:
             q, k, v = module.tensors
-            # More ranks than key-value heads: each head is kept by several ranks.
+            # If there are more ranks than key-value heads, several ranks have the same head.
             kv_parts = min(parts, module.num_kv_heads)
             kv_index = index // (parts // kv_parts)
             writer.parameter(

@@ -1,7 +1,7 @@
-"""A topology: one description of both sides and of the fabric between them, read from TOML.
+"""Topology in TOML: description of trainers, engines and the fabric between them.
 
-For planning ahead and for benchmarks; `synthesis` makes the manifests
-that it implies. Running systems exchange the manifests of their adapters instead.
+Planning ahead and benchmarks use it; `synthesis` makes its manifests. Running systems exchange the manifests of their
+adapters instead.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["EngineSpec", "Fabric", "Topology", "TrainerSpec", "parse_topology"]
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The training side.
+    """The trainer side.
 
     Attributes:
-        kind: `megatron` (tp, pp, cp, ep, etp; the rest is data parallel) or `fsdp` (dim 0 of
-            every parameter over `world_size / replicas` ranks, experts fused per layer).
-        replicas: HSDP replicas, for `fsdp`.
+        kind: `megatron` (tp, pp, cp, ep, etp; the remaining axis is data parallel) or `fsdp` (dim 0 of every
+            parameter is split over `world_size / replicas` ranks, and experts are fused per layer).
+        replicas: number of HSDP replicas, for `fsdp`.
     """
 
     kind: Literal["megatron", "fsdp"]
@@ -39,12 +39,12 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The rollout side: `replicas` engines of `tp` ranks each.
+    """The engine side: `replicas` engines of `tp` ranks each.
 
     Attributes:
-        attention_dp: copies of attention within one engine (data-parallel attention).
-        ep: ranks that the experts of a layer are dealt to; `tp / ep` share each expert.
-        vocab_multiple: the vocabulary is padded to a multiple of this.
+        attention_dp: number of copies of attention in one engine (data-parallel attention).
+        ep: number of expert-parallel parts; `tp / ep` ranks share each expert.
+        vocab_multiple: number whose multiple is the padded size of the vocabulary.
     """
 
     replicas: int = 1
@@ -59,16 +59,16 @@ class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Speeds for the speed-of-light model.
 
     Attributes:
-        nic_gbytes_per_s: per rank and direction, 10^9 bytes per second.
-        per_write_s: seconds that one rank needs to issue one write.
-        pack_gbytes_per_s: per rank, packed bytes out of a pack or unpack kernel.
-        ranks_per_node: ranks that share a host.
-        colocated: rank i of both sides is on the same host, and local bytes take the local link.
-        local_gbytes_per_s: NVLink or shared memory, per rank and direction.
-        nics_per_node: NICs of a host, each of `nic_gbytes_per_s`; 0 for one per rank. Fewer are
-            shared by neighbouring ranks.
-        spine_oversubscription: bandwidth of a host's NICs over that of its way to other rails (NIC
-            i of one host to NIC j of another); 1 for a fabric without rails or a full spine.
+        nic_gbytes_per_s: rate per rank and direction, in 10^9 bytes per second.
+        per_write_s: seconds that a rank needs to issue one write.
+        pack_gbytes_per_s: rate of packed bytes of a pack or unpack kernel, per rank.
+        ranks_per_node: number of ranks per host.
+        colocated: whether rank i of both sides is on the same host. Local bytes then use the local link.
+        local_gbytes_per_s: rate of NVLink or shared memory, per rank and direction.
+        nics_per_node: number of NICs per host, each with `nic_gbytes_per_s`; 0 for one per rank. With fewer NICs
+            than ranks, neighbouring ranks share a NIC.
+        spine_oversubscription: bandwidth of a host's NICs divided by the bandwidth of its route to other rails (NIC
+            i of one host to NIC j of another); 1 for a fabric without rails or with a full spine.
     """
 
     nic_gbytes_per_s: float
@@ -82,7 +82,7 @@ class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Both sides and what lies between them."""
+    """Both sides and the fabric between them."""
 
     name: str
     model: ModelSpec
@@ -95,7 +95,7 @@ def parse_topology(text: str) -> Topology:
     """Read a topology from TOML.
 
     Raises:
-        ConfigError: no TOML, an unknown or missing key, or a value that is out of range.
+        ConfigError: the text is not TOML, a key is unknown or missing, or a value is out of range.
     """
     try:
         topology = msgspec.convert(tomllib.loads(text), type=Topology)
