@@ -1,1 +1,1 @@
-"""Scripts of the source tree; no part of the installed package."""
+"""Scripts of the source tree. The installed package does not contain them."""

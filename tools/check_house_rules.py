@@ -1,7 +1,7 @@
-"""House rules that ruff and mypy do not know.
+"""Check house rules that ruff and mypy cannot check.
 
-In `src`: no `**kwargs` in a public signature, no `getattr(x, "literal")` guessing. Run by
-`make lint`.
+In `src`, a public signature must not have `**kwargs`, and code must not guess with `getattr(x, "literal")`. `make lint`
+runs this script.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _violations(path: Path) -> list[str]:
 
 
 def main() -> int:
-    """Print every violation; non-zero when there is one."""
+    """Print every violation; return 1 if there is any."""
     found = [line for path in sorted(ROOT.rglob("*.py")) for line in _violations(path)]
     print("\n".join(found) if found else "house rules: clean")
     return 1 if found else 0

@@ -1,4 +1,4 @@
-"""What `pip install` would tell other packages of this checkout: entry points, for a path without an installation."""
+"""Write the entry points of this checkout to a folder, for a `src` on PYTHONPATH that is not installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def write_entry_points(folder: Path, root: Path = ROOT) -> Path:
-    """Write a `dist-info` with the entry points of `root`'s pyproject.toml; `folder` then goes on the path, beside the sources."""
+    """Write a `dist-info` with the entry points of `root`'s pyproject.toml. Add `folder` to the path, next to the sources."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     name, version = project["name"], project["version"]
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"

@@ -1,9 +1,9 @@
-"""Which feature works on which memory: the tests that show it are run, what became of them is kept, and docs/features.md is made of that.
+"""Test which feature works on which memory, record the results, and write docs/features.md from the records.
 
     python tools/features.py run MEMORY --json benchmarks/results/features_MEMORY_MACHINE_DATE.json
     python tools/features.py render [--check]
 
-MEMORY is `host` or `gpu`. Every test runs trainers and engines in processes of their own and compares every element of every
+MEMORY is `host` or `gpu`. Every test runs trainers and engines in separate processes and compares every element of every
 parameter that an engine serves. The page shows the newest results of each memory.
 """
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "features.md"
 DEADLINE_S = 120
-"""Of one case."""
+"""Deadline of one case, in seconds."""
 PYTEST = (
     *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"),
     *("-m", "not engines and not cluster"),
@@ -75,7 +75,7 @@ FEATURES: dict[str, dict[str, tuple[str, str]]] = {
         "gpu": (f"{REPLICA_ON_GPU}::test_engines_get_the_copy_although_the_weights_changed", ""),
     },
 }
-"""Of each memory the test, and a word of the cases that belong to the feature."""
+"""Feature -> memory -> test, and a word that selects the cases of the feature."""
 HEAD = """# Which feature on which memory
 
 `tools/features.py` writes this page from committed results; do not edit it. Each row is a test, with the number of cases that
@@ -86,9 +86,9 @@ that the machine skipped the test, with the reason of the test if it gave one.
 
 
 def run(memory: str, path: Path, at_once: int, go_on: bool) -> int:
-    """Run the tests of one memory and write what became of each case; 0 when none failed.
+    """Run the tests of one memory and write the result of each case; return 0 if none failed.
 
-    With `go_on` the cases that `path` already has are kept and not run again.
+    If `go_on` is set, keep the cases that `path` already has and do not run them again.
     """
     chosen = {
         test for ways in FEATURES.values() for kind, (test, _) in ways.items() if kind == memory
@@ -112,7 +112,7 @@ def run(memory: str, path: Path, at_once: int, go_on: bool) -> int:
         begun = [pool.submit(_run_case, test) for test in tests if test not in kept]
         for ended in as_completed(begun):
             cases.append(ended.result())
-            # After each, should the run be cut.
+            # Write after each case, because the run may be interrupted.
             path.write_text(
                 json.dumps({**found, "of": len(tests), "cases": cases}, indent=1) + "\n"
             )
@@ -122,7 +122,7 @@ def run(memory: str, path: Path, at_once: int, go_on: bool) -> int:
 
 
 def _run_case(test: str) -> dict[str, str]:
-    """Run one case of a test in a process of its own, and print what it said if it failed."""
+    """Run one case of a test in a separate process, and print its output if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         try:
@@ -142,7 +142,7 @@ def _run_case(test: str) -> dict[str, str]:
 
 
 def render() -> str:
-    """Return the page that the newest results of each memory give."""
+    """Return the page with the newest results of each memory."""
     machines, rows, reasons = [], [], Counter[str]()
     newest = {memory: _newest(memory) for memory in ("host", "gpu")}
     for memory, (path, found) in newest.items():
@@ -176,10 +176,10 @@ def render() -> str:
 
 
 def _newest(memory: str) -> tuple[Path, dict[str, object]]:
-    """Return the results of one memory with the last date.
+    """Return the newest results of one memory.
 
     Raises:
-        SystemExit: there are none.
+        SystemExit: the memory has no results.
     """
     files = [(json.loads(p.read_text()), p) for p in RESULTS.glob(f"features_{memory}_*.json")]
     if not files:
@@ -189,15 +189,19 @@ def _newest(memory: str) -> tuple[Path, dict[str, object]]:
 
 
 def main() -> int:
-    """Run or render, as the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     runs = commands.add_parser("run", help="run the tests of one memory")
     runs.add_argument("memory", choices=["host", "gpu"])
     runs.add_argument("--json", type=Path, required=True)
-    runs.add_argument("--at-once", type=int, default=1, help="cases beside each other (default 1)")
     runs.add_argument(
-        "--go-on", action="store_true", help="of a run that was cut: keep the cases of its file"
+        "--at-once", type=int, default=1, help="number of cases at a time (default 1)"
+    )
+    runs.add_argument(
+        "--go-on",
+        action="store_true",
+        help="continue an interrupted run: keep the cases in its file",
     )
     commands.add_parser("render", help="write the page").add_argument(
         "--check", action="store_true"

@@ -1,5 +1,4 @@
-"""docs/figures/*.svg: what the pages draw, light or dark as the page is. Figures of measurements come from
-benchmarks/results.
+"""Draw docs/figures/*.svg, in light and dark colours. Figures of measurements use benchmarks/results.
 
 python -m tools.figures [--check]
 """
@@ -32,7 +31,7 @@ text{fill:#e2e6eb}.soft{fill:#a2abb6}.box{fill:#252b33;stroke:#6b7683}.line{stro
 
 
 class Drawing:
-    """Shapes in the order in which they are drawn; `title` and `told` are for those who cannot see them."""
+    """Shapes in drawing order. `title` and `told` describe the drawing for screen readers."""
 
     def __init__(self, height: int, title: str, told: str) -> None:
         self._parts = [
@@ -45,48 +44,48 @@ class Drawing:
         ]
 
     def text(self, x: float, y: float, said: str, kind: str = "", anchor: str = "start") -> None:
-        """One line, its base at y."""
+        """Add a line of text with its base line at y."""
         self._parts.append(
             f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(said)}</text>'
         )
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str) -> None:
-        """A rectangle with round corners."""
+        """Add a rectangle with round corners."""
         self._parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" class="{kind}"/>'
         )
 
     def box(self, x: float, y: float, width: float, lines: Sequence[str]) -> None:
-        """A box 22 + 17 n high with a bold first line."""
+        """Add a box with n lines of text. It is 17 n + 13 high, and the first line is bold."""
         self.rect(x, y, width, 17 * len(lines) + 13, "box")
         for number, line in enumerate(lines):
             kind = "bold" if number == 0 else "small soft"
             self.text(x + width / 2, y + 20 + 17 * number, line, kind, "middle")
 
     def bar(self, x: float, y: float, width: float, said: str, kind: str) -> None:
-        """A bar with a word in it."""
+        """Add a bar with a word in it."""
         self.rect(x, y, width, 24, kind)
         self.text(x + width / 2, y + 16, said, "small on" if kind != "idle" else "small", "middle")
 
     def arrow(self, path: str, kind: str = "line") -> None:
-        """A path with a tip."""
+        """Add a path with an arrow head."""
         self._parts.append(f'<path d="{path}" class="{kind}" marker-end="url(#tip)"/>')
 
     def line(self, x: float, y: float, to_x: float, to_y: float, kind: str = "line") -> None:
-        """A straight one."""
+        """Add a straight line."""
         self._parts.append(f'<path d="M{x:g} {y:g} {to_x:g} {to_y:g}" class="{kind}"/>')
 
     def dot(self, x: float, y: float, kind: str) -> None:
-        """A point of a plot."""
+        """Add a point of a plot."""
         self._parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="6" class="{kind}"/>')
 
     def svg(self) -> str:
-        """The whole file."""
+        """Return the text of the SVG file."""
         return "\n".join([*self._parts, "</svg>"]) + "\n"
 
 
 def clocks() -> Drawing:
-    """The two clocks."""
+    """Draw the two clocks."""
     drawing = Drawing(
         318,
         "Two clocks: connect and update",
@@ -96,7 +95,7 @@ def clocks() -> Drawing:
     drawing.text(20, 26, "CONNECT", "bold")
     drawing.text(100, 26, "once per topology: seconds, and nothing is paused", "soft")
     steps = [
-        ("describe", "what each rank holds", "ShardManifest"),
+        ("describe", "the boxes of each rank", "ShardManifest"),
         ("plan", "every byte, or an error", "TransferPlan"),
         ("bind", "register memory once", "addresses"),
     ]
@@ -105,9 +104,7 @@ def clocks() -> Drawing:
         if number:
             drawing.arrow(f"M{265 * number - 23} 72h41")
     drawing.text(20, 152, "UPDATE", "bold")
-    drawing.text(
-        100, 152, "once per version: milliseconds, replays what Connect has worked out", "soft"
-    )
+    drawing.text(100, 152, "once per version: milliseconds, reuses the results of Connect", "soft")
     widths = {"PREPARE": 120, "WRITE": 230, "VERIFY": 100, "APPLY": 80, "PUBLISH": 80}
     for mode, top, stands in (("in_place", 170, (110, 720)), ("staged", 240, (560, 720))):
         drawing.text(20, top + 17, mode, "bold")
@@ -125,7 +122,7 @@ def clocks() -> Drawing:
 
 
 def way() -> Drawing:
-    """A byte's way."""
+    """Draw the way of a byte from a trainer to an engine."""
     drawing = Drawing(
         250,
         "A byte's way from a trainer's shard to an engine's parameter",
@@ -141,7 +138,7 @@ def way() -> Drawing:
     drawing.arrow("M150 87v23")
     drawing.arrow("M150 159v23")
     drawing.box(530, 40, 240, ("live parameter", "the tensor that the engine serves"))
-    drawing.box(530, 112, 240, ("memory that was registered", "in_place: the parameter itself"))
+    drawing.box(530, 112, 240, ("registered memory", "in_place: the parameter itself"))
     drawing.box(530, 184, 240, ("digests equal?", "otherwise the link is written again"))
     drawing.arrow("M270 135h256")
     drawing.text(400, 126, "one-sided write", "small bold", "middle")
@@ -155,10 +152,10 @@ def way() -> Drawing:
 
 
 def transaction() -> Drawing:
-    """The transaction with its failures."""
+    """Draw the transaction and its failures."""
     drawing = Drawing(
         330,
-        "An update is one transaction, and what its failures do",
+        "An update is one transaction, with these outcomes of failures",
         "Each phase and the outcome of a failure in it: before PUBLISH no engine serves the new version.",
     )
     phases = (
@@ -173,7 +170,7 @@ def transaction() -> Drawing:
         if number:
             drawing.arrow(f"M{156 * number - 4} 63h22")
     drawing.text(
-        20, 26, "Every engine that takes part goes through all five, or is left out.", "soft"
+        20, 26, "Every participating engine completes all five phases, or is left out.", "soft"
     )
     failures = (
         (
@@ -184,8 +181,8 @@ def transaction() -> Drawing:
         ("WRITE", "a write fails", "it is written again; then its engine is left out"),
         (
             "WRITE",
-            "nobody knows how a write ended",
-            "no second write until the process is another one",
+            "the result of a write is unknown",
+            "no second write until the process is replaced",
         ),
         ("VERIFY", "a digest differs", "its link is written again; then its engine is left out"),
         (
@@ -203,22 +200,22 @@ def transaction() -> Drawing:
     drawing.text(
         20,
         316,
-        "An engine that was paused resumes on exactly one published version, or not at all.",
+        "A paused engine resumes with exactly one published version, or does not resume.",
         "bold",
     )
     return drawing
 
 
 def staleness() -> Drawing:
-    """Staleness of a rollout that goes on across updates."""
+    """Draw the staleness of rollouts that continue across updates."""
     drawing = Drawing(
         268,
         "Staleness: how many versions old a sample may be",
-        "Rollouts go on across updates. A sample is as old as its oldest token; with max_staleness 1 a sample "
-        "whose oldest token is two versions behind is not trained on.",
+        "Rollouts continue across updates. A sample is as old as its oldest token; with max_staleness 1 a sample "
+        "with an oldest token two versions behind is not trained on.",
     )
     drawing.text(
-        20, 26, "Rollouts go on while weights change. Every token knows its version.", "soft"
+        20, 26, "Rollouts continue while weights change. Every token has its version.", "soft"
     )
     edges = (150, 350, 550, 750)
     for number, x in enumerate(edges):
@@ -294,14 +291,14 @@ UPDATES = (
         ("Windlass, attached", "weight_sync_s median", "reload"),
     ),
 )
-"""What was updated, the alternative of the same run, the file, and what its row's case, metric and reference have."""
+"""Updated engine, alternative of the same run, file, and text in the case, metric and reference of its row."""
 
 
 def measured(file: str, wanted: tuple[str, str, str]) -> tuple[float, float]:
-    """Seconds of an update and of its alternative.
+    """Return the seconds of an update and of its alternative.
 
     Raises:
-        ValueError: not exactly one row of the file is meant.
+        ValueError: none or several rows of the file match.
     """
     rows = [
         row
@@ -318,12 +315,12 @@ def measured(file: str, wanted: tuple[str, str, str]) -> tuple[float, float]:
 
 
 def spell(seconds: float) -> str:
-    """A time as people say it."""
+    """Return a time in s or ms as text."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
 def update_time() -> Drawing:
-    """Time of an update against what people have."""
+    """Draw the time of an update and of its alternative."""
     low, high, left, right = 0.03, 5.0, 265, 690
     top, step = 74, 42
 
@@ -341,7 +338,7 @@ def update_time() -> Drawing:
     drawing.dot(430, 22, "a")
     drawing.text(442, 26, "Windlass")
     drawing.dot(522, 22, "b")
-    drawing.text(534, 26, "what people have, same run")
+    drawing.text(534, 26, "alternative, same run")
     for mark in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0):
         drawing.line(at(mark), 46, at(mark), height - 24, "grid")
         drawing.text(at(mark), height - 8, spell(mark).replace(".00", ""), "small soft", "middle")
@@ -367,7 +364,7 @@ FIGURES: dict[str, Callable[[], Drawing]] = {
 
 
 def main() -> int:
-    """Write the figures, or say which are not what would be written."""
+    """Write the figures, or with --check name the outdated ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prometheus and promtool of Debian, unpacked beside the tree: no service is installed or started.
+# Unpacks Prometheus and promtool of Debian in FOLDER. Installs and starts no service.
 #
 #   bash tools/install_prometheus.sh FOLDER
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A Slurm cluster's programs from the distribution's packages, for the scheduler tests. Nothing is
-# configured or left running: the tests write their own configuration and start their own daemons.
+# Installs the programs of a Slurm cluster from the distribution's packages, for the scheduler tests. It configures and
+# starts nothing: the tests write their own configuration and start their own daemons.
 set -eu
 if command -v slurmctld >/dev/null 2>&1 && command -v munged >/dev/null 2>&1; then
   exit 0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The system packages Windlass can use: libibverbs, which Mooncake's TransferEngine links to, a
-# Chromium, in which a test looks at the status page, and libfaketime, which sets clocks in a test.
-# Installed where this user may install; named, and gone on without, where not.
+# Installs optional system packages: libibverbs for Mooncake's TransferEngine, Chromium for the test of the status page,
+# and libfaketime for a test that sets clocks. Without the permission to install, the script names the missing packages
+# and succeeds.
 set -u
 missing=()
 ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1)
@@ -26,7 +26,7 @@ for package in "${missing[@]}"; do
     libfaketime) lost="the test of clocks that jump will be skipped" ;;
     chromium) lost="the test of the status page in a browser will be skipped" ;;
   esac
-  echo "windlass: $package is not installed and could not be: $lost." >&2
+  echo "windlass: $package is missing and could not be installed: $lost." >&2
   echo "windlass: install it with your package manager (Debian/Ubuntu: apt-get install $package)." >&2
 done
 exit 0

@@ -1,10 +1,10 @@
-"""Count the hard sentences of docstrings, comments and pages, and compare each room with its limit.
+"""Count hard words in docstrings, comments and pages, and compare each package with its limit.
 
 Four kinds of words make a sentence hard: a person without a name ("whoever"), a clause in the place of a noun ("what it
-has"), a chain of relatives ("of which", "those that") and a dated adverb ("anew"). The measure is their number per
-1,000 words. Some uses are innocent, so a limit is above zero.
+has"), a chain of relative clauses ("of which", "those that") and a dated adverb ("anew"). The measure is their number
+per 1,000 words. Some uses are harmless, so limits are above zero.
 
-    python3 tools/measure_english.py                    compare every room of `LIMITS`; the exit status is 1 above a limit
+    python3 tools/measure_english.py                    check every path of `LIMITS`; exit status 1 if one is above its limit
     python3 tools/measure_english.py PATH... [--worst N]    print the measure of files or folders, and their worst lines
 """
 
@@ -36,7 +36,7 @@ LIMITS = {
     "src/windlass/transfer": 3.0,
     "src/windlass/transports": 3.0,
 }
-"""Folder or file from the root -> highest number of hard words per 1,000. A room enters when its text is rewritten."""
+"""Maximum of hard words per 1,000 for a folder or file. Add a folder when its text is rewritten."""
 HARD = re.compile(
     r"""\b(
     # Persons without a name.
@@ -61,8 +61,8 @@ class Measure:
     """Hard words of a part of the tree.
 
     Attributes:
-        num_words: all its words.
-        lines: number of hard words, and the text with its place, of each passage that has one.
+        num_words: number of all words.
+        lines: number of hard words, and place and text, of each passage with hard words.
     """
 
     num_words: int
@@ -70,7 +70,7 @@ class Measure:
 
     @property
     def per_thousand(self) -> float:
-        """Hard words per 1,000 words."""
+        """Return the hard words per 1,000 words."""
         return 1000 * sum(number for number, _ in self.lines) / max(1, self.num_words)
 
 
@@ -116,12 +116,12 @@ def measure(paths: Sequence[Path]) -> Measure:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print measures; return 1 if a room is above its limit."""
+    """Print measures; return 1 if a path is above its limit."""
     parser = argparse.ArgumentParser(
         prog="measure_english.py", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
-        "paths", nargs="*", type=Path, help="files or folders; none for every room of LIMITS"
+        "paths", nargs="*", type=Path, help="files or folders; none for every path of LIMITS"
     )
     parser.add_argument("--worst", type=int, default=10, metavar="N", help="passages to print")
     known = parser.parse_args(words)

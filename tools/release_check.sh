@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What must hold before a release, but for `make test-all`: wheel and sdist are built and well formed, an empty environment that has the
-# wheel alone runs `windlass doctor`, one that has its extra `demo` runs `windlass demo`, container files are in order, and the version is
-# the same everywhere. Environments are made by pip and by uv. About 4 minutes on two cores.
+# Checks a release, in addition to `make test-all`. Wheel and sdist must be well formed. `windlass doctor` must run in an empty environment
+# with only the wheel, and `windlass demo` in one with the extra `demo`. Container files must be valid, and all files must have the same
+# version. pip and uv create the environments. About 4 minutes on two cores.
 #
 #   bash tools/release_check.sh [PYTHON]
 set -euo pipefail
@@ -22,7 +22,7 @@ grep -q "^## \[$version\]" CHANGELOG.md || { echo "CHANGELOG.md: no entry for $v
 
 "$folder/tools/bin/hadolint" --failure-threshold style deploy/containers/*
 
-# What deploy/containers/ copies is enough to build the same wheel.
+# The files that deploy/containers/ copies must be enough to build the same wheel.
 mkdir "$folder/copied"
 sed -n 's/^COPY \(.*\) [^ ]*$/\1/p' deploy/containers/controller.Containerfile | xargs cp -r -t "$folder/copied"
 "$folder/tools/bin/python" -m build --wheel --outdir "$folder/from-copied" "$folder/copied"
@@ -33,7 +33,7 @@ cmp <(unzip -Z1 "$folder"/dist/*.whl | sort) <(unzip -Z1 "$folder"/from-copied/*
 cd "$folder"
 test "$(empty/bin/windlass --version)" = "windlass $version"
 COLUMNS=80 empty/bin/windlass doctor
-# With nothing but the base dependencies every check answers, and says what to do where something is missing.
+# With only the base dependencies every check must give a result, and a remedy if something is missing.
 empty/bin/windlass doctor --json --engine-flags 'vllm --enable-sleep-mode' --engine-flags 'sglang --tp 2' | empty/bin/python -c '
 import json, sys
 (findings,) = json.load(sys.stdin).values()
@@ -49,7 +49,7 @@ import sys, windlass
 heavy = {"torch", "numpy", "aiohttp", "rich"} & set(sys.modules)
 assert not heavy, f"import windlass imports {heavy}"'
 
-# The demo, from the wheel and its extra alone, in an environment made by uv.
+# Run the demo from the wheel and its extra, in an environment that uv creates.
 export UV_CACHE_DIR=$folder/uv
 tools/bin/uv venv --quiet --python "$(readlink -f "$(command -v "$python")")" with-demo
 tools/bin/uv pip install --quiet --python with-demo/bin/python --constraint "$constraints" "$(echo "$folder"/dist/*.whl)[demo]"

@@ -1,5 +1,6 @@
-"""docs/api.md, the list of every public name, from its docstrings; and, for the site, the pages that show
-them in full. Reads sources and imports nothing of them.
+"""Write docs/api.md, the list of public names, from the docstrings, and the site's pages with the full docstrings.
+
+The script reads the sources as text and imports none of them.
 
 python tools/render_api.py [--check]
 """
@@ -34,29 +35,28 @@ PACKAGES = (
 )
 INTRODUCTION = """# Public names
 
-Everything that a script imports comes from one of these packages; every other module is internal. Names are imported when they
-are first used: `import windlass` loads neither numpy nor a web server. The site of the documentation (`make docs`) shows arguments,
-units, ownership and errors in full, and so does `help(NAME)`. This page is made by `python tools/render_api.py` from the
-docstrings, and a test compares it with them.
+Import only names of these packages; all other modules are internal. Names are imported at their first use: `import windlass` loads
+neither numpy nor a web server. The site of the documentation (`make docs`) and `help(NAME)` show arguments, units, ownership and
+errors in full. `python tools/render_api.py` makes this page from the docstrings, and a test compares it with them.
 """
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign
 
 
 def path_of(module: str) -> Path:
-    """The file of a module or package."""
+    """Return the file of a module or package."""
     path = SOURCE.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 @cache
 def tree_of(module: str) -> ast.Module:
-    """Its syntax."""
+    """Return the syntax tree of a module."""
     return ast.parse(path_of(module).read_text())
 
 
 def public_names(package: str) -> dict[str, str]:
-    """The names that a package makes public, and the modules that define them."""
+    """Return the public names of a package and the modules that define them."""
     homes: dict[str, str] = {}
     for node in tree_of(package).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -69,10 +69,10 @@ def public_names(package: str) -> dict[str, str]:
 
 
 def definition(module: str, name: str) -> tuple[Definition, str]:
-    """Where a name of a module is defined, and its docstring.
+    """Return the definition of a name in a module, and its docstring.
 
     Raises:
-        KeyError: it is not defined there.
+        KeyError: the module does not define the name.
     """
     body = tree_of(module).body
     for node, after in zip(body, [*body[1:], None], strict=True):
@@ -89,12 +89,12 @@ def definition(module: str, name: str) -> tuple[Definition, str]:
 
 
 def paragraph(text: str) -> str:
-    """The first one, in one line."""
+    """Return the first paragraph in one line."""
     return " ".join(text.split("\n\n")[0].split())
 
 
 def page() -> str:
-    """The list: packages, and one line for every name."""
+    """Return docs/api.md: a section per package and a line per name."""
     lines = [INTRODUCTION]
     shown: dict[tuple[str, str], str] = {}
     for package in PACKAGES:
@@ -119,7 +119,7 @@ def page() -> str:
 
 
 def reference(package: str) -> str:
-    """A page of the site with the whole docstring of each name that the package is the first to make public."""
+    """Return the site's page of a package. It shows names in full that no earlier package has."""
     before = PACKAGES[: PACKAGES.index(package)]
     seen = {(m, n) for each in before for n, m in public_names(each).items()}
     names = [f"::: {m}.{n}" for n, m in public_names(package).items() if (m, n) not in seen]
@@ -127,7 +127,7 @@ def reference(package: str) -> str:
 
 
 def main() -> int:
-    """Write the page, or say that it is not what would be written."""
+    """Write the page, or with --check return 1 if it is outdated."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     if not parser.parse_args().check:

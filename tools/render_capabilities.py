@@ -1,8 +1,9 @@
-"""docs/capabilities.md out of what the live engine tests recorded in docs/capabilities.json, of the
-tables of schemes and kernels in `windlass.layout.quantization`, and of what every engine's `spec.py` says of its kernels and releases.
+"""Write docs/capabilities.md.
 
-`render_capabilities.py` writes the page, `render_capabilities.py --check` fails if it is not the
-one that the records give.
+Its sources are docs/capabilities.json, which the tests of live engines write, the schemes in
+`windlass.layout.quantization`, and the kernels and releases in each engine's `spec.py`.
+
+`render_capabilities.py` writes the page; `render_capabilities.py --check` fails if the page is outdated.
 """
 
 from __future__ import annotations
@@ -29,43 +30,46 @@ COLUMNS = [
 ]
 HEAD = """# What works with which engine
 
-Made by `tools/render_capabilities.py` from `docs/capabilities.json`, which `make test-engines` writes;
-not edited by hand. Every row is a real trainer of two processes that trains a step and publishes into
-a live unmodified server on CPU, which has left another fleet for this one; `proven` means that
-afterwards (1) every byte of every parameter and buffer, on every rank, equals what the engine's own
-loader makes of the same weights, saved as a checkpoint, in a new model, (2) every greedy token is the
-best one of transformers within bfloat16, (3) logprobs agree with transformers within bfloat16; and,
-for `moe` and `mla`, that a fresh server of the last of these checkpoints held the same bytes and gave
-the same tokens and logprobs. `refused` means that it is turned down with a reason; `untested` means what it says. Models
-are tiny and made from a configuration: `dense` and `tied` (Qwen3), `moe` (Qwen3-MoE), `mla`
-(DeepSeek-V3's attention and experts; from Megatron-core with torch's attention in its layer spec), and two of which
-the engine's loader computes tensors: `offset` (Gemma: norms of weight + 1, in SGLang) and `recurrent` (Falcon-H1: A =
--exp(A_log) of its state space layers, in vLLM).
-Machines with GPUs have a table of their own. Engine ranks: `tp` tensor-parallel ranks, `pp` stages, `dp` replicas of one server,
-`ep` ranks over which experts are spread. With `pp` and `dp`, updates come while requests run on every replica,
-and (2) and (3) hold for each; what builds for CPUs lack for `ep` and `pp` the tests put in its place (engine-adapters.md).
+`tools/render_capabilities.py` makes this page from `docs/capabilities.json`, which `make test-engines` writes. Do not edit it by hand.
+In every row a real trainer of two processes trains a step and publishes into a live, unmodified server on CPU. The server was in
+another fleet before. `proven` means that after the update
+
+1. every byte of every parameter and buffer, on every rank, equals a new model into which the engine's own loader loaded the same
+   weights from a checkpoint,
+2. every greedy token is the best one of transformers within bfloat16,
+3. logprobs agree with transformers within bfloat16,
+4. for `moe` and `mla`, a fresh server of the last of these checkpoints had the same bytes, tokens and logprobs.
+
+`refused` means that Windlass refuses the combination with a reason, and `untested` that no test runs it.
+
+Models are tiny and made from a configuration: `dense` and `tied` (Qwen3), `moe` (Qwen3-MoE), `mla` (DeepSeek-V3's attention and
+experts; from Megatron-core with torch's attention in its layer spec). For two models the engine's loader computes some tensors:
+`offset` (Gemma: norms of weight + 1, in SGLang) and `recurrent` (Falcon-H1: A = -exp(A_log) of its state space layers, in vLLM).
+GPUs have a separate table. Engine ranks: `tp` tensor-parallel ranks, `pp` stages, `dp` replicas of one server, `ep` ranks that
+share the experts. With `pp` and `dp`, updates arrive while requests run on every replica, and each replica must pass (2) and (3).
+Builds for CPUs lack some code for `ep` and `pp`; the tests replace it (engine-adapters.md).
 """
 
 QUANTISED = """
 ## Quantised engines
 
-Trainers in the types named quantise while they pack, to a checkpoint's own scheme; from
-`windlass.layout.quantization.CAPABILITIES`. Launchers read config.json and refuse before the engine starts.
+Trainers with parameters of these types quantise while they pack, to the scheme of the checkpoint. The table comes from
+`windlass.layout.quantization.CAPABILITIES`. Launchers read config.json and refuse other schemes before the engine starts.
 
-| scheme | trainers hold | outcome |
+| scheme | types of trainers | outcome |
 |---|---|---|
 """
 LAYOUT_HEAD = """
-How an engine's kernels want block float8; read in the engines' sources. Whatever the table says, every
-rank's capture proves its layout bit for bit or refuses it by name.
+Layouts of block float8 that the engines' kernels need, from the engines' sources. In each case the capture of every rank
+proves its layout bit for bit, or names the layout and refuses it.
 
 | engine | kernels | layout in memory | outcome |
 |---|---|---|---|
 """
-_LIVE = "proven: every tensor and the tokens are those of a fresh load (docs/measured-gpu.md)"
+_LIVE = "proven: every tensor and the tokens equal a fresh load (docs/measured-gpu.md)"
 _POWERS = "untested: scales become powers of two, which capture leaves to the engine's loader"
 LAYOUTS = (
-    ("SGLang 0.5.16", "Triton, Hopper (SGLANG_ENABLE_JIT_DEEPGEMM=0)", "as in the checkpoint", "proven: every tensor and the tokens are those of a fresh load (docs/measured-gpu.md)"),
+    ("SGLang 0.5.16", "Triton, Hopper (SGLANG_ENABLE_JIT_DEEPGEMM=0)", "as in the checkpoint", "proven: every tensor and the tokens equal a fresh load (docs/measured-gpu.md)"),
     ("SGLang 0.5.16", "DeepGEMM, Hopper", "as in the checkpoint", "untested"),
     ("SGLang 0.5.23", "CPU", "packed for AMX", "untested: the kernels need a CPU with AMX tiles"),
     ("SGLang", "DeepGEMM, Blackwell", "requantised", "untested: scales become powers of two, which capture leaves to the engine's loader"),
@@ -78,19 +82,19 @@ LAYOUTS = (
     ("vLLM", "DeepGEMM, Blackwell", "requantised", _POWERS),
     ("vLLM", "latent attention", "kv_b_proj dequantised to bfloat16", "untested live: capture leaves it to the engine's loader"),
 )  # fmt: skip
-"""Release, kernels and device, layout in memory against the checkpoint, what is known of it."""
+"""Release, kernels and device, layout in memory compared with the checkpoint, outcome."""
 RELEASES = """
 ## Releases
 
-From `EngineSpec.releases`; read in the sources of the releases named. A launcher refuses an older one, warns of
-one that was never updated while it served, and says what the one that it starts lacks; so does `windlass doctor`.
+From `EngineSpec.releases`, which was compiled from the sources of these releases. A launcher refuses older releases, warns of
+releases that were never updated while they served, and lists the features that its engine lacks. `windlass doctor` does the same.
 """
 HEAD_GPUS = """
 ## On GPUs
 
-Out of what `benchmarks/gpu/prove_live_engine.py` recorded (`benchmarks/results/`): updates
-in both modes; `proven` means that after either every tensor of every rank has the fingerprint that it has in a fresh
-server of the same release, which loaded the trainers' checkpoint, and that greedy tokens are equal.
+Recorded by `benchmarks/gpu/prove_live_engine.py` (`benchmarks/results/`), with updates in both modes. `proven` means that after each
+update every tensor of every rank has the same fingerprint as in a fresh server of the same release that loaded the trainers' checkpoint,
+and that greedy tokens are equal.
 
 | engine | model | engine ranks | trainer | transport | tensors | outcome |
 |---|---|---|---|---|---|---|
@@ -100,7 +104,7 @@ Row = dict[str, str]
 
 
 def render(rows: Sequence[Row], proofs: Sequence[dict[str, Any]]) -> str:
-    """The page; `proofs` are of GPUs."""
+    """Return the page; `proofs` are the records of GPUs."""
     parts = [HEAD]
     tested = [r for r in rows if (r["transport"], r["mode"]) in COLUMNS]
     for engine, version in sorted({(r["engine"], r["engine_version"]) for r in tested}):
@@ -184,7 +188,7 @@ def _place(row: Row) -> tuple[str, str, str, str]:
 
 
 def main() -> int:
-    """Write the page, or compare it."""
+    """Write the page, or with --check return 1 if it is outdated."""
     proofs = [row for file in sorted(ROOT.glob(PROOFS)) for row in json.loads(file.read_text())]
     text = render(json.loads((DOCS / "capabilities.json").read_text()), proofs)
     page = DOCS / "capabilities.md"
@@ -193,7 +197,7 @@ def main() -> int:
         return 0
     same = page.exists() and page.read_text() == text
     if not same:
-        sys.stderr.write(f"{page} must be made anew: python tools/render_capabilities.py\n")
+        sys.stderr.write(f"{page} is outdated: run python tools/render_capabilities.py\n")
     return 0 if same else 1
 
 

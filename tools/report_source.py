@@ -1,8 +1,8 @@
-"""What the source looks like, as a report and not a gate: part of `make lint`'s output.
+"""Report on the source. `make lint` prints it, and it sets no limits.
 
-Lines of `src/windlass` by room; the files on the way from `publish(version)` to bytes on the wire,
-in the reading order that docs/architecture.md gives, with their lines; and private words that are
-left, with the field's term for each.
+The report counts the lines of `src/windlass` by package and the lines of the files between `publish(version)` and the
+wire, in the reading order of docs/architecture.md. It also counts private words that remain, with the usual term for
+each.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PRIVATE_WORDS = {
     "conclusion": "round effects",
     "resumes": "resume retries",
 }
-"""Words whose every use in the source is worth a look; what has many other senses is not listed."""
+"""Private word -> usual term. Words with other common meanings are not listed."""
 
 
 def lines_of(path: Path) -> int:
@@ -62,7 +62,7 @@ def lines_of(path: Path) -> int:
 
 
 def lines_by_room() -> dict[str, tuple[int, int]]:
-    """(files, lines) of every room; modules beside the rooms count as one."""
+    """Return (files, lines) of every package; top-level modules count as one package."""
     files, lines = Counter[str](), Counter[str]()
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).parts
@@ -73,10 +73,10 @@ def lines_by_room() -> dict[str, tuple[int, int]]:
 
 
 def way_of_publish() -> list[str]:
-    """The paths of the numbered list under `HEADING`, relative to the package.
+    """Return the paths of the numbered list under `HEADING`, relative to the package.
 
     Raises:
-        LookupError: there is no such list.
+        LookupError: the page has no such list.
     """
     _, found, rest = ARCHITECTURE.read_text(encoding="utf-8").partition(HEADING)
     paths = re.findall(r"^\d+\. `([\w/]+\.py)`", rest.partition("\n## ")[0], re.MULTILINE)
@@ -86,7 +86,7 @@ def way_of_publish() -> list[str]:
 
 
 def private_words() -> Counter[str]:
-    """Uses of each word in names, texts and comments of the package."""
+    """Return the number of uses of each word in names, texts and comments of the package."""
     found = Counter[str]()
     for path in PACKAGE.rglob("*.py"):
         text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", path.read_text(encoding="utf-8")).lower()
@@ -97,7 +97,7 @@ def private_words() -> Counter[str]:
 
 
 def main() -> int:
-    """Print the report; 1 only where the list of files is missing or names what is not there."""
+    """Print the report; return 1 if the list of files names a missing file."""
     rooms = lines_by_room()
     total_files, total_lines = (sum(counts) for counts in zip(*rooms.values(), strict=True))
     print(f"src/windlass: {total_lines:,} lines in {total_files} files")

@@ -1,12 +1,12 @@
 """Run `make test` and the suites of every run, then as many of the other suites as the time allows.
 
-All suites together take over two hours on two cores, and CI may take one. So the other suites form a ring, and each
-run begins at another place of it: the place follows from the time and moves every three hours. A suite starts only if
-it is expected to end in time. The expectation is its minutes in `EVERY` or `MINUTES` times the slowness of this machine,
-which `make test` has shown. A suite that takes longer than all time that is left is stopped. The last lines say which
-suites passed, failed, were stopped, or did not start.
+All suites together take over two hours on two cores, and CI has one hour. So the other suites form a ring, and each
+run starts at a place that depends on the time and moves every three hours. A suite starts only if it should end in
+time: its expected time is its minutes in `EVERY` or `MINUTES`, multiplied by the slowness of this machine, which
+`make test` shows. A suite that exceeds the time left is stopped. The last lines list the suites that passed, failed,
+were stopped, or did not start.
 
-    python3 tools/run_suites.py [--minutes 55]      run them; the exit status is that of the first suite that failed
+    python3 tools/run_suites.py [--minutes 55]      run them; the exit status is the first failed suite's
     python3 tools/run_suites.py --list              print the order of this run with minutes
 """
 
@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 
 EVERY = {"test": 18.0, "test-security": 2.0, "test-scripts": 8.0}
-"""Suites of every run, and their minutes without set-up on two idle cores of the machine that CI has."""
+"""Suites of every run, and their minutes without set-up on two idle cores of the CI machine."""
 MINUTES = {
     "test-megatron": 2.0,
     "test-long": 13.0,
@@ -39,7 +39,7 @@ PLACES_PER_PERIOD = 2
 
 
 def order_at(time_s: float) -> Sequence[str]:
-    """Return the ring as a run takes it that starts at this time, in seconds since 1970."""
+    """Return the order of the ring for a run that starts at this time, in seconds since 1970."""
     ring = tuple(MINUTES)
     place = int(time_s // PERIOD_S) * PLACES_PER_PERIOD % len(ring)
     return (*ring[place:], *ring[:place])
@@ -49,11 +49,11 @@ def run(target: str, deadline: float) -> tuple[int | None, float]:
     """Run a target of the Makefile.
 
     Args:
-        target: its name.
-        deadline: time of `time.monotonic` at which it is stopped, with all processes of its session.
+        target: name of the target.
+        deadline: value of `time.monotonic` at which the target and all processes of its session are stopped.
 
     Returns:
-        Its exit status, None if it was stopped, and its seconds.
+        Exit status, or None if the target was stopped, and duration in seconds.
     """
     began = time.monotonic()
     print(f"run_suites: make {target}", flush=True)
@@ -71,7 +71,7 @@ def run(target: str, deadline: float) -> tuple[int | None, float]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the suites and print what ran."""
+    """Run the suites and print their results."""
     parser = argparse.ArgumentParser(
         prog="run_suites.py", description=(__doc__ or "").partition("\n")[0]
     )

@@ -1,8 +1,8 @@
-"""Run pytest, and run the tests that failed once more, alone.
+"""Run pytest, and run failed tests a second time, alone.
 
-A machine that is busy with other work can make a deadline of a test pass. So a test that fails is run again without
-others beside it, and fails the command only if it fails again. Tests that pass the second time are printed and
-counted; more than `--max-unsteady` of them fail the command as well.
+A test can exceed a deadline because the machine is busy. So a failed test runs again while no other test runs, and the
+command fails only if the test fails again. Tests that pass the second time are printed and counted. The command also
+fails if there are more than `--max-unsteady` of them.
 
     python tools/run_tests.py [--max-unsteady N] PYTEST-ARGUMENTS
 """
@@ -23,7 +23,7 @@ ALONE = ("-n", "0", "--last-failed", "--last-failed-no-failures", "none")
 
 
 def main(words: Sequence[str]) -> int:
-    """Return the exit status of pytest, or 1 if too many tests passed only when they ran alone."""
+    """Return the exit status of pytest, or 1 if too many tests passed only alone."""
     parser = argparse.ArgumentParser(
         prog="run_tests.py", description=__doc__, add_help=False, allow_abbrev=False
     )

@@ -1,7 +1,7 @@
-"""What mkdocs is told beside mkdocs.yml: pages that lie outside docs/, and the reference of every public name.
+"""Hooks of mkdocs that add pages from outside docs/ and the reference of every public name.
 
-Pages link to files as a reader of the repository finds them (`../SECURITY.md`, `../examples/trainer.py`). The site
-gets each such file under its path from the root, and the links are rewritten to it.
+Pages link to files by their path in the repository (`../SECURITY.md`, `../examples/trainer.py`). The hooks copy each
+such file to the site, under its path from the root, and rewrite the links.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))|(?<=src=\"
 
 
 def place(path: Path) -> str:
-    """Where a file of the repository is in the site."""
+    """Return the path in the site of a file of the repository."""
     return str(path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT))
 
 
 def targets(page: Path) -> list[Path]:
-    """The files of the repository that a page links to."""
+    """Return the files of the repository that a page links to."""
     found = [match[1] or match[3] for match in LINK.finditer(page.read_text())]
     return [path for link in found if (path := (page.parent / link).resolve()).is_file()]
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Name the pages of the packages in the navigation, where mkdocs.yml has the list of public names."""
+    """Add the pages of the packages to the navigation, at the list of public names in mkdocs.yml."""
     packages = [{package: f"api/{package}.md"} for package in render_api.PACKAGES]
     for part in config.nav or []:
         for entry in part.get("Reference", ()):
@@ -46,7 +46,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add what pages link to outside docs/, and one page per public package."""
+    """Add linked files from outside docs/, and one page per public package."""
     pages = [*DOCS.rglob("*.md"), *(ROOT / name for name in OUTSIDE)]
     linked = {path for page in pages for path in targets(page)} | set(pages)
     for path in sorted(linked):
@@ -59,7 +59,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(text: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001 - mkdocs names them
-    """Point links at where the site has the files."""
+    """Rewrite links to the paths of the files in the site."""
     if page.file.src_uri == "api.md":
         text = re.sub(r"^## (windlass\S*)$", r"## [\1](api/\1.md)", text, flags=re.MULTILINE)
     if page.file.abs_src_path is None:  # made here

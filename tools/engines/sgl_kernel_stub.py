@@ -1,7 +1,7 @@
-"""Stands in for sgl_kernel, which is published for CUDA only: every name exists, no call works.
+"""Stub of sgl_kernel, which exists for CUDA only: every name exists, and every call fails.
 
-SGLang imports it at start; the torch_native and pytorch backends of the CPU never call it for the
-models of the tests.
+SGLang imports sgl_kernel at start. Its torch_native and pytorch backends on CPU never call it for the models of the
+tests.
 """
 
 import importlib.abc

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# install_areal.sh VENV BASE: AReaL in an environment of its own. BASE has torch, transformers, ray and peft; it is put
-# on the path, not copied. AReaL's metadata is not followed: it asks for torch below 2.11 and a GPU's packages.
+# install_areal.sh VENV BASE: installs AReaL in its own environment VENV. BASE has torch, transformers, ray and peft; it
+# is added to the path, not copied. AReaL's metadata is ignored: it requires torch below 2.11 and packages for GPUs.
 set -euo pipefail
 venv=$1 base=$2
 here=$(cd "$(dirname "$0")" && pwd)

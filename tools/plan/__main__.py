@@ -67,20 +67,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--simulate",
         action="store_true",
-        help="carry the plan out on the modelled fabric, link by link, see docs/simulation.md",
+        help="simulate the plan on the modelled fabric, link by link, see docs/simulation.md",
     )
     parser.add_argument(
         "--links-at-once",
         type=int,
         default=LINKS_AT_ONCE,
         metavar="N",
-        help="with --simulate: links that a trainer writes side by side (default: %(default)s)",
+        help="with --simulate: links that a trainer writes in parallel (default: %(default)s)",
     )
     parser.add_argument(
         "--relay",
         choices=[shape.value for shape in RelayShape],
         default=RelayShape.OFF.value,
-        help="with --simulate: the same replicas, passing bytes on among themselves (default: off)",
+        help="with --simulate: route of a relay among the replicas (default: off)",
     )
 
 
@@ -234,7 +234,7 @@ def _show(measured: _Measured, console: Console) -> None:
         console.print(_simulated(measured.simulated, measured))
     unused = measured.planned.coverage.unused_tensors
     if unused:
-        console.print(f"{len(unused)} trainer tensor(s) that no engine wants, first: {unused[0]}")
+        console.print(f"{len(unused)} trainer tensor(s) that no engine uses, first: {unused[0]}")
 
 
 def _summary(measured: _Measured) -> Table:

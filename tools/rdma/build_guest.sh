@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# build_guest.sh DIR: what the verbs laboratory boots: DIR/vmlinuz and DIR/initrd.gz.
-# A Debian kernel with the soft-RoCE driver is unpacked, never installed. The system packages that
-# are missing are installed where this user may; else they are named, and the exit status is 3.
+# build_guest.sh DIR: builds the virtual machine of the verbs laboratory: DIR/vmlinuz and DIR/initrd.gz.
+# The script unpacks a Debian kernel with the soft-RoCE driver and does not install it. It installs missing system
+# packages. Without the permission to install, it names them and exits with status 3.
 set -euo pipefail
 DIR=$1
 export PATH=$PATH:/usr/sbin:/sbin

@@ -1,10 +1,10 @@
-"""Run one command in a guest machine with real verbs; the command's exit status is this one's.
+"""Run one command in a virtual machine with real verbs, and return its exit status.
 
     python tools/rdma/guest.py --machine build/rdma -- make something
 
-The guest sees this machine's files, read-only (what it writes stays in its memory), runs the
-command in the same directory as root, and has a deadline. 124: the deadline passed; 125: it did
-not start or ended without a status. KVM is used only if a guest has been seen to come up with it.
+The guest sees this machine's files read-only (its writes stay in its memory). It runs the command as root in the same
+directory, with a deadline. Exit status 124: the deadline passed; 125: the guest did not start, or ended without a
+status. KVM is used only if a trial guest starts with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def command_line(machine: Path, out: Path, args: argparse.Namespace, accel: str)
 
 
 def boot(machine: Path, out: Path, args: argparse.Namespace, accel: str, limit_s: float) -> bool:
-    """Whether the guest came up and ended by itself within the time; passes its output on."""
+    """Run the guest, print its output, and return whether it ended by itself within the time."""
     (out / "status").unlink(missing_ok=True)
     process = subprocess.Popen(
         command_line(machine, out, args, accel),
@@ -68,7 +68,7 @@ def boot(machine: Path, out: Path, args: argparse.Namespace, accel: str, limit_s
 
 
 def kvm_works(machine: Path, args: argparse.Namespace) -> bool:
-    """Nested virtualisation may hang at the kernel's start: so it is tried, with a time limit."""
+    """Return whether a trial guest starts with KVM. The trial has a deadline: nested virtualisation may hang."""
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
         return False
     with tempfile.TemporaryDirectory(prefix="windlass-guest-") as out:

@@ -1,5 +1,5 @@
 #!/bin/busybox sh
-# First process of the guest: the host's root read-only below a memory overlay, then one command.
+# First process of the guest. Mounts the host's root read-only under a memory overlay and runs one command.
 B=/bin/busybox
 $B mount -t proc p /proc
 $B mount -t sysfs s /sys

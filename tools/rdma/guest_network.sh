@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# guest_network.sh COMMAND...: hosts in one guest, then COMMAND.
+# guest_network.sh COMMAND...: creates the network of several hosts in one guest, then runs COMMAND.
 #
 #   rxe_a on wire_a, 192.0.2.1  ----- wire -----  rxe_b on wire_b, 192.0.2.2
 #
@@ -7,10 +7,10 @@
 #                                  | switch |
 #   rxe_e on wire_e, 192.0.2.5  ---+--------+---  rxe_f on wire_f, 192.0.2.6
 #
-# a and b: one NIC each, on a wire that can be cut. c and e: two NICs of one host, d and f of another.
+# Hosts a and b have one NIC each, on a wire that a test can cut. c and e are two NICs of one host, d and f of another.
 #
-# Linux 6.1 has soft-RoCE in the first network namespace only, so all ends are in it, and routing
-# is told to send what is for another address over the wire instead of short-circuiting it.
+# Linux 6.1 supports soft-RoCE only in the first network namespace, so all ends are in it. Routing rules send packets for
+# another address over the wire instead of delivering them locally.
 set -eu
 address() { echo "192.0.2.$(( $(printf '%d' "'$1") - 96 ))"; }
 ip link add wire_a type veth peer name wire_b
@@ -32,7 +32,7 @@ ip route add "$(address a)" dev wire_b src "$(address b)" table 100
 metric=1
 for from in c d e f; do
   for to in c d e f; do
-    # A socket that is bound to no interface takes the first; a queue pair names its own.
+    # A socket without an interface uses the first route; a queue pair names its interface.
     [ $from = $to ] || ip route add "$(address $to)" dev wire_$from src "$(address $from)" table 100 metric $metric
   done
   metric=$((metric + 1))

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# use_system_verbs.sh VENV: let NIXL's wheel use this system's verbs libraries.
+# use_system_verbs.sh VENV: makes NIXL's wheel use this system's verbs libraries.
 #
-# The wheel brings a libibverbs that cannot load the system's providers (such as soft-RoCE's), and a
-# libnl beside the system's own. In the guest this changes only the guest's memory.
+# The wheel contains a libibverbs that cannot load the system's providers (such as soft-RoCE's), and a second libnl. In
+# the guest, the script changes only the guest's memory.
 set -eu
 LIBS=$(echo "$1"/lib/python3*/site-packages/nixl_cu1*.libs)
 for bundled in "$LIBS"/libibverbs-*.so* "$LIBS"/libnl-*.so*; do
