@@ -6,11 +6,11 @@ python -m windlass.engines.embedded --name engine-a --model CONFIG.json --contro
 python examples/agentic.py worker --name worker-0 --controller URL
 torchrun --nproc-per-node 2 examples/trainer.py URL CONFIG.json
 
-The task is of the tau2-bench kind, in token ids instead of words, so that any model can play
-it: a customer wants one seat booked and another cancelled. Each answer of the agent is one
-tool call (which tool, which seat); the tool changes the desk's state and answers; the customer
-reads the answer and asks again, until the wishes are met or patience ends. The reward is the
-share of wishes that hold in the final state.
+The task resembles tau2-bench, with token ids instead of words, so that any model can run it: a
+customer wants to book one seat and cancel another. Each answer of the agent is one tool call
+(tool and seat). The tool changes the state of the desk and answers; then the customer asks again,
+until both wishes are met or the last turn is over. The reward is the share of wishes that the
+final state meets.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ MAX_TURNS = 6
 SAMPLES_PER_TASK = 4
 TASKS_PER_STEP = 8
 TOOLS = ("look", "book", "cancel", "done")
-# Tokens of the dialogue; all below 64, so that the smallest vocabulary holds them.
+# Tokens of the dialogue. All are below 64, so that they fit the smallest vocabulary.
 SYSTEM, USER, TOOL, WANTS, DROPS, OK, NO = 1, 2, 3, 4, 5, 6, 7
 SEAT_0 = 16
 
 
 @dataclass(slots=True)
 class Desk:
-    """The tools' state: which seats the customer holds."""
+    """State of the tools: the seats that the customer has."""
 
     held: set[int] = field(default_factory=set)
 
     def call(self, tool: str, seat: int) -> tuple[int, ...]:
-        """Run a tool; its answer as tokens."""
+        """Run a tool and return its answer as tokens."""
         allowed = True
         if tool == "book":
             allowed = seat not in self.held
@@ -54,17 +54,17 @@ class Desk:
 
 @dataclass(frozen=True, slots=True)
 class Customer:
-    """The simulated user: wants one seat, drops another."""
+    """Simulated user that wants to book one seat and cancel another."""
 
     wants: int
     drops: int
 
     def met(self, desk: Desk) -> float:
-        """The share of wishes that hold."""
+        """Return the share of wishes that are met."""
         return ((self.wants in desk.held) + (self.drops not in desk.held)) / 2
 
     def says(self, desk: Desk) -> tuple[int, ...]:
-        """The next utterance: the first wish that does not hold."""
+        """Return the next utterance: the first wish that is not met."""
         if self.wants not in desk.held:
             return (USER, WANTS, SEAT_0 + self.wants)
         if self.drops in desk.held:
@@ -73,7 +73,7 @@ class Customer:
 
 
 async def book_a_seat(context: WorkflowContext) -> dict[str, float]:
-    """One conversation; the state lives and dies with the attempt."""
+    """Run one conversation. Each attempt has its own state."""
     if not isinstance(context.arguments, int):
         raise TypeError(f"book_a_seat: arguments must be a task number, got {context.arguments!r}")
     wants, drops = context.arguments % NUM_SEATS, (context.arguments + 3) % NUM_SEATS
@@ -95,7 +95,7 @@ WORKFLOWS = {"book_a_seat": book_a_seat}
 
 
 def samples(group: RolloutGroup) -> list[windlass.TrainingSample]:
-    """One training sample per turn, all with the reward of the conversation."""
+    """Return one training sample per turn, with the reward of the conversation."""
     return [
         windlass.TrainingSample(
             prompt_ids=turn.prompt_ids,
@@ -112,7 +112,7 @@ def samples(group: RolloutGroup) -> list[windlass.TrainingSample]:
 
 
 async def control(steps: int, num_trainers: int) -> None:
-    """Draw conversations while the trainer publishes; print the reward of each step."""
+    """Collect conversations while the trainer publishes; print the reward of each step."""
     sampling = windlass.SamplingParams(max_new_tokens=2, ignore_eos=True)
     policy = windlass.StalenessPolicy(
         max_staleness=1, batch_size=TASKS_PER_STEP * SAMPLES_PER_TASK, max_concurrent=256
@@ -147,7 +147,7 @@ async def control(steps: int, num_trainers: int) -> None:
 
 
 def token() -> str:
-    """The controller's secret, which every process of a job has in its environment."""
+    """Return the controller's secret. Every process of a job has it in its environment."""
     return os.environ.get("WINDLASS_TOKEN") or sys.exit(
         "WINDLASS_TOKEN must be set to a secret that all processes share, got none; "
         "run `export WINDLASS_TOKEN=a-secret-of-yours` in every terminal"
@@ -155,7 +155,7 @@ def token() -> str:
 
 
 def main() -> int:
-    """`worker ...` takes the arguments of `python -m windlass.rollout.worker`."""
+    """Run a controller, or a worker with the arguments of `python -m windlass.rollout.worker`."""
     if sys.argv[1:2] == ["worker"]:
         return run_rollout_worker(WORKFLOWS, sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__)

@@ -1,4 +1,4 @@
-"""A controller: run with `python examples/controller.py`, then start the rest with the address that it prints.
+"""A controller. It prints its address; start the other processes with that URL.
 
 export WINDLASS_TOKEN=...
 python examples/controller.py
@@ -22,7 +22,7 @@ PROMPTS_PER_STEP = 8
 
 
 async def main(steps: int, port: int) -> None:
-    """Serve steps of rollouts, scored by how often token 7 appears."""
+    """Serve batches of rollouts. The score is the share of token 7."""
     sampling = windlass.SamplingParams(max_new_tokens=8, ignore_eos=True)
     policy = windlass.StalenessPolicy(
         max_staleness=1, batch_size=PROMPTS_PER_STEP * SAMPLES_PER_PROMPT, max_concurrent=256
@@ -39,7 +39,7 @@ async def main(steps: int, port: int) -> None:
 
 
 def token() -> str:
-    """The controller's secret, which every process of a job has in its environment."""
+    """Return the controller's secret. Every process of a job has it in its environment."""
     return os.environ.get("WINDLASS_TOKEN") or sys.exit(
         "WINDLASS_TOKEN must be set to a secret that all processes share, got none; "
         "run `export WINDLASS_TOKEN=a-secret-of-yours` in every terminal"
@@ -47,7 +47,7 @@ def token() -> str:
 
 
 def score(group: RolloutGroup) -> tuple[windlass.TrainingSample, ...]:
-    """A group's answers with their rewards."""
+    """Return the answers of a group with their rewards."""
     rewards = [r.output_ids.count(7) / len(r.output_ids) for r in group.rollouts]
     return training_samples(group, rewards)
 

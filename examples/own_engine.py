@@ -1,10 +1,10 @@
-"""An engine of your own: any model behind `/generate`, its weights written where they lie.
+"""An engine of your own: any model behind `/generate`. Windlass writes directly into its parameters.
 
 export WINDLASS_TOKEN=...
 python examples/own_engine.py --name engine-a --model CONFIG.json --controller URL
 
-Two things make it an engine: `Served`, four methods that an agent calls between two steps, and
-`join`, which moves the parameters into registered memory and says where they are.
+An engine needs two parts. `Served` has four methods that the agent calls between two steps. `join`
+moves the parameters into registered memory and connects to the controller with their addresses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from windlass.transports import create_transport, parse_transport
 
 
 class Served:
-    """The model, one step at a time; `windlass.EngineHooks` of its only rank."""
+    """Model that generates step by step, with the `windlass.EngineHooks` of its only rank."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.version = model, -1
@@ -39,7 +39,7 @@ class Served:
         self._num_steps, self._paused, self._num_aborts = 0, True, 0
 
     def pause(self, pause_id: str, mode: windlass.PauseMode, deadline_s: float) -> None:  # noqa: ARG002
-        """No step begins from now on; return when none runs. `in_place` requests only wait."""
+        """Prevent new steps and return when no step runs. `in_place` requests wait; others are aborted."""
         with self._changed:
             self._paused = True
             if mode is not windlass.PauseMode.IN_PLACE:
@@ -48,21 +48,21 @@ class Served:
                 raise windlass.PeerTimeout(f"pause: a step runs on after {deadline_s} s")
 
     def resume(self, deadline_s: float) -> None:  # noqa: ARG002
-        """Steps may begin."""
+        """Allow steps again."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
 
     def finalise(self) -> None:
-        """Nothing here is derived from weights; a cache of prefixes would be dropped."""
+        """Do nothing: this engine has no values derived from weights, such as a prefix cache."""
 
     def set_version(self, version: int, deadline_s: float) -> None:  # noqa: ARG002
-        """What the next tokens are labelled with."""
+        """Set the version of the next tokens."""
         self.version = version
 
     @contextmanager
     def step(self) -> Iterator[int]:
-        """The version, while no update can begin."""
+        """Yield the version; no update can begin inside the block."""
         with self._changed:
             self._changed.wait_for(lambda: not self._paused)
             self._num_steps += 1
@@ -74,7 +74,7 @@ class Served:
                 self._changed.notify_all()
 
     def generate(self, input_ids: list[int], max_new_tokens: int, temperature: float) -> Any:
-        """Tokens, their logprobs and the version behind each, in the words of SGLang."""
+        """Return tokens, their logprobs and their versions, in the format of SGLang."""
         tokens, reason = list(input_ids), "length"
         logprobs: list[tuple[float, int, None]] = []
         versions: list[int] = []
@@ -82,7 +82,8 @@ class Served:
         for _ in range(max_new_tokens):
             with self.step() as version, torch.inference_mode():
                 if self._num_aborts != num_aborts and versions:
-                    reason = "abort"  # the caller goes on from these tokens
+                    # The caller continues from these tokens.
+                    reason = "abort"
                     break
                 scores = self.model(torch.tensor([tokens])).logits[0, -1].float()
             chances = (scores / max(temperature, 1e-6)).log_softmax(-1)
@@ -103,7 +104,7 @@ class Served:
 def join(
     served: Served, *, url: str, controller: str, token: str, name: str
 ) -> windlass.EngineClient:
-    """Be an engine of the fleet, until the client is closed or this process ends."""
+    """Join the fleet as an engine, until the client is closed or this process ends."""
     transport = create_transport(parse_transport("cma"), towards=controller)
     parameters = list(served.model.parameters())
     arena = Arena(transport, sum(-(-each.nbytes // 64) * 64 for each in parameters))
@@ -127,7 +128,7 @@ def join(
 
 
 def handler(served: Served) -> type[BaseHTTPRequestHandler]:
-    """`POST /generate`, one thread per request."""
+    """Return the handler of `POST /generate`. Each request has its own thread."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -144,13 +145,13 @@ def handler(served: Served) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(answer)
 
         def log_message(self, *_: object) -> None:
-            """Nothing per request."""
+            """Do not log requests."""
 
     return Handler
 
 
 def token() -> str:
-    """The controller's secret."""
+    """Return the controller's secret."""
     return os.environ.get("WINDLASS_TOKEN") or sys.exit(
         "WINDLASS_TOKEN must be set to the controller's secret, got none; "
         "run `export WINDLASS_TOKEN=a-secret-of-yours` in every terminal"
@@ -158,7 +159,7 @@ def token() -> str:
 
 
 def main() -> None:
-    """Serve from the first published version on."""
+    """Start the server and join the fleet. The engine generates after the first published version."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", required=True)
     parser.add_argument("--model", required=True, type=Path, help="configuration JSON")

@@ -1,6 +1,6 @@
-"""A trainer: run with `torchrun --nproc-per-node 2 examples/trainer.py CONTROLLER_URL CONFIG.json`.
+"""A trainer. Run `torchrun --nproc-per-node 2 examples/trainer.py CONTROLLER_URL CONFIG.json`.
 
-WINDLASS_TOKEN holds the controller's token. Loss and optimiser are yours; Windlass needs two lines.
+WINDLASS_TOKEN is the controller's token. Replace the loss and the optimiser; Windlass needs only two lines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import windlass
 
 
 def main() -> None:
-    """Train on whatever the controller serves, and publish after every step."""
+    """Train on batches from the controller, and publish after every step."""
     parser = argparse.ArgumentParser(description="A trainer rank, started by torchrun.")
     parser.add_argument("url", help="address that the controller has printed")
     parser.add_argument("config", type=Path, help="model configuration, a JSON file")
@@ -56,13 +56,13 @@ def main() -> None:
 
 
 def show(report: windlass.UpdateReport) -> None:
-    """Print a line for a version that every engine serves now."""
+    """Print a line about a published version."""
     if dist.get_rank() == 0:
         print(f"version {report.version}: {report.nbytes} bytes in {report.update_s:.3f} s")
 
 
 def token() -> str:
-    """The controller's secret, which every process of a job has in its environment."""
+    """Return the controller's secret. Every process of a job has it in its environment."""
     return os.environ.get("WINDLASS_TOKEN") or sys.exit(
         "WINDLASS_TOKEN must be set to a secret that all processes share, got none; "
         "run `export WINDLASS_TOKEN=a-secret-of-yours` in every terminal"
@@ -72,7 +72,7 @@ def token() -> str:
 def policy_gradient(
     model: torch.nn.Module, samples: tuple[windlass.TrainingSample, ...]
 ) -> torch.Tensor:
-    """REINFORCE with the mean reward as baseline; a mean over the tokens of all ranks, which share them unevenly."""
+    """Return the REINFORCE loss with the mean reward as baseline, averaged over the tokens of all ranks."""
     rewards = torch.tensor([s.reward for s in samples])
     longest = max(len(s.prompt_ids) + len(s.output_ids) for s in samples)
     tokens = torch.zeros(len(samples), longest, dtype=torch.long)
@@ -81,11 +81,11 @@ def policy_gradient(
         num_prompt, end = len(sample.prompt_ids), len(sample.prompt_ids + sample.output_ids)
         tokens[row, :end] = torch.tensor(sample.prompt_ids + sample.output_ids)
         trained[row, num_prompt:end] = 1.0
-    # FSDP2 averages gradients over ranks with equal weight.
+    # FSDP2 averages gradients over ranks with equal weight, but ranks have different numbers of tokens.
     totals = torch.stack([rewards.sum(), torch.tensor(float(len(samples))), trained.sum()])
     dist.all_reduce(totals)
     baseline, tokens_per_rank = totals[0] / totals[1], totals[2] / dist.get_world_size()
-    # Padding stands behind every trained token, and attention is causal: it changes none.
+    # Padding comes after all trained tokens and attention is causal, so padding does not affect them.
     logits = model(tokens[:, :-1]).logits
     chosen = logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0] * trained[:, 1:]
     loss: torch.Tensor = -((rewards - baseline)[:, None] * chosen).sum() / tokens_per_rank

@@ -1,4 +1,4 @@
-"""What the example job asks, and how it scores answers: how often token 7 appears."""
+"""Prompts and rewards of the example job. The reward is the share of token 7 in an answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from windlass.rollout import RolloutGroup
 
 
 class CountSevens(Recipe):
-    """Prompts of three tokens, for ever."""
+    """Recipe with an endless sequence of prompts of three tokens."""
 
     def tasks(self) -> Iterator[Task]:
         for number in itertools.count():

@@ -1,6 +1,6 @@
-"""The example job's trainer rank: FSDP2, REINFORCE with each group's mean as baseline.
+"""Trainer rank of the example job: FSDP2, REINFORCE with the mean of each group as baseline.
 
-Started by `windlass launch`, once per rank; loss, model and optimiser are yours.
+`windlass launch` starts it once per rank. Replace the loss, the model and the optimiser.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from windlass.jobs import FsdpEngine, Samples, run_train_worker
 
 
 def build_model() -> torch.nn.Module:
-    """Random weights, the same on every rank."""
+    """Return a model with random weights, equal on every rank."""
     config = json.loads(Path(sys.argv[1]).read_text())
     model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**config)
@@ -27,11 +27,11 @@ def build_model() -> torch.nn.Module:
 
 
 def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
-    """Prompts and answers of this job all have the same length, so there is no padding."""
+    """Return the loss. Prompts and answers of this job have equal lengths, so there is no padding."""
     samples = [sample for group in groups for sample in group]
     tokens = torch.tensor([s.prompt_ids + s.output_ids for s in samples])
     rewards = torch.tensor([[s.reward for s in group] for group in groups])
-    # A group is never split between ranks, so its mean does not depend on how ranks share the batch.
+    # Each group is on one rank, so its mean does not depend on the split of the batch.
     advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
     num_prompt = len(samples[0].prompt_ids)
     logits = model(tokens[:, :-1]).logits[:, num_prompt - 1 :]

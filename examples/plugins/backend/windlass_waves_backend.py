@@ -1,9 +1,9 @@
-"""An update backend: one-sided writes, to a few engine ranks at a time.
+"""Update backend that writes one-sidedly to a few engine ranks at a time.
 
     ControlConfig(backend=PluginBackend("waves", {"width": 8}))
 
-A trainer rank that shares its NIC with others then leaves them a part of it, and a fleet larger than a switch's buffers is
-written in turns. What moves the bytes, and what receives and verifies them, is Windlass's own.
+A trainer rank then does not occupy a whole NIC that it shares, and the writes to a large fleet do not overflow the buffers
+of a switch. Windlass's own sender moves the bytes, and its own receiver verifies them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from windlass.transports import Deadline
 
 
 class WavesSender:
-    """A trainer rank's half.
+    """Sender of a trainer rank.
 
     Args:
-        options: `width`, the most engine ranks that are written at a time.
-        sender: writes them.
+        options: `width`, the maximum number of engine ranks per wave.
+        sender: sender that writes one wave.
 
     Raises:
-        ConfigError: another option, or a width that is no number of ranks.
+        ConfigError: an option is unknown, or `width` is not a positive integer.
     """
 
     def __init__(self, options: Mapping[str, object], sender: SenderBackend, _host: str) -> None:
@@ -47,7 +47,7 @@ class WavesSender:
         self._sender.prepare(version)
 
     def write(self, version: int, destinations: Sequence[str], deadline_s: float) -> Written:
-        """Write the waves one after another; all of them have `deadline_s`."""
+        """Write the waves one after another; `deadline_s` is for all of them together."""
         deadline = Deadline.after(deadline_s, f"waves: version {version}")
         waves = [
             self._sender.write(version, destinations[at : at + self._width], deadline.remaining_s)
@@ -67,7 +67,7 @@ class WavesSender:
 def receive(
     _options: Mapping[str, object], receiver: ReceiverBackend, _host: str
 ) -> ReceiverBackend:
-    """Return the half of an engine rank, which need not know of waves."""
+    """Return the receiver of an engine rank unchanged: waves concern only the sender."""
     return receiver
 
 

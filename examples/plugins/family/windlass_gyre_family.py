@@ -1,4 +1,4 @@
-"""The family `gyre`: a dense decoder whose checkpoints name their attention and embeddings otherwise.
+"""Model family `gyre`: a dense decoder with different checkpoint names.
 
 `windlass.trainers.connect_megatron_trainer(model, family="gyre", ...)` publishes its weights under these names.
 """

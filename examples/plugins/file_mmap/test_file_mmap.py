@@ -1,4 +1,4 @@
-"""The suite that every transport passes, over this one."""
+"""Conformance suite of transports, run on this transport."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A transport whose peers map the same file: for hosts without a usable /dev/shm, or as a beginning.
+"""Transport over files that both peers map, for hosts without a usable /dev/shm or as an example.
 
-The owner of memory allocates it as a file of a folder that both processes see. A peer opens the file by
-the key of the region, maps it and copies. Nothing of a write outlives the process that makes it. Peers trust
-each other: who shortens a file of his ends those that have mapped it, as `shm` with its sealed memory does not.
+The owner allocates memory as a file in a folder that both processes can access. A peer opens the file by the key of
+the region, maps it and copies into it. No write continues after its process has ended. Peers must trust each other: if
+the owner shortens a file, peers that have mapped it crash. The sealed memory of `shm` prevents this.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _KEY = re.compile(r"(windlass-file-mmap-(\d+)-[0-9a-f]{16}):(\d{1,19})")
 
 
 class FileMmapConfig(TransportConfig, frozen=True, tag=NAME):
-    """Shared files.
+    """Settings of the transport.
 
     Attributes:
-        folder: where the files lie; the same for all peers, empty for the temporary directory.
+        folder: folder of the files, the same for all peers; empty for the temporary directory.
     """
 
     is_automatic: ClassVar[bool] = False
@@ -56,7 +56,7 @@ class FileMmapConfig(TransportConfig, frozen=True, tag=NAME):
 
 @dataclass(frozen=True)
 class _Mapped:
-    """A file in this process; unmapped when the last reference to it goes."""
+    """File that is mapped until the last reference to it is dropped."""
 
     path: Path
     mapping: mmap.mmap
@@ -65,10 +65,10 @@ class _Mapped:
 
 @final
 class FileMmapTransport(RegionTransport):
-    """`OneSidedTransport` over files of `folder`, and the `MemoryAllocator` of them.
+    """`OneSidedTransport` over files in `folder`, and `MemoryAllocator` of these files.
 
     Raises:
-        TransportUnavailable: `folder` cannot be written.
+        TransportUnavailable: `folder` is not writable.
     """
 
     traits = TransportTraits(
@@ -85,7 +85,7 @@ class FileMmapTransport(RegionTransport):
 
     @property
     def allocator(self) -> MemoryAllocator:
-        """Peers can write nothing else."""
+        """Return this allocator. Peers can write only into memory from it."""
         return self
 
     def report(self) -> WireReport:
@@ -142,7 +142,8 @@ class FileMmapTransport(RegionTransport):
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         self._processes.check(batch.endpoint)
         shifts = []
-        opened = []  # stays mapped until the copy is over
+        # Keeps the files mapped until the copy has ended.
+        opened = []
         for region in batch.regions:
             mapped, offset = self._open(region)
             opened.append(mapped)
@@ -159,7 +160,7 @@ class FileMmapTransport(RegionTransport):
         check_alive(batch.endpoint)
 
     def _open(self, region: RemoteRegion) -> tuple[_Mapped, int]:
-        """A peer's file, and where in it the region begins; trusts nothing in the key."""
+        """Return a peer's file and the offset of the region in it. The key is not trusted and is checked."""
         match = _KEY.fullmatch(region.key)
         if match is None or match[2] != region.endpoint.address:
             raise RegionError(f"{NAME}: key must name a file of its owner, got {region.key[:80]!r}")

@@ -1,4 +1,4 @@
-"""The engine `tiny`: what Windlass is told of it. Its server is in `__main__`."""
+"""Description of the engine `tiny` for Windlass. Its server is in `__main__`."""
 
 from __future__ import annotations
 

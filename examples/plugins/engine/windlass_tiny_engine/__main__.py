@@ -1,7 +1,7 @@
-"""A bigram language model in numpy: its one parameter holds the logits of the token after every token.
+"""Server of a bigram language model in numpy. Its only parameter has the next-token logits of every token.
 
 `python -m windlass_tiny_engine --name a --model SHAPE.json --controller URL`, with WINDLASS_TOKEN set, joins
-a fleet, prints one JSON line with its address, and answers `POST /generate` as every engine of Windlass does.
+a fleet, prints its address in one JSON line, and answers `POST /generate` like every engine of Windlass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from windlass.transports import create_transport, parse_transport
 
 
 class Bigrams:
-    """The model, and `windlass.EngineHooks` of its only rank. An answer is one step."""
+    """Model with the `windlass.EngineHooks` of its only rank. A whole answer is one step."""
 
     def __init__(self, num_tokens: int) -> None:
         self.logits = np.zeros((num_tokens, num_tokens), np.float32)
@@ -31,25 +31,25 @@ class Bigrams:
         self._may_run = threading.Event()
 
     def pause(self, pause_id: str, mode: windlass.PauseMode, deadline_s: float) -> None:  # noqa: ARG002
-        """Return when no answer reads the weights any more."""
+        """Prevent new answers and return when no answer reads the weights."""
         self._may_run.clear()
         if not self._running.acquire(timeout=deadline_s):
             raise windlass.PeerTimeout(f"pause {pause_id}: an answer runs on after {deadline_s} s")
         self._running.release()
 
     def resume(self, deadline_s: float) -> None:  # noqa: ARG002
-        """Answer again."""
+        """Allow answers again."""
         self._may_run.set()
 
     def finalise(self) -> None:
-        """Nothing is derived from the weights."""
+        """Do nothing: this engine has no values derived from weights."""
 
     def set_version(self, version: int, deadline_s: float) -> None:  # noqa: ARG002
-        """Label what is answered from now on."""
+        """Set the version of the next answers."""
         self.version = version
 
     def generate(self, input_ids: list[int], max_new_tokens: int) -> dict[str, object]:
-        """The likeliest token after the last one, again and again, as SGLang would tell it."""
+        """Generate greedily from the last token and return the answer in the format of SGLang."""
         while True:
             self._may_run.wait()
             with self._running:
@@ -75,7 +75,7 @@ class Bigrams:
 
 
 def join(model: Bigrams, args: argparse.Namespace, url: str) -> windlass.EngineClient:
-    """Be the engine of the fleet that these options name."""
+    """Join the fleet as the engine that these options describe."""
     transport = create_transport(parse_transport(args.transport), towards=args.controller)
     logits = model.logits
     builder = ManifestBuilder(f"{args.name}/0", Role.ENGINE)
@@ -96,7 +96,7 @@ def join(model: Bigrams, args: argparse.Namespace, url: str) -> windlass.EngineC
 
 
 def token() -> str:
-    """The controller's secret."""
+    """Return the controller's secret."""
     return os.environ.get("WINDLASS_TOKEN") or sys.exit(
         "WINDLASS_TOKEN must be set to the controller's secret, got none; "
         "run `export WINDLASS_TOKEN=a-secret-of-yours` in every terminal"
@@ -104,7 +104,7 @@ def token() -> str:
 
 
 def handler(model: Bigrams) -> type[BaseHTTPRequestHandler]:
-    """`POST /generate`, one thread per request."""
+    """Return the handler of `POST /generate`. Each request has its own thread."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -117,13 +117,13 @@ def handler(model: Bigrams) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Nothing per request."""
+            """Do not log requests."""
 
     return Handler
 
 
 def main() -> None:
-    """Serve from the first published version on."""
+    """Start the server and join the fleet. The engine answers after the first published version."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", required=True)
     parser.add_argument("--model", required=True, type=Path, help='JSON: {"num_tokens": 8}')
