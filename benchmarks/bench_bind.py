@@ -1,13 +1,12 @@
-"""How long it takes until an engine that was started again is bound, among 256 that stay.
+"""Time to bind a restarted engine in a fleet of 256 engines.
 
-The coordinator as it ships, in this process; in one other process every trainer rank and every engine rank with
-the clients that they really have (`TrainerClient`, `EngineClient`), over the in-process transport, with the
-layers of Qwen3-0.6B in small: fused parameters, casts from float32. Engines are closed and started again; beside that, the whole
-fleet is bound anew, which any change once did. After each of the two every engine is compared with the
-trainers' bytes.
+This process runs the real coordinator. One other process runs every trainer rank and engine rank with the real clients
+(`TrainerClient`, `EngineClient`) over the in-process transport. The model has the layers of Qwen3-0.6B with small
+dims: fused parameters, casts from float32. The benchmark restarts engines, and for comparison binds the whole fleet
+again. After each of the two it compares every engine with the trainers' bytes.
 
-All ranks share one process and its cores, so a whole binding takes longer here than where each engine has a host of its own;
-the commands and their bytes, which the controller sends, are the same there.
+All ranks share one process and its cores, so binding the whole fleet is slower here than with one host per engine. The
+controller's commands and their bytes are the same.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ TOKEN = "benchmark"
 DEADLINE_S = 300.0
 NUM_TRAINERS = 2
 LAYERS, HIDDEN, HEADS, KV, MLP = 28, 32, 64, 32, 96
-"""Of Qwen3-0.6B, every dim but the layers by 32."""
+"""Dims of Qwen3-0.6B. All but the number of layers are divided by 32."""
 
 Elements = npt.NDArray[Any]
 
 
 def layer_parameters(layer: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Parameter of an engine -> the checkpoint tensors that it is stacked from, and their shapes."""
+    """Return parameter of an engine -> its stacked checkpoint tensors and their shapes."""
     at = f"model.layers.{layer}"
     return {
         f"{at}.qkv_proj": {
@@ -80,7 +79,7 @@ SHAPES = {name: shape for tensors in PARAMETERS.values() for name, shape in tens
 
 
 def truth(version: int) -> dict[str, Elements]:
-    """Float32 that a cast to bfloat16 keeps; elements of a tensor, and of two versions, differ."""
+    """Return float32 values that a cast to bfloat16 keeps. Elements, and versions, differ."""
     found = {}
     for number, (name, shape) in enumerate(SHAPES.items()):
         index = np.arange(int(np.prod(shape)), dtype=np.uint32).reshape(shape)
@@ -90,7 +89,7 @@ def truth(version: int) -> dict[str, Elements]:
 
 
 class Trainer:
-    """One rank, cut along dim 0."""
+    """Trainer rank with tensors split along dim 0."""
 
     def __init__(self, index: int, url: str) -> None:
         builder = ManifestBuilder(f"trainer/{index}", Role.TRAINER)
@@ -121,7 +120,7 @@ class Trainer:
 
 
 class Engine:
-    """An engine of one rank, in bfloat16."""
+    """Engine of one rank, in bfloat16."""
 
     def __init__(self, name: str, url: str) -> None:
         builder = ManifestBuilder(f"{name}/0", Role.ENGINE)
@@ -156,7 +155,7 @@ class Engine:
 
 
 def served(version: int) -> list[Elements]:
-    """What every parameter of every engine must be."""
+    """Return the expected value of every parameter of an engine."""
     found = truth(version)
     return [
         np.concatenate([found[name].ravel().view(np.uint32) >> 16 for name in tensors])
@@ -165,7 +164,7 @@ def served(version: int) -> list[Elements]:
 
 
 def run_ranks(pipe: Connection, url: str, num_engines: int) -> None:
-    """The other process: starts everybody, then does what it is told."""
+    """Run the other process: start all ranks, then carry out the commands of the pipe."""
     engines = {f"engine-{i}": Engine(f"engine-{i}", url) for i in range(num_engines)}
     trainers = [Trainer(index, url) for index in range(NUM_TRAINERS)]
     pipe.send(sum(m.nbytes for m in engines["engine-0"].memory))
@@ -188,7 +187,7 @@ def run_ranks(pipe: Connection, url: str, num_engines: int) -> None:
 
 
 class Asked:
-    """Counts the commands of the coordinator and their bytes."""
+    """Counter of the coordinator's commands and their bytes."""
 
     def __init__(self) -> None:
         self.num, self.nbytes = 0, 0
@@ -246,7 +245,8 @@ async def measure(num_engines: int, repeats: int) -> list[Row]:
         assert await tell("publish", version), "an engine does not hold what was published"
         asked.take()
         print(f"{turn}: {alone[-1]:.3f} s alone, {whole[-1]:.3f} s all", file=sys.stderr)
-    ranks.kill()  # closing hundreds of clients one by one takes longer than the rest
+    # Closing hundreds of clients one by one takes longer than the rest.
+    ranks.kill()
     await asyncio.to_thread(ranks.join, 60)
     await coordinator.close()
     await server.close()
@@ -255,7 +255,7 @@ async def measure(num_engines: int, repeats: int) -> list[Row]:
 
 
 async def bound(coordinator: Coordinator) -> float:
-    """Seconds until everybody who is there is bound; whatever binds already is waited for."""
+    """Wait until all connected ranks are bound, including bindings in progress; return the seconds."""
     began = time.perf_counter()
     async with coordinator.rounds.lock:
         await coordinator.connector.ensure_bound()

@@ -1,9 +1,9 @@
-"""How long it takes to capture the layout of an engine with many stacked experts.
+"""Time to capture the layout of an engine with many stacked experts.
 
-The model has the tensors of Qwen3-30B-A3B (18 867 in the checkpoint), with the widths of the arguments:
-small ones show the time per tensor, those of the real model (`--hidden 2048 --inter 768 --vocab 151936
---heads 32 --device cuda`) the time per byte as well. The ceilings, measured in the same run: the loads that
-capture needs at least, of tensors that are there already, and one copy of the model's bytes.
+The model has the tensors of Qwen3-30B-A3B (18 867 in the checkpoint); the arguments set their widths. Small widths
+show the time per tensor, the real widths (`--hidden 2048 --inter 768 --vocab 151936 --heads 32 --device cuda`) also
+the time per byte. The same run measures two lower limits: only loading tensors that are already in memory, and one
+copy of the model's bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEAD, KV_HEADS = 128, 4
 
 
 class Layer(torch.nn.Module):
-    """Attention with fused projections, and experts in two stacked tensors."""
+    """Layer with fused attention projections, and experts in two stacked tensors."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """An engine's rank that holds the whole model."""
+    """Whole model of an engine rank."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Model(torch.nn.Module):
         self.inter = args.inter
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """As engines do: each checkpoint tensor to its part of a parameter."""
+        """Copy each checkpoint tensor to its part of a parameter, like an engine's loader."""
         layers = self.rows
         for name, tensor in weights:
             match name.split("."):
@@ -87,7 +87,7 @@ class Model(torch.nn.Module):
 
 
 def specs_of(args: argparse.Namespace) -> list[CheckpointSpec]:
-    """The checkpoint."""
+    """Return the tensors of the checkpoint."""
     head = min(HEAD, args.hidden)
     q, kv = args.heads * head, KV_HEADS * head
     shapes: dict[str, tuple[int, ...]] = {
@@ -115,7 +115,7 @@ def specs_of(args: argparse.Namespace) -> list[CheckpointSpec]:
 
 
 def seconds(work: Callable[[], object], device: str) -> float:
-    """What `work` takes, with all that it queues."""
+    """Return the seconds of `work`, including the GPU work that it queues."""
     begun = time.perf_counter()
     work()
     if device == "cuda":
@@ -156,7 +156,7 @@ def main() -> None:
         capture_s = time.perf_counter() - begun
     after = {name: fingerprint(h.memory()) for name, h in held_by(model).items()}
     assert after == before, "capture must leave the weights as they were"
-    # Tensors of one shape share one: what a load takes without what it takes to make them.
+    # Tensors of one shape share one tensor, so that the time does not include creating them.
     made = {s.shape: torch.zeros(s.shape, dtype=torch.bfloat16, device=args.device) for s in specs}
     load_s = seconds(lambda: model.load((s.name, made[s.shape]) for s in specs), args.device)
     size = min(nbytes, 1 << 30)

@@ -1,8 +1,8 @@
-"""What limits `cma` on one host: pages and cores, each beside one memcpy of the same bytes on the same kind of pages.
+"""Effect of pages and cores on the speed of `cma` on one host, compared with memcpy on the same kind of pages.
 
-Source and target lie in two processes, on pages of 4 KiB or on huge ones (`MADV_HUGEPAGE`); every batch is written by
-`CmaTransport` with 1 and with 2 threads, in turn with one memcpy by one thread within this process. What
-arrived is compared at the end.
+Source and target are in two processes, on pages of 4 KiB or on huge pages (`MADV_HUGEPAGE`). `CmaTransport` writes
+every batch with 1 and with 2 threads, alternating with one memcpy by one thread in this process. At the end the
+benchmark compares the received bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from windlass.transports.cma import CmaTransport
 TOTAL_NBYTES = 128 << 20
 EVICT_NBYTES = 64 << 20
 CASES = (64 << 10, 1 << 20, 16 << 20)
-"""Bytes of a region; a batch has as many, in random order, as fill `TOTAL_NBYTES`."""
+"""Bytes per region. The regions of a batch fill `TOTAL_NBYTES`, in random order."""
 PAGES = {"4 KiB": mmap.MADV_NOHUGEPAGE, "2 MiB": mmap.MADV_HUGEPAGE}
 HUGE_NBYTES = 2 << 20
 GOAL = 0.9
@@ -35,7 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def memory(pages: str) -> Bytes:
-    """Touched, and aligned so that all of it can be huge pages."""
+    """Return touched memory that is aligned for huge pages."""
     mapping = mmap.mmap(-1, TOTAL_NBYTES + HUGE_NBYTES)
     mapping.madvise(PAGES[pages])
     whole = np.frombuffer(mapping, np.uint8)
@@ -46,7 +46,7 @@ def memory(pages: str) -> Bytes:
 
 
 def run_peer(pipe: Connection) -> None:
-    """The other process: offers memory, and says what came there."""
+    """Run the other process: offer memory and report the received bytes."""
     with ExitStack() as stack:
         transport = CmaTransport()
         stack.callback(transport.close)
@@ -64,7 +64,7 @@ def measure(
     nbytes: int,
     runs: int,
 ) -> tuple[dict[str, list[float]], str]:
-    """GB/s per turn of memcpy and of each number of threads; and what must have arrived."""
+    """Return GB/s per turn of memcpy and of each number of threads, and the expected bytes."""
     source, copy = memory(pages), memory(pages)
     source[:] = np.random.default_rng(nbytes).integers(0, 256, TOTAL_NBYTES, np.uint8)
     evict = np.zeros(EVICT_NBYTES, np.uint8)
@@ -80,7 +80,8 @@ def measure(
     )
     found: dict[str, list[float]] = {"memcpy": [], **{str(n): [] for n in transport}}
     owned = {n: t.register(source.ctypes.data, TOTAL_NBYTES) for n, t in transport.items()}
-    for _ in range(runs + 1):  # the first one is not counted
+    # The first run is not counted.
+    for _ in range(runs + 1):
         evict += 1
         began = time.perf_counter()
         ctypes.memmove(copy.ctypes.data, source.ctypes.data, TOTAL_NBYTES)

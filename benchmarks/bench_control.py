@@ -1,10 +1,9 @@
-"""What an update costs when there is nothing to send: 64 engine ranks, real sockets.
+"""Cost of an update without weights: 64 engine ranks, real sockets.
 
-Both sides walk through the same phases with the same commands and the same answers: PREPARE with
-PAUSE, WRITE, VERIFY, APPLY, PUBLISH. One side is the coordinator with a WebSocket per agent, as it
-ships; the other posts each command to an HTTP server in every rank, as one would without it, with
-connections kept alive. Rounds of the two alternate, so that both see the same machine. Agents live
-in one other process and answer at once: what is measured is the control plane.
+The benchmark runs the same phases with the same commands and answers in two ways: PREPARE with PAUSE, WRITE, VERIFY,
+APPLY, PUBLISH. One way is the real coordinator with a WebSocket per agent. The other way posts each command to an HTTP
+server in every rank, over connections that stay open. Rounds of the two alternate, so that both see the same machine.
+All agents run in one other process and answer at once, so only the control plane is measured.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ DIGEST = "0" * 32
 WARM_UP = 3
 
 
-# --- the other process: agents that answer at once -------------------------------------------------
+# --- the process of the agents, which answer at once ------------------------------------------------
 
 
 def answer(worker: str, command: Command | Probe) -> Result:
@@ -83,7 +82,7 @@ def answer(worker: str, command: Command | Probe) -> Result:
 
 
 class Agents:
-    """All ranks on one loop, over WebSockets and over HTTP."""
+    """Agents of all ranks on one event loop, with WebSockets and HTTP."""
 
     def __init__(self, url: str, num_engines: int) -> None:
         self.url = url
@@ -132,7 +131,7 @@ class Agents:
                     )
                 elif isinstance(frame, (Welcome, UpdateReport)) and index == 0:
                     done = frame.version if isinstance(frame, UpdateReport) else -1
-                    # The parent says when: one line on stdin per round.
+                    # The parent starts each round with one line on stdin.
                     line = await asyncio.to_thread(sys.stdin.readline)
                     if not line:
                         return
@@ -208,7 +207,7 @@ def start_agents(url: str, num_engines: int) -> subprocess.Popen[str]:
 async def measure(
     num_engines: int, rounds: int, journal: Path | None
 ) -> tuple[list[float], list[float]]:
-    """Seconds per round: over WebSockets, over HTTP."""
+    """Return the seconds per round over WebSockets and over HTTP."""
     async with controller(journal) as (coordinator, server, reports):
         process = start_agents(server.url, num_engines)
         assert process.stdin is not None
@@ -234,7 +233,7 @@ async def measure(
                 if version >= WARM_UP:
                     over_socket.append(done.update_s)
                     over_http.append(http_s)
-    # The connections are closed now: the agents end by themselves.
+    # The connections are closed now, so the agents end by themselves.
     process.communicate(timeout=20)
     return over_socket, over_http
 

@@ -1,15 +1,14 @@
-"""One update of a live unmodified engine on CPU: Windlass against the engine's own API, one run.
+"""Update of a live unmodified engine on CPU: Windlass against the engine's own API, in one run.
 
-The same server takes the same weights, of two checkpoints in turn, from one trainer process
+One trainer process sends the weights of two checkpoints, alternating, to the same server
 
-- by Windlass (pause, write over `cma`, verify with digests, apply, resume), `in_place` unless `--mode`
-  says `staged`;
-- by the engine's own API. SGLang: `update_weights_from_tensor` with a flattened bucket in shared
-  memory, and `update_weights_from_distributed` over gloo. vLLM: `reload_weights` of a checkpoint in
-  shared memory through `collective_rpc` (its weight transfers need CUDA).
+- with Windlass (pause, write over `cma`, verify with digests, apply, resume), `in_place` or with `--mode staged`;
+- with the engine's own API. SGLang: `update_weights_from_tensor` with a flattened bucket in shared memory, and
+  `update_weights_from_distributed` over gloo. vLLM: `reload_weights` of a checkpoint in shared memory through
+  `collective_rpc` (its weight transfers need CUDA).
 
-No requests run. Everything that the engine holds is compared with its digests after every run. The
-engines' environments are those of `make engines`.
+No requests run. After every run the benchmark compares all weights of the engine with their digests. `make engines`
+makes the engines' environments.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ CONFIGS["bench"] = {
 
 
 class OwnApi:
-    """The other trainer."""
+    """Trainer process that uses the engine's own API."""
 
     def __init__(self, sent: IO[str], received: IO[str]) -> None:
         self._sent, self._received = sent, received
@@ -83,7 +82,7 @@ def own_api(engine: str, url: str, folders: list[Path]) -> Iterator[OwnApi]:
 def measure(
     engine: str, server: Server, controller: str, folders: list[Path], runs: int
 ) -> tuple[list[UpdateReport], dict[str, list[dict[str, float]]]]:
-    """Windlass and the engine's methods in turn, the first round of each thrown away."""
+    """Run Windlass and the engine's methods alternately; discard the first round of each."""
     models = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.bfloat16) for f in folders]
     model = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.bfloat16)
     ours: list[UpdateReport] = []
@@ -95,7 +94,8 @@ def measure(
     ):
         for run in range(runs + 1):
             for turn, method in enumerate(["windlass", *theirs]):
-                index = (run + turn) % 2  # never what the engine holds already
+                # Never the checkpoint that the engine has.
+                index = (run + turn) % 2
                 if method == "windlass":
                     with torch.no_grad():
                         for mine, value in zip(

@@ -1,9 +1,9 @@
 """Time of the first version after joining, for a mixture of experts, split by step.
 
-The controller runs in this process. Every trainer rank and every engine rank is a process of its own, with the client of a real rank,
-over the transport `cma`. Names, layers, experts and cuts are those of Qwen3-30B-A3B: FSDP2 ranks
-hold transformers' stacked experts, cut along dim 0. The engine has fused parameters, cut by tensor parallelism or by
-expert parallelism. Matrices are tiny, so plans, messages and tables take the time, and bytes take none.
+The controller runs in this process. Every trainer rank and engine rank is a separate process with a real client, over
+the transport `cma`. Names, layers, experts and splits equal Qwen3-30B-A3B: FSDP2 ranks have transformers' stacked
+experts, split along dim 0. The engine has fused parameters, split by tensor parallelism or expert parallelism. Matrices
+are tiny, so the time is for plans, messages and tables, not for bytes.
 
 On GPUs both ends build tables of pieces for the kernels that store. Here every rank builds them after the last version,
 which needs no GPU.
@@ -54,7 +54,7 @@ from windlass.transports.registry import create_transport, parse_transport
 TOKEN = "benchmark"
 DEADLINE_S = 120.0
 HIDDEN, INNER, HEADS, KV, VOCAB = 32, 16, 64, 8, 256
-"""Rows and columns of Qwen3-30B-A3B, divided."""
+"""Rows and columns of Qwen3-30B-A3B, reduced."""
 
 Elements = npt.NDArray[Any]
 Figures = dict[str, tuple[float, str]]
@@ -63,7 +63,7 @@ Figures = dict[str, tuple[float, str]]
 
 @dataclass(frozen=True)
 class Setting:
-    """Number of ranks on each side, and the model. `expert_parallel`: engine ranks hold whole experts."""
+    """Number of ranks on each side, and the model. `expert_parallel`: engine ranks have whole experts."""
 
     num_trainers: int
     num_engine_ranks: int
@@ -74,7 +74,7 @@ class Setting:
 
     @property
     def case(self) -> str:
-        """Name of the setting in rows."""
+        """Return the name of the setting in rows."""
         engine = f"{'EP' if self.expert_parallel else 'TP'}{self.num_engine_ranks}"
         return (
             f"{self.num_trainers} trainer ranks in {self.dtype} -> {engine}, {self.layers} layers of "
@@ -84,7 +84,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor in a parameter. `cut`: dim that engine ranks share; -1 for none."""
+    """Checkpoint tensor in a parameter. `cut`: dim that is split over engine ranks; -1 for none."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -145,7 +145,7 @@ class Weights:
         self.places = tuple(ParameterMemory(int(m.ctypes.data), m.nbytes) for m in self.memory)
 
     def wanted(self, version: int) -> Iterator[Elements]:
-        """Yield what each parameter must contain: values that a cast from float32 keeps."""
+        """Yield the expected values of each parameter; a cast from float32 keeps them."""
         for shards in self.shards:
             bits = np.concatenate([values(piece, box, version) for piece, box in shards])
             yield bits if self.dtype is DType.BFLOAT16 else bits.astype(np.uint32) << 16
@@ -162,7 +162,7 @@ class Weights:
 
 
 def box_of(piece: Piece, dim: int, world: int, index: int) -> Box:
-    """Return a rank's box of a piece; all of it if `dim` is -1."""
+    """Return a rank's box of a piece, or the whole piece if `dim` is -1."""
     offsets, sizes = [0] * len(piece.shape), list(piece.shape)
     if dim >= 0 and piece.cut >= 0 and world > 1:
         sizes[dim] //= world
@@ -179,7 +179,7 @@ def values(piece: Piece, box: Box, version: int) -> Elements:
 
 
 class Timers:
-    """Seconds inside functions of this process, by step."""
+    """Timers of functions of this process, by step."""
 
     def __init__(self) -> None:
         self.seconds = defaultdict[str, float](float)
@@ -239,7 +239,7 @@ def connect_trainer(
 
 
 def run_rank(setting: Setting, role: Role, index: int, url: str, pipe: Connection) -> None:
-    """Run one rank: carry out the commands of the pipe."""
+    """Run one rank and carry out the commands of the pipe."""
     torch.set_num_threads(1)
     timers = Timers()
     timers.time(TransferPlan, "decode", "rank, decode the plan")

@@ -1,9 +1,9 @@
-"""A full collection of Python's garbage in a process of an engine, before and after its heap is frozen.
+"""Time of a full garbage collection of Python in a process of an engine, before and after freezing the heap.
 
     PYTHON_OF_AN_ENGINE benchmarks/bench_heap.py --modules vllm.v1.worker.gpu_worker --json FILE
 
-Run with the interpreter of the engine's environment, which must have `rich`. Only the modules are imported:
-no model, no requests. A collection holds the interpreter lock, so it is a pause wherever it falls.
+Run it with the interpreter of the engine's environment, which must have `rich`. The benchmark only imports the
+modules: no model, no requests. A collection holds the interpreter lock, so it pauses the whole process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from harness import Row, median_p95, parser, report
 
 
 def collections(count: int) -> list[float]:
-    """Seconds of each of `count` full collections."""
+    """Return the seconds of each of `count` full collections."""
     seconds = []
     for _ in range(count):
         began = time.perf_counter()

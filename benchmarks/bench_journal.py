@@ -1,9 +1,8 @@
-"""What a journal of rollouts costs the event loop, per rollout.
+"""Cost of a journal of rollouts for the event loop, per rollout.
 
-Each rollout is submitted, handed to a worker, accepted with 128 tokens and handed out, in
-groups of 8 and with 64 outcomes per callback, on a file system as the machine has it. The
-strongest alternative is a journal that is on disk before each outcome is acknowledged (one
-fdatasync per callback); the ceiling is one write of the same bytes.
+Each rollout is submitted, sent to a worker, accepted with 128 tokens and returned, in groups of 8 and with 64 outcomes
+per callback, on the machine's file system. The strongest alternative writes the journal to disk before each outcome is
+acknowledged (one fdatasync per callback). The lower limit is one write of the same bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ RESULT = Partial(TOKENS, tuple(-token / 7e4 for token in TOKENS), (3,) * NUM_TOK
 
 
 async def one_run(path: Path | None, *, sync_each: bool) -> tuple[float, float, int]:
-    """Seconds of the loop and of its CPU for all rollouts, and the bytes of the journal."""
+    """Return seconds and CPU seconds of the loop for all rollouts, and the bytes of the journal."""
     policy = StalenessPolicy.unbounded(NUM_ROLLOUTS)
     config = RolloutConfig(
         journal=path, acknowledge=path is not None, journal_compact_nbytes=1 << 40
@@ -80,7 +79,7 @@ def outcome_of(task_id: str, attempt: int) -> RolloutOutcome:
 
 
 def raw_write(folder: Path, nbytes: int) -> float:
-    """Seconds of CPU to write so many bytes in as many calls as the journal makes."""
+    """Return the CPU seconds to write `nbytes` in the same number of calls as the journal."""
     calls = 2 * NUM_ROLLOUTS // CALLBACK
     data = os.urandom(nbytes // calls)
     path = folder / "raw"

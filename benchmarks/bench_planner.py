@@ -1,8 +1,7 @@
-"""Planner scaling: public model sizes up to 256 trainer ranks -> 128 engine ranks.
+"""Scaling of the planner: public model sizes, up to 256 trainer ranks -> 128 engine ranks.
 
-Each case runs in a process of its own, so that peak memory is the case's. Where it is
-feasible, a planner of the obvious kind, a Python loop over tensors and shards, plans the same
-manifests in the same process as the reference.
+Each case runs in a separate process, so that its peak memory can be measured. The reference is a simple planner, a
+Python loop over tensors and shards, for the same manifests in the same process, if it is fast enough.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ GOAL_SECONDS, GOAL_RSS, GOAL_IMBALANCE = 10.0, 2.0 * 2**30, 1.02
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A shipped topology, with another engine where `engine` is given."""
+    """Topology of this repository; `engine`, if given, replaces its engine."""
 
     name: str
     topology: str
@@ -63,7 +62,7 @@ CASES = (
 def plan_by_loops(
     sources: list[ShardManifest], destinations: list[ShardManifest]
 ) -> tuple[int, int]:
-    """The obvious planner; returns (ops, bytes). Takes the least loaded of identical holders."""
+    """Plan with loops, using the least loaded of identical sources; return (ops, bytes)."""
     holders: dict[str, dict[Box, list[tuple[int, Shard]]]] = defaultdict(lambda: defaultdict(list))
     for rank, manifest in enumerate(sources):
         for shard in manifest.shards():

@@ -1,9 +1,9 @@
-"""How long it takes to register a trainer's parameters: each by itself, or the allocations that they lie in.
+"""Time to register a trainer's parameters: one registration per tensor, or per allocation.
 
-The tensors are the 18 867 of Qwen3-30B-A3B with the widths of the arguments, in host memory. In one layout each has
-a storage of its own, as FSDP2 allocates them; in the other those of a layer are views of one buffer, as
-Megatron-core's are. "Each" is one call of `register` per tensor. After every registration a sample of
-the tensors is written to another process, and compared there.
+The tensors are the 18 867 of Qwen3-30B-A3B in host memory; the arguments set their widths. In one layout each tensor
+has its own storage, as with FSDP2. In the other layout the tensors of a layer are views of one buffer, as with
+Megatron-core. "Each" is one call of `register` per tensor. After every registration the benchmark writes a sample of
+the tensors to another process and compares it there.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ CONFIGS = {
 
 
 def layers_of(hidden: int, inter: int, vocab: int) -> list[list[int]]:
-    """Elements of every tensor, layer by layer; the last are those outside of layers."""
+    """Return the elements of every tensor, layer by layer; the last item is for tensors outside of layers."""
     attention = [32 * hidden, 4 * hidden, 4 * hidden, 32 * hidden, 128, 128, hidden, hidden]
     layer = [*attention, EXPERTS * hidden, *[inter * hidden] * (3 * EXPERTS)]
     return [*([layer] * LAYERS), [vocab * hidden, vocab * hidden, hidden]]
 
 
 def tensors_of(sizes: Sequence[Sequence[int]], *, flat: bool) -> list[torch.Tensor]:
-    """Tensors with values that tell them apart; `flat`: views of one buffer per layer."""
+    """Return tensors with distinct values; with `flat`, they are views of one buffer per layer."""
     made: list[torch.Tensor] = []
     for layer in sizes:
         buffer = torch.empty(sum(layer) if flat else 0, dtype=torch.bfloat16)
@@ -52,7 +52,7 @@ def tensors_of(sizes: Sequence[Sequence[int]], *, flat: bool) -> list[torch.Tens
 
 
 def located(tensors: Sequence[torch.Tensor]) -> tuple[ParameterMemory, ...]:
-    """As a trainer's adapter tells it."""
+    """Return the memory of the tensors, as a trainer's adapter describes it."""
     return tuple(
         ParameterMemory(
             t.data_ptr(), t.nbytes, (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
@@ -62,14 +62,14 @@ def located(tensors: Sequence[torch.Tensor]) -> tuple[ParameterMemory, ...]:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """What a call takes."""
+    """Return the seconds of a call."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
 
 
 class Bench:
-    """One transport, its peer, and the tensors of one layout."""
+    """Transport, peer, and the tensors of one layout."""
 
     def __init__(self, config: TransportConfig, tensors: list[torch.Tensor]) -> None:
         step = max(len(tensors) // SAMPLE, 1)
@@ -81,7 +81,7 @@ class Bench:
         self.digest = digest_of(expected)
 
     def write(self) -> float:
-        """Write the sample; the peer must hold it then. Seconds of the write."""
+        """Write the sample, check it at the peer, and return the seconds of the write."""
         self.peer.fill(0)
         nbytes = np.array([t.nbytes for t in self.sample], np.uint64)
         region = self.peer.region
@@ -98,7 +98,7 @@ class Bench:
         return took
 
     def each(self) -> tuple[int, float, float, float]:
-        """Number of regions; seconds to register, to write the sample, and to unregister."""
+        """Register each tensor; return the number of regions and the seconds to register, write and unregister."""
         spans = [(place.address, place.nbytes) for place in self.places]
         began = time.perf_counter()
         regions = [self.transport.register(*span) for span in spans]
@@ -111,7 +111,7 @@ class Bench:
         return len(regions), register_s, write_s, unregister_s
 
     def allocations(self) -> tuple[int, float, float, float, float]:
-        """As `each`, and the seconds of an update for which nothing has moved."""
+        """Register allocations; return the results of `each`, and the seconds of an update without moved memory."""
         memory = RegisteredMemory("trainer/0", self.transport, HostMemory(), ())
         register_s = seconds(lambda: memory.cover(self.places))
         again_s = seconds(lambda: memory.cover(self.places))
@@ -120,13 +120,13 @@ class Bench:
         return num_regions, register_s, write_s, unregister_s, again_s
 
     def close(self) -> None:
-        """End both."""
+        """Close the transport and the peer."""
         self.transport.close()
         self.peer.close()
 
 
 def rows_of(case: str, bench: Bench, runs: int) -> list[Row]:
-    """Both ways in turn, so that what else runs on the machine meets both."""
+    """Measure both ways alternately, so that other load on the machine affects both."""
     each, ours = [], []
     for _ in range(runs):
         each.append(bench.each())
@@ -144,7 +144,7 @@ def rows_of(case: str, bench: Bench, runs: int) -> list[Row]:
 
 
 def row_of(case: str, metric: str, unit: str, values: Sequence[float]) -> Row:
-    """`values`: of allocations, and of each tensor by itself."""
+    """Return a row. `values`: with one registration per allocation, and with one per tensor."""
     value, beside = values
     named = "each tensor by itself" if "without" not in metric else "registering allocations"
     return Row(case, metric, value, unit, named, beside)

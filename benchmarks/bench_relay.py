@@ -1,10 +1,10 @@
-"""Relay against direct, catch-up of a newcomer, and recovery after each kind of failure.
+"""Relay compared with direct writes, catch-up of a new engine, and recovery after each kind of failure.
 
-Every rank is a process; what it sends by `cma` first goes through a link of a fixed rate that
-`limited_rank.LimitedLink` keeps, so that links and not the memory of this machine are the limit. What
-a rank receives is not limited. Every engine byte is compared after every run.
+Every rank is a process. `limited_rank.LimitedLink` limits the rate of its writes by `cma`, so that links and not the
+memory of this machine are the bottleneck. Receiving is not limited. The benchmark compares every engine byte after
+every run.
 
-Simulated as well, on NICs of 50 GB/s, up to 1 024 replicas.
+It also simulates up to 1 024 replicas with NICs of 50 GB/s.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from windlass.planning.relay import RelayGroup, stripes_of
 ROOT = Path(__file__).parents[1]
 TOKEN = "secret of the benchmark"
 RATE = 16_000_000
-"""Bytes per second that a process sends."""
+"""Bytes per second of a process's link."""
 NUM_ROWS = 32 * 1024 * 1024 // ROW_NBYTES
 NBYTES = NUM_ROWS * ROW_NBYTES
 COPY_S = NBYTES / RATE
@@ -50,7 +50,7 @@ WRITE_S = 90.0
 
 
 class Rank:
-    """A process behind a link."""
+    """Process with a limited link."""
 
     def __init__(self, *words: str) -> None:
         command = (sys.executable, str(ROOT / "benchmarks/limited_rank.py"))
@@ -64,7 +64,8 @@ class Rank:
             line = self.process.stdout.readline()
             if not line:
                 raise SystemExit("a rank ended")
-            if line[0] in '[{"n':  # native libraries log to stdout as well
+            # Native libraries also log to stdout.
+            if line[0] in '[{"n':
                 try:
                     return json.loads(line)
                 except ValueError:
@@ -106,7 +107,7 @@ def config(shape: RelayShape, num_engines: int) -> ControlConfig:
 
 
 class Job:
-    """Trainers and engines around a controller."""
+    """Trainers and engines of a controller."""
 
     def __init__(self, url: str, stack: ExitStack) -> None:
         self.url, self.stack = url, stack
@@ -147,7 +148,7 @@ class Job:
 
 
 async def relay_or_direct(shape: RelayShape, num_engines: int) -> list[float]:
-    """Seconds of the write phase, per run."""
+    """Return the seconds of the write phase, per run."""
     with ExitStack() as stack:
         async with windlass.Controller(
             token=TOKEN, config=config(shape, num_engines)
@@ -160,13 +161,14 @@ async def relay_or_direct(shape: RelayShape, num_engines: int) -> list[float]:
                 if answer.get("left_out", "error"):
                     raise SystemExit(f"{shape}, {num_engines} engines: {answer}")
                 await job.check()
-                if run:  # the first one connects
+                # The first run connects.
+                if run:
                     found.append(float(answer["write_s"]))
             return found
 
 
 class Measured:
-    """One run of `failures`: seconds by (case, metric), and what they are compared with."""
+    """Results of one run of `failures`: seconds by (case, metric), and their references."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], tuple[float, str, float]] = {}
@@ -178,7 +180,7 @@ class Measured:
 
 
 async def _newcomer(job: Job, controller: windlass.Controller, said: Measured) -> None:
-    """Warm: from its first frame to being routable at the published version."""
+    """Measure a warm new engine, from its first frame until it is routable at the published version."""
     newcomer = job.start_engine("newcomer")
     await newcomer.read()
     routable = asyncio.Event()
@@ -203,7 +205,7 @@ async def _newcomer(job: Job, controller: windlass.Controller, said: Measured) -
 async def _lost_engine(
     job: Job, controller: windlass.Controller, said: Measured, plain: float, *, stop: bool
 ) -> None:
-    """An engine that passes on is killed, or stopped, in the middle of the write phase."""
+    """Kill or stop a relaying engine in the middle of the write phase."""
     num_engines, victim = len(job.engines), next(iter(job.engines))
     rank = job.engines[victim]
     _in_mid_write(job, controller, rank.stop if stop else rank.kill)
@@ -219,10 +221,11 @@ async def _lost_engine(
         f"a relay of {num_engines} engines {what} in mid write", "update",
         float(answer["update_s"]), "update without it", plain,
     )  # fmt: skip
-    # Whoever hung on it is whole again with the next version.
+    # Its children in the relay are complete again with the next version.
     answer = await job.publish()
     routed = {engine.name for engine in controller.coordinator.routable()}
-    for name in set(job.engines) - routed:  # poisoned: bytes of the stopped one may still land
+    # These engines are quarantined, because writes of the stopped engine may still arrive.
+    for name in set(job.engines) - routed:
         job.engines.pop(name).close()
     await job.check()
     said.note(
@@ -232,7 +235,7 @@ async def _lost_engine(
 
 
 def _in_mid_write(job: Job, controller: windlass.Controller, act: Callable[[], None]) -> None:
-    """Act once, half a copy's time after the write phase of the next version has begun."""
+    """Call `act` once, half a copy's time after the start of the next version's write phase."""
     wanted = job.version + 1
     loop = asyncio.get_running_loop()
 
@@ -246,7 +249,7 @@ def _in_mid_write(job: Job, controller: windlass.Controller, act: Callable[[], N
 async def _lost_trainer(
     job: Job, controller: windlass.Controller, said: Measured, plain: float
 ) -> None:
-    """A trainer is killed in the middle of the write phase; a warm one takes its place."""
+    """Kill a trainer in the middle of the write phase; a warm trainer replaces it."""
     spare = job.start_trainer(0)
     await spare.read()
     over = asyncio.Event()
@@ -280,9 +283,9 @@ async def _lost_trainer(
 
 
 async def failures_once(*, stop: bool) -> Measured:
-    """Every kind of failure at a known moment, each with what it costs.
+    """Cause every kind of failure at a known moment and measure its cost.
 
-    `stop`: as well an engine that stands still, which costs a whole deadline.
+    `stop`: also stop an engine, which costs a whole deadline.
     """
     said = Measured()
     with ExitStack() as stack:
@@ -298,7 +301,7 @@ async def failures_once(*, stop: bool) -> Measured:
         await _newcomer(job, controller, said)
         await _lost_engine(job, controller, said, plain, stop=False)
         await _lost_trainer(job, controller, said, plain)
-        # The controller goes and comes back on the same port.
+        # Restart the controller on the same port.
         port = int(controller.url.rpartition(":")[2])
         began = time.perf_counter()
         await controller.__aexit__(None, None, None)
@@ -324,7 +327,7 @@ async def failures_once(*, stop: bool) -> Measured:
 
 
 def failures() -> list[Row]:
-    """Median and p95 over `RUNS` runs, each with processes of its own."""
+    """Return median and p95 over `RUNS` runs, each with its own processes."""
     runs = [asyncio.run(failures_once(stop=run == 0)) for run in range(RUNS)]
     rows = []
     for case, metric in runs[0].found:
@@ -354,7 +357,7 @@ def _row(case: str, metric: str, value: float, reference: str, reference_value: 
 
 
 def simulated() -> list[Row]:
-    """DeepSeek-V3 from 128 trainer ranks to engines of 32 ranks, 50 GB/s per rank."""
+    """Simulate DeepSeek-V3 from 128 trainer ranks to engines of 32 ranks, with 50 GB/s per rank."""
     text = (ROOT / "examples/topologies/deepseek-v3-128-to-128.toml").read_text()
     topology = parse_topology(text)
     engine = msgspec.structs.replace(topology.engine, replicas=1)

@@ -1,10 +1,10 @@
-"""How long a trainer rank stands still for an update, with a replica and without.
+"""Time that an update stops a trainer rank, with and without a replica.
 
-One trainer process and one engine process, `--mib` of bfloat16 that go as they lie (the case in which
-a replica costs most), staged updates over `cma`, a controller here. In one run: `publish` of a trainer
-without a replica returns when the engine serves the version, `begin_publish` of one with a replica when
-the weights are copied and hashed. After every update the engine's bytes are compared with the version's;
-after `begin_publish` the trainer has overwritten its own meanwhile.
+One trainer process, one engine process, and a controller in this process. The weights are `--mib` of bfloat16 that
+need no packing, so a replica costs most. Updates are staged, over `cma`. In one run, `publish` without a replica
+returns when the engine serves the version; `begin_publish` with a replica returns when the weights are copied and
+hashed. After every update the benchmark compares the engine's bytes with the version. After `begin_publish` the trainer
+overwrites its weights before the comparison.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def manifest(worker: str, role: Role, count: int) -> ShardManifest:
 
 
 def value(index: int, version: int, device: str = "cpu") -> torch.Tensor:
-    """Another pattern for every parameter and version; neighbours differ."""
+    """Return a different pattern for every parameter and version. Adjacent elements differ."""
     numbers = torch.arange(PARAMETER_ROWS * COLS, dtype=torch.int32, device=device)
     return ((numbers * 7 + index * 13 + version * 31) % 251).to(torch.bfloat16)
 
 
 def zeros(count: int, device: str = "cpu") -> list[torch.Tensor]:
-    """The parameters of one rank."""
+    """Return the parameters of one rank."""
     shape = (PARAMETER_ROWS * COLS,)
     return [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(count)]
 
@@ -112,7 +112,7 @@ def run_trainer(pipe: Connection, url: str, count: int, replica: bool) -> None:
 
 
 async def measure(count: int, num_runs: int, replica: bool) -> list[tuple[float, float]]:
-    """(seconds that the trainer stood still, seconds until the version was served) per run."""
+    """Return (seconds that the trainer was stopped, seconds until the version was served) per run."""
     context = mp.get_context("spawn")
     config = ControlConfig(mode=UpdateMode.STAGED)
     found: list[tuple[float, float]] = []
@@ -128,7 +128,8 @@ async def measure(count: int, num_runs: int, replica: bool) -> list[tuple[float,
         engine, trainer = pipes
         for pipe in pipes:
             await asyncio.to_thread(pipe.recv)
-        for version in range(num_runs + 1):  # the first is a warm-up
+        # The first run is a warm-up.
+        for version in range(num_runs + 1):
             trainer.send(version)
             times = await asyncio.to_thread(trainer.recv)
             engine.send(version)

@@ -1,11 +1,11 @@
-"""What it costs to compare replicas: digests of what trainer ranks hold in common, beside the update.
+"""Cost of comparing replicated weights between trainer ranks, compared with the update.
 
-Two trainer processes that hold the same `--mib` of bfloat16 whole (everything is replicated, and each sends
-half of it: the case with most to compare) and one engine process, in host memory over `cma`, or with
-`--device cuda` each on a GPU, counted round, over `cuda_ipc`, with a controller here. Every update is timed, and says
-whether it compared and for how long: `share` is what all of them but the first, which compares everything, spent
-comparing, beside the share that the controller allows. After each update every rank digests a sample once more,
-alone, and everything as the first update does.
+Two trainer processes have the same `--mib` of bfloat16, and each sends half of it. All weights are replicated, so the
+comparison is as large as possible. There is one engine process, and a controller in this process. Weights are in host
+memory, over `cma`, or with `--device cuda` on the GPUs in turn, over `cuda_ipc`. Every update reports its time and the
+time of its comparison. `share` is the fraction of time that the updates spent comparing, without the first, which
+compares everything; its reference is the share that the controller allows. After each update every rank computes the
+digests again, first of a sample and then of everything.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def run_trainer(pipe: Connection, url: str, count: int, device: str, rank: int) 
                 tensor.copy_(value(index, version, device))
             done = trainer.publish(version, deadline_s=DEADLINE_S)
             times = []
-            digests.take(version - 1, period)  # after which a rank cuts the next turn's
+            # After this call a rank prepares the boxes of the next turn.
+            digests.take(version - 1, period)
             digests.cut_ahead()
             for turn, every in ((version, period), (0, 1)):
                 began = time.perf_counter()
@@ -83,9 +84,9 @@ def run_trainer(pipe: Connection, url: str, count: int, device: str, rank: int) 
 async def measure(
     count: int, num_runs: int, mode: UpdateMode, devices: Sequence[str]
 ) -> list[tuple[float, ...]]:
-    """(update, sample, everything, comparing in the update, whether it did) per run: the slowest rank of each.
+    """Return (update, sample, everything, comparison in the update, whether it compared) per run, of the slowest rank.
 
-    Seconds. `devices`: of the trainers, then of the engine.
+    Times are in seconds. `devices`: of the trainers, then of the engine.
     """
     context = mp.get_context("spawn")
     found: list[tuple[float, ...]] = []
@@ -103,7 +104,8 @@ async def measure(
         engine, *trainers = pipes
         for pipe in pipes:
             await asyncio.to_thread(pipe.recv)
-        for version in range(num_runs + 1):  # the first compares everything
+        # The first update compares everything.
+        for version in range(num_runs + 1):
             for trainer in trainers:
                 trainer.send(version)
             times = [await asyncio.to_thread(trainer.recv) for trainer in trainers]

@@ -1,9 +1,9 @@
-"""From "the worker has the answer" to "the future is resolved", and what it costs.
+"""Latency and cost from "the worker has the answer" to "the future is resolved".
 
-One controller process (this one), one real worker process, real callbacks between them; every
-answer is checked. Completions are Poisson arrivals at 300/s, and once at 150/s. With `--areal` the
-reference is AReaL's own dispatcher over the same controller, worker and callbacks; README.md beside
-this file says how to install it. `bench_xccl.py` is run at the end, so that its rows are of the same run.
+This process is the controller; a real worker process sends real callbacks, and every answer is checked. Completions are
+Poisson arrivals at 300/s, and once at 150/s. With `--areal` the reference is AReaL's own dispatcher with the same
+controller, worker and callbacks; benchmarks/README.md describes its installation. `bench_xccl.py` runs at the end, so
+that its rows are from the same run.
 
     python benchmarks/bench_rollout.py --json FILE [--areal FOLDER] [--only PART ...]
 """
@@ -51,7 +51,7 @@ from windlass.rollout import (
 )
 
 CASES = ((64, 300.0), (2048, 300.0), (8192, 300.0), (32768, 300.0), (8192, 150.0))
-"""Outstanding rollouts, completions per second."""
+"""Outstanding rollouts and completions per second of each case."""
 RATE_PER_S = 300.0
 NUM_RUNS = 5
 NUM_UPDATE_RUNS = 9
@@ -80,14 +80,14 @@ MODEL = {
 }
 
 SMALL_MODEL = {**MODEL, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
-"""With as many tensors: what is left of an update's cost is its control."""
+"""Small model with the same number of tensors, so that the cost of an update is its control."""
 UPDATE_PERIOD_S = 0.075
-"""As often as the large model can be updated back to back here."""
+"""Interval of updates of the large model without a break on the reference machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run: when each completion was seen, and what the controller's process spent."""
+    """Result of one run: latency of each completion, and costs of the controller's process."""
 
     latencies_s: list[float]
     cpu_s: float
@@ -107,7 +107,7 @@ class Sample:
 
 
 class Child:
-    """A process that is told things on stdin and answers with lines."""
+    """Child process that reads commands on stdin and answers with lines."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -144,14 +144,14 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """A loaded controller: `outstanding` rollouts, replaced as they complete."""
+    """Controller with `outstanding` rollouts; a completed rollout is replaced."""
 
     collector: Collector
     worker: Child
     outstanding: int
 
     async def run(self, count: int, *, rate: float | None) -> Sample:
-        """Count completions; at `rate` per second, or as they come."""
+        """Wait for `count` completions, at `rate` per second or as fast as possible."""
         if rate is not None:
             await self.worker.ask(f"until {self.outstanding - 64} 0")
         self.collector.begin(count)
@@ -228,7 +228,7 @@ async def throughput(make: MakeCollector, *, journal: bool = False) -> list[Samp
 
 
 async def idle() -> list[float]:
-    """Percent of a core, of a controller to which nothing happens."""
+    """Return the load of an idle controller, in percent of a core."""
     percents = []
     async with static_rig(CallbackCollector, "held", IDLE_OUTSTANDING) as rig:
         await rig.worker.ask(f"until {IDLE_OUTSTANDING} 0")
@@ -243,10 +243,10 @@ async def idle() -> list[float]:
 
 
 class Publisher:
-    """A real trainer process and an embedded engine process, updated over `cma`.
+    """Real trainer process and embedded engine process, updated over `cma`.
 
-    They stand for other hosts, so they give way to the controller and the worker (nice 19). With
-    100 MB a kernel copy still holds one of two cores at times; with the small model it does not.
+    They represent other hosts, so they have a lower priority than the controller and the worker (nice 19). With 100 MB
+    a kernel copy still occupies one of two cores at times; with the small model it does not.
     """
 
     def __init__(self, trainer: Child, controller: Controller) -> None:
@@ -271,7 +271,7 @@ class Publisher:
 async def during_updates(
     outstanding: int, model: dict[str, Any]
 ) -> tuple[list[Sample], list[Sample], list[float]]:
-    """Alternating runs without and with updates, and seconds per update."""
+    """Alternate runs without and with updates; return both and the seconds per update."""
     quiet, updating = [], []
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -345,7 +345,7 @@ GOALS = {"completion latency p99": 2.0, "controller CPU": 15.0}
 def latency_rows(
     outstanding: int, rate: float, ours: Sequence[Sample], theirs: Sequence[Sample]
 ) -> list[Row]:
-    """`theirs` is empty without AReaL: the reference is the slowest run then."""
+    """Return rows. Without AReaL `theirs` is empty, and the reference is the slowest run."""
     case, rows = f"{outstanding} outstanding, {rate:.0f}/s", []
     for metric, unit, value_of in LATENCY_METRICS:
         found = median_p95([value_of(sample) for sample in ours])
@@ -378,8 +378,9 @@ def throughput_rows(ours: Sequence[Sample], theirs: Sequence[Sample]) -> list[Ro
 
 
 def tls_rows() -> list[Row]:
-    """The same two processes over TLS and without it, in turns: a machine is not as fast all the time."""
-    from certificates import Authority  # needs trustme, which no other part does
+    """Run the same two processes with and without TLS, alternately, because the machine's speed varies."""
+    # Imported here because it needs trustme, and no other part does.
+    from certificates import Authority
 
     plain: list[Sample] = []
     secured: list[Sample] = []

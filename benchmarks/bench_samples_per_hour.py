@@ -1,14 +1,14 @@
 """Samples per hour of one asynchronous job, with Windlass's updates and with vLLM's own, in the same run.
 
-The job is the demo's: GRPO from scratch, FSDP2 trainers, an unmodified vLLM, a rollout controller and a worker process, the same
-model, batches, staleness and checks. It runs with Windlass (`in_place`, `staged`), and with what vLLM does by itself: `disk`
-(rank 0 gathers and writes a safetensors file to shared memory; `/pause?mode=keep`, `reload_weights`, `/resume`) and, on a GPU, `ipc` (vLLM's weight
-transfer backend between two processes on one GPU, packed). Every trained answer is compared with the trainer's weights of its versions.
+The job is the demo's: GRPO from scratch, FSDP2 trainers, an unmodified vLLM, a rollout controller and a worker process. Model,
+batches, staleness and checks are the same for all ways of updating: Windlass (`in_place`, `staged`) and vLLM's own. `disk`: rank 0
+gathers and writes a safetensors file to shared memory; `/pause?mode=keep`, `reload_weights`, `/resume`. `ipc`, on a GPU: vLLM's weight
+transfer backend between two processes on one GPU, packed. Every trained answer is compared with the trainer's weights of its versions.
 
     python benchmarks/bench_samples_per_hour.py --json FILE [--device cuda] [--steps 30] [--model FILE] [--max-new-tokens 8]
         [--ways in_place staged disk ipc] [--logs FOLDER]
 
-Server's environment: WINDLASS_VLLM_VENV, or this interpreter's where vLLM is installed in it.
+The server's environment is WINDLASS_VLLM_VENV, or this interpreter's environment if it contains vLLM.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ DEADLINE_S = 300.0
 
 
 async def ours(mode: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The job as `windlass demo` runs it."""
+    """Run the job with `windlass demo`."""
     told = folder.with_suffix(".json")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "windlass.cli.main", "demo", "--plain", "--mode", mode),
@@ -93,7 +93,7 @@ def job_words(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 class Server:
-    """vLLM and its own routes."""
+    """Client of vLLM's own routes."""
 
     def __init__(self, url: str) -> None:
         self.url, self._http = url, EngineHttp(url, saved_key(url))
@@ -106,7 +106,7 @@ class Server:
 
 
 Transfer = Callable[[Server, TrainController, Path], Awaitable[float]]
-"""Brings the trainers' weights into the engine; returns when the engine was told to stand still."""
+"""Function that sends the trainers' weights to the engine and returns the time of the pause command."""
 
 
 async def disk(server: Server, trainers: TrainController, folder: Path) -> float:
@@ -130,7 +130,7 @@ TRANSFERS: dict[str, Transfer] = {"disk": disk, "ipc": ipc}
 
 
 async def theirs(way: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The same job; vLLM is updated by its own means."""
+    """Run the same job with vLLM's own updates."""
     made = argparse.ArgumentParser()
     demo.add_arguments(made)
     job = demo.demo_config(made.parse_args(job_words(options, folder)))
@@ -253,7 +253,7 @@ async def train(
     job: LaunchConfig, way: str, server: Server, shared: Path, rollouts: RolloutController,
     trainers: TrainController, engines: StaticEngines,
 ) -> tuple[PaceClock, list[TrainingSample]]:  # fmt: skip
-    """As `windlass.jobs.launch` does: draw, score, train, update."""
+    """Draw, score, train and update, as in `windlass.jobs.launch`."""
     clock, rollout, recipe = PaceClock(), job.rollout, RepeatOperand()
     served: list[TrainingSample] = []
 
@@ -326,7 +326,7 @@ def main() -> int:
 
 
 def write(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
-    """Print the table, and write it with where it was measured."""
+    """Print the table, and write it with a description of the machine."""
     ended = {way: each for way, each in found.items() if "failed" not in each}
     reference = next((way for way in reversed(options.ways) if way in ended), "")
     rows = [

@@ -1,13 +1,13 @@
-"""What a controller costs that has up to 1 024 trainer ranks and 4 096 engine ranks.
+"""Cost of a controller with up to 1 024 trainer ranks and 4 096 engine ranks.
 
-The coordinator, the round machine, the binding and the sessions as they ship, and the shipped agent of
-every rank around real memory, on a simulated clock and network (`tests/support/simulated_fleet.py`). Everything
-is in one process; what is reported is the controller's own: CPU seconds, messages and bytes that it sends, and the
-bytes of all objects that it keeps. Engines join one after another, so that each is bound by itself. Garbage is not collected
-meanwhile: most of it is the agents'.
+One process runs the real coordinator, round machine, binding and sessions, and the real agent of every rank with real
+memory, on a simulated clock and network (`tests/support/simulated_fleet.py`). The benchmark reports only the
+controller's costs: CPU seconds, messages and bytes that it sends, and the bytes of all its objects. Engines join one
+after another, so that each is bound separately. The garbage collector is off during the run, because most garbage
+belongs to the agents.
 
-The reference of every figure is that of the fleet a quarter as large, times four: a ratio above 1 grows faster than the
-fleet.
+The reference of every figure is four times the figure of a fleet a quarter as large: a ratio above 1 means that the
+cost grows faster than the fleet.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from simulated_fleet import CONTROLLER, ENGINE_RANKS, SimulatedFleet, topology_o
 from harness import Row, parser, report
 
 SIZES = ((64, 256), (256, 1024), (1024, 4096))
-"""Trainer ranks, engine ranks."""
+"""Trainer ranks and engine ranks of each fleet."""
 Figures = dict[str, tuple[float, str]]
 
 
 def simulate(num_trainers: int, num_engine_ranks: int, kind: str) -> Figures:
-    """One fleet's figures: metric -> (value, unit)."""
+    """Return the figures of one fleet: metric -> (value, unit)."""
     topology = topology_of(num_trainers, num_engine_ranks // ENGINE_RANKS, kind=kind)
     found: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +90,7 @@ def simulate(num_trainers: int, num_engine_ranks: int, kind: str) -> Figures:
 
 
 def simulated(sizes: Sequence[tuple[int, int]], kind: str) -> list[Row]:
-    """Every size in a process of its own."""
+    """Run every size in a separate process."""
     rows: list[Row] = []
     before: tuple[int, Figures] | None = None
     for trainers, engines in sizes:

@@ -1,9 +1,9 @@
-"""The simulator against what was measured and published, and against the lower bound.
+"""Simulated times compared with measured times, published times and the lower bound.
 
-1. Shipped topologies: simulated wire time, the lower bound, links at once, seconds to simulate.
-2. Our own measured runs over NVLink (2 GPUs to 2 GPUs): predicted from the speed of one pair.
-3. Published updates: the simulator at full line rate with the published layout, as far as it is
-   published. The ratio says what the published run leaves of that, not how wrong the model is.
+1. Topologies of this repository: simulated wire time, lower bound, parallel links, seconds to simulate.
+2. Our measured runs over NVLink (2 GPUs to 2 GPUs): prediction from the speed of one pair.
+3. Published updates: simulation at full line rate, with as much of the layout as is published. The ratio shows the
+   loss of the published run against full line rate, not the error of the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LINKS_AT_ONCE = (1, 4, 16)
 
 @dataclass(frozen=True)
 class Published:
-    """A published update; `base` names the shipped topology whose model it is."""
+    """Published update. `base` names the topology of this repository with the same model."""
 
     case: str
     base: str

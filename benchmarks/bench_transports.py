@@ -1,8 +1,8 @@
-"""Each transport between two processes, against memcpy by one thread in the same run.
+"""Speed of each transport between two processes, compared with memcpy by one thread in the same run.
 
-Two ceilings are taken in turns with every write: one memcpy of as many bytes in one block, and
-one memcpy per region, of regions of the same size at places just as scattered. They differ:
-from some size on, libc's memcpy writes past the cache, which small regions cannot profit from.
+Every write alternates with two references: one memcpy of the same number of bytes in one block, and one memcpy per
+region, for regions of the same size that are scattered in the same way. The two differ because libc's memcpy bypasses
+the cache for large blocks only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from windlass.transports.registry import TransportConfig, create_transport
 from windlass.transports.shm import ShmConfig
 
 CASES = ((16 << 10, 2048), (64 << 10, 1024), (1 << 20, 128), (16 << 20, 16), (256 << 20, 1))
-"""Bytes of a region, regions of a batch."""
+"""Bytes per region and regions per batch of each case."""
 ARENA_NBYTES = 256 << 20
 EVICT_NBYTES = 128 << 20
 CONFIGS: dict[str, TransportConfig] = {
@@ -38,7 +38,7 @@ CONFIGS: dict[str, TransportConfig] = {
 
 
 def scattered(nbytes: int, count: int, rng: np.random.Generator) -> npt.NDArray[np.uint64]:
-    """Offsets of `count` regions in random order, with gaps where there is room: none follow."""
+    """Return offsets of `count` regions in random order, with gaps if the arena has room for them."""
     slots = ARENA_NBYTES // nbytes
     chosen = rng.permutation(slots)[:count]
     return chosen.astype(np.uint64) * np.uint64(nbytes)
@@ -52,12 +52,12 @@ def run_case(
     count: int,
     runs: int,
 ) -> list[tuple[float, float, float]]:
-    """GB/s of the write, of memcpy in one block, and of memcpy per region; one row per run."""
+    """Return GB/s of the write, of memcpy in one block, and of memcpy per region; one row per run."""
     rng = np.random.default_rng(nbytes)
     region: RemoteRegion = peer.region
     total = nbytes * count
-    # Page-aligned like the arenas: numpy's own memory lies 16 bytes off, and memcpy between the
-    # two runs at a third of the speed. Touched: a fault per page is no ceiling either.
+    # Page-aligned like the arenas: numpy's own memory has an offset of 16 bytes, and memcpy between the two has a third
+    # of the speed. The memory is touched first, because page faults would slow the reference down.
     target = np.frombuffer(mmap.mmap(-1, ARENA_NBYTES), np.uint8)
     target[:] = 1
     scratch = np.full((2, EVICT_NBYTES), 3, np.uint8)
@@ -65,7 +65,7 @@ def run_case(
     rates: list[tuple[float, float, float]] = []
     for run in range(runs + 1):
         local, remote = scattered(nbytes, count, rng), scattered(nbytes, count, rng)
-        # New bytes in each run: what an earlier run left behind must not look like success.
+        # Use new bytes in each run, so that the bytes of an earlier run cannot pass the check.
         source.bytes.view(np.uint64)[:] += np.uint64(0x9E3779B97F4A7C15)
         batch = WriteBatch(
             endpoint=region.endpoint,
@@ -96,8 +96,8 @@ def run_case(
         seconds = np.zeros(3)
         for turn in range(3):
             which = (run + turn) % 3
-            # Whoever comes second would find the source in the cache, and whoever comes first
-            # would pay for writing the new bytes back: start everybody from the same cold cache.
+            # Start each measurement with a cold cache. Otherwise the first pays for writing the new bytes back, and the
+            # second finds the source in the cache.
             np.copyto(*scratch)
             begin = time.perf_counter()
             parts[which]()
@@ -108,7 +108,8 @@ def run_case(
             raise SystemExit(
                 f"{region.endpoint.transport}, {nbytes} bytes: wrong bytes in run {run}"
             )
-        if run:  # the first one maps and connects
+        # The first run maps memory and connects.
+        if run:
             rates.append(tuple((total / seconds / 1e9).tolist()))
     return rates
 

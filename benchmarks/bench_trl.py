@@ -1,12 +1,12 @@
-"""A weight sync of TRL's `AsyncGRPOTrainer`, as TRL itself logs it: Windlass against what runs on a CPU without.
+"""Time of a weight sync of TRL's `AsyncGRPOTrainer`, from TRL's own log: Windlass against the alternative on CPU.
 
-The same model is trained by the same script with the same servers, once for each `weight_transfer`:
+The same script trains the same model with the same servers, once for each `weight_transfer`:
 
-- a checkpoint in shared memory and vLLM's own `reload_weights` (TRL's own transfer is NCCL's, which needs GPUs);
+- a checkpoint in shared memory and vLLM's own `reload_weights` (TRL's own transfer uses NCCL, which needs GPUs);
 - Windlass, of one rank;
 - Windlass, attached.
 
-Rollouts run all the time. The first two syncs of a run are left out: they connect. Environments:
+Rollouts run all the time. The first two syncs of a run are not counted, because they connect. The environments are
 WINDLASS_VLLM_VENV and WINDLASS_TRL_VENV, see `make test-integrations`.
 """
 

@@ -1,13 +1,13 @@
-"""One whole update on CPU: Windlass against what a user has today, in one run.
+"""Time of a whole update on CPU: Windlass against a gather and broadcast, in one run.
 
-Two trainer processes hold a Qwen-shaped model cut by rows (FSDP2), two engine processes hold it
-cut for tensor parallelism: column-parallel layers by rows, row-parallel layers by columns.
-The same processes and the same bytes are updated
+Two trainer processes have a model with Qwen's shapes, split by rows (FSDP2). Two engine processes have it split for
+tensor parallelism: column-parallel layers by rows, row-parallel layers by columns. The same processes update the same
+bytes
 
-- by Windlass (prepare, write, verify with digests, apply) over `cma`, and over Mooncake TCP;
-- by all-gathering every full tensor, broadcasting it with gloo, and copying each engine's slice.
+- with Windlass (prepare, write, verify with digests, apply) over `cma`, and over Mooncake TCP;
+- with an all-gather of every full tensor, a gloo broadcast, and a copy of each engine's slice.
 
-Every engine byte is compared with the trainers' values after every run.
+After every run the benchmark compares every engine byte with the trainers' values.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DEADLINE_S = 120.0
 
 
 def tensors() -> dict[str, tuple[tuple[int, int], int]]:
-    """Name -> (shape, dim that tensor parallelism cuts)."""
+    """Return name -> (shape, dim that tensor parallelism splits)."""
     found = {}
     for layer in range(LAYERS):
         for name, shape, dim in (
@@ -70,14 +70,14 @@ def box_of(shape: tuple[int, int], dim: int, rank: int, world_size: int) -> Box:
 
 
 def value(index: int, shape: tuple[int, int], run: int) -> torch.Tensor:
-    """The full tensor of a run: every row and column distinguishable, another in every run."""
+    """Return the full tensor of a run. Rows, columns and runs differ."""
     rows = torch.arange(shape[0])[:, None] * 7 + index * 13 + run * 31
     return ((rows + torch.arange(shape[1])[None, :] * 3) % 251).to(torch_dtype(DTYPE))
 
 
 @dataclass
 class Rank:
-    """One process: its shards in registered memory."""
+    """Shards of one process, in registered memory."""
 
     manifest: ShardManifest
     arena: Arena
@@ -121,7 +121,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def broadcast_update(rank: Rank, role: Role) -> None:
-    """What a user has today: gather every full tensor, broadcast it, copy the slice."""
+    """Gather every full tensor, broadcast it and copy the slice: the usual update without Windlass."""
     for name, (shape, _) in tensors().items():
         full = torch.empty(shape, dtype=torch_dtype(DTYPE))
         if role is Role.TRAINER:
@@ -136,7 +136,7 @@ TRAINER_GROUP: Any = None
 
 
 def serve(role: Role, rank: int, transport_name: str, store: str, pipe: Connection) -> None:
-    """A trainer or engine process: carries out what the parent asks for."""
+    """Run a trainer or engine process and carry out the parent's commands."""
     global TRAINER_GROUP
     torch.set_num_threads(1)
     world_rank = rank + (NUM_TRAINERS if role is Role.ENGINE else 0)
@@ -152,7 +152,7 @@ def serve(role: Role, rank: int, transport_name: str, store: str, pipe: Connecti
     receiver = Receiver(transport, me.manifest, addresses, (me.arena.region,))
     places = [ParameterMemory(v.data_ptr(), v.nbytes) for v in me.views.values()]
     if role is Role.TRAINER:
-        # The sender registers the parameters that it reads in place by itself.
+        # The sender itself registers the parameters that it reads in place.
         transport.unregister(me.arena.region)
     sender = Sender(transport, me.manifest, lambda: places)
     actions: dict[str, Callable[..., Any]] = {
@@ -174,7 +174,7 @@ def serve(role: Role, rank: int, transport_name: str, store: str, pipe: Connecti
 
 
 class Fleet:
-    """The four processes, asked together."""
+    """The four processes, which receive commands together."""
 
     def __init__(self, transport_name: str, store: str) -> None:
         context = mp.get_context("spawn")
@@ -228,7 +228,7 @@ class Fleet:
         return plan.nbytes
 
     def windlass(self) -> dict[str, float]:
-        """One update; seconds per stage."""
+        """Run one update and return the seconds per stage."""
         marks = [time.perf_counter()]
         self.ask(self.trainers, "prepare")
         marks.append(time.perf_counter())
@@ -261,7 +261,8 @@ class Fleet:
             if not all(self.ask(self.engines, "holds", run).values()):
                 raise SystemExit(f"run {run}: the engines do not hold the trainers' bytes")
             found.append(stages)
-        return found[1:]  # the first touches memory
+        # The first run touches memory.
+        return found[1:]
 
     def close(self) -> None:
         for pipe in self.pipes.values():
@@ -310,7 +311,7 @@ def add(
     ceiling_gbps: float,
     reference: list[float] | None,
 ) -> None:
-    """Median and p95 beside the memcpy of the same bytes, and the speed-up over `reference`."""
+    """Add rows: median and p95 compared with memcpy of the same bytes, and the speed-up over `reference`."""
     median, p95 = median_p95(seconds)
     ideal = nbytes / ceiling_gbps / 1e9
     if reference is not None:
@@ -322,7 +323,7 @@ def add(
 def add_row(
     rows: list[Row], case: str, metric: str, value: float, reference: str, reference_value: float
 ) -> None:
-    """A row in seconds; the ratio says how many times the reference it is."""
+    """Add a row in seconds. The ratio is the value divided by the reference."""
     rows.append(Row(case, metric, value, "s", reference, reference_value))
 
 

@@ -1,12 +1,12 @@
-"""xccl: buckets pipelined against buckets one after another, both against bare gloo broadcasts.
+"""Backend `xccl`: pipelined buckets against buckets one after another, both compared with bare gloo broadcasts.
 
-One trainer process and two engine processes on this host. The ceiling is the same number of
-bytes in the same buckets, broadcast and nothing else. Bytes are checked after every run.
+One trainer process and two engine processes run on this host. The reference only broadcasts the same number of bytes in
+the same buckets. The benchmark checks the bytes after every run.
 
     python benchmarks/bench_xccl.py --json FILE
 
-With `--fabric nccl` one engine on a second GPU; NCCL allows one rank per GPU. With `--device cuda` weights
-are in GPU memory at both ends, else in host memory:
+With `--fabric nccl` there is one engine, on a second GPU, because NCCL allows one rank per GPU. With `--device cuda`
+weights are in GPU memory at both ends, otherwise in host memory:
 
     python benchmarks/bench_xccl.py --fabric nccl --device cuda --mib 16384 --bucket-mib 256 --dtype bfloat16
 """
@@ -44,7 +44,7 @@ CASES = {"serial": 1, "pipelined": 2}
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured; engines hold bfloat16, so that loading float32 casts."""
+    """Setting of a measurement. Engines have bfloat16, so loading float32 casts."""
 
     fabric: CollectiveFabric
     device: str
@@ -122,8 +122,9 @@ def ask(pipes: list[Connection], what: str, case: str, arguments: list[object]) 
 
 
 def timed(pipes: list[Connection], what: str, case: str, mine: Callable[[], None]) -> float:
-    """From the command until the last of all three has everything, seconds."""
-    began = time.perf_counter()  # CLOCK_MONOTONIC: one clock for all processes of a host
+    """Return the seconds from the command until all three processes have all bytes."""
+    # CLOCK_MONOTONIC: all processes of a host share this clock.
+    began = time.perf_counter()
     for pipe in pipes:
         pipe.send((what, case, None))
     mine()
@@ -199,13 +200,15 @@ def main() -> None:
         bare(senders["pipelined"], "pipelined", offers["pipelined"])
 
     seconds: dict[str, list[float]] = {"ceiling": [], **{case: [] for case in CASES}}
-    for run in range(NUM_RUNS + 1):  # the first warms up
+    # The first run is a warm-up.
+    for run in range(NUM_RUNS + 1):
         ceiling = timed(pipes, "broadcast", "pipelined", bare_pipelined)
         if run:
             seconds["ceiling"].append(ceiling)
         for case, sender in senders.items():
             for tensor in memory:
-                tensor.normal_()  # other bytes in every run
+                # Different bytes in every run.
+                tensor.normal_()
             sender.prepare(run)
             links: list[str] = []
             took = timed(pipes, "receive", case, partial(write, sender, run, names, links))

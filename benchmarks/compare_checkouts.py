@@ -1,9 +1,9 @@
-"""Every figure of a benchmark in this checkout and in another one, run in turns on one machine.
+"""Compare every figure of a benchmark between this checkout and another one, with alternating runs on one machine.
 
-A machine is not equally fast all the time, so one run of each would compare two moments of it. With
-`--at-once N`, N runs of each go on at the same time, each on cores of its own, which the two checkouts
-exchange in every turn. The ratio of a figure is the median of the ratios of the pairs that ran beside each
-other (or after each other), with the interval that holds the true median with a probability of 95 %.
+The speed of a machine varies, so one run of each checkout is not enough. With `--at-once N`, N runs of each checkout
+run in parallel on separate cores, and the two checkouts swap cores in every turn. The ratio of a figure is the median
+of the ratios of all pairs that ran in parallel (or one after the other). Its interval contains the true median with a
+probability of 95 %.
 
     git worktree add FOLDER COMMIT
     python benchmarks/compare_checkouts.py bench_rollout FOLDER --json FILE -- --only throughput
@@ -31,7 +31,7 @@ DEADLINE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class ComparedRow(Row):
-    """A figure of this checkout beside the other's: `ratio` is the median of the pairs' ratios."""
+    """Figure of this checkout with the other's as reference. `ratio` is the median of the pairs' ratios."""
 
     ratio_low: float = 0.0
     ratio_high: float = 0.0
@@ -39,7 +39,7 @@ class ComparedRow(Row):
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Bounds of the median by order statistics (the sign test), at 95 %; all of them if there are fewer than six."""
+    """Return the 95 % interval of the median by order statistics (sign test), or all values if fewer than six."""
     ordered, n = sorted(values), len(values)
     outside, tail = 0, 0.5**n
     while outside + 1 <= (n - 1) // 2 and 2 * tail <= 0.05:
@@ -61,7 +61,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def figures(
     checkout: Path, benchmark: str, options: list[str], cores: Sequence[int]
 ) -> dict[tuple[str, str], Row]:
-    """Run a benchmark of a checkout on these cores; its rows by case and metric."""
+    """Run a benchmark of a checkout on these cores; return its rows by case and metric."""
     folders = ("src", "tests/support", "benchmarks")
     paths = [*(str(checkout / folder) for folder in folders), os.environ.get("PYTHONPATH", "")]
     with tempfile.TemporaryDirectory() as folder:

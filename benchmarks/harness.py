@@ -1,4 +1,4 @@
-"""What every benchmark shares: rows, the table and the JSON file."""
+"""Code that all benchmarks share: rows, the table and the JSON file."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-# For `tools.plan`, which benchmarks plan with.
+# Makes `tools.plan` importable, which benchmarks use for plans.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure beside what it is compared with, measured in the same run.
+    """Figure and its reference from the same run.
 
-    `ratio`: how many times the reference it is, where none is given.
+    `ratio`: value divided by the reference, if no other ratio is given.
     """
 
     case: str
@@ -38,7 +38,7 @@ class Row:
 
 
 def median_p95(values: Sequence[float]) -> tuple[float, float]:
-    """Median and 95th percentile (nearest rank) of at least one value."""
+    """Return the median and the 95th percentile (nearest rank) of at least one value."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
@@ -46,14 +46,14 @@ def median_p95(values: Sequence[float]) -> tuple[float, float]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The arguments that every benchmark takes."""
+    """Return a parser with the arguments of every benchmark."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     return made
 
 
 def report(rows: Sequence[Row], json_path: Path | None, title: str) -> None:
-    """Print `rows` and, with a path, write them as a JSON list."""
+    """Print `rows` and, if there is a path, write them as a JSON list."""
     table = Table(title=title, title_justify="left")
     for column in ("case", "metric", "value", "unit", "reference", "reference value", "ratio"):
         table.add_column(column, justify="right" if column in ("value", "ratio") else "left")

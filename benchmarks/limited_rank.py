@@ -1,4 +1,4 @@
-"""One rank of `bench_relay.py`, behind a link of its own: commands in on stdin, answers out."""
+"""Rank of `bench_relay.py` with its own limited link. It reads commands on stdin and writes answers to stdout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROW_NBYTES = 4096
 
 
 def values(version: int, first: int, stop: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
-    """Rows [first, stop) of a version: every element distinct, in every version."""
+    """Return rows [first, stop) of a version. All elements and versions differ."""
     per_row = ROW_NBYTES // 8
     start = np.uint64(version << 40)
     return (start + np.arange(first * per_row, stop * per_row, dtype=np.uint64)).reshape(
@@ -44,9 +44,9 @@ def manifest(worker: str, role: Role, first: int, stop: int, num_rows: int) -> S
 
 
 class LimitedLink(WrappedTransport):
-    """What this process sends goes through one link, in the order in which it is handed in.
+    """Transport that sends all writes of this process over one link, in their order.
 
-    A write takes its bytes over `rate` after all earlier ones, and lands when it is through.
+    A write starts after all earlier ones, takes its bytes divided by `rate`, and then arrives.
     """
 
     def __init__(self, inner: OneSidedTransport, rate: float) -> None:

@@ -1,4 +1,4 @@
-"""The demo's trainer rank for `bench_samples_per_hour.py`: its weights leave by vLLM's own ways.
+"""Trainer rank of the demo for `bench_samples_per_hour.py`, which sends its weights in vLLM's own ways.
 
 python benchmarks/own_transfer_trainer.py MODEL_CONFIG VERSIONS_DIR SEED DEVICE
 """
@@ -19,26 +19,26 @@ from windlass.jobs.train_worker import run_train_worker
 
 
 def whole(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter, gathered, as the engine has it. Collective."""
+    """Yield every full parameter in the engine's type. All ranks must call this together."""
     for name, parameter in model.named_parameters():
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         yield name, full.detach().to(torch.bfloat16)
 
 
 def main(config: str, versions_dir: str, seed: str, device: str) -> None:
-    """Serve the train controller until it says stop."""
+    """Serve the train controller until it sends stop."""
     engine = make_engine(
         Path(config), Path(versions_dir), int(seed), device, publish_to_fleet=False
     )
 
     def save(path: str) -> None:
-        """Write what `reload_weights` reads."""
+        """Write the file that `reload_weights` reads."""
         weights = {name: tensor.contiguous() for name, tensor in whole(engine.model)}
         if dist.get_rank() == 0:
             save_file(weights, path, metadata={"format": "pt"})
 
     def ipc(url: str) -> None:
-        """As vLLM's own example of the backend does (`examples/rl/rlhf_http_ipc.py`, 0.24)."""
+        """Send weights as in vLLM's own example of the backend (`examples/rl/rlhf_http_ipc.py`, 0.24)."""
         from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
         IPCWeightTransferEngine.trainer_send_weights(

@@ -1,8 +1,8 @@
 """Rollout workers and dispatchers for `bench_rollout.py`.
 
-The worker is the real worker process. Its two workflows answer with 128 tokens and their logprobs
-and versions: `instant` at once, `held` when the benchmark lets it go, so that what an engine
-costs is not measured and the number of outstanding rollouts stays what the case says.
+The worker is the real worker process. Its two workflows answer with 128 tokens and their logprobs and versions:
+`instant` at once, `held` when the benchmark releases it. So the figures contain no cost of an engine, and the number of
+outstanding rollouts is constant.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ UNBOUNDED = 1 << 20
 
 
 def tokens_of(prompt: int) -> tuple[int, ...]:
-    """The answer to a prompt; no token occurs in two answers."""
+    """Return the answer to a prompt. No two answers have a common token."""
     return tuple(range(prompt * NUM_TOKENS, (prompt + 1) * NUM_TOKENS))
 
 
@@ -58,7 +58,7 @@ async def instant(context: WorkflowContext) -> None:
 
 
 class Held:
-    """Attempts that wait; lines on stdin say how many are let go, a line on stdout that it is done."""
+    """Attempts that wait. A line on stdin gives the number to release; a line on stdout reports the end."""
 
     def __init__(self) -> None:
         self.waiting: list[asyncio.Future[None]] = []
@@ -91,7 +91,7 @@ class Held:
             print("done", flush=True)
 
     async def drip(self, count: int, rate: float) -> None:
-        """Poisson arrivals: bursts included, as rollouts of different lengths end."""
+        """Release attempts as Poisson arrivals: rollouts of different lengths also end in bursts."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         for _ in range(count):
@@ -115,7 +115,7 @@ def worker_main(arguments: list[str]) -> int:
 
 
 class Collector:
-    """Keeps the number of outstanding rollouts, checks each answer, notes when it was seen."""
+    """Collector that keeps the number of outstanding rollouts constant, checks answers and records latencies."""
 
     def __init__(self, controller: RolloutController, workflow: str) -> None:
         self.controller = controller
@@ -147,7 +147,7 @@ class Collector:
             self.reached.set()
 
     def begin(self, count: int) -> None:
-        """Forget what was seen; `reached` is set after `count` more."""
+        """Clear the latencies; `reached` is set after `count` further answers."""
         self.wanted, self.latencies_s = count, []
         self.reached.clear()
 
@@ -159,7 +159,7 @@ class Collector:
 
 
 class CallbackCollector(Collector):
-    """What the library does: the completion's callback resolves the future."""
+    """Windlass's own way: the completion's callback resolves the future."""
 
     def add(self) -> None:
         self.submit().add_done_callback(self._done)
@@ -170,11 +170,11 @@ class CallbackCollector(Collector):
 
 
 def areal_classes(folder: Path) -> tuple[type[Any], type[Any]]:
-    """AReaL's own `BatchTaskDispatcher` and `StalenessManager`, as they are in its package.
+    """Return AReaL's own `BatchTaskDispatcher` and `StalenessManager` from its package.
 
     Args:
-        folder: where the package is installed. What `areal/__init__.py` imports besides (launchers,
-            trainers, Ray) is left out: these classes do not use it.
+        folder: folder in which the package is installed. Other imports of `areal/__init__.py` (launchers, trainers,
+            Ray) are skipped, because these classes do not use them.
     """
     sys.path.append(str(folder))
     for name in ("areal", "areal.infra"):
@@ -188,17 +188,17 @@ def areal_classes(folder: Path) -> tuple[type[Any], type[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class ArealTask:
-    """What AReaL's dispatcher asks of an input."""
+    """Input of AReaL's dispatcher."""
 
     task_id: int
 
 
 class ArealCollector(Collector):
-    """AReaL's dispatcher over the same controller, worker and callbacks.
+    """AReaL's dispatcher with the same controller, worker and callbacks.
 
-    Each of its tasks submits a rollout and waits for a future that the completion's callback resolves
-    from another thread, as those of its `RolloutController` do; those fetch the result by a further
-    HTTP call then, which is spared here. A rollout was seen when `wait_results` has returned it.
+    Each task submits a rollout and waits for a future that the completion's callback resolves from another thread, like
+    the tasks of AReaL's `RolloutController`. Those tasks then fetch the result by another HTTP call, which is omitted
+    here. The latency of a rollout ends when `wait_results` returns it.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class ArealCollector(Collector):
         return submit_then_wait
 
     def collect(self) -> None:
-        """In a thread of its own, as the loop that trains with AReaL is."""
+        """Collect results in a separate thread, like a training loop with AReaL."""
         while not self.closed:
             for rollout in self.dispatcher.wait_results(1, timeout=1.0, raise_timeout=False):
                 at = time.time()

@@ -1,4 +1,4 @@
-"""A trainer rank for `bench_rollout.py`: other values and a publication per line on stdin."""
+"""Trainer rank of `bench_rollout.py`. For each line on stdin it changes its values and publishes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the benchmarks that this machine can run, one after the other: python benchmarks/run.py [SUITE ...]."""
+"""Run the benchmarks that this machine supports, one after the other: python benchmarks/run.py [SUITE ...]."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.memory.cuda.driver import count_gpus
 FOLDER = Path(__file__).resolve().parent
 SCRIPTS_DEADLINE_S = 3600.0
 STOP_DEADLINE_S = 60.0
-"""For what a benchmark has started to be ended by it, before it is killed."""
+"""Seconds that a benchmark has to end its child processes before it is killed."""
 ON_CPU = (
     *("planner", "transports", "update", "replica", "control", "xccl", "relay", "engines"),
     *("rollout", "journal", "simulation"),
@@ -33,11 +33,11 @@ SUITES = {
     "nvlink": ("gpu/bench_nvlink.py", 2),
     "live-engine": ("gpu/bench_live_engine.py", 4),
 }
-"""Name of a suite -> its script, and the GPUs that it needs."""
+"""Name of a suite -> its script and its number of GPUs."""
 
 
 def main() -> int:
-    """Run them, keep their rows as JSON, print what each took; 1 if one failed."""
+    """Run the suites, write their rows as JSON and print their times; return 1 if a suite failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suite", nargs="*", help=f"of {', '.join(SUITES)}; all that can run here")
     parser.add_argument("--out", type=Path, default=FOLDER / "results" / "local")
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def run_script(command: Sequence[str]) -> int:
-    """Return its exit status. What it started ends with it when this process is interrupted or ended."""
+    """Run a script and return its exit status. If this process ends early, the script and its children end, too."""
     script = subprocess.Popen(command, env=inherited_environment(), start_new_session=True)
     try:
         return script.wait(SCRIPTS_DEADLINE_S)
@@ -75,7 +75,7 @@ def run_script(command: Sequence[str]) -> int:
 
 
 def stop(script: subprocess.Popen[bytes]) -> None:
-    """End it as Ctrl-C would; launchers of engines end servers then, which are not of the script's group."""
+    """Interrupt a script like Ctrl-C, so that launchers end their servers, which are in other process groups."""
     try:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(script.pid, signal.SIGINT)
