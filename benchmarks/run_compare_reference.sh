@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Rollouts and empty updates of this checkout beside those of another one, at the same time, each run on cores of its
-# own, which the two exchange in every turn. Four pairs at once on an idle machine with 32 cores need about 12
-# minutes for two turns.
+# Compares rollouts and empty updates of this checkout with another one. Runs of both run at the same time on separate
+# cores, and the two swap cores in every turn. With four pairs at a time and 32 idle cores, two turns take about 12
+# minutes.
 #
 #     benchmarks/run_compare_reference.sh REFERENCE_CHECKOUT OUT
 #
-# OUT gets one JSON file per part, the shortest first. AT_ONCE (4) is the number of runs of each at a time, TURNS
-# (2, even) how often, PARTS which ones, COMMIT the name of the reference where git cannot say. It needs no network,
-# and python3 (PYTHON) with msgspec, aiohttp, xxhash, numpy, rich and, for update and xccl, torch.
+# OUT gets one JSON file per part, the shortest part first. Variables: AT_ONCE (4), runs of each checkout at a time; TURNS
+# (2, even), number of turns; PARTS, parts to run; COMMIT, name of the reference if git does not know it. The script needs
+# no network, and python3 (PYTHON) with msgspec, aiohttp, xxhash, numpy, rich and, for update and xccl, torch.
 set -euo pipefail
 reference=$(realpath "${1:?a checkout to compare with}")
 out=$(realpath -m "${2:?a folder for the results}")

@@ -1,9 +1,9 @@
-"""A trainer that updates a live engine through the engine's own API; runs in its environment.
+"""Trainer that updates a live engine through the engine's own API. It runs in the engine's environment.
 
-`python own_api.py sglang|vllm URL CHECKPOINT...` loads every checkpoint, then reads lines of
-`METHOD INDEX` and answers each with a JSON line of seconds per stage. Methods of SGLang: `tensor`
-(flattened bucket in shared memory) and `distributed` (broadcast over gloo). Of vLLM: `reload` (a
-checkpoint in shared memory, loaded by `collective_rpc`), because its weight transfers need CUDA.
+`python own_api.py sglang|vllm URL CHECKPOINT...` loads every checkpoint, then reads lines of `METHOD INDEX` and answers
+each with a JSON line of seconds per stage. SGLang has the methods `tensor` (flattened bucket in shared memory) and
+`distributed` (broadcast over gloo). vLLM has `reload` (checkpoint in shared memory, loaded by `collective_rpc`),
+because its weight transfers need CUDA.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEADLINE_S = 300.0
 
 
 class Stages:
-    """Seconds between calls of `end`, by name."""
+    """Timer of stages: seconds between calls of `end`, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -63,7 +63,7 @@ def post(url: str, path: str, body: object) -> Any:
 
 
 class Sglang:
-    """SGLang's two ways from a trainer in another process."""
+    """SGLang's two update methods for a trainer in another process."""
 
     def __init__(self, url: str) -> None:
         torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
@@ -148,7 +148,7 @@ class Sglang:
 
 
 class Vllm:
-    """vLLM's own loading of a checkpoint while it runs."""
+    """vLLM's own update method, which reloads a checkpoint while the server runs."""
 
     def __init__(self, url: str, config: Path) -> None:
         self.url = url

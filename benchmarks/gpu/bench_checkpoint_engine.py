@@ -1,13 +1,12 @@
-"""checkpoint-engine 0.4.2, the same shapes from half of the GPUs to the other half, by its own code.
+"""Time of updates by checkpoint-engine 0.4.2 with its own code: the same shapes from half of the GPUs to the other half.
 
     python benchmarks/gpu/bench_checkpoint_engine.py --json FILE [--layers 16]
 
-One `ParameterServer` and one worker process per GPU, as it is meant to be used. The first half of
-the servers registers full checkpoint tensors that lie on their GPUs (as if somebody had gathered
-them), which copies them to pinned memory; `update` brings them to every worker by broadcast. Workers
-on the second half are engines with TP: they copy their slices out of each bucket into their
-parameters, and every element is compared after every update. The process group is kept between
-updates, in its favour.
+As intended by checkpoint-engine, there is one `ParameterServer` and one worker process per GPU. The first half of the
+servers registers full checkpoint tensors on their GPUs (as if a trainer had gathered them), which copies the tensors to
+pinned memory. `update` broadcasts them to every worker. Workers on the second half are engines with TP: they copy their
+slices from each bucket into their parameters. Every element is compared after every update. The process group is kept
+between updates, in favour of checkpoint-engine.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ def shapes(layers: int) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def cut(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """An engine rank's part."""
+    """Return the part of an engine rank."""
     if name.endswith(WHOLE):
         return tensor
     return tensor.chunk(size, 1 if name.endswith(ROWS) else 0)[rank]
 
 
 def values(name: str, shape: tuple[int, ...], seed: int, device: str) -> torch.Tensor:
-    """Units of 16 bits that tell their place."""
+    """Return 16-bit units that depend on their position."""
     count = torch.Size(shape).numel()
     index = torch.arange(count, dtype=torch.int32, device=device).mul_(40503)
     return index.add_(hash_name(name) % (1 << 20) + seed * 77).to(torch.int16).reshape(shape)
@@ -71,7 +70,8 @@ def _serve(rank: int, world: int, layers: int, main: Connection, worker: Connect
     from loguru import logger
 
     logger.remove()
-    source.get_ip = lambda: "127.0.0.1"  # it asks a route to the internet
+    # The original needs a route to the internet.
+    source.get_ip = lambda: "127.0.0.1"
     server = ParameterServer(rank=rank, world_size=world, auto_pg=False)
     device = server.device_manager.device_type
     server.init_process_group()
@@ -94,7 +94,8 @@ def _serve(rank: int, world: int, layers: int, main: Connection, worker: Connect
         server.store_based_barrier()
         began = time.perf_counter()
         if mine:
-            server.unregister_checkpoint(CHECKPOINT)  # keeps the pinned memory
+            # This call keeps the pinned memory.
+            server.unregister_checkpoint(CHECKPOINT)
             server.register_checkpoint(
                 CHECKPOINT, named_tensors=tensors, use_shared_memory_pool=True
             )
@@ -112,7 +113,7 @@ def _serve(rank: int, world: int, layers: int, main: Connection, worker: Connect
 
 
 def work(rank: int, world: int, layers: int, pipe: Connection) -> None:
-    """The inference process beside a server."""
+    """Run the inference process of a server."""
     import zmq
     from checkpoint_engine.device_utils import DeviceManager
     from checkpoint_engine.worker import update_weights_from_ipc
@@ -153,7 +154,7 @@ def work(rank: int, world: int, layers: int, pipe: Connection) -> None:
 
 
 def say_why_not_p2p() -> None:
-    """The path between ranks by Mooncake, which needs an RDMA NIC."""
+    """Print why checkpoint-engine's path over Mooncake does not run: it needs an RDMA NIC."""
     from checkpoint_engine.device_utils import DeviceManager
     from checkpoint_engine.p2p_store import P2PStore
 
@@ -173,7 +174,7 @@ def say_why_not_p2p() -> None:
 
 
 def link_ceiling() -> float:
-    """GB/s of a copy from the first GPU to the first engine's."""
+    """Return GB/s of a copy from the first GPU to the GPU of the first engine."""
     if not torch.cuda.is_available():
         return 1.0
     here = torch.ones(4 << 30, dtype=torch.uint8, device="cuda:0")

@@ -1,21 +1,20 @@
-"""A live engine under load, updated by Windlass and by the engine's own NCCL weight transfer.
+"""Updates of a live engine under load, by Windlass and by the engine's own NCCL weight transfer.
 
     python benchmarks/gpu/bench_live_engine.py --engine vllm --json FILE [--model qwen3-32b] [--cuda-graphs]
         [--quantization fp8-block]
 
-Half of the GPUs serve (tensor parallel), half train: FSDP2 ranks that hold a Qwen3 model in
-transformers' own layout, or Megatron-core ranks (TP and EP over all of them), which rewrite every
-weight before each update. Clients stream tokens all the time; what an
-update costs is what they saw: the longest silence of each stream around it, beside the usual time
-between two tokens; and the rate of tokens while bytes are on the wire, beside the rate just before, at
-two budgets of the trainers' multiprocessors. At the end both ways deliver the same weights, and every tensor of the engine
-must have the same fingerprint after either, and the tokens must be the same.
+Half of the GPUs serve (tensor parallel) and half train. The trainers are FSDP2 ranks with a Qwen3 model in
+transformers' own layout, or Megatron-core ranks (TP and EP over all of them). They rewrite every weight before each
+update. Clients stream tokens all the time, and the benchmark measures the cost of an update at the clients: the longest
+gap of each stream around the update, compared with the usual time between two tokens; and the rate of tokens during the
+wire phase, compared with the rate before it, at two budgets of the trainers' multiprocessors. At the end both ways
+deliver the same weights. Every tensor of the engine must then have the same fingerprint, and the tokens must be equal.
 
-With `--quantization fp8-block` the engine starts from a checkpoint in block float8 and the trainers, in
-bfloat16, quantise while they store. In the end the full bfloat16 weights are quantised by the engine's
-own function and saved; a fresh server that loads them must hold the same bytes and give the same tokens.
-On fewer GPUs than ranks the trainers share those of the engine, and times mean little. `--on-cpu` rehearses a run
-without GPUs, with an engine built for CPUs: no figure of it means anything.
+With `--quantization fp8-block` the engine starts from a checkpoint in block float8, and the trainers, in bfloat16,
+quantise while they store. At the end the engine's own function quantises the full bfloat16 weights; a fresh server that
+loads them must have the same bytes and give the same tokens. With fewer GPUs than ranks the trainers share the GPUs of
+the engine, and times mean little. `--on-cpu` tests a run without GPUs, with an engine built for CPUs; its figures are
+meaningless.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ def write_folders(options: argparse.Namespace, started: Path, plain: Path, saved
         write_config(options.model, started, quantised=True)
         write_config(options.model, saved, quantised=True)
     elif options.from_checkpoint:
-        # On the trainers' GPU: the engine wants nearly all of its own.
+        # Use the trainers' GPU, because the engine needs nearly all memory of its own GPU.
         last = torch.cuda.device_count() - 1
         device = torch.device("cpu") if options.on_cpu else torch.device("cuda", last)
         write_checkpoint(options.model, started, device)
@@ -182,7 +181,7 @@ async def update(
     nbytes: int,
     say: Any,
 ) -> None:
-    """One stage of the plan; `rows` grows, and is saved."""
+    """Run one stage of the plan, add its rows to `rows` and save them."""
     stage = plan_of(options)[number]
     version = 1 + number * LATER_VERSION
     seconds, _ = (await trainers.all("publish", version))[0]
@@ -211,10 +210,11 @@ async def bring_up(
     place: tuple[Path, str, bool],
     say: Any,
 ) -> asyncio.subprocess.Process:
-    """`place`: the engine's checkpoint, the controller, whether both sides share GPUs."""
+    """Start the server and connect the trainers. `place`: checkpoint, controller, whether both sides share GPUs."""
     folder, url, shared = place
     quantised = options.quantization == "fp8-block"
-    if shared or quantised:  # engines measure what memory is free when they start
+    # Engines measure the free memory when they start.
+    if shared or quantised:
         await trainers.receive()
         await trainers.all("fill", 1)
     if quantised:
@@ -230,7 +230,8 @@ async def bring_up(
         ready = await asyncio.wait_for(process.stdout.readline(), 400)
         assert ready, "the engine did not start"
         say("engine is up, captured and connected")
-    except BaseException:  # nobody else knows the process yet
+    except BaseException:
+        # The caller does not have the process yet, so it must end here.
         if process.returncode is None:
             process.terminate()
             await process.wait()
@@ -284,7 +285,8 @@ def options_of(words: list[str]) -> argparse.Namespace:
     parsed.transport = parsed.transport or ("cma" if parsed.on_cpu else "cuda_ipc")
     if parsed.on_cpu and (parsed.quantization != "none" or parsed.budget):
         options.error("--on-cpu: --quantization and --budget need a GPU; leave them out")
-    parsed.own = 0 if parsed.on_cpu else parsed.own  # NCCL
+    # The engine's own transfer needs NCCL.
+    parsed.own = 0 if parsed.on_cpu else parsed.own
     if parsed.layers:
         SHAPES[parsed.model] = replace(SHAPES[parsed.model], layers=parsed.layers)
     return parsed

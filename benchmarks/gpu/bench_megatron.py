@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/bench_megatron.py --json FILE [--layers 48]
 
-As `bench_nvlink.py`, but the trainer ranks hold a Megatron-core model (TP and EP over all of them)
-where Megatron put it; they describe it by `describe_megatron_trainer` and the kernels read it there.
-Afterwards every rank runs a training step, and what that left is sent once more and compared.
+Like `bench_nvlink.py`, but the trainer ranks have a Megatron-core model (TP and EP over all of them) in Megatron's own
+memory. `describe_megatron_trainer` describes it, and the kernels read it in place. At the end every rank runs a training
+step, sends the new weights, and the benchmark compares them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from tools.plan.topology import parse_topology
 from windlass.layout.manifest import ShardManifest
 
 BUFFER_NBYTES = 4 << 30
-"""What the trainers copy from when the ceiling is measured."""
+"""Bytes of the trainers' source buffer when the ceiling is measured."""
 
 
 class MegatronRank(Rank):
-    """Trainers are the first half of the ranks, and TP and EP span them."""
+    """Rank with a Megatron model. Trainers are the first half of the ranks, and TP and EP span them."""
 
-    bind_device = False  # Megatron makes dozens of groups, few of which are used
+    # Megatron makes dozens of groups and uses few of them.
+    bind_device = False
 
     def groups(self) -> None:
-        """Collective among all ranks, engines too, as Megatron makes groups of all."""
+        """Make Megatron's groups. All ranks, including engines, must call this together."""
         half = dist.get_world_size() // 2
         start_parallel(half, half)
 
@@ -78,7 +79,7 @@ class MegatronRank(Rank):
         return self.described.parameters()
 
     def train(self) -> tuple[float, float]:
-        """Values that a model could have, then two steps; the loss before either."""
+        """Set realistic values, run two steps, and return the loss before each step."""
         generator = torch.Generator("cuda")
         for index, tensor in enumerate(self.tensors):
             replicated = "router" in self.manifest.parameters[index].name
@@ -91,7 +92,7 @@ class MegatronRank(Rank):
         return first, train_step(self.model, self.sizes.vocab, 0.1)
 
     def sums(self) -> dict[str, tuple[int, int]]:
-        """Of every checkpoint tensor, units and units times their row, summed over this rank's part."""
+        """Return, for this rank's part of every tensor, the sum of its units and of units times row."""
         found: dict[str, tuple[int, int]] = {}
         index_of = {p.name: index for index, p in enumerate(self.manifest.parameters)}
         for shard in self.manifest.shards():
@@ -107,7 +108,7 @@ class MegatronRank(Rank):
         return found
 
     def gathered(self) -> tuple[int, int]:
-        """How many tensors `gather` makes and their bytes; among trainers alone."""
+        """Return the number of tensors that `gather` makes and their bytes. All trainers must call this together."""
         from megatron.core import parallel_state
 
         group = parallel_state.get_tensor_model_parallel_group()
@@ -116,7 +117,7 @@ class MegatronRank(Rank):
 
 
 def distinct(parts: list[dict[str, tuple[int, int]]], replicated: set[str]) -> dict[str, Any]:
-    """Sums over ranks; of tensors that every rank holds whole, those of the first."""
+    """Return sums over ranks; for replicated tensors, the values of the first rank."""
     total: dict[str, tuple[int, int]] = {}
     for rank, part in enumerate(parts):
         for name, (one, two) in part.items():
@@ -128,7 +129,7 @@ def distinct(parts: list[dict[str, tuple[int, int]]], replicated: set[str]) -> d
 
 
 def whole(manifests: list[ShardManifest]) -> set[str]:
-    """Tensors that the ranks hold whole, or of which they hold the same part."""
+    """Return the names of tensors with at least one box that every rank has."""
     boxes: list[set[tuple[str, bytes]]] = []
     for manifest in manifests:
         table = manifest.table
@@ -151,8 +152,9 @@ def train_and_send(
     path: Path | None,
     rows: list[Row],
 ) -> None:
-    """A training step, an update, and sums of every tensor on either side."""
-    save(rows, path)  # should a step fail
+    """Run a training step and an update, and compare the sums of every tensor on both sides."""
+    # Save first, because a step may fail.
+    save(rows, path)
     losses = host.call(host.trainers, "train")
     print(f"losses of two steps, by rank: {losses}", flush=True)
     assert all(math.isfinite(loss) for pair in losses for loss in pair), losses

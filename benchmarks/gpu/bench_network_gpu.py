@@ -1,11 +1,11 @@
-"""Updates of weights on GPUs over a wire that reaches other hosts, beside the same bytes over NVLink.
+"""Updates of weights on GPUs over a network transport, compared with the same bytes over NVLink.
 
     python benchmarks/gpu/bench_network_gpu.py --json FILE [--transport nixl] [--layers 48] [--arena-gib 0]
 
-As `bench_nvlink.py`, but the bytes go through NIXL or Mooncake: packed by kernels where they must be, read
-and written by the wire in GPU memory, hashed by kernels at both ends, unpacked in the engine. On one host
-UCX takes CUDA IPC, and Mooncake TCP. The ceiling is a copy engine's; what the wire itself reaches is
-measured in the same run by writes of the same memory in pieces of 1 GiB that nothing is packed for.
+Like `bench_nvlink.py`, but NIXL or Mooncake moves the bytes. Kernels pack bytes if necessary, the transport reads and
+writes GPU memory, kernels hash at both ends, and the engine unpacks. On one host UCX uses CUDA IPC, and Mooncake TCP.
+The ceiling is a copy by a copy engine. The same run also measures the transport alone, with writes of 1 GiB of the same
+memory without packing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEADLINE_S = 120.0
 
 
 class NetworkRank(Rank):
-    """A rank whose memory is registered with a network transport too."""
+    """Rank with memory that is also registered with a network transport."""
 
     def open_wire(self, name: str, arena_nbytes: int) -> str:
         self.arena_nbytes = arena_nbytes
@@ -72,7 +72,7 @@ class NetworkRank(Rank):
         return free - torch.cuda.mem_get_info()[0]
 
     def write(self, destinations: list[str]) -> tuple[float, dict[str, str]]:
-        """What is packed before the pause is not in the time; see `packing`."""
+        """Write the links; return the seconds without packing before the pause (see `packing`), and digests."""
         dist.barrier()
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -90,14 +90,14 @@ class NetworkRank(Rank):
         return seconds, mismatched, late
 
     def packing(self) -> tuple[list[float], int]:
-        """Seconds of each `prepare`, and the arena's bytes."""
+        """Return the seconds of each `prepare`, and the arena's bytes."""
         return self.spent[1:], self.wired_sender._packer.slot.nbytes
 
     def region_of_wire(self) -> RemoteRegion:
         return self.wired.remote
 
     def raw(self, target: RemoteRegion) -> float:
-        """Seconds of one write of `RAW_NBYTES`."""
+        """Return the seconds of one write of `RAW_NBYTES`."""
         torch.cuda.synchronize()
         batch = WriteBatch(
             endpoint=target.endpoint,
@@ -130,7 +130,7 @@ def array(value: int) -> Any:
 
 
 def beside_the_wire(host: Host, found: list[Row]) -> None:
-    """Adds what the wire does with plain writes, and what was spent before the pause."""
+    """Add rows for plain writes of the transport and for the time before the pause."""
     regions = host.call(host.engines, "region_of_wire")
     peers = dict(zip(host.trainers, regions, strict=True))
     raw_s = [max(host.call(host.trainers, "raw", peers)) for _ in range(RAW_RUNS + 1)][1:]

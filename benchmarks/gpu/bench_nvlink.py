@@ -1,12 +1,11 @@
-"""NVLink on one host: the put kernel piece by piece, and a whole update of real shapes.
+"""NVLink on one host: speed of the put kernel per piece size, and a whole update of real shapes.
 
     python benchmarks/gpu/bench_nvlink.py --json FILE [--topology FILE] [--engines 2]
 
-Half of the GPUs are trainer ranks, half are engine ranks, one process each. The ceiling (a plain
-copy from GPU to GPU by the copy engines) and the alternatives (cudaMemcpyBatchAsync, NCCL broadcast
-of full tensors that somebody has gathered already, NCCL send and receive of packed bytes) run in the
-same processes, in turns with the kernel. Every run moves new bytes, and every byte of every
-engine parameter is compared with what it must be after every run.
+Half of the GPUs are trainer ranks, half are engine ranks, with one process each. The ceiling (a plain copy between GPUs
+by the copy engines) and the alternatives (cudaMemcpyBatchAsync, NCCL broadcast of full tensors that are already
+gathered, NCCL send and receive of packed bytes) run in the same processes, alternating with the kernel. Every run moves
+new bytes, and after every run each byte of every engine parameter is checked.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ ALIGNMENT = 256
 RUNS = 11
 BUDGET_PIECE = 128 << 10
 BUDGETS = (2, 4, 8, 16, 32, 64)
-"""Multiprocessors that a write may occupy."""
+"""Numbers of multiprocessors that a write may occupy."""
 MAX_NIXL_PIECES = 16384
-"""A pass of NIXL over more takes seconds; the kernel writes the others, untimed."""
+"""Maximum of pieces in a pass of NIXL, since more take seconds. The kernel writes the rest, outside the timing."""
 BUCKET_NBYTES = 1 << 30
 QWEN3_30B_A3B = """
 name = "qwen3-30b-a3b"
@@ -83,7 +82,7 @@ nic_gbytes_per_s = 390.0
 
 
 class Rank:
-    """One process, one GPU. Methods are called by name through a pipe."""
+    """Rank with one process and one GPU. The host calls its methods by name through a pipe."""
 
     bind_device = True
 
@@ -140,13 +139,13 @@ class Rank:
     # --- the whole update ---------------------------------------------------------------------
 
     def fill(self) -> None:
-        """Every element tells where in which global tensor it belongs; float32 exactly so."""
+        """Fill parameters with values that depend on tensor and position, exact in float32."""
         for view, values in self._expected():
             view.copy_(values.float() if self.float32 else values)
         torch.cuda.synchronize()
 
     def advance(self) -> None:
-        """New bytes, as an optimiser step would leave them."""
+        """Change all bytes, like an optimiser step."""
         self.round += 1
         if self.float32:
             self.fill()
@@ -161,7 +160,7 @@ class Rank:
         return self.region.remote
 
     def disconnect(self) -> None:
-        """Free the piece tables, whichever half this rank is."""
+        """Free the piece tables of a trainer or an engine."""
         if self.ordinal < dist.get_world_size() // 2:
             self.sender.close()
         else:
@@ -195,11 +194,11 @@ class Rank:
                 yield view, ((values >> 2) + self.round).to(torch.int16)
 
     def _specs(self) -> list[TensorSpec]:
-        """The checkpoint tensor of every shard."""
+        """Return the checkpoint tensor of every shard."""
         return [self.manifest.tensors[int(index)] for index in self.manifest.table.tensor]
 
     def elements(self, parameter: int) -> tuple[torch.Tensor, int]:
-        """Flat memory that a parameter lies in, and where it begins there, in bytes."""
+        """Return the flat memory of a parameter and its offset there, in bytes."""
         return self.memory, self.offsets[parameter]
 
     def located(self) -> Sequence[ParameterMemory]:
@@ -214,7 +213,7 @@ class Rank:
         self.casting = casting
 
     def check(self) -> int:
-        """Elements that are not what they must be."""
+        """Return the number of wrong elements."""
         wrong = 0
         for view, values in self._expected():
             truth = values.to(torch.bfloat16).view(torch.int16) if self.casting else values
@@ -244,7 +243,7 @@ class Rank:
         torch.cuda.synchronize()
 
     def verify(self, expected: dict[str, str]) -> tuple[float, tuple[str, ...], int]:
-        """Seconds, sources whose bytes differ, and bytes that were not hashed as they landed."""
+        """Return the seconds, sources with different bytes, and bytes that were not hashed on arrival."""
         began = time.perf_counter()
         mismatched = self.receiver.verify(0, expected)
         return time.perf_counter() - began, mismatched, self.receiver.late_nbytes
@@ -256,7 +255,7 @@ class Rank:
         self.mapped_start = self.mapped.start + self.mapped.shift
 
     def copy_engine(self, nbytes: int, active: bool) -> float:
-        """Seconds of one copy, of eight behind each other after a first one."""
+        """Return the seconds per copy, from eight consecutive copies after a first one."""
         stream, target = self.transport.gpu.stream, self.mapped_start
         dist.barrier()
         torch.cuda.synchronize()
@@ -271,7 +270,7 @@ class Rank:
         return (time.perf_counter() - began) / 8
 
     def broadcast(self, source: int, nbytes: int, buckets: int) -> float:
-        """`buckets` broadcasts to every rank, as if one rank had gathered everything."""
+        """Run `buckets` broadcasts to every rank, as if one rank had gathered all tensors; return the seconds."""
         if self.bucket.numel() != nbytes:
             self.bucket = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
             dist.broadcast(self.bucket, source)
@@ -284,7 +283,7 @@ class Rank:
         return time.perf_counter() - began
 
     def send_receive(self, peers: list[int], sending: bool, nbytes: int, repeats: int) -> float:
-        """Packed bytes to or from every peer at once."""
+        """Send packed bytes to all peers at once, or receive them; return the seconds."""
         buffers = [self.bucket[i * nbytes : (i + 1) * nbytes] for i in range(len(peers))]
         call: Any = dist.isend if sending else dist.irecv
 
@@ -309,7 +308,7 @@ class Rank:
     # --- pieces -------------------------------------------------------------------------------
 
     def load_pieces(self, kind: str, piece: int) -> tuple[list[str], int]:
-        """Prepare one case; the methods that can do it, and the bytes that cross the link."""
+        """Prepare one case; return the methods that support it, and the bytes over the link."""
         target = self.mapped.shift + self.mapped.start
         source = self.address
         if kind == "host":
@@ -365,7 +364,7 @@ class Rank:
         torch.cuda.synchronize()
 
     def copy_from_host(self, nbytes: int) -> float:
-        """Seconds of one upload by a copy engine, of four; the bytes are those that are there."""
+        """Return the seconds per upload by a copy engine, from four uploads of existing bytes."""
         stream = self.transport.gpu.stream
         began = time.perf_counter()
         for _ in range(4):
@@ -374,7 +373,7 @@ class Rank:
         return (time.perf_counter() - began) / 4
 
     def start_nixl(self) -> str:
-        """The wheel's own agent for this GPU; empty, or why it does not start."""
+        """Start NIXL's own agent for this GPU; return an empty string, or the reason of a failure."""
         try:
             self.nixl = NixlAgent(self.ordinal)
         except Exception as error:  # noqa: BLE001 - its classes derive from nothing common
@@ -392,7 +391,7 @@ class Rank:
         self.nixl.join(metadata, peer_ordinal)
 
     def put_pieces(self, name: str, nbytes: int) -> float:
-        """GB/s over three passes."""
+        """Return GB/s over three passes."""
         method = self.methods[name]
         method()
         self.transport.gpu.stream.record().wait()
@@ -411,7 +410,7 @@ class Rank:
         self.unload()
 
     def expect_pieces(self, kind: str, piece: int, seed: int) -> None:
-        """Work out what the peer's pieces must bring into memory that `spoil` has filled."""
+        """Compute the expected memory after the peer's pieces arrive in memory filled by `spoil`."""
         source = torch.empty_like(self.memory)
         suite_source(source, kind, seed)
         expected = torch.full_like(self.memory, -21846).view(torch.uint8)
@@ -419,7 +418,8 @@ class Rank:
             blocks = source.view(torch.bfloat16).view(FP8_ROWS // 128, 128, -1, 128).float()
             scales = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / 448.0
             values = (blocks * (1.0 / scales)).to(torch.float8_e4m3fn).view(torch.uint8)
-            expected[: values.numel()] = values.reshape(-1)  # (R/128, 128, C/128, 128) is row-major
+            # (R/128, 128, C/128, 128) is row-major.
+            expected[: values.numel()] = values.reshape(-1)
         elif kind == "cast":
             rows = source.view(torch.float32).view(-1, piece // 2).bfloat16()
             order = permutation(len(rows)).cuda()
@@ -432,7 +432,7 @@ class Rank:
         self.expected = expected
 
     def check_pieces(self) -> int:
-        """Bytes that are not what they must be, gaps between pieces included."""
+        """Return the number of wrong bytes, including gaps between pieces."""
         return int((self.memory.view(torch.uint8) != self.expected).sum())
 
     def finish(self) -> None:
@@ -444,7 +444,7 @@ def permutation(count: int) -> torch.Tensor:
 
 
 def suite_source(memory: torch.Tensor, kind: str, seed: int) -> None:
-    """The same values on every GPU."""
+    """Fill memory with the same values on every GPU."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     if kind in ("cast", "fp8"):
         values = memory.view(torch.float32 if kind == "cast" else torch.bfloat16)
@@ -454,7 +454,7 @@ def suite_source(memory: torch.Tensor, kind: str, seed: int) -> None:
 
 
 def suite_pieces(kind: str, piece: int, source: int, target: int) -> tuple[Any, int]:
-    """Pieces of `piece` bytes from every place to another place; a piece is cut for the kernel."""
+    """Return pieces of `piece` bytes with shuffled targets, split for the kernel, and the bytes over the link."""
     if kind == "fp8":
         columns = SUITE_BYTES // 2 // FP8_ROWS
         row = np.arange(0, FP8_ROWS, 128, dtype=np.uint64)[:, None]
@@ -497,13 +497,14 @@ class _CopyAttributes(ctypes.Structure):
 
 
 def batch_copy(piece: int, pieces: Any, stream: Any) -> Callable[[], None]:
-    """All pieces, whole, in one cudaMemcpyBatchAsync (CUDA 13's signature), arrays made before."""
+    """Return a call that copies all pieces with one cudaMemcpyBatchAsync (CUDA 13's signature)."""
     runtime = ctypes.CDLL("libcudart.so.13")
     whole = pieces[:: max(piece // (64 << 10), 1)]
     count = len(whole)
     targets, sources = np.ascontiguousarray(whole["dst"]), np.ascontiguousarray(whole["src"])
     sizes = np.full(count, piece, np.uint64)
-    attributes = _CopyAttributes(srcAccessOrder=1)  # in stream order
+    # 1: the copies read their sources in stream order.
+    attributes = _CopyAttributes(srcAccessOrder=1)
     first = ctypes.c_size_t(0)
 
     def call() -> None:
@@ -527,7 +528,7 @@ def hash_name(name: str) -> int:
 
 
 class _Interface:
-    """Raw device memory for torch, which must not free it."""
+    """Raw device memory for torch. Torch does not free it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -559,7 +560,7 @@ def serve(kind: type[Rank], ordinal: int, world_size: int, store: str, pipe: Con
 
 
 class Host:
-    """All ranks: the first half trains, the second half serves."""
+    """All ranks. The first half trains, the second half serves."""
 
     def __init__(self, world_size: int, kind: type[Rank] = Rank) -> None:
         self.world_size, self.half = world_size, world_size // 2
@@ -587,7 +588,7 @@ class Host:
         return answers
 
     def call(self, ranks: Any, name: str, *arguments: Any) -> list[Any]:
-        """The same call in several ranks; an argument that is a dict is given out by rank."""
+        """Make the same call in several ranks; a dict argument has one value per rank."""
         ranks = list(ranks)
         for rank in ranks:
             mine = [a[rank] if isinstance(a, dict) else a for a in arguments]
@@ -615,7 +616,7 @@ class Host:
 
 
 def ceiling(host: Host, nbytes: int, pairs: int = 0) -> float:
-    """GB/s per pair when `pairs` trainers (all by default) copy to their engines at once."""
+    """Return GB/s per pair while `pairs` trainers (all by default) copy to their engines at once."""
     active = range(pairs or host.half)
     calls = {r: ("copy_engine", [nbytes, r in active]) for r in range(host.world_size)}
     seconds: list[float] = [s for r, s in host.everywhere(calls).items() if r in active]
@@ -693,7 +694,7 @@ def bench_update(
     casting: bool,
     last: Callable[[list[Row]], None] | None = None,
 ) -> list[Row]:
-    """Updates of a whole model; `last` gets the rows at the end, while all are connected."""
+    """Measure updates of a whole model; `last` gets the rows at the end, while all ranks are connected."""
     began = time.perf_counter()
     plan = plan_transfer(sources, targets)
     planned_s = time.perf_counter() - began
@@ -740,7 +741,8 @@ def bench_update(
             r: ("verify", [expected[r]]) for r in host.engines
         }
         verified = host.everywhere(checks)
-        hashed = host.everywhere(checks)  # once more: what landed was given out, all is hashed now
+        # The first call used the digests of arrival, so the second call hashes everything.
+        hashed = host.everywhere(checks)
         if bad := [v[1] for v in (*verified.values(), *hashed.values()) if v[1]]:
             raise SystemExit(f"{label}: digests differ: {bad}")
         if sum(wrong := host.call(host.engines, "check")):
@@ -783,7 +785,7 @@ def bench_collectives(host: Host, nbytes: int, case: str, wire: float) -> list[R
     everyone = range(host.world_size)
     buckets = -(-nbytes // BUCKET_NBYTES)
     repeats = -(-nbytes // (host.half * BUCKET_NBYTES))
-    # A multiple of 512: NCCL is slower by half with buffers that are not aligned.
+    # Use a multiple of 512: with unaligned buffers NCCL has half the speed.
     piece = -(-nbytes // (host.half * host.half * repeats * 512)) * 512
     bucket_nbytes = max(-(-nbytes // (buckets * 512)) * 512, host.half * piece)
     broadcast, exchange = [], []
@@ -843,7 +845,8 @@ def main() -> None:
     ):
         text = QWEN3_30B_A3B.format(half=half, dtype=dtype, layers=layers, trainer=trainer, ep=ep)
         rows += bench_topology(host, parse_topology(text), label)
-        save(rows, args.json)  # should a later case fail
+        # Save now, because a later case may fail.
+        save(rows, args.json)
     host.close()
     report(rows, args.json, f"NVLink: {torch.cuda.get_device_name(0)} x {host.world_size}")
 

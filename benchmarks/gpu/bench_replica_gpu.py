@@ -1,12 +1,12 @@
-"""How long a trainer rank with weights on a GPU stands still for an update, with a replica and without.
+"""Time that an update stops a trainer rank with weights on a GPU, with and without a replica.
 
     python benchmarks/gpu/bench_replica_gpu.py --json FILE [--layers 16] [--transport cuda_ipc] [--runs 9]
 
-One trainer rank and one engine rank on a GPU each, a controller here, Qwen3-30B-A3B's shapes cut to `--layers`
-(16: 21 GB). In one run: `publish` without a replica returns when the engine serves the version, `begin_publish`
-with one when the weights are copied, to pinned host memory or within the GPU. The ceilings are plain copies of the
-same bytes in the same process. After `begin_publish` the trainer changes every byte at once; after every update
-every byte of the engine is compared.
+One trainer rank and one engine rank have a GPU each; the controller is in this process. The shapes are `--layers` layers
+of Qwen3-30B-A3B (16: 21 GB). In one run, `publish` without a replica returns when the engine serves the version.
+`begin_publish` with a replica returns when the weights are copied, to pinned host memory or within the GPU. The ceilings
+are plain copies of the same bytes in the same process. After `begin_publish` the trainer changes every byte at once.
+After every update each byte of the engine is compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_REPLICA = "none"
 
 
 class ReplicaRank(Rank):
-    """A rank that takes part in rounds of a controller."""
+    """Rank that is connected to a controller."""
 
     # --- the trainer ----------------------------------------------------------------------------
 
@@ -58,8 +58,9 @@ class ReplicaRank(Rank):
         self.replica = replica
 
     def publish(self, version: int) -> tuple[float, float, float, int]:
-        """Seconds that it stood still, of its copy, and until the version is served; bytes copied."""
-        self.memory += 1  # new bytes, as an optimiser step would leave them
+        """Publish; return the seconds of the stop, of the copy, and until the version is served, and the bytes copied."""
+        # Change all bytes, like an optimiser step.
+        self.memory += 1
         torch.cuda.synchronize()
         began = time.perf_counter()
         if self.replica == NO_REPLICA:
@@ -78,9 +79,10 @@ class ReplicaRank(Rank):
         self.trainer.close()
 
     def plain_copies(self, runs: int) -> dict[str, list[float]]:
-        """Seconds of plain copies of all bytes, to other memory of the GPU and to pinned host memory."""
+        """Return the seconds of plain copies of all bytes, within the GPU and to pinned host memory."""
         found = self._copy_plainly(runs)
-        torch.cuda.empty_cache()  # room for the replica
+        # Free memory for the replica.
+        torch.cuda.empty_cache()
         return found
 
     def _copy_plainly(self, runs: int) -> dict[str, list[float]]:
@@ -112,7 +114,7 @@ class ReplicaRank(Rank):
     # --- the engine -----------------------------------------------------------------------------
 
     def serve(self, url: str, transport: str) -> None:
-        """Connect; what it must hold is worked out once."""
+        """Compute the expected weights once, and connect."""
         self.fill()
         self.truth = self.memory.clone()
         wire = create_transport(parse_transport(transport), towards=url, memory_at=self.address)
@@ -173,7 +175,8 @@ def measure(host: Host, url: str, options: argparse.Namespace) -> list[Row]:
             version, nbytes = version + 1, times[3]
             if wrong := host.call(engine, "wrong_elements")[0]:
                 raise SystemExit(f"{kind}: {wrong} wrong elements in run {run}")
-            if run:  # the first one binds, allocates and cuts tables
+            # The first run binds, allocates and builds tables.
+            if run:
                 stood[kind].append(times[0])
                 copied[kind].append(times[1])
                 served[kind].append(times[2])

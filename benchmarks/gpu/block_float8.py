@@ -1,4 +1,4 @@
-"""Block float8 checkpoints for `bench_live_engine.py`: which tensors, whose quantiser, which bytes."""
+"""Block float8 checkpoints for `bench_live_engine.py`: tensors, quantisers and bytes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PROJECTIONS = (
 )
 
 Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""A matrix in bfloat16 -> its values in e4m3, and a float32 scale per block."""
+"""Matrix in bfloat16 -> values in e4m3, and a float32 scale per block."""
 
 
 def is_quantised(name: str) -> bool:
-    """As in the published checkpoints: projections, but not embeddings, norms, routers and `eh_proj`."""
+    """Return whether published checkpoints quantise this tensor: only projections without `eh_proj`."""
     return name.endswith(PROJECTIONS)
 
 
@@ -34,13 +34,13 @@ DEEPSEEK: dict[str, Any] = {
 
 
 def settings(num_layers: int, *, routed: bool) -> dict[str, Any]:
-    """`quantization_config` of Qwen3's config.json."""
+    """Return `quantization_config` of Qwen3's config.json."""
     routers = [f"model.layers.{layer}.mlp.gate" for layer in range(num_layers)] if routed else []
     return {**DEEPSEEK, "modules_to_not_convert": ["lm_head", *routers]}
 
 
 def entries(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    """Name, safetensors type, shape and bytes of what a checkpoint holds for one tensor."""
+    """Yield name, safetensors type, shape and bytes of each entry of a checkpoint for one tensor."""
     numel = 1
     for size in shape:
         numel *= size
@@ -53,10 +53,10 @@ def entries(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, str, tuple
 
 
 def engines_own(engine: str) -> tuple[str, Quantise]:
-    """The engine's quantiser, and its name.
+    """Return the name of the engine's quantiser, and the quantiser.
 
-    vLLM's is compiled by torch.compile, whose kernels divide approximately: here it runs as written.
-    SGLang 0.5.16 has one for scales that are powers of two only; for it, DeepGEMM's own formula.
+    vLLM compiles its quantiser with torch.compile, and the compiled kernels divide approximately; here it runs
+    uncompiled. SGLang 0.5.16 only has a quantiser for scales that are powers of two; DeepGEMM's formula replaces it.
     """
     if engine == "vllm":
         from vllm.utils.deep_gemm import per_block_cast_to_fp8
@@ -82,7 +82,7 @@ def _deepgemm(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def windlass_own(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a trainer with its weights in host memory sends."""
+    """Quantise like a trainer with its weights in host memory."""
     from windlass.layout.dtypes import DType
     from windlass.memory.host import pack_quantized
     from windlass.planning.plan import Transform
@@ -106,7 +106,7 @@ def windlass_own(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Writer:
-    """A checkpoint that grows tensor by tensor, in files of some gigabytes."""
+    """Writer of a checkpoint, tensor by tensor, in files of some gigabytes."""
 
     def __init__(self, folder: Path, quantise: Quantise) -> None:
         self._folder, self._quantise = folder, quantise
@@ -114,7 +114,7 @@ class Writer:
         self._nbytes = self._number = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor in bfloat16, on any device."""
+        """Add a tensor in bfloat16, on any device."""
         if is_quantised(name):
             values, scales = self._quantise(tensor)
             self._keep(name, values)
@@ -125,7 +125,7 @@ class Writer:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending."""
+        """Write the pending tensors."""
         from safetensors.torch import save_file
 
         if self._pending:

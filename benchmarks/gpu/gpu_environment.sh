@@ -1,4 +1,4 @@
-# What a vLLM 0.24 and its trainers are told on a GPU machine without a network; sourced from the repository's root.
+# Variables for vLLM 0.24 and its trainers on a GPU machine without a network. Source it in the root of the repository.
 export PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=160
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false CUDA_MODULE_LOADING=LAZY
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1

@@ -1,4 +1,4 @@
-"""Qwen3 and DeepSeek-V3 models as Megatron-core builds them: `GPTModel`, local layer specs, no Transformer Engine."""
+"""Qwen3 and DeepSeek-V3 models of Megatron-core: `GPTModel`, local layer specs, no Transformer Engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.memory.torch_dtypes import torch_dtype
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a Qwen3 model in a checkpoint's own words. `num_experts` 0: dense."""
+    """Sizes of a Qwen3 model, with the names of its config.json. `num_experts` 0: dense."""
 
     hidden: int
     inner: int
@@ -28,7 +28,7 @@ class Sizes:
 
 
 def start_parallel(tp: int, ep: int) -> None:
-    """Megatron's groups among all ranks of the default group; collective."""
+    """Make Megatron's groups from all ranks of the default group. All ranks must call this together."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -42,7 +42,7 @@ def start_parallel(tp: int, ep: int) -> None:
 
 
 def build(sizes: Sizes, tp: int, ep: int) -> torch.nn.Module:
-    """This rank's part on the current GPU in bfloat16; values are whatever the memory held."""
+    """Build this rank's part on the current GPU in bfloat16, with uninitialised values."""
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
@@ -88,7 +88,7 @@ def build(sizes: Sizes, tp: int, ep: int) -> torch.nn.Module:
 
 
 def _common(tp: int) -> dict[str, Any]:
-    """Of a configuration, whatever the model."""
+    """Return the settings that all models share."""
     return {
         "perform_initialization": False,
         "use_cpu_initialization": not torch.cuda.is_available(),
@@ -112,7 +112,7 @@ def _common(tp: int) -> dict[str, Any]:
 
 
 def _routed(ep: int) -> dict[str, Any]:
-    """Of a configuration with experts."""
+    """Return the settings of models with experts."""
     return {
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": 1,
@@ -124,17 +124,17 @@ def _routed(ep: int) -> dict[str, Any]:
 
 
 class _NoCore(torch.nn.Module):
-    """In place of attention's core, which has no weights: Megatron's local one takes no latent attention."""
+    """Placeholder of the core of attention, which has no weights. Megatron's local core has no latent attention."""
 
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
 
 
 class _Duplicated(torch.nn.Module):
-    """In place of Transformer Engine's linear layer that every tensor-parallel rank holds whole.
+    """Replacement of Transformer Engine's linear layer that is replicated on every tensor-parallel rank.
 
-    Jobs have it for the down projections of latent attention. Megatron's local spec cuts their rows, and 576 rows
-    in two are no whole blocks of 128.
+    Real jobs use that layer for the down projections of latent attention. Megatron's local spec splits their rows, and
+    half of 576 rows is not a multiple of 128.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **_: object) -> None:
@@ -145,12 +145,12 @@ class _Duplicated(torch.nn.Module):
 
 
 def build_latent(config: Mapping[str, Any], tp: int, ep: int) -> torch.nn.Module:
-    """This rank's part of DeepSeek-V3 or Kimi-K2, layers for further tokens (MTP) included. It is not run.
+    """Build this rank's part of DeepSeek-V3 or Kimi-K2, including layers for multi-token prediction. It cannot run.
 
     Args:
-        config: its config.json.
-        tp: tensor-parallel ranks.
-        ep: expert-parallel ranks.
+        config: content of config.json.
+        tp: number of tensor-parallel ranks.
+        ep: number of expert-parallel ranks.
     """
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
@@ -161,7 +161,8 @@ def build_latent(config: Mapping[str, Any], tp: int, ep: int) -> torch.nn.Module
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     for name in ("TEColumnParallelLinear", "Linear"):
-        if not isinstance(vars(multi_latent_attention)[name], type):  # without Transformer Engine
+        # This is true without Transformer Engine.
+        if not isinstance(vars(multi_latent_attention)[name], type):
             setattr(multi_latent_attention, name, type(name, (), {}))
     vars(multi_latent_attention)["TELinear"] = _Duplicated
     dense, layers = config["first_k_dense_replace"], config["num_hidden_layers"]
@@ -220,7 +221,7 @@ def build_latent(config: Mapping[str, Any], tp: int, ep: int) -> torch.nn.Module
 
 
 def without_cuda() -> None:
-    """Have Megatron-core build models on a CPU, as the tests do."""
+    """Make Megatron-core build models on a CPU, as in the tests."""
     import sys
     from pathlib import Path
 
@@ -231,17 +232,16 @@ def without_cuda() -> None:
 
 
 def train_step(model: torch.nn.Module, vocab: int, learning_rate: float) -> float:
-    """Forward, backward and a plain SGD step on 64 tokens; the loss. Collective among TP ranks.
+    """Run forward, backward and a plain SGD step on 64 tokens; return the loss. TP ranks must call this together.
 
-    In eval mode: Megatron's MoE layer wants sequence parallelism to train with TP, and its norm
-    without Transformer Engine has none. No layer has dropout, so nothing else differs.
+    The model is in eval mode, because Megatron's MoE layer needs sequence parallelism to train with TP, and its norm
+    without Transformer Engine does not support that. No layer has dropout, so nothing else differs.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
 
-    vars(moe_utils).setdefault(
-        "te_general_gemm", None
-    )  # read, and not set without Transformer Engine
+    # Megatron reads this name, and does not set it without Transformer Engine.
+    vars(moe_utils).setdefault("te_general_gemm", None)
     model.eval()
     ids = torch.arange(64, device="cuda").reshape(1, -1) * 31 % vocab
     mask = torch.triu(torch.ones(1, 1, 64, 64, dtype=torch.bool, device="cuda"), 1)
@@ -253,9 +253,11 @@ def train_step(model: torch.nn.Module, vocab: int, learning_rate: float) -> floa
         for name, parameter in model.named_parameters():
             if parameter.grad is None:
                 continue
-            if "q_layernorm" in name or "k_layernorm" in name:  # of the rank's heads only
+            # These gradients come only from the rank's heads.
+            if "q_layernorm" in name or "k_layernorm" in name:
                 dist.all_reduce(parameter.grad, group=group)
-            elif "layernorm" in name or "router" in name:  # alike but for rounding
+            # These gradients are equal on all ranks except for rounding.
+            elif "layernorm" in name or "router" in name:
                 dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=group)
             parameter.sub_(parameter.grad, alpha=learning_rate)
             parameter.grad = None
@@ -265,12 +267,12 @@ def train_step(model: torch.nn.Module, vocab: int, learning_rate: float) -> floa
 def gather(
     described: Any, tensors: list[torch.Tensor], group: Any = None
 ) -> list[tuple[str, torch.Tensor]]:
-    """All full checkpoint tensors on rank 0, box by box from where the manifests say; collective.
+    """Return all full checkpoint tensors on rank 0, assembled by the manifests. All ranks must call this together.
 
     Args:
-        described: what `describe_megatron_trainer` gave on this rank.
+        described: result of `describe_megatron_trainer` on this rank.
         tensors: this rank's parameters in manifest order.
-        group: the ranks 0, 1, ... that hold the model; all if it is None.
+        group: the ranks 0, 1, ... of the model; None for all ranks.
     """
     rank, device = dist.get_rank(), tensors[0].device
     encoded: list[bytes] = [b""] * dist.get_world_size(group)
@@ -284,7 +286,8 @@ def gather(
         dtypes = {p.name: torch_dtype(p.dtype) for p in manifest.parameters}
         for shard in manifest.shards():
             name, box, dtype = shard.tensor, shard.box, dtypes[shard.parameter]
-            if (name, box.offsets) in held:  # a replica
+            # Skip replicas.
+            if (name, box.offsets) in held:
                 continue
             held.add((name, box.offsets))
             if rank == owner:

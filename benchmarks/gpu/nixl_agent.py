@@ -1,4 +1,4 @@
-"""NIXL's own agent on GPU memory, as its users call it: descriptors prepared once, then repeated."""
+"""NIXL's own agent on GPU memory, in its usual way: descriptors are prepared once, then used repeatedly."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 
 class NixlAgent:
-    """One process's agent with UCX.
+    """Agent of one process, with UCX.
 
     Raises:
-        ImportError, OSError, RuntimeError: not installed, or it does not start.
+        ImportError, OSError, RuntimeError: NIXL is not installed or does not start.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -27,19 +27,19 @@ class NixlAgent:
         self.peer_ordinal = 0
 
     def register(self, address: int, nbytes: int) -> bytes:
-        """Publish memory of this GPU; metadata for the peer."""
+        """Register memory of this GPU and return metadata for the peer."""
         self.agent.register_memory([(address, nbytes, self.ordinal, "")], "VRAM", ["UCX"])
         metadata: bytes = self.agent.get_agent_metadata()
         return metadata
 
     def join(self, metadata: bytes, ordinal: int) -> None:
-        """Learn the peer, whose memory is of GPU `ordinal`."""
+        """Add the peer, with memory of GPU `ordinal`."""
         name = self.agent.add_remote_agent(metadata)
         self.peer = name.decode() if isinstance(name, bytes) else name
         self.peer_ordinal = ordinal
 
     def put(self, sources: Any, targets: Any, nbytes: int) -> Callable[[], None]:
-        """A transfer of equal pieces between addresses of either process, made ready."""
+        """Return a prepared transfer of pieces of equal size from this process to the peer."""
         sizes = np.full(len(sources), nbytes, np.uint64)
 
         def descriptors(addresses: Any, ordinal: int) -> Any:

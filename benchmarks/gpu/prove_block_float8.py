@@ -1,10 +1,10 @@
-"""A live engine in block float8 against a fresh one: bytes and tokens, no load and no timing.
+"""Comparison of a live engine in block float8 with a fresh one: bytes and tokens, without load and timing.
 
     python benchmarks/gpu/prove_block_float8.py --engine vllm --json FILE --layers 2
 
-As `bench_live_engine.py --quantization fp8-block`, and quicker: two servers of the same release start
-together, the one that is updated and, on the trainers' GPUs, the one that loads what the updates must
-give: the trainers' full bfloat16 weights, quantised by the engine's own function.
+This is a faster variant of `bench_live_engine.py --quantization fp8-block`. Two servers of the same release start
+together: the live server, which is updated, and on the trainers' GPUs a fresh server, which loads the expected weights:
+the trainers' full bfloat16 weights, quantised by the engine's own function.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SMALL = {
     "vllm": ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(2 << 30)),
     "sglang": (),
 }
-"""For two servers and the trainers on one GPU: vLLM would count the memory of the others as its own."""
+"""Flags for two servers and the trainers on one GPU. Without them vLLM counts all used memory as its own."""
 
 
 async def prove(options: argparse.Namespace) -> list[Row]:
@@ -125,7 +125,7 @@ async def wait(controller: windlass.Controller, options: argparse.Namespace) -> 
 async def publish(
     options: argparse.Namespace, mode: str, trainers: Trainers, first: int, say: Any
 ) -> list[Row]:
-    """Other weights each time; the last are those of the fresh engine."""
+    """Publish different weights each time; the last weights equal the fresh engine's."""
     updates, wires = [], []
     for number in range(options.updates + 1):
         seed = 7 if number == options.updates and mode == "staged" else first + 10 + number

@@ -1,17 +1,16 @@
-"""Live engines against fresh ones, case by case: every tensor and greedy tokens.
+"""Comparison of live engines with fresh ones, case by case: every tensor and greedy tokens.
 
     python benchmarks/gpu/prove_live_engine.py --engine vllm --case dense --case latent --json FILE
         [--trainer megatron] [--streams 8] [--at-once 2] [--logs FOLDER]
 
-A case is a small model, so that servers start quickly. Two servers of the same release start side by
-side: the live one from other weights, and on the trainers' GPUs the fresh one from the checkpoint that
-the trainers saved of their last weights. Updates of other weights follow, `in_place` and then `staged`,
-each series ending in those last weights; after either, every tensor of every rank of the live server
-(parameters, buffers and what modules keep besides, as absorbed projections) must have the fingerprint
-that it has in the fresh one, and greedy tokens must be equal: of prompts that share a long prefix, too,
-which the live server was asked before and between the updates as well. With `--streams` that many requests
-are under way during all updates of a series, and end before the comparison. Servers cache prefixes as they do by
-default. A case that fails does not end the others; the exit status is 1 then, and the last lines say why.
+A case is a small model, so that servers start quickly. Two servers of the same release start together: the live server
+with other weights, and on the trainers' GPUs the fresh server from a checkpoint of the trainers' last weights. Two
+series of updates follow, `in_place` and then `staged`. Each sends other weights first and ends with the last weights.
+After each series every tensor of every rank of the live server (parameters, buffers and other tensors of modules, such
+as absorbed projections) must have the same fingerprint as in the fresh server, and greedy tokens must be equal. Some
+prompts share a long prefix, and the live server also gets them before and between the updates. With `--streams N`, N
+requests run during all updates of a series and end before the comparison. Servers use their default prefix caches.
+If a case fails, the others continue; the exit status is then 1, and the last lines give the reason.
 """
 
 from __future__ import annotations
@@ -44,23 +43,23 @@ from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 
 LAST_SEED = 7
 PORTS_PER_CASE = 1000
-"""Engines take further ports above their own."""
+"""Number of ports per case, because engines use further ports above their own."""
 
 
 @dataclass
 class Proof:
-    """One row: what was shown of a case.
+    """Result of a case.
 
     Attributes:
-        outcome: `proven`, `failed` or `not run`. detail: why, if it is not proven.
-        num_tensors: of all ranks, compared after either series. num_attributes: those among them
-            that are neither parameters nor buffers. attributes: their last names.
-        num_drafts: those that lie in the model that drafts.
-        prefix_hits: tokens that each server took from its cache of prefixes, in the end.
-        drafted, accepted: tokens that each server drafted, and took of them, in the end.
-        logprob_distance: from the fresh server's, at most; tokens are equal.
-        busy_tokens: of the answers that ended during the updates, by mode.
-        update_s, wire_s, pause_s: median by mode, the first update left out.
+        outcome: `proven`, `failed` or `not run`. detail: reason, if the case is not proven.
+        num_tensors: number of compared tensors of all ranks. num_attributes: number of tensors that are neither
+            parameters nor buffers. attributes: last parts of their names.
+        num_drafts: number of tensors of the draft model.
+        prefix_hits: tokens that each server took from its prefix cache.
+        drafted, accepted: tokens that each server drafted, and accepted.
+        logprob_distance: largest distance from the fresh server's logprobs; tokens are equal.
+        busy_tokens: tokens of the answers that ended during the updates, by mode.
+        update_s, wire_s, pause_s: median by mode, without the first update.
     """
 
     case: str
@@ -90,7 +89,7 @@ class Proof:
 
 
 class Run:
-    """One case from start to end; `row` grows with what was shown."""
+    """Run of one case. `row` collects its results."""
 
     def __init__(self, options: argparse.Namespace, name: str, number: int, folder: Path) -> None:
         self.options, self.name, self.folder = options, name, folder
@@ -113,12 +112,12 @@ class Run:
         self.version = 0
 
     def say(self, text: str) -> None:
-        """On one line."""
+        """Print a message in one line."""
         seconds = time.monotonic() - self.began
         print(f"[{self.name}, {seconds:5.1f} s] {text}", flush=True)
 
     async def prove(self) -> Proof:
-        """Never raises but when cancelled."""
+        """Run the case and return its result. A failure is part of the result; only a cancellation is raised."""
         try:
             async with asyncio.timeout(self.options.case_s):
                 await self._all()
@@ -244,7 +243,7 @@ class Run:
     async def _series(
         self, mode: str, trainers: ProofTrainers, live: ProofServer, wanted: Held
     ) -> None:
-        """Other weights each time; the last are those of the fresh server."""
+        """Send different weights each time; the last weights equal the fresh server's."""
         reports: list[windlass.UpdateReport] = []
         async with live.busy(self.options.streams) as answered:
             before = len(answered)
@@ -283,7 +282,7 @@ class Run:
         )
 
     def _require_other(self, held: Held, wanted: Held, when: str) -> None:
-        """Else equal fingerprints would say nothing."""
+        """Require that the weights differ before the updates. Otherwise equal fingerprints would prove nothing."""
         same = [
             name
             for name in wanted.fingerprints[0]
@@ -293,7 +292,7 @@ class Run:
         assert not same, f"{when}: other weights must be other fingerprints: {same[:5]}"
 
     def _require_other_tokens(self, held: Held, wanted: Held) -> None:
-        """Else equal ones would say nothing, not even that no cache answers with older weights."""
+        """Require different tokens. Otherwise equal tokens would prove nothing, not even about old caches."""
         same = [
             i for i, (a, b) in enumerate(zip(held.tokens, wanted.tokens, strict=True)) if a == b
         ]
@@ -312,7 +311,7 @@ class Run:
 
 
 async def run(options: argparse.Namespace) -> list[Proof]:
-    """All cases, at most `at_once` at the same time; rows as they come."""
+    """Run all cases, at most `at_once` at the same time; return results in order of completion."""
     rows: list[Proof] = []
     turn = asyncio.Semaphore(options.at_once)
     ends = time.monotonic() + options.deadline_s
@@ -347,7 +346,7 @@ async def run(options: argparse.Namespace) -> list[Proof]:
 
 
 async def until_told(options: argparse.Namespace) -> list[Proof]:
-    """As `run`; SIGTERM ends the servers too."""
+    """Call `run`; on SIGTERM, also end the servers."""
     this = asyncio.current_task()
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
@@ -355,7 +354,7 @@ async def until_told(options: argparse.Namespace) -> list[Proof]:
 
 
 def options_of(words: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     options = parser(__doc__ or "")
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
@@ -398,14 +397,15 @@ def options_of(words: list[str]) -> argparse.Namespace:
         parsed.case = list(CASES)
     elif "families" in parsed.case:
         parsed.case = list(FAMILIES)
-    parsed.in_turn = parsed.in_turn or parsed.on_cpu  # two cores start one server at a time
+    # Two cores start one server at a time.
+    parsed.in_turn = parsed.in_turn or parsed.on_cpu
     parsed.transport = parsed.transport or ("cma" if parsed.on_cpu else "cuda_ipc")
     parsed.logs.mkdir(parents=True, exist_ok=True)
     return parsed
 
 
 def main() -> int:
-    """0 if every case that ran is proven."""
+    """Run the command line; return 0 if every case that ran is proven."""
     parsed = options_of(sys.argv[1:])
     rows = asyncio.run(until_told(parsed))
     print("\n--- what was shown ---")

@@ -1,19 +1,21 @@
-"""Plain vLLM servers on one or two GPUs, updated by an FSDP2 trainer through vLLM's own routes, beside the launcher's.
+"""Plain vLLM servers on one or two GPUs that an FSDP2 trainer updates through vLLM's own routes, and launched servers.
 
     python benchmarks/gpu/prove_vllm_plugin.py --json FILE [--ranks 2] [--servers 1] [--updates 8] [--logs FOLDER]
         [--launched] [--model qwen3-30b-a3b [--layers N]] [--device cpu --engine-python /path/to/python]
 
-Plain servers start side by side: live ones with `--weight-transfer-config '{"backend": "windlass"}'`, updated in one
-transaction, a fresh one from the checkpoint of the trainer's last weights, and one with each of vLLM's in-tree backends that
-apply. The live ones are updated by `windlass.integrations.vllm.WeightSync`, in every mode, while clients stream tokens from
-the first; with `--launched` as many of `python -m windlass.engines.vllm` are then updated in the same way, by the same
-trainer. After each series every tensor that they hold must have the fingerprint that it has in the fresh one, and greedy
-tokens, of prompts that share a long prefix too, must be equal. Then vLLM's own backends under the same load, which are
-given whole tensors by a trainer of one rank, which gathers nothing: `ipc` from the server's GPU, and `nccl`, which
-connects no two processes on one GPU, from another one. The servers are on the first GPU, the trainer is on the last.
+Plain servers start together: live servers with `--weight-transfer-config '{"backend": "windlass"}'`, which are updated in
+one transaction; a fresh server from the checkpoint of the trainer's last weights; and one server for each of vLLM's in-tree
+backends that the machine supports. `windlass.integrations.vllm.WeightSync` updates the live servers in every mode, while
+clients stream tokens from the first one. With `--launched` the same trainer then updates the same number of servers of
+`python -m windlass.engines.vllm`. After each series every tensor of the live servers must have the same fingerprint as in
+the fresh server, and greedy tokens must be equal, also of prompts that share a long prefix. Then vLLM's own backends run
+under the same load. A trainer of one rank, which gathers nothing, sends them whole tensors: `ipc` from the server's GPU,
+and `nccl`, which cannot connect two processes on one GPU, from another GPU. The servers are on the first GPU, the trainer
+is on the last.
 
-With `--model` the weights are random from the start and there is no checkpoint: one server after the other, unless
-`--side-by-side`, and what the last one holds in the end must be what the first one held. The JSON file has the seconds of every phase of every update.
+With `--model` the weights are random and there is no checkpoint. One server runs after the other, unless `--side-by-side`
+is given, and the last server must end with the same tensors as the first. The JSON file has the seconds of every phase
+of every update.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
 }  # fmt: skip
-"""Of Qwen3-0.6B, with an embedding of its own for the output: 751 M parameters."""
+"""Configuration of Qwen3-0.6B with untied embeddings: 751 M parameters."""
 SMALL = {
     "vocab_size": 32064, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -77,7 +79,7 @@ SMALL = {
 OWN = ("nccl", "ipc")
 """vLLM's in-tree backends."""
 FIRST, LAST, OTHER = 1, 2, 3
-"""Seeds: of the weights that servers start with, and of those that every series ends in; others alternate."""
+"""Seeds of the first weights of servers, of the last weights of every series, and of weights between them."""
 NUM_TOKENS = 16
 START_S = 240.0
 ANSWER_S = 120.0
@@ -89,7 +91,7 @@ PLUGIN, LAUNCHER = "plugin", "launcher"
 
 @dataclass(frozen=True)
 class Way:
-    """How live servers are updated: `path` says who started them, and who drives the update."""
+    """Way to update live servers. `path` names the program that starts them and drives the update."""
 
     path: str
     mode: str
@@ -105,7 +107,7 @@ def ways_of(options: argparse.Namespace, path: str) -> list[Way]:
 
 @dataclass(frozen=True)
 class Served:
-    """A running server. `digests`: the method of its workers that tells what they hold."""
+    """Running server. `digests`: method of its workers that returns fingerprints."""
 
     url: str
     digests: str = "held_weights"
@@ -128,7 +130,7 @@ class Served:
 def command(
     options: argparse.Namespace, folder: Path, port: int, backend: str, controller: str
 ) -> list[str]:
-    """Of a plain server, whose extension tells what it holds; or, with a controller, of the launcher."""
+    """Return the command of a plain server with an extension for fingerprints, or of the launcher if there is a controller."""
     if controller:
         words = [
             *(options.engine_python, "-m", "windlass.engines.vllm", "--model", str(folder)),
@@ -165,7 +167,7 @@ def serving(
     installed: Path,
     controller: str,
 ) -> Iterator[Served]:
-    """A server that has started, and with a controller joined; its process ends with the block."""
+    """Yield a server that has started and joined the controller, if there is one; end its process after the block."""
     port = free_port()
     paths = (ROOT / "src", HERE, HERE.parent, installed)
     given = os.environ.get("PYTHONPATH", "")
@@ -199,7 +201,8 @@ def serving(
     try:
         if not known.wait(START_S) or not serves:
             raise RuntimeError(f"{backend}: no server\n{log.read_text()[-5000:]}")
-        _reach("127.0.0.1", port)  # it says so before it listens
+        # The server reports its start before it listens.
+        _reach("127.0.0.1", port)
         held = "windlass_digests" if controller else "held_weights"
         yield Served(f"http://127.0.0.1:{port}", held)
     finally:
@@ -210,7 +213,7 @@ def serving(
 
 
 class ControllerProcess:
-    """`windlass serve`, started anew at the same address for every mode."""
+    """Process of `windlass serve`, restarted at the same address for every mode."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, log: Path) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -245,7 +248,7 @@ class ControllerProcess:
 
 
 class Trainer:
-    """Ranks of `plugin_ranks.py`, in step."""
+    """Ranks of `plugin_ranks.py`, which carry out each order together."""
 
     def __init__(
         self, options: argparse.Namespace, ranks: int, gpu: int, source: Path, log: Path
@@ -275,7 +278,7 @@ class Trainer:
         ]  # fmt: skip
 
     def all(self, order: Order) -> list[Done]:
-        """Every rank's answer."""
+        """Send an order to every rank and return their answers."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(order).decode() + "\n")
@@ -303,7 +306,7 @@ Figure = tuple[str, float, float, float]
 
 @dataclass
 class Results:
-    """By case: figures, every update that they are of, and how the case ended."""
+    """Figures, updates and outcome of each case."""
 
     figures: dict[str, list[Figure]]
     updates: dict[str, list[Done]]
@@ -319,7 +322,7 @@ def measured(
     results: Results,
     say: Any,
 ) -> None:
-    """Updates under load."""
+    """Measure updates under load."""
     ours, theirs = mp.get_context("spawn").Pipe()
     clients = mp.get_context("spawn").Process(
         target=load, args=(server.url, "vllm", options.load, vocab, theirs)
@@ -412,7 +415,7 @@ def main() -> int:
 def prove(
     options: argparse.Namespace, folder: Path, logs: Path, running: ExitStack, say: Any
 ) -> int:
-    """Everything; whether it was equal is the exit status."""
+    """Run everything; return the exit status, which is 0 if all comparisons were equal."""
     source = folder / "source"
     source.mkdir()
     if options.model:
@@ -450,12 +453,12 @@ def prove(
 
 
 Wanted = tuple[list[dict[str, str]], list[list[int]]]
-"""Fingerprints per rank, and greedy tokens per prompt."""
+"""Expected fingerprints per rank, and greedy tokens per prompt."""
 
 
 @dataclass
 class Run:
-    """What one run has, and what it has found."""
+    """Settings, processes and results of one run."""
 
     options: argparse.Namespace
     folder: Path
@@ -473,7 +476,7 @@ class Run:
         return (PLUGIN, LAUNCHER) if self.options.launched else (PLUGIN,)
 
     def small(self, running: ExitStack, num_gpus: int) -> tuple[bool, dict[str, Served]]:
-        """All servers side by side, and a fresh one; also returns those of vLLM's own backends."""
+        """Run all servers and a fresh one together; return the outcome and the servers of vLLM's own backends."""
         options, outcomes = self.options, self.results.outcomes
         if options.without_own:
             outcomes |= dict.fromkeys(OWN, "not run: --without-own")
@@ -500,7 +503,7 @@ class Run:
         return good, {name: servers[name] for name in own if name in servers}
 
     def large(self) -> bool:
-        """The servers of one path after those of the other, unless there is memory for all."""
+        """Run the servers of one path after those of the other, or all together if there is enough memory."""
         wanted: Wanted | None = None
         good = True
         at_once = [self.paths] if self.options.side_by_side else [(path,) for path in self.paths]
@@ -531,7 +534,7 @@ class Run:
         wanted: dict[str, tuple[Path, str]],
         controller: ControllerProcess,
     ) -> dict[str, Served]:
-        """Start servers side by side; those of `OWN` may fail to start, and then are not in the table."""
+        """Start servers together. Servers of `OWN` may fail to start; they are then missing in the result."""
         launched = {name for name in wanted if name.startswith(LAUNCHER)}
         if launched:
             controller.start("in_place")
@@ -566,9 +569,9 @@ class Run:
     def update(
         self, path: str, lives: list[Served], controller: ControllerProcess, wanted: Wanted | None
     ) -> Wanted | None:
-        """Every mode of one path; returns what the servers held in the end, None if not what was wanted.
+        """Run every mode of one path; return the final state of the servers, or None if it is wrong.
 
-        wanted: after the trainer's last weights; None for whatever they all hold, which must be other than before.
+        wanted: expected state after the trainer's last weights. None: all servers must have one new state.
         """
         trainer, outcomes = self.trainer, self.results.outcomes
         other: list[dict[str, str]] = []
@@ -610,7 +613,7 @@ class Run:
 
 
 def compared(lives: list[Served], wanted: Wanted) -> str:
-    """Whether every live server holds and answers what is wanted."""
+    """Return the result of comparing every live server with the expected state."""
     found = [(live.held(), live.tokens()) for live in lives]
     unequal = [
         tensor
@@ -631,7 +634,7 @@ def own_backend(
     options: argparse.Namespace, backend: str, source: Path, logs: Path, server: Served, vocab: int,
     results: Results, say: Any,
 ) -> None:  # fmt: skip
-    """One of vLLM's in-tree backends, packed and not."""
+    """Measure one of vLLM's in-tree backends, packed and not packed."""
     gpu = 0 if backend == "ipc" else torch.cuda.device_count() - 1
     trainer = Trainer(options, 1, gpu, source, logs / f"{backend}-trainer.log")
     try:
@@ -656,7 +659,7 @@ def own_backend(
 
 
 def write(options: argparse.Namespace, results: Results) -> list[Row]:
-    """Write the table with the outcomes, every update and where it was measured, so far."""
+    """Write the current table, outcomes, updates and description of the machine."""
     cases = results.figures
     name = next((f"vLLM {b}, packed" for b in OWN if any(b in case for case in cases)), "")
     theirs = {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Windlass from live Megatron-core ranks, NIXL between GPUs, and checkpoint-engine, on one machine in one run.
-# Needs what run_on_gpu.sh needs, and megatron-core 0.16.1, nixl 1.5.1 with nixl-cu13, checkpoint-engine 0.4.2.
+# Measures Windlass from live Megatron-core ranks, NIXL between GPUs, and checkpoint-engine, on one machine in one run.
+# Requires the packages of run_on_gpu.sh, and megatron-core 0.16.1, nixl 1.5.1 with nixl-cu13, checkpoint-engine 0.4.2.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT=${1:?usage: run_comparisons.sh RESULT_FOLDER [megatron pieces checkpoint_engine nixl_tests]}
@@ -18,7 +18,7 @@ step() { # seconds, name, command
   timeout "$limit" "$@" 2>&1 | grep --line-buffered -v -E 'Warning:|warnings.warn' | tee "$OUT/$name.txt" || failed=1
   echo "--- $name: $((SECONDS - began)) s"
 }
-# Compiled helpers of Megatron would take longer than the step that uses them.
+# Compiling Megatron's helpers takes longer than the step that uses them.
 step 200 megatron env TORCHDYNAMO_DISABLE=1 python3 benchmarks/gpu/bench_megatron.py --json "$OUT/bench_megatron.json"
 step 120 pieces python3 benchmarks/gpu/bench_nvlink.py --skip-updates --nixl --kinds contiguous --json "$OUT/bench_pieces.json"
 step 130 checkpoint_engine python3 benchmarks/gpu/bench_checkpoint_engine.py --json "$OUT/bench_checkpoint_engine.json"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Asynchronous GRPO with an unmodified vLLM on all GPUs that are visible, in both modes of updates: trainers, engines, a rollout
-# controller and workers. On one GPU they share it. Needs vLLM 0.24, transformers and torch 2.11 with CUDA on PYTHONPATH or
-# installed, besides what Windlass needs. Ends by itself; run_demo.json, .txt and .logs are in the folder whatever happens.
+# Runs asynchronous GRPO with an unmodified vLLM on all visible GPUs, in both update modes: trainers, engines, a rollout
+# controller and workers. A single GPU is shared. Requires Windlass's packages, and vLLM 0.24, transformers and torch 2.11 with
+# CUDA, installed or on PYTHONPATH. The script ends by itself and always writes run_demo.json, .txt and .logs.
 #   run_demo.sh RESULT_FOLDER [options of windlass demo]
-# MODES="in_place staged" DEADLINE_S=260 (of one run; the first one reads vLLM from a cold disk)
+# MODES="in_place staged" DEADLINE_S=260 (of one run; the first run reads vLLM from a cold disk)
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT=${1:?usage: run_demo.sh RESULT_FOLDER [options of windlass demo]}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Every feature between GPU memories, then NCCL broadcasts beside bare NCCL of the same bytes, then a whole update over NVLink with
-# this checkout and, if one is named, with an older one. Needs two GPUs, torch with CUDA, pytest with its plugins and what Windlass
-# needs; for relays and networks nixl or mooncake as well.
+# Tests every feature between GPU memories, then compares NCCL broadcasts with bare NCCL of the same bytes, then measures a whole
+# update over NVLink with this checkout and, if given, with an older one. Requires two GPUs, torch with CUDA, pytest with its
+# plugins and Windlass's packages; for relays and networks also nixl or mooncake.
 #   run_features.sh RESULT_FOLDER [OLDER_CHECKOUT]
 set -uo pipefail
 cd "$(dirname "$0")/../.."

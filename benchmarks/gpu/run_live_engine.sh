@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A live engine on GPUs, updated under load. Needs vLLM 0.24 or SGLang 0.5.16, transformers and torch 2.11 with CUDA
-# on PYTHONPATH or installed, besides what Windlass needs. Half of the GPUs serve, half train.
+# Updates a live engine on GPUs under load. Half of the GPUs serve, half train. Requires Windlass's packages, and vLLM
+# 0.24 or SGLang 0.5.16, transformers and torch 2.11 with CUDA, installed or on PYTHONPATH.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT=${1:?usage: run_live_engine.sh RESULT_FOLDER [options of bench_live_engine.py]}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tests and benchmarks of the GPU data path. Needs NVIDIA GPUs (two or more for the benchmark), torch with CUDA, what
-# Windlass needs, and pytest with pytest-asyncio and hypothesis. Mooncake and NIXL are tested where they are installed.
-# Results go to the folder that is given. BENCHMARK=no runs the tests alone. Replicas: run_replica.sh.
+# Runs tests and benchmarks of the GPU data path. Requires NVIDIA GPUs (two or more for the benchmark), torch with CUDA,
+# Windlass's packages, and pytest with pytest-asyncio and hypothesis. Mooncake and NIXL are tested if they are installed.
+# Results go to RESULT_FOLDER. BENCHMARK=no runs only the tests. For replicas use run_replica.sh.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT=${1:?usage: run_on_gpu.sh RESULT_FOLDER [options of bench_nvlink.py]}
@@ -10,9 +10,9 @@ failed=0
 export PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$OUT/gpus.txt"
-# Other files are not collected: they import what a GPU machine need not have. The options of pyproject.toml need plugins of pytest.
+# Other test files are not collected, because they import packages that a GPU machine may lack. pyproject.toml's options need pytest plugins.
 FILES=$(grep -rlE --include='test_*.py' 'mark\.gpu' tests | grep -v test_replica_on_gpu.py)
-# The file names every test, so that a run that is cut off shows how far it came. TESTS, such as "-k nixl", chooses some.
+# tests.txt names every test, so that an interrupted run shows its progress. TESTS, such as "-k nixl", selects tests.
 timeout "${TESTS_S:-300}" python3 -m pytest -v --durations=15 -p no:cacheprovider -o addopts= -W ignore -m gpu ${TESTS:-} $FILES \
   > "$OUT/tests.txt" 2>&1 || failed=1
 tail -40 "$OUT/tests.txt"

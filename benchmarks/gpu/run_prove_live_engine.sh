@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Live engines on GPUs against fresh ones, case by case. Needs what run_live_engine.sh needs; 4 GPUs, or 2 with `--tp 1`.
+# Compares live engines on GPUs with fresh ones, case by case. Requires the packages of run_live_engine.sh; 4 GPUs, or 2 with `--tp 1`.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT=${1:?usage: run_prove_live_engine.sh RESULT_FOLDER [options of prove_live_engine.py]}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Plain vLLM servers and their FSDP2 trainer on one or two GPUs. Needs vLLM 0.24, transformers and torch 2.11 with CUDA on PYTHONPATH or
-# installed, besides what Windlass needs.
+# Updates plain vLLM servers from an FSDP2 trainer on one or two GPUs. Requires Windlass's packages, and vLLM 0.24, transformers and torch
+# 2.11 with CUDA, installed or on PYTHONPATH.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT=${1:?usage: run_prove_vllm_plugin.sh RESULT_FOLDER [options of prove_vllm_plugin.py]}

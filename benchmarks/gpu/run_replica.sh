@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The test and the benchmark of replicas of weights on GPUs. Needs two NVIDIA GPUs, torch with CUDA, and msgspec,
-# xxhash, aiohttp, rich and pytest; NIXL and Mooncake where they are installed. Results go to the folder that is given.
+# Runs the test and the benchmark of replicas of weights on GPUs. Requires two NVIDIA GPUs, torch with CUDA, and msgspec,
+# xxhash, aiohttp, rich and pytest. Uses NIXL and Mooncake if they are installed. Results go to RESULT_FOLDER.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT=${1:?usage: run_replica.sh RESULT_FOLDER [options of bench_replica_gpu.py]}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Samples per hour of one job on one GPU, with Windlass's updates and with vLLM's own (`disk`, `ipc`), in the same run. Needs what
-# run_demo.sh needs; --ipc-ray-stub FOLDER holds a placeholder of ray, which vLLM's backend imports.
+# Measures samples per hour of one job on one GPU, with Windlass's updates and with vLLM's own (`disk`, `ipc`), in the same run.
+# Requires the packages of run_demo.sh. --ipc-ray-stub FOLDER contains a placeholder of ray, which vLLM's backend imports.
 # WAYS="in_place disk" DEADLINE_S=390
 #   run_samples_per_hour.sh RESULT_FOLDER [--ipc-ray-stub FOLDER] [options of bench_samples_per_hour.py]
 set -uo pipefail

@@ -1,4 +1,4 @@
-"""The models of `prove_live_engine.py`: few layers, and sizes that the engines' GPU kernels accept."""
+"""Models of `prove_live_engine.py`, with few layers, and sizes that the engines' GPU kernels accept."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ _DEEPSEEK_V3: dict[str, Any] = {
     "topk_group": 4,
     "num_nextn_predict_layers": 1,
 }
-"""Heads, ranks, groups and experts' rows as published; hidden size, layers, experts and vocabulary cut."""
+"""Heads, ranks, groups and rows of experts as published; hidden size, layers, experts and vocabulary reduced."""
 _KIMI_K2: dict[str, Any] = {
     **_DEEPSEEK_V3,
     "model_type": "kimi_k2",
@@ -111,14 +111,14 @@ _DRAFTING = ("--speculative-config", json.dumps({"method": "mtp", "num_speculati
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how an engine cuts it, and which trainers can hold it.
+    """Model, with the settings of engines and the trainers that support it.
 
     Attributes:
-        config: of transformers and of the engines.
-        quantised: the engines hold it in block float8.
-        flags: of an engine's server -> its words.
-        megatron: whether `megatron_model.py` builds it. fsdp: whether transformers builds all of it.
-        adapter: the engines serve a LoRA adapter beside it, and updates reach that one.
+        config: configuration for transformers and the engines.
+        quantised: whether engines have the model in block float8.
+        flags: engine -> flags of its server.
+        megatron: whether `megatron_model.py` can build it. fsdp: whether transformers builds all of it.
+        adapter: whether engines also serve a LoRA adapter, and updates change only the adapter.
     """
 
     config: Mapping[str, Any]
@@ -129,7 +129,7 @@ class Case:
     adapter: bool = False
 
     def obstacle(self, engine: str, trainer: str) -> str:
-        """Why it cannot be run; empty if it can."""
+        """Return the reason why the case cannot run, or an empty string."""
         if trainer == "megatron" and not self.megatron:
             return "megatron_model.py does not build it"
         if trainer == "fsdp" and not self.fsdp:
@@ -139,7 +139,7 @@ class Case:
         return ""
 
     def write_config(self, folder: Path, *, quantised: bool) -> None:
-        """Make `folder` and its config.json."""
+        """Create `folder` with config.json."""
         folder.mkdir()
         config = dict(self.config)
         if quantised:
@@ -289,10 +289,10 @@ CASES: Mapping[str, Case] = {
     "mixtral": Case(_MIXTRAL, megatron=False),
     "gpt-oss": Case(_GPT_OSS, megatron=False),
     "glm-4.5-moe": Case(_GLM4_MOE, megatron=False),
-    # vLLM would compile a kernel of FlashInfer on these GPUs.
+    # Without this flag vLLM compiles a kernel of FlashInfer on these GPUs.
     "qwen3-next": Case(
         _QWEN3_NEXT, flags={"vllm": ("--gdn-prefill-backend", "triton")}, megatron=False
     ),
 }
 FAMILIES = ("llama", "gemma-3", "mixtral", "gpt-oss", "glm-4.5-moe", "qwen3-next", "latent")
-"""Cases whose layouts, dtypes or names differ most; `latent` is DeepSeek-V3."""
+"""Cases with the most different layouts, dtypes or names; `latent` is DeepSeek-V3."""

@@ -1,4 +1,4 @@
-"""Whether an engine holds what it must: against a fresh one, and against its own transfer."""
+"""Checks of an engine's weights against a fresh engine and against the engine's own transfer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def save(options: argparse.Namespace, trainers: Trainers, folder: Path, sa
 
 
 async def settle(server: Vllm | Sglang, trainers: Trainers) -> Held:
-    """Weights that can be made again, after others."""
+    """Publish other weights, then reproducible weights, and return the state of the engine."""
     await trainers.all("fill", 8)
     await trainers.all("publish", 500)
     other = await server.fingerprints()
@@ -35,7 +35,7 @@ async def settle(server: Vllm | Sglang, trainers: Trainers) -> Held:
 
 
 def require_fresh(ours: Held, fresh: Held, say: Any) -> None:
-    """What a module keeps besides parameters and buffers is told, and not required."""
+    """Raise an error if parameters, buffers or tokens differ; only report other tensors of modules."""
     different = [
         f"rank {rank}: {name}"
         for rank, (a, b) in enumerate(zip(ours[0], fresh[0], strict=True))
@@ -60,7 +60,7 @@ async def compare(
     version: int,
     say: Any,
 ) -> list[Row]:
-    """The same weights by either way; vLLM's own is timed without load, in its favour."""
+    """Send the same weights both ways and compare; vLLM's own way is timed without load, in its favour."""
     await trainers.all("fill", 7)
     await trainers.all("publish", version)
     ours = (await server.fingerprints(), await server.tokens())

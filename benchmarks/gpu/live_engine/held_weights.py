@@ -1,4 +1,4 @@
-"""What a worker of vLLM holds, for those who compare: `--worker-extension-cls live_engine.held_weights.HeldWeights`."""
+"""Fingerprints of a vLLM worker's weights: `--worker-extension-cls live_engine.held_weights.HeldWeights`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from windlass.engines.vllm.rank import cache_storages
 
 
 class HeldWeights:
-    """vLLM makes this a base class of its worker. It takes no part in updates."""
+    """Extension that vLLM adds to the base classes of its worker. Updates do not use it."""
 
     def held_weights(self) -> dict[str, str]:
-        """A fingerprint of every tensor: parameters, buffers and what modules keep besides."""
+        """Return a fingerprint of every tensor: parameters, buffers and other tensors of modules."""
         worker = cast("Any", self)
         return fingerprints(held_by(worker.model_runner.get_model(), cache_storages(worker)))

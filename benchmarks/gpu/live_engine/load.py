@@ -12,18 +12,18 @@ import aiohttp
 from live_engine.arrivals import Arrivals
 
 WARM_TOKENS = 100
-"""A stream that has brought so many has seen its kernels compiled."""
+"""Number of tokens after which all kernels of a stream are compiled."""
 
 
 def load(url: str, engine: str, streams: int, vocab: int, pipe: Connection) -> None:
-    """Clients that stream tokens until told to end; then sends arrival times, per stream and request."""
+    """Stream tokens until a command ends it; then send arrival times per stream and request."""
     asyncio.run(_load(url, engine, streams, vocab, pipe))
 
 
 def generate_request(
     engine: str, prompt: list[int], count: int, temperature: float, *, stream: bool
 ) -> tuple[str, dict[str, Any]]:
-    """Path and body."""
+    """Return path and body of a request."""
     if engine == "vllm":
         sampling = {"max_tokens": count, "temperature": temperature, "ignore_eos": True}
         body = {"token_ids": prompt, "sampling_params": sampling, "stream": stream}
@@ -35,10 +35,10 @@ def generate_request(
 async def _meet(
     url: str, engine: str, streams: int, vocab: int, session: aiohttp.ClientSession
 ) -> None:
-    """Batches in which prompts meet requests that decode, in several shares.
+    """Send batches that mix prompts and decoding requests in several proportions.
 
-    Engines compile kernels by the shape of a batch at its first use, for a second or so. An update
-    can part the requests of one batch, and the compilation would count as its silence.
+    Engines compile kernels for each shape of a batch at its first use, for about a second. An update can split the
+    requests of a batch, and the compilation would then count as a gap of the update.
     """
 
     async def answer(index: int, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Updates of an engine under load, and what its clients saw of them."""
+"""Updates of an engine under load, measured at its clients."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ async def measure(
     nbytes: int,
     say: Any,
 ) -> list[Row]:
-    """Updates under load."""
+    """Run a stage of updates under load and return its rows."""
     mode = stage.label
     ours, theirs = mp.get_context("spawn").Pipe()
     clients = mp.get_context("spawn").Process(
         target=load, args=(server.url, options.engine, options.load, 151936, theirs)
     )
     clients.start()
-    # Kernels that are compiled at first use are not the update's silence.
+    # Wait until kernels are compiled, because the compilation would count as a gap of the update.
     assert await asyncio.to_thread(ours.poll, options.warm_up_s), "the streams bring no tokens"
     ours.recv()
     await asyncio.sleep(4)
@@ -70,7 +70,7 @@ def summarise(
     nbytes: int,
     say: Any,
 ) -> list[Row]:
-    """Rows of a series of updates. `quiet`: a time before the first one."""
+    """Return the rows of a series of updates. `quiet`: a span of time before the first update."""
     mode = stage.label
     usual = statistics.median(
         b - a
@@ -116,7 +116,7 @@ def summarise(
 
 
 def tell_turns(mode: str, arrivals: Arrivals, windows: list[tuple[float, float]], say: Any) -> None:
-    """From a request of a stream to its next."""
+    """Print the times between a request of a stream and the next one."""
     touched: dict[bool, list[float]] = {True: [], False: []}
     for requests in arrivals:
         for a, b in turns_of(requests):
@@ -138,7 +138,7 @@ def during_the_wire(
     nbytes: int,
     say: Any,
 ) -> list[Row]:
-    """What the streams got while bytes travelled, beside the time just before each update."""
+    """Return rows for the tokens during the wire phase, compared with the time before each update."""
     if stage.mode is not UpdateMode.STAGED:
         return []
     wire, before = [], []

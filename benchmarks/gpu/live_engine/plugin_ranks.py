@@ -1,6 +1,6 @@
-"""One rank of the FSDP2 trainer of `prove_vllm_plugin.py`; ranks may share a GPU, since gloo connects them.
+"""Rank of the FSDP2 trainer of `prove_vllm_plugin.py`. Ranks may share a GPU, because gloo connects them.
 
-`python plugin_ranks.py RANK WORLD_SIZE PORT SETTINGS` reads one `Order` in JSON per line, and answers each with a line.
+`python plugin_ranks.py RANK WORLD_SIZE PORT SETTINGS` reads one `Order` in JSON per line and answers each with a line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from live_engine.surroundings import TOKEN
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """`source`: a folder with config.json of the model. `gpu`: of every rank. `is_large`: no rank makes whole tensors."""
+    """Settings. `source`: folder with config.json. `gpu`: GPU of all ranks. `is_large`: no rank makes full tensors."""
 
     source: str
     device: str = "cuda"
@@ -33,11 +33,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do.
+    """Command for a rank.
 
-    fill: weights of seed `version`. save: those of seed `version` to `folder`. join: `servers` with `mode` and `transport`.
-    connect: to a `controller`. send: `version` by either. own: the weights by vLLM's backend `ipc` or `nccl` to `servers[0]`,
-    `packed` or not. leave: what was joined or connected to.
+    fill: set the weights of seed `version`. save: write the weights of seed `version` to `folder`. join: connect to
+    `servers` with `mode` and `transport`. connect: connect to a `controller`. send: publish `version` over this connection.
+    own: send the weights with vLLM's backend `ipc` or `nccl` to `servers[0]`, `packed` or not. leave: disconnect.
     """
 
     do: str
@@ -52,7 +52,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """How it went; times in seconds. `begin_s` and `end_s` are of the monotonic clock of this host."""
+    """Result of an order. Times are in seconds; `begin_s` and `end_s` are times of this host's monotonic clock."""
 
     begin_s: float = 0.0
     end_s: float = 0.0
@@ -66,7 +66,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rank:
-    """The model in bfloat16, one FSDP2 unit per layer, and its way to servers."""
+    """Model in bfloat16 with one FSDP2 unit per layer, and its connection to servers."""
 
     def __init__(self, settings: Settings) -> None:
         import transformers
@@ -87,7 +87,7 @@ class Rank:
         self._group: Any = None
 
     def _full(self, seed: int) -> Iterator[tuple[str, Any, torch.Tensor]]:
-        """Every parameter, and what it holds in all, made without a word to other ranks."""
+        """Yield every parameter with its full values, made without communication between ranks."""
         for number, (name, parameter) in enumerate(self.model.named_parameters()):
             generator = torch.Generator(self._settings.device).manual_seed(seed * 100_003 + number)
             drawn = torch.randn(
@@ -99,7 +99,7 @@ class Rank:
             yield name, parameter, (drawn * 0.02 + ("norm" in name)).bfloat16()
 
     def fill(self, order: Order) -> Done:
-        """Returns once the weights are there: the GPU's time for making them is no part of an update."""
+        """Set the weights and wait for the GPU, so that an update does not include this time."""
         self._fill(order.version)
         if self._settings.device == "cuda":
             torch.cuda.synchronize()
@@ -167,7 +167,7 @@ class Rank:
         )  # fmt: skip
 
     def own(self, order: Order) -> Done:
-        """As vLLM's own examples of its backends do (`examples/rl/rlhf_http_ipc.py`, `rlhf_http_nccl.py`, 0.24)."""
+        """Send weights as in vLLM's own examples (`examples/rl/rlhf_http_ipc.py`, `rlhf_http_nccl.py`, 0.24)."""
         from windlass.engines.http import EngineHttp
 
         server = EngineHttp(order.servers[0])
@@ -223,7 +223,8 @@ class Rank:
 
 def main() -> None:
     answers = os.dup(1)
-    os.dup2(2, 1)  # libraries write there too: NCCL its version
+    # Libraries also write to stdout; NCCL writes its version.
+    os.dup2(2, 1)
     rank, world_size, port = (int(word) for word in sys.argv[1:4])
     settings = msgspec.json.decode(sys.argv[4], type=Settings)
     if settings.device == "cuda":

@@ -1,4 +1,4 @@
-"""Trainer ranks of `prove_live_engine.py`: any small model that transformers or Megatron-core builds."""
+"""Trainer ranks of `prove_live_engine.py`, for small models of transformers or Megatron-core."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ADAPTER_CONFIG = {
     "use_dora": False,
     "use_rslora": False,
 }
-"""alpha / rank is no power of two."""
+"""Configuration of the adapter. alpha / rank is not a power of two, so scaling rounds."""
 
 
 _MIXTRAL_LAYER = "model.layers.{layer}"
@@ -50,13 +50,13 @@ STACKED: Mapping[str, tuple[StackedRule, ...]] = {
     ),
     "gpt_oss": (),
 }
-"""By model type: how checkpoints name stacked experts, where not as Qwen3-MoE's do; gpt-oss' are stacked too."""
+"""Model type -> checkpoint names of stacked experts that differ from Qwen3-MoE; gpt-oss also stacks in checkpoints."""
 RENAMED: Mapping[str, tuple[str, str]] = {"mixtral": (".mlp.gate.", ".block_sparse_moe.gate.")}
-"""By model type: a part of transformers' names, and of the checkpoint's."""
+"""Model type -> part of transformers' names, and its replacement in checkpoints."""
 
 
 class FsdpProof(TrainerRank):
-    """One FSDP2 rank. Tied parameters stay tied; buffers that a checkpoint holds are trained too."""
+    """FSDP2 rank. Tied parameters stay tied; buffers of checkpoints are trained, too."""
 
     spread = 0.03
 
@@ -76,7 +76,8 @@ class FsdpProof(TrainerRank):
         for layer in self.module.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.module, mesh=mesh)
-        for buffer in self._buffers().values():  # engines hold them in float32
+        # Engines have these buffers in float32.
+        for buffer in self._buffers().values():
             buffer.data = buffer.data.float()
         self.full: list[tuple[str, torch.Tensor]] = []
         self.own: Any = None
@@ -87,13 +88,14 @@ class FsdpProof(TrainerRank):
 
     @torch.no_grad()
     def fill(self, seed: int) -> None:
-        """Other values in every place; tokens must depend on all of the prompt, see `norm_mean`."""
+        """Set new values such that tokens depend on the whole prompt, see `norm_mean`."""
         generator = torch.Generator(self.kind)
         for index, (name, parameter) in enumerate(self.module.named_parameters()):
             generator.manual_seed((seed * 1000 + index) * 64 + self.rank)
             mean = norm_mean(self.module_type) if is_norm(name) else 0.0
             parameter.to_local().normal_(mean, self.spread, generator=generator)
-        for index, buffer in enumerate(self._buffers().values()):  # the same on every rank
+        # These values are equal on every rank.
+        for index, buffer in enumerate(self._buffers().values()):
             generator.manual_seed((seed * 1000 + 999 - index) * 64)
             buffer.normal_(0.0, 0.03, generator=generator)
         if self.kind == "cuda":
@@ -112,14 +114,14 @@ class FsdpProof(TrainerRank):
         )
 
     def names(self) -> NameMap | None:
-        """From names in the module to the checkpoint's."""
+        """Return the map from names in the module to names in the checkpoint."""
         if self.module_type not in RENAMED:
             return None
         ours, theirs = RENAMED[self.module_type]
         return lambda name: name.replace(ours, theirs)
 
     def save(self, folder: str) -> None:
-        """The full weights as a checkpoint, under the names that transformers gives it; collective."""
+        """Save the full weights as a checkpoint with transformers' names. All ranks must call this together."""
         held = {
             name: parameter.full_tensor().detach()
             for name, parameter in self.module.named_parameters()
@@ -129,21 +131,21 @@ class FsdpProof(TrainerRank):
 
 
 def is_norm(name: str) -> bool:
-    """Whether a parameter scales what a norm has made."""
+    """Return whether a parameter is the scale of a norm."""
     return "norm" in name.removesuffix(".weight").rpartition(".")[2]
 
 
 def norm_mean(model_type: str) -> float:
-    """About which the weights of norms vary.
+    """Return the mean of the weights of norms.
 
-    With Gemma's 1 the token that came last would be the likeliest next one whatever the layers add, since
-    embeddings are tied and scaled: greedy tokens would say nothing of keys and values.
+    With a mean of 1, Gemma always repeats the last token whatever the layers add, because its embeddings are tied and
+    scaled. Greedy tokens would then prove nothing about keys and values.
     """
     return 6.0 if model_type == "gemma3_text" else 1.0
 
 
 class AdapterProof(FsdpProof):
-    """One FSDP2 rank that trains a LoRA adapter alone, under PEFT's names; its model stays as it is."""
+    """FSDP2 rank that trains only a LoRA adapter, with PEFT's names; its model does not change."""
 
     spread = 0.2
 
@@ -169,14 +171,14 @@ class AdapterProof(FsdpProof):
         return adapter_names()
 
     def save_model(self, folder: str) -> None:
-        """What the adapter is for."""
+        """Save the model without the adapter."""
         self.module, adapter = self.model, self.module
         super().fill(99)
         super().save(folder)
         self.module = adapter
 
     def save(self, folder: str) -> None:
-        """As PEFT saves it; collective."""
+        """Save the adapter in PEFT's format. All ranks must call this together."""
         held = (
             (name.replace(".default.", "."), parameter.full_tensor().detach())
             for name, parameter in self.module.named_parameters()
@@ -187,7 +189,7 @@ class AdapterProof(FsdpProof):
 
 
 def put(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """A parameter under a dotted name; modules on the way are made."""
+    """Add a parameter with a dotted name, and create missing modules on its path."""
     *path, last = name.split(".")
     for part in path:
         if part not in dict(module.named_children()):
@@ -197,7 +199,7 @@ def put(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 class MegatronProof(MegatronRank):
-    """One rank of Megatron-core."""
+    """Megatron-core rank."""
 
     def save(self, folder: str) -> None:
         """See `FsdpProof.save`."""
@@ -212,7 +214,7 @@ def write(
     folder: Path,
     file: str = "model.safetensors",
 ) -> None:
-    """All ranks read `tensors`, rank 0 writes."""
+    """Write `tensors` on rank 0. All ranks iterate over them, because gathering needs all ranks."""
     from safetensors.torch import save_file
 
     held = {name: tensor.cpu().contiguous() for name, tensor in tensors}
@@ -237,7 +239,7 @@ def train(
     log: str,
     pipe: Connection,
 ) -> None:
-    """Main program of a rank; what it says goes to a file."""
+    """Run a rank. Its output goes to a file."""
     with Path(log).open("a") as sink:
         os.dup2(sink.fileno(), sys.stdout.fileno())
         os.dup2(sink.fileno(), sys.stderr.fileno())
@@ -245,7 +247,7 @@ def train(
 
 
 class ProofTrainers(Trainers):
-    """As `Trainers`, with a log."""
+    """`Trainers` with a log file."""
 
     def __init__(self, kind: str, devices: list[int], store: str, model: str, log: Path) -> None:
         context = mp.get_context("spawn")
@@ -255,12 +257,13 @@ class ProofTrainers(Trainers):
             arguments = (kind, rank, device, len(devices), store, model, str(log), theirs)
             process = context.Process(target=train, args=arguments, daemon=True)
             process.start()
-            theirs.close()  # so that the end of a rank is seen
+            # Closed here, so that this process notices the end of a rank.
+            theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
     def kill(self) -> None:
-        """At once; for those that have ended already, nothing."""
+        """Kill all ranks. Ranks that have ended are ignored."""
         for process in self.processes:
             process.kill()
         for process in self.processes:

@@ -1,4 +1,4 @@
-"""Servers of `prove_live_engine.py`: started on given GPUs from a checkpoint, and what they hold."""
+"""Servers of `prove_live_engine.py`, started on given GPUs from a checkpoint, and their weights and answers."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ PROMPTS = (
     *([5, 6, 7, 8], [9] * 40, list(range(100, 170)), [31999, 3, 1500]),
     *(_PREFIX, [*_PREFIX, 17, 4], [*_PREFIX, 23, 29999, 8]),
 )
-"""The last ones share a long prefix, which caches keep from one to the next; all are asked in this
-order, so that a cache that holds nothing older is hit alike on every server."""
+"""Prompts. The last three share a long prefix, which a prefix cache keeps. They are sent in this order, so that caches
+without older entries have equal hits on every server."""
 NUM_TOKENS = 16
 BUSY_TOKENS = 64
 ADAPTER = "tuned"
-"""The name that requests give."""
+"""Name of the adapter in requests."""
 MODEL = "model"
-"""Folder of the model that adapters are for, beside theirs."""
+"""Name of the folder of the adapters' model, next to their folders."""
 SMALL = {
     "vllm": ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)),
     "sglang": (),
 }
-"""Several servers and trainers share a GPU: vLLM would count the memory of the others as its own."""
+"""Flags for servers and trainers that share a GPU. Without them vLLM counts all used memory as its own."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a server holds and says.
+    """Weights and answers of a server.
 
     Attributes:
-        fingerprints: per rank, of every tensor by name.
-        tokens: greedy ones, per prompt.
-        logprobs: theirs, where the engine says them so (vLLM).
+        fingerprints: fingerprints of tensors by name, per rank.
+        tokens: greedy tokens per prompt.
+        logprobs: logprobs of these tokens, if the engine returns them (vLLM).
     """
 
     fingerprints: list[dict[str, str]]
@@ -57,12 +57,12 @@ class Held:
     logprobs: list[list[float]]
 
     def distance(self, other: Held) -> float:
-        """Between the logprobs of two servers with the same tokens, at most."""
+        """Return the largest distance between the logprobs of two servers with equal tokens."""
         pairs = zip(chain(*self.logprobs), chain(*other.logprobs), strict=True)
         return max((abs(a - b) for a, b in pairs), default=0.0)
 
     def different(self, other: Held) -> list[str]:
-        """Tensors of any rank that are not those of `other`."""
+        """Return the names of tensors, with ranks, that differ from `other`."""
         return [
             f"rank {rank}: {name}"
             for rank, (a, b) in enumerate(zip(self.fingerprints, other.fingerprints, strict=True))
@@ -72,7 +72,7 @@ class Held:
 
 
 class ProofServer:
-    """One server, started from a checkpoint."""
+    """Server that starts from a checkpoint."""
 
     def __init__(
         self, options: argparse.Namespace, case: Case, session: aiohttp.ClientSession, port: int
@@ -94,7 +94,7 @@ class ProofServer:
         self.process: asyncio.subprocess.Process | None = None
 
     def command(self, folder: Path, controller: str) -> list[str]:
-        """Of `python -m`."""
+        """Return the arguments of `python -m`."""
         engine, extra = self.options.engine, self.case.flags.get(self.options.engine, ())
         if self.case.adapter:
             extra = (*extra, "--adapter", f"{ADAPTER}={folder}")
@@ -103,15 +103,16 @@ class ProofServer:
         return [*words, *(() if self.options.on_cpu else SMALL[engine]), *extra]
 
     async def start(self, folder: Path, controller: str, log: Path, devices: str) -> None:
-        """Without `devices` all GPUs are visible, and the first ones are taken."""
+        """Start the server. Without `devices` all GPUs are visible, and the server uses the first ones."""
         own = {} if self.options.on_cpu else engine_environment(self.options.engine)
         chosen = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
-        chosen["VLLM_PORT"] = str(self.port + 100)  # each looks for free ports elsewhere
+        # Each server looks for free ports in a different range.
+        chosen["VLLM_PORT"] = str(self.port + 100)
         words = self.command(folder, controller)
         self.process = await start(self.engine.settings, words, log, {**own, **chosen})
 
     async def ready(self, deadline_s: float) -> None:
-        """Until it serves, and has joined if there is a controller."""
+        """Wait until the server serves and, if there is a controller, has joined."""
         assert self.process is not None
         assert self.process.stdout is not None
         line = await asyncio.wait_for(self.process.stdout.readline(), deadline_s)
@@ -119,7 +120,7 @@ class ProofServer:
             raise RuntimeError("the engine did not start, or its ranks did not join")
 
     async def held(self) -> Held:
-        """Its tensors and greedy tokens."""
+        """Return the server's fingerprints and greedy answers."""
         tokens, logprobs = [], []
         for prompt in PROMPTS:
             route, body = generate_request(
@@ -137,7 +138,7 @@ class ProofServer:
         return Held(await self.engine.fingerprints(), tokens, logprobs)
 
     async def count(self, what: str) -> float:
-        """A total that vLLM counts, as `prefix_cache_hits`: tokens of prompts; 0 where it does not say."""
+        """Return a counter of vLLM, such as `prefix_cache_hits` (tokens of prompts); 0 if the server does not report it."""
         async with self.session.get(f"{self.engine.url}/metrics") as response:
             text = await response.text()
         found = re.findall(rf"^vllm:{what}_total(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
@@ -145,7 +146,7 @@ class ProofServer:
 
     @contextlib.asynccontextmanager
     async def busy(self, streams: int) -> AsyncIterator[list[int]]:
-        """As many requests at any time, one after the other in each stream; grows by the tokens of each answer."""
+        """Keep `streams` requests running inside the block; the yielded list collects the number of tokens per answer."""
         answered: list[int] = []
         warm, ended = asyncio.Event(), asyncio.Event()
 
@@ -168,14 +169,15 @@ class ProofServer:
         tasks = [asyncio.create_task(stream(index)) for index in range(streams)]
         try:
             if streams:
-                await warm.wait()  # kernels are compiled
+                # Kernels are compiled after this.
+                await warm.wait()
             yield answered
         finally:
             ended.set()
             await asyncio.gather(*tasks)
 
     async def end(self) -> None:
-        """Its launcher ends the engine's processes."""
+        """End the launcher, which ends the engine's processes."""
         if self.process is None or self.process.returncode is not None:
             return
         self.process.terminate()
@@ -186,12 +188,12 @@ class ProofServer:
 
 
 def tokens_of(answer: Any) -> list[int]:
-    """Of either engine."""
+    """Return the tokens of an answer of either engine."""
     return list(answer["choices"][0]["token_ids"] if "choices" in answer else answer["output_ids"])
 
 
 def engine_environment(engine: str) -> Mapping[str, str]:
-    """What the engine needs on GPUs; SGLang also where its compiled kernels lie, and the compiler."""
+    """Return the variables for GPUs; for SGLang also the paths of compiled kernels and the compiler."""
     own = dict(ENGINES[engine].environment)
     found = importlib.util.find_spec("sglang") if engine == "sglang" else None
     if found is not None and found.origin is not None:
@@ -205,7 +207,7 @@ def engine_environment(engine: str) -> Mapping[str, str]:
 
 
 def engine_version(engine: str) -> str:
-    """Of the distribution that this interpreter sees."""
+    """Return the version of the engine in this environment."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(engine)
     return "unknown"
@@ -219,7 +221,7 @@ _NOISE = ("Traceback", "WARNING", "Route:", "For debugging", "See root cause", "
 
 
 def reasons(log: Path, count: int = 8) -> list[str]:
-    """The lines of a log that name an error, the first and the last of them, each once."""
+    """Return the first and last distinct lines of a log that name an error."""
     if not log.exists():
         return []
     found: dict[str, None] = {}
@@ -232,7 +234,7 @@ def reasons(log: Path, count: int = 8) -> list[str]:
 
 
 def tail(log: Path, count: int = 12) -> list[str]:
-    """The last lines of a log, without warnings and lists of routes."""
+    """Return the last lines of a log, without warnings and lists of routes."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     kept = [x for x in lines if x.strip() and "WARNING" not in x and "Route:" not in x]
     return [line[:240] for line in kept[-count:]]

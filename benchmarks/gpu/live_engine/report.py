@@ -1,4 +1,4 @@
-"""How the rows of a run are called."""
+"""Names of the rows of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.config import UpdateMode
 
 @dataclass(frozen=True)
 class Stage:
-    """Updates of one kind. `num_multiprocessors`: that the trainers' stores may occupy; 0 for all."""
+    """Updates of one kind. `num_multiprocessors`: limit for the trainers' stores; 0 for all."""
 
     label: str
     mode: UpdateMode
@@ -40,7 +40,7 @@ def case_of(options: argparse.Namespace, stage: Stage, nbytes: int) -> str:
 
 
 def capture_rows(case: str, log: Path) -> list[Row]:
-    """What the launcher says of the slowest rank's capture. `log`: of the launcher."""
+    """Return rows for the slowest rank's capture, from the launcher's log."""
     found = re.findall(r"seconds of its capture: (.*)", log.read_text(errors="replace"))
     if not found:
         return []

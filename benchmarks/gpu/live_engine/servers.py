@@ -1,4 +1,4 @@
-"""Servers of the engines, and their own ways to be updated."""
+"""Servers of the engines, and the engines' own update methods."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ ON_CPU_ENVIRONMENT = {
 class ServerSettings:
     """Settings of one server.
 
-    A type of its own, so that a script that leaves one out fails where it starts the server and in mypy.
+    This type has no defaults, so mypy and the call that starts a server report a missing setting.
 
     Attributes:
         engine: key of `ENGINES`.
-        port: of the server.
+        port: port of the server.
         tp: number of tensor-parallel ranks.
         transport: name of the transport, or JSON.
         with_weights: whether the server loads a checkpoint when it starts, and not dummy weights.
-        streams: number of requests that the server decodes side by side.
+        streams: number of requests that the server decodes in parallel.
         engine_memory: fraction of a GPU's memory.
-        cuda_graphs: whether the server decodes by CUDA graphs.
+        cuda_graphs: whether the server decodes with CUDA graphs.
         on_cpu: whether the engine is built for CPUs.
         python: interpreter of the engine's environment.
     """
@@ -78,14 +78,14 @@ class ServerSettings:
 
 
 class _Routes:
-    """A server on a port of this machine."""
+    """Client of a server on a port of this machine."""
 
     def __init__(self, settings: ServerSettings, session: aiohttp.ClientSession) -> None:
         self.settings, self.session = settings, session
         self.url = f"http://127.0.0.1:{settings.port}"
 
     async def post(self, path: str, body: Any) -> Any:
-        """JSON to one of its routes; the answer."""
+        """Post JSON to a route and return the answer."""
         headers = {KEY_HEADER: saved_key(self.url)}
         async with self.session.post(self.url + path, json=body, headers=headers) as response:
             text = await response.text()
@@ -104,7 +104,7 @@ def common_flags(settings: ServerSettings, folder: str, controller: str) -> list
 
 
 class Vllm(_Routes):
-    """vLLM 0.24."""
+    """Server of vLLM 0.24."""
 
     environment: ClassVar[dict[str, str]] = {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -170,13 +170,13 @@ class Vllm(_Routes):
 
 
 class Sglang(_Routes):
-    """SGLang 0.5.16; its own way with flattened buckets of 1 GiB."""
+    """Server of SGLang 0.5.16. Its own update method uses flattened buckets of 1 GiB."""
 
     environment: ClassVar[dict[str, str]] = {
         "SGLANG_HOST_IP": "127.0.0.1",
         "FLASHINFER_DISABLE_VERSION_CHECK": "1",
         "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
-        # SGLang sets this for itself; ranks of a NCCL group must agree on it.
+        # SGLang sets this for its own ranks, and all ranks of an NCCL group must use the same value.
         "NCCL_CUMEM_ENABLE": "0",
     }
 
@@ -287,6 +287,6 @@ ENGINES: dict[str, type[Vllm] | type[Sglang]] = {"vllm": Vllm, "sglang": Sglang}
 
 
 def tail(log: Path) -> str:
-    """What is no warning and no list of routes."""
+    """Return the last lines of a log, without warnings and lists of routes."""
     lines = log.read_text(errors="replace").splitlines()
     return "\n".join(x for x in lines if " WARNING " not in x and "Route:" not in x)[-6000:]

@@ -1,4 +1,4 @@
-"""Qwen3 models: sizes, and what their checkpoints hold."""
+"""Sizes of Qwen3 models, and entries of their checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 @dataclass(frozen=True)
 class Shape:
-    """What distinguishes a Qwen3 model from another. `num_experts` 0: dense."""
+    """Sizes of a Qwen3 model. `num_experts` 0: dense."""
 
     hidden: int
     inner: int
@@ -40,7 +40,7 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Of all models that are made here."""
+"""Settings of all models of this module."""
 SHAPES = {
     "rehearsal": Shape(64, 64, 2, 4, 2, 8),
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8),
@@ -107,7 +107,7 @@ def checkpoint_names(model: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 def checkpoint_entries(
     model: str, *, quantised: bool
 ) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    """Name, safetensors type, shape and bytes."""
+    """Yield name, safetensors type, shape and bytes of each entry."""
     for name, shape in checkpoint_names(model):
         if quantised:
             yield from block_float8.entries(name, shape)
@@ -125,7 +125,7 @@ def write_config(model: str, folder: Path, *, quantised: bool) -> None:
 
 
 def write_checkpoint(model: str, folder: Path, device: torch.device, num_files: int = 16) -> None:
-    """config.json, and all weights, made up on a GPU: in several files, which threads write side by side."""
+    """Write config.json and random weights, made on `device`, in several files that threads write in parallel."""
     write_config(model, folder, quantised=False)
     entries = list(checkpoint_entries(model, quantised=False))
 
@@ -146,7 +146,7 @@ def write_checkpoint(model: str, folder: Path, device: torch.device, num_files: 
 
 
 def write_model_folder(model: str, folder: Path) -> None:
-    """config.json, and a safetensors file of names, shapes and types whose data are a hole: zeros, on no disk."""
+    """Write config.json and a sparse safetensors file: names, shapes and types, and zeros that use no disk space."""
     write_config(model, folder, quantised=False)
     header: dict[str, Any] = {}
     at = 0

@@ -1,4 +1,4 @@
-"""What every process of a run is told."""
+"""Constants and settings that all processes of a run share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainer ranks in processes of their own, driven by commands."""
+"""Trainer ranks in separate processes, controlled by commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUCKET_NBYTES = 1 << 30
 
 
 def transport_of(name: str, device: int, num_multiprocessors: int) -> TransportConfig:
-    """As `--transport` names it; a GPU network takes the parameters' GPU by itself."""
+    """Return the transport that `--transport` names; network transports find the parameters' GPU by themselves."""
     config = parse_transport(name)
     if isinstance(config, CudaIpcConfig):
         return CudaIpcConfig(device=device, num_multiprocessors=num_multiprocessors)
@@ -35,7 +35,7 @@ def transport_of(name: str, device: int, num_multiprocessors: int) -> TransportC
 
 
 class TrainerRank:
-    """One FSDP2 rank. Methods are called by name through a pipe, in all ranks together."""
+    """FSDP2 rank. `Trainers` calls its methods by name through a pipe, in all ranks together."""
 
     def __init__(self, rank: int, device: int, world: int, store: str, model: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -56,7 +56,7 @@ class TrainerRank:
         self.own: Any = None
 
     def begin(self, rank: int, device: int, world: int, store: str) -> None:
-        """Join the other ranks, on a GPU or, with a device below 0, on none."""
+        """Connect to the other ranks, on a GPU, or without one if `device` is below 0."""
         self.rank, self.device = rank, device
         self.kind = "cpu" if device < 0 else "cuda"
         if device >= 0:
@@ -65,7 +65,7 @@ class TrainerRank:
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
 
     def fill(self, seed: int) -> None:
-        """Other weights in every place."""
+        """Set new weights everywhere."""
         for index, parameter in enumerate(self.module.parameters()):
             generator = torch.Generator(self.kind)
             generator.manual_seed((seed * 1000 + index) * 64 + self.rank)
@@ -90,7 +90,7 @@ class TrainerRank:
         return self.client.publish(version)
 
     def gather(self) -> int:
-        """All full tensors on rank 0, as the engines' own transfers want them."""
+        """Gather all full tensors on rank 0, as the engines' own transfers need them."""
         for name, parameter in self.module.named_parameters():
             gathered = parameter.full_tensor().detach()
             if self.rank == 0:
@@ -99,7 +99,7 @@ class TrainerRank:
         return len(self.full)
 
     def check_quantiser(self, engine: str) -> tuple[int, int]:
-        """How many values and scales of a matrix Windlass and the engine's function do not share."""
+        """Quantise a matrix with Windlass and the engine's function; return the numbers of different values and scales."""
         weight = torch.randn(1000, 1000, device="cuda", dtype=torch.bfloat16)
         theirs = block_float8.engines_own(engine)[1](weight)
         ours = block_float8.windlass_own(weight.cpu())
@@ -109,7 +109,7 @@ class TrainerRank:
         )
 
     def save_quantised(self, engine: str, folder: str) -> str:
-        """The full weights as a checkpoint in block float8; says whose quantiser it was."""
+        """Save the full weights as a checkpoint in block float8; return the name of the quantiser."""
         name_of_quantiser, quantise = block_float8.engines_own(engine)
         writer = block_float8.Writer(Path(folder), quantise)
         for name, parameter in self.module.named_parameters():
@@ -168,7 +168,7 @@ class TrainerRank:
 
 
 class MegatronRank(TrainerRank):
-    """The same as a rank of Megatron-core, with TP and EP over all ranks."""
+    """Megatron-core rank, with TP and EP over all ranks."""
 
     def __init__(self, rank: int, device: int, world: int, store: str, model: str) -> None:
         import megatron_model
@@ -207,7 +207,7 @@ class MegatronRank(TrainerRank):
         self.own = None
 
     def fill(self, seed: int) -> None:
-        """Other weights in every place; what several ranks hold is the same in all of them."""
+        """Set new weights everywhere; replicated weights are equal on all ranks."""
         generator = torch.Generator(self.kind)
         manifest = self.described.manifest
         first = {shard.parameter: shard for shard in reversed(list(manifest.shards()))}
@@ -257,12 +257,12 @@ TRAINERS: dict[str, type[TrainerRank]] = {"fsdp": TrainerRank, "megatron": Megat
 def train(
     kind: str, rank: int, device: int, world: int, store: str, model: str, pipe: Connection
 ) -> None:
-    """Main program of a rank."""
+    """Run a rank."""
     serve(TRAINERS[kind](rank, device, world, store, model), pipe)
 
 
 def serve(trainer: TrainerRank, pipe: Connection) -> None:
-    """Carry out commands, names of methods, until `end`; each is answered with its seconds."""
+    """Carry out commands (names of methods) until `end`; answer each with its seconds."""
     pipe.send((0.0, "ready"))
     command = ""
     while command != "end":
@@ -273,7 +273,7 @@ def serve(trainer: TrainerRank, pipe: Connection) -> None:
 
 
 def unstack(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """transformers' stacked experts as the checkpoint's matrices."""
+    """Yield the checkpoint's matrices of a parameter with stacked experts."""
     at, _, kind = name.rpartition(".")
     if kind == "gate_up_proj":
         inner = tensor.shape[1] // 2
@@ -288,7 +288,7 @@ def unstack(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 class Trainers:
-    """All trainer ranks; a command goes to every one."""
+    """All trainer ranks. Every rank receives each command."""
 
     def __init__(self, kind: str, devices: list[int], store: str, model: str) -> None:
         context = mp.get_context("spawn")

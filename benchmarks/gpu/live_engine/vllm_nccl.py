@@ -1,4 +1,4 @@
-"""vLLM's own weight transfer by NCCL (0.24), as its example `examples/rl/rlhf_http_nccl.py` does it: the trainer's side."""
+"""Trainer side of vLLM's own weight transfer by NCCL (0.24), as in its example `examples/rl/rlhf_http_nccl.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def trainer_group(port: int, world_size: int) -> Any:
-    """Join as rank 0, while the server's ranks join by `server_info`."""
+    """Join the group as rank 0, while the server's ranks join with `server_info`."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
     return NCCLWeightTransferEngine.trainer_init(
@@ -18,13 +18,13 @@ def trainer_group(port: int, world_size: int) -> Any:
 
 
 def server_info(port: int, world_size: int) -> dict[str, Any]:
-    """What `/init_weight_transfer_engine` is given."""
+    """Return the body of `/init_weight_transfer_engine`."""
     address = {"master_address": "127.0.0.1", "master_port": port}
     return {"init_info": {**address, "rank_offset": 1, "world_size": world_size}}
 
 
 def update_info(names: Sequence[tuple[str, Sequence[int]]], *, packed: bool) -> dict[str, Any]:
-    """What `/update_weights` is given, of bfloat16 tensors: names and shapes."""
+    """Return the body of `/update_weights` for bfloat16 tensors with these names and shapes."""
     return {
         "update_info": {
             "names": [name for name, _ in names],
@@ -36,7 +36,7 @@ def update_info(names: Sequence[tuple[str, Sequence[int]]], *, packed: bool) -> 
 
 
 def send(group: Any, weights: Iterable[tuple[str, torch.Tensor]], *, packed: bool) -> None:
-    """Send the tensors, while the server receives what it was told of."""
+    """Send the tensors, while the server receives those in `update_info`."""
     from vllm.distributed.weight_transfer.nccl_engine import (
         NCCLTrainerSendWeightsArgs,
         NCCLWeightTransferEngine,
