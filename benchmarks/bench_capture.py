@@ -131,7 +131,7 @@ def main() -> None:
     args_of.add_argument("--vocab", type=int, default=1000)
     args_of.add_argument("--heads", type=int, default=4)
     args_of.add_argument(
-        "--reference", action="store_true", help="compare with the checkpoint that was loaded first"
+        "--reference", action="store_true", help="compare with the first loaded checkpoint"
     )
     args = args_of.parse_args()
     specs, model = specs_of(args), Model(args)

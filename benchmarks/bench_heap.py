@@ -27,7 +27,9 @@ def collections(count: int) -> list[float]:
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--modules", required=True, help="comma-separated")
+    arguments.add_argument(
+        "--modules", required=True, help="modules to import, separated by commas"
+    )
     arguments.add_argument("--runs", type=int, default=7)
     args = arguments.parse_args()
     for name in args.modules.split(","):

@@ -82,7 +82,7 @@ MODEL = {
 SMALL_MODEL = {**MODEL, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
 """Small model with the same number of tensors, so that the cost of an update is its control."""
 UPDATE_PERIOD_S = 0.075
-"""Interval of updates of the large model without a break on the reference machine."""
+"""Interval of updates. It equals the time of one update of the large model on the reference machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +455,7 @@ def xccl_rows() -> list[Row]:
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--only", choices=PARTS, nargs="*", default=PARTS)
-    options.add_argument("--areal", type=Path, help="folder into which areal was installed")
+    options.add_argument("--areal", type=Path, help="folder with an installation of areal")
     arguments = options.parse_args()
     wanted = arguments.only
     areal: MakeCollector | None = None

@@ -314,7 +314,9 @@ def main() -> int:
     made.add_argument("--logs", type=Path, metavar="FOLDER")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--steps", type=int, default=30)
-    made.add_argument("--way-s", type=float, default=300.0, help="for one way, its start included")
+    made.add_argument(
+        "--way-s", type=float, default=300.0, help="deadline of one way, including its start"
+    )
     made.add_argument("--model", type=Path)
     made.add_argument("--max-new-tokens", type=int, default=8)
     made.add_argument("--ways", nargs="+", choices=[*OURS, *TRANSFERS], default=[*OURS, "disk"])

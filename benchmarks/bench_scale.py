@@ -128,7 +128,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = parser(__doc__.splitlines()[0])
     made.add_argument("--simulate", nargs=3, help=argparse.SUPPRESS)
     made.add_argument("--kind", choices=("megatron", "fsdp"), default="megatron")
-    made.add_argument("--sizes", type=int, default=len(SIZES), help="how many, smallest first")
+    made.add_argument(
+        "--sizes", type=int, default=len(SIZES), help="number of sizes, smallest first"
+    )
     options = made.parse_args(argv)
     if options.simulate:
         trainers, engines, kind = options.simulate

@@ -142,7 +142,9 @@ def measure(name: str, runs: int) -> list[Row]:
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--runs", type=int, default=9, help="counted runs per case, >= 5")
+    arguments.add_argument(
+        "--runs", type=int, default=9, help="number of counted runs per case, >= 5"
+    )
     arguments.add_argument("--transport", choices=sorted(CONFIGS), action="append")
     args = arguments.parse_args()
     rows: list[Row] = []

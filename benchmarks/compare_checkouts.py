@@ -89,13 +89,17 @@ def _commit_of(checkout: Path) -> str:
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("benchmark", help="name of a script beside this one")
-    options.add_argument("other", type=Path, help="the other checkout")
+    options.add_argument("benchmark", help="name of a script in this folder, without .py")
+    options.add_argument("other", type=Path, help="folder of the other checkout")
     options.add_argument("--turns", type=int, default=6, help="runs of each checkout")
     options.add_argument(
-        "--at-once", type=int, default=0, metavar="N", help="runs of each at a time"
+        "--at-once",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of parallel runs of each checkout",
     )
-    options.add_argument("--commit", help="of the other checkout, where git cannot say")
+    options.add_argument("--commit", help="commit of the other checkout, if git does not know it")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments, given = options.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     if arguments.at_once and arguments.turns % 2:

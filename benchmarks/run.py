@@ -39,7 +39,9 @@ SUITES = {
 def main() -> int:
     """Run the suites, write their rows as JSON and print their times; return 1 if a suite failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("suite", nargs="*", help=f"of {', '.join(SUITES)}; all that can run here")
+    parser.add_argument(
+        "suite", nargs="*", help=f"one of {', '.join(SUITES)}; default: all supported"
+    )
     parser.add_argument("--out", type=Path, default=FOLDER / "results" / "local")
     args = parser.parse_args()
     if unknown := [name for name in args.suite if name not in SUITES]:

@@ -204,7 +204,9 @@ def answers(pipes: list[Connection]) -> Iterator[Any]:
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--layers", type=int, default=16, help="of Qwen3-30B-A3B")
+    arguments.add_argument(
+        "--layers", type=int, default=16, help="number of layers of Qwen3-30B-A3B"
+    )
     arguments.add_argument("--ranks", type=int, default=torch.cuda.device_count() // 2 * 2)
     args = arguments.parse_args()
     world, layers = args.ranks, args.layers

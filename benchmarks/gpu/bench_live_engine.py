@@ -244,43 +244,65 @@ def options_of(words: list[str]) -> argparse.Namespace:
     options.add_argument("--engine", choices=list(ENGINES), default="vllm")
     options.add_argument("--model", choices=list(SHAPES), default="qwen3-30b-a3b")
     options.add_argument(
-        "--cuda-graphs", action="store_true", help="decode by CUDA graphs, as engines usually do"
+        "--cuda-graphs",
+        action="store_true",
+        help="decode with CUDA graphs, like engines by default",
     )
     options.add_argument(
-        "--quantization", choices=("none", "fp8-block"), default="none", help="of the engine"
+        "--quantization",
+        choices=("none", "fp8-block"),
+        default="none",
+        help="quantisation of the engine",
     )
     options.add_argument(
         "--from-checkpoint",
         action="store_true",
-        help="start the server with weights, from a checkpoint in TMPDIR, and not with dummy ones",
+        help="start the server from a checkpoint in TMPDIR instead of with dummy weights",
     )
-    options.add_argument("--layers", type=int, default=0, help="fewer than the model has")
+    options.add_argument(
+        "--layers", type=int, default=0, help="number of layers, if fewer than in the model"
+    )
     options.add_argument("--trainer", choices=list(TRAINERS), default="fsdp")
     options.add_argument(
         "--budget", type=int, default=0, help="multiprocessors of a third series of updates"
     )
     options.add_argument(
-        "--transport", default="", help="a name, or JSON that spells it out; cuda_ipc, on a CPU cma"
+        "--transport",
+        default="",
+        help="name or JSON of a transport; default: cuda_ipc, on a CPU cma",
     )
     options.add_argument(
-        "--engine-memory", type=float, default=0.4, help="of a GPU, without shadow"
+        "--engine-memory",
+        type=float,
+        default=0.4,
+        help="fraction of a GPU, without the shadow copy",
     )
     options.add_argument("--tp", type=int, default=2)
     options.add_argument("--trainers", type=int, default=2)
-    options.add_argument("--updates", type=int, default=10, help="of each mode")
-    options.add_argument("--in-place-only", action="store_true", help="memory for no second copy")
-    options.add_argument("--own", type=int, default=5, help="updates by vLLM's own transfer")
-    options.add_argument("--load", type=int, default=64, help="streams")
-    options.add_argument("--warm-up-s", type=float, default=120.0, help="until tokens flow")
+    options.add_argument("--updates", type=int, default=10, help="number of updates per mode")
+    options.add_argument(
+        "--in-place-only",
+        action="store_true",
+        help="no staged mode, which needs memory for a second copy",
+    )
+    options.add_argument(
+        "--own", type=int, default=5, help="number of updates by the engine's own transfer"
+    )
+    options.add_argument("--load", type=int, default=64, help="number of streams")
+    options.add_argument(
+        "--warm-up-s", type=float, default=120.0, help="deadline of the first tokens"
+    )
     options.add_argument("--port", type=int, default=18123)
     options.add_argument(
         "--ceiling", type=float, default=397.0, help="GB/s of one link (bench_nvlink)"
     )
     options.add_argument("--log", type=Path, default=Path("engine.log"))
     options.add_argument(
-        "--on-cpu", action="store_true", help="rehearse on a CPU, with an engine built for CPUs"
+        "--on-cpu", action="store_true", help="test run on a CPU, with an engine built for CPUs"
     )
-    options.add_argument("--python", default=sys.executable, help="of the engine's environment")
+    options.add_argument(
+        "--python", default=sys.executable, help="interpreter of the engine's environment"
+    )
     parsed = options.parse_args(words)
     parsed.transport = parsed.transport or ("cma" if parsed.on_cpu else "cuda_ipc")
     if parsed.on_cpu and (parsed.quantization != "none" or parsed.budget):

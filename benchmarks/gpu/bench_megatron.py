@@ -179,7 +179,9 @@ def train_and_send(
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--layers", type=int, default=48, help="of Qwen3-30B-A3B")
+    arguments.add_argument(
+        "--layers", type=int, default=48, help="number of layers of Qwen3-30B-A3B"
+    )
     args = arguments.parse_args()
     began = time.perf_counter()
 

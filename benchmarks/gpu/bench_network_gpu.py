@@ -170,7 +170,9 @@ def options_of() -> argparse.Namespace:
     options = parser(__doc__ or "")
     options.add_argument("--transport", default="nixl")
     options.add_argument("--layers", type=int, default=48)
-    options.add_argument("--arena-gib", type=float, default=0.0, help="0: whole; else a ring")
+    options.add_argument(
+        "--arena-gib", type=float, default=0.0, help="0 for no limit; otherwise size of a ring"
+    )
     return options.parse_args()
 
 

@@ -812,9 +812,13 @@ def bench_collectives(host: Host, nbytes: int, case: str, wire: float) -> list[R
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--layers", type=int, default=48, help="of Qwen3-30B-A3B")
+    arguments.add_argument(
+        "--layers", type=int, default=48, help="number of layers of Qwen3-30B-A3B"
+    )
     arguments.add_argument("--skip-pieces", action="store_true")
-    arguments.add_argument("--kinds", default="contiguous,strided,cast,host,fp8", help="of pieces")
+    arguments.add_argument(
+        "--kinds", default="contiguous,strided,cast,host,fp8", help="kinds of pieces"
+    )
     arguments.add_argument("--skip-updates", action="store_true")
     arguments.add_argument("--nixl", action="store_true", help="compare with NIXL, if installed")
     args = arguments.parse_args()

@@ -366,32 +366,48 @@ def options_of(words: list[str]) -> argparse.Namespace:
         help="may be repeated",
     )
     options.add_argument("--trainer", choices=("fsdp", "megatron"), default="fsdp")
-    options.add_argument("--transport", default="", help="a name or JSON; cuda_ipc, on a CPU cma")
+    options.add_argument(
+        "--transport",
+        default="",
+        help="name or JSON of a transport; default: cuda_ipc, on a CPU cma",
+    )
     options.add_argument("--tp", type=int, default=2)
     options.add_argument("--trainers", type=int, default=2)
-    options.add_argument("--updates", type=int, default=3, help="of each mode, after the first")
-    options.add_argument("--streams", type=int, default=0, help="requests under way during updates")
+    options.add_argument(
+        "--updates", type=int, default=3, help="number of updates per mode, after the first"
+    )
+    options.add_argument(
+        "--streams", type=int, default=0, help="number of requests that run during updates"
+    )
     options.add_argument("--cuda-graphs", action="store_true")
     options.add_argument(
         "--pause-mode", type=PauseMode, choices=list(PauseMode), default=PauseMode.IN_PLACE
     )
-    options.add_argument("--at-once", type=int, default=1, help="cases on the same GPUs")
+    options.add_argument(
+        "--at-once", type=int, default=1, help="number of cases at a time on the same GPUs"
+    )
     options.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
     options.add_argument(
         "--in-turn",
         action="store_true",
-        help="the fresh server answers before the live one starts, which finds the choices of Triton's "
-        "autotuner on disk: two that tune side by side may choose kernels that round differently",
+        help="start the live server after the fresh one has answered, so that it reads the choices of Triton's "
+        "autotuner from disk: servers that tune at the same time may choose kernels that round differently",
     )
-    options.add_argument("--start-s", type=float, default=150.0, help="until a server serves")
-    options.add_argument("--case-s", type=float, default=240.0, help="for a whole case")
-    options.add_argument("--deadline-s", type=float, default=540.0, help="for all cases")
-    options.add_argument("--least-s", type=float, default=60.0, help="to begin another case")
+    options.add_argument(
+        "--start-s", type=float, default=150.0, help="deadline of a server's start"
+    )
+    options.add_argument("--case-s", type=float, default=240.0, help="deadline of a case")
+    options.add_argument("--deadline-s", type=float, default=540.0, help="deadline of all cases")
+    options.add_argument(
+        "--least-s", type=float, default=60.0, help="time that must be left to begin a case"
+    )
     options.add_argument("--port", type=int, default=18123)
     options.add_argument(
-        "--on-cpu", action="store_true", help="rehearse on a CPU, with an engine built for CPUs"
+        "--on-cpu", action="store_true", help="test run on a CPU, with an engine built for CPUs"
     )
-    options.add_argument("--python", default=sys.executable, help="of the engine's environment")
+    options.add_argument(
+        "--python", default=sys.executable, help="interpreter of the engine's environment"
+    )
     parsed = options.parse_args(words)
     if "all" in parsed.case:
         parsed.case = list(CASES)

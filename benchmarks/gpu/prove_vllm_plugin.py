@@ -381,23 +381,35 @@ def main() -> int:
     made = parser(str(__doc__).splitlines()[0])
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     made.add_argument("--engine-python", default=sys.executable)
-    made.add_argument("--ranks", type=int, default=2, help="of the trainer, all on one GPU")
+    made.add_argument(
+        "--ranks", type=int, default=2, help="number of trainer ranks, all on one GPU"
+    )
     made.add_argument("--updates", type=int, default=8)
-    made.add_argument("--load", type=int, default=32, help="streams of tokens meanwhile")
+    made.add_argument(
+        "--load", type=int, default=32, help="number of streams of tokens during updates"
+    )
     made.add_argument("--warm-up-s", type=float, default=60.0)
     made.add_argument("--quiet-s", type=float, default=2.0)
     made.add_argument("--between-s", type=float, default=0.5)
-    made.add_argument("--launched", action="store_true", help="servers of the launcher as well")
-    made.add_argument("--in-place-only", action="store_true", help="memory for no second copy")
+    made.add_argument("--launched", action="store_true", help="also update servers of the launcher")
+    made.add_argument(
+        "--in-place-only",
+        action="store_true",
+        help="no staged mode, which needs memory for a second copy",
+    )
     made.add_argument("--model", choices=list(SHAPES), help="random weights of this shape")
     made.add_argument(
-        "--side-by-side", action="store_true", help="with --model: all servers at once"
+        "--side-by-side", action="store_true", help="with --model: run all servers at once"
     )
-    made.add_argument("--layers", type=int, default=0, help="fewer than the model has")
-    made.add_argument("--eager", action="store_true", help="no CUDA graphs")
-    made.add_argument("--servers", type=int, default=1, help="live ones, of one transaction")
-    made.add_argument("--without-own", action="store_true", help="none of vLLM's own backends")
-    made.add_argument("--ipc-ray-stub", default="", help="a folder with a placeholder of ray")
+    made.add_argument(
+        "--layers", type=int, default=0, help="number of layers, if fewer than in the model"
+    )
+    made.add_argument("--eager", action="store_true", help="decode without CUDA graphs")
+    made.add_argument(
+        "--servers", type=int, default=1, help="number of live servers, updated in one transaction"
+    )
+    made.add_argument("--without-own", action="store_true", help="skip vLLM's own backends")
+    made.add_argument("--ipc-ray-stub", default="", help="folder with a placeholder of ray")
     made.add_argument("--logs", type=Path)
     options = made.parse_args()
     began = time.monotonic()

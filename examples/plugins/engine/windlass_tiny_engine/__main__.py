@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--model", required=True, type=Path, help='JSON: {"num_tokens": 8}')
     parser.add_argument("--tp", type=int, choices=[1], default=1)
-    parser.add_argument("--controller", required=True, help="address")
+    parser.add_argument("--controller", required=True, help="address of the controller")
     parser.add_argument("--transport", default="cma")
     parser.add_argument("--port", type=int, default=0)
     args = parser.parse_args()
