@@ -112,7 +112,7 @@ def page() -> str:
                 raise ValueError(f"{module}.{name} has no docstring")
             rows.append(f"| `{name}` | {paragraph(text).replace('|', chr(92) + '|')} |")
         if rows:
-            lines += ["| name | what it is |", "|---|---|", *rows, ""]
+            lines += ["| name | description |", "|---|---|", *rows, ""]
         if known:
             lines += [f"Also here: {', '.join(known)}.", ""]
     return "\n".join(lines).rstrip() + "\n"
