@@ -30,7 +30,7 @@ def test_a_failed_required_check_sets_the_exit_status_of_doctor(
     assert "as in a shell: No closing quotation, got" in capsys.readouterr().err
 
 
-def test_expandable_segments_and_a_folder_without_safetensors_are_refused_with_the_reason(
+def test_doctor_refuses_expandable_segments_and_a_folder_without_safetensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

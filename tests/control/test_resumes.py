@@ -129,7 +129,7 @@ def test_a_resumed_rank_gets_traffic_at_once_and_no_further_resume() -> None:
         rig.loop.run_until_complete(scenario(rig))
 
 
-def test_a_rank_paused_by_a_round_or_gone_gets_no_resume() -> None:
+def test_a_paused_or_departed_rank_gets_no_resume() -> None:
     async def scenario(rig: Rig) -> None:
         engine = await resting(rig)
         # This is the rank's answer to the pause of a round, and the round takes the pause over.

@@ -141,7 +141,7 @@ def test_one_layer_of_each_kind_is_loaded_with_digits(
 
 
 @pytest.mark.parametrize("odd", [0, 2, 7])
-def test_a_layer_with_a_layout_of_its_own_is_detected(odd: int) -> None:
+def test_a_layer_with_a_different_layout_is_detected(odd: int) -> None:
     engine = Engine(range(NUM_LAYERS), odd=odd)
     require_delivered(engine)
     assert len(engine.loaded[-3]) == NUM_LAYERS + 1, "all layers were loaded with digits"
@@ -223,7 +223,7 @@ class Padded(Engine):
             layer.experts.data[int(path[1]), 4] = tensor[0]
 
 
-def test_a_layer_with_padding_of_its_own_is_loaded_again() -> None:
+def test_a_layer_with_different_padding_is_loaded_again() -> None:
     """One load does not show whether padding depends on values of the checkpoint."""
     engine, fresh = Padded(range(NUM_LAYERS)), Padded(range(NUM_LAYERS))
     deliver(capture(engine, specs(), engine.load, worker="e/0"), checkpoint())

@@ -56,7 +56,7 @@ def differences(fleet: Fleet, plan: TransferPlan) -> list[str]:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(fleet=fleets(), policy=st.sampled_from(POLICIES))
-def test_every_destination_byte_is_written_once_with_the_right_element(
+def test_every_destination_byte_gets_the_right_element_once(
     fleet: Fleet, policy: PlanPolicy
 ) -> None:
     plan = plan_transfer(fleet.sources, fleet.destinations, policy)
@@ -67,7 +67,7 @@ def test_every_destination_byte_is_written_once_with_the_right_element(
 @pytest.mark.long
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(fleet=fleets(), policy=st.sampled_from(POLICIES))
-def test_every_destination_byte_of_many_fleets_is_written_once_with_the_right_element(
+def test_every_destination_byte_of_many_fleets_gets_the_right_element_once(
     fleet: Fleet, policy: PlanPolicy
 ) -> None:
     plan = plan_transfer(fleet.sources, fleet.destinations, policy)

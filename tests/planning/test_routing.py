@@ -89,7 +89,7 @@ def test_one_large_replicated_tensor_is_split_over_its_holders() -> None:
     assert sorted(whole.routing.egress.tolist()) == [0, 0, 1200 * 1024]
 
 
-def test_a_rank_with_work_of_its_own_leaves_shared_work_to_others() -> None:
+def test_a_rank_with_exclusive_work_leaves_shared_work_to_other_ranks() -> None:
     sources = [
         side("busy", Role.TRAINER, {"own": 3000, "shared": 2000}),
         side("idle", Role.TRAINER, {"shared": 2000}),
