@@ -56,6 +56,7 @@ demo: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff check --isolated --select D401 tests benchmarks tools examples
 	$(BIN)/python tools/check_house_rules.py
 	$(BIN)/python tools/report_source.py
 	$(BIN)/python tools/measure_english.py

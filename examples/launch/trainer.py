@@ -27,7 +27,7 @@ def build_model() -> torch.nn.Module:
 
 
 def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
-    """Return the loss. Prompts and answers of this job have equal lengths, so there is no padding."""
+    """Return the loss. All sequences of this job have the same length, so nothing is padded."""
     samples = [sample for group in groups for sample in group]
     tokens = torch.tensor([s.prompt_ids + s.output_ids for s in samples])
     rewards = torch.tensor([[s.reward for s in group] for group in groups])

@@ -41,10 +41,17 @@ def test_code_of_pages_is_not_counted(tmp_path: Path) -> None:
 def test_a_room_above_its_limit_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "room.py").write_text(CODE)
+    for folder in ("part/hard", "part/plain"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "part" / "hard" / "room.py").write_text(CODE)
+    (tmp_path / "part" / "plain" / "room.py").write_text('"""Sums up rows."""\n' * 1000)
+    (tmp_path / "part" / "page.md").write_text("Plain words.\n")
     monkeypatch.setattr(measure_english, "ROOT", tmp_path)
-    monkeypatch.setattr(measure_english, "LIMITS", {"room.py": 3.0})
+    monkeypatch.setattr(measure_english, "LIMITS", {"part": 3.0})
     assert measure_english.main([]) == 1
-    assert "hard words must be at most 3.0 per 1,000, got 263.2" in capsys.readouterr().out
-    monkeypatch.setattr(measure_english, "LIMITS", {"room.py": 300.0})
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/part/hard: hard words must be at most 3.0 per 1,000, got 263.2" in said
+    assert "plain" not in said
+    monkeypatch.setattr(measure_english, "LIMITS", {"part": 300.0})
     assert measure_english.main([]) == 0
+    assert "3 rooms within their limits" in capsys.readouterr().out
