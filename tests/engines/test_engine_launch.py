@@ -313,7 +313,7 @@ def test_only_the_first_part_of_a_vllm_server_has_routes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WINDLASS_FIRST_NODE", "10.0.0.7")
-    monkeypatch.setattr("windlass.engines.vllm.spec._generate_options", tuple)
+    monkeypatch.setattr("windlass.engines.vllm.spec.generate_options", tuple)
     vllm, middle = ENGINES.find("vllm"), "windlass.engines.report_route.ReportRoute"
     for node in ("0", "1"):
         argv, _ = started(monkeypatch, "--host", "10.0.0.7", "--node-rank", node, engine=vllm)

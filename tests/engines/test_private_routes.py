@@ -177,7 +177,7 @@ def test_a_folder_of_keys_writable_by_other_users_is_refused(
 def test_both_engines_start_with_private_routes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(vllm, "_generate_options", lambda: ())
+    monkeypatch.setattr(vllm, "generate_options", lambda: ())
     args = arguments("program", None).parse_args(["--name", "a", "--model", str(tmp_path)])
     words = vllm.VllmServer().command(args, ()).argv
     middleware = words[words.index("--middleware") + 1]

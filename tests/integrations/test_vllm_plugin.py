@@ -29,13 +29,13 @@ from fresh_servers import (
     require_equal_parameters,
     serving_fresh,
 )
-from plain_vllm import PlainServer, checkpoint, serving_plain, syncing
-from servers import Layout
+from plain_vllm import MODEL, PlainServer, checkpoint, serving_plain, syncing
+from servers import ADAPTER, Layout, adapted, build
 from sync_rank import Order, Sent
 
 from windlass.integrations.vllm import WeightSync
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 
 CHOICE = os.environ.get("WINDLASS_ENGINES", "")
 ONE = CHOICE == "one"
@@ -77,8 +77,8 @@ def one_rank(source: Path) -> Iterator[PlainServer]:
         yield server
 
 
-def ask(server: PlainServer) -> Answers:
-    return [server.answer(prompt, NUM_TOKENS) for prompt in PROMPTS]
+def ask(server: PlainServer, model: str = MODEL) -> Answers:
+    return [server.answer(prompt, NUM_TOKENS, model=model) for prompt in PROMPTS]
 
 
 @contextmanager
@@ -151,6 +151,78 @@ def test_an_updated_server_is_a_fresh_one(
 def test_an_updated_server_of_two_ranks_is_a_fresh_one(source: Path, tmp_path: Path) -> None:
     with serving_plain(source, tmp_path / "live.log", tp=2) as server:
         update_in_every_way(server, source, tmp_path, tp=2)
+
+
+@pytest.mark.skipif(ONE, reason="WINDLASS_ENGINES=one: one rank")
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("dense", Layout(dp=2)), ("moe", Layout(dp=2, ep=True)), ("dense", Layout(pp=2))],
+    ids=["replicas", "replicas of experts", "stages"],
+)
+def test_updated_replicas_and_stages_equal_fresh_ones(
+    kind: str, layout: Layout, tmp_path: Path
+) -> None:
+    source = checkpoint(1, tmp_path / "source", kind)
+    with serving_plain(
+        source,
+        tmp_path / "live.log",
+        pp=layout.pp,
+        dp=layout.dp,
+        flags=("--enable-expert-parallel",) if layout.ep else (),
+    ) as server:
+        old, held = ask_replicas(server, layout.dp), server.checksums()
+        version = 0
+        for mode, pause in (("in_place", "keep"), ("staged", "abort"), ("staged", BY_CALLER)):
+            with syncing(
+                tmp_path / f"trainers-{mode}-{pause}", 2, source=str(source), kind=kind,
+                servers=[server.url], mode=mode, pause=None if pause == BY_CALLER else pause,
+            ) as trainers:  # fmt: skip
+                assert [joined.error for joined in trainers.answers()] == ["", ""]
+                for _ in range(2):
+                    version += 1
+                    with (
+                        running(server) as lengths,
+                        running(server),
+                        paused([server] if pause == BY_CALLER else []),
+                    ):
+                        answers = trainers.send(version, tmp_path / str(version))
+                    expect(answers, version, [server.url])
+                    assert lengths if pause == "abort" else {*lengths} == {NUM_RUNNING_TOKENS}
+                    assert server.version() == str(version)
+                    assert not server.is_paused()
+        answered, updated = ask_replicas(server, layout.dp), server.checksums()
+    assert answered != old
+    assert updated != held
+    # Replicas and stages do not change how an engine rounds. Ranks that share experts do.
+    of_fresh = layout if layout.ep else Layout()
+    with serving_fresh(
+        "vllm", tmp_path / str(version), tmp_path / "fresh.log", layout=of_fresh, dtype=DTYPE
+    ) as fresh:
+        loaded = checksums("vllm", fresh.post)
+        told = [fresh.answer(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    for number, of_replica in enumerate(answered):
+        require_equal_answers(of_replica, told, dtype=DTYPE)
+        if not layout.ep:
+            require_equal_parameters(of_ranks(updated, f"dp{number}:"), of_ranks(loaded))
+    if layout.ep:
+        require_equal_parameters(updated, loaded)
+
+
+def of_ranks(checksums: dict[str, str], start: str = "") -> dict[str, str]:
+    """Return the checksums of ranks with a name that begins with `start`, by the name of the parameter."""
+    return {
+        name.rpartition(":")[2]: checksum
+        for name, checksum in checksums.items()
+        if name.startswith(start)
+    }
+
+
+def ask_replicas(server: PlainServer, count: int) -> list[Answers]:
+    """Return the answers of every replica."""
+    return [
+        [server.answer(prompt, NUM_TOKENS, replica=replica) for prompt in PROMPTS]
+        for replica in range(count)
+    ]
 
 
 def update_in_every_way(server: PlainServer, source: Path, tmp_path: Path, *, tp: int) -> None:
@@ -332,6 +404,46 @@ def expect(answers: Sequence[Sent], version: int, urls: Sequence[str], may: str 
         assert set(urls) <= set(sent.servers) <= {*urls, may}, sent
 
 
+def test_updated_adapter_equals_one_that_a_fresh_server_loads(tmp_path: Path) -> None:
+    """The base model keeps its weights. The fresh server has the plugin too: its workers make the fingerprints."""
+    source = checkpoint(1, tmp_path / "source")
+    adapted(build("dense", 1), seed=2).save_pretrained(tmp_path / "adapter")
+    with serving_plain(
+        source, tmp_path / "live.log", flags=lora_flags(tmp_path / "adapter"), in_core=True
+    ) as server:
+        old, base, held = ask(server, ADAPTER), ask(server), server.digests()
+        assert old != base
+        version = 0
+        for mode, pause in (("in_place", "keep"), ("staged", "abort")):
+            with syncing(
+                tmp_path / f"trainers-{mode}", 2, source=str(source), kind="dense+lora",
+                servers=[server.url], mode=mode, pause=pause,
+            ) as trainers:  # fmt: skip
+                assert [joined.error for joined in trainers.answers()] == ["", ""]
+                for _ in range(2):
+                    version += 1
+                    with running(server):
+                        answers = trainers.send(version, tmp_path / str(version))
+                    expect(answers, version, [server.url])
+        answered, updated = ask(server, ADAPTER), server.digests()
+        assert ask(server) == base
+    assert answered != old
+    assert updated.keys() == held.keys()
+    changed = {name for name in updated if updated[name] != held[name]}
+    assert changed
+    assert all("adapter" in name for name in changed)
+    with serving_plain(
+        source, tmp_path / "fresh.log", flags=lora_flags(tmp_path / str(version)), in_core=True
+    ) as fresh:
+        assert fresh.digests() == updated
+        require_equal_answers(answered, ask(fresh, ADAPTER), dtype=DTYPE)
+
+
+def lora_flags(adapter: Path) -> tuple[str, ...]:
+    """Return vLLM's own options for one adapter."""
+    return ("--enable-lora", "--lora-modules", f"{ADAPTER}={adapter}", "--max-lora-rank", "8")
+
+
 def test_every_rank_gets_the_reason_of_a_server_that_cannot_be_updated(
     source: Path, tmp_path: Path
 ) -> None:
@@ -346,4 +458,5 @@ def test_every_rank_gets_the_reason_of_a_server_that_cannot_be_updated(
         assert "EngineRefused" in first.error
         assert "lora_config must be None" in first.error
         assert "lora_config must be None" in second.error
+        assert "--lora-modules NAME=FOLDER must name the one adapter" in first.error
         assert ask(server) == old

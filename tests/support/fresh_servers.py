@@ -141,6 +141,16 @@ def require_equal_parameters(updated: Mapping[str, str], fresh: Mapping[str, str
     assert [name for name, checksum in fresh.items() if updated.get(name) != checksum] == []
 
 
+def filled_gaps(log: Path) -> str:
+    """Return a path of imports with a plugin that supplies what the engines lack on CPUs; it is written beside `log`."""
+    gaps = log.with_suffix(".gaps")
+    info = gaps / "cpu_gaps-1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-gaps\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(GAPS)
+    return f"{gaps}:{SUPPORT}"
+
+
 @contextmanager
 def serving_fresh(
     engine: str,
@@ -166,11 +176,6 @@ def serving_fresh(
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **ENVIRONMENT[engine]}
     if layout.world_size == 2:
         own["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
-    gaps = log.with_suffix(".gaps")
-    info = gaps / "cpu_gaps-1.0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-gaps\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(GAPS)
     with log.open("w") as stream:
         process = subprocess.Popen(
             (
@@ -178,7 +183,7 @@ def serving_fresh(
                 *("--dtype", dtype, *_parallel(engine, layout)),
             ),
             env={
-                **kept, **own, "PYTHONPATH": f"{gaps}:{SUPPORT}:{path}", **(variables or {}),
+                **kept, **own, "PYTHONPATH": f"{filled_gaps(log)}:{path}", **(variables or {}),
             },
             stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
         )  # fmt: skip

@@ -66,6 +66,7 @@ RUN: Mapping[str, str] = {
     r"torchrun --nproc-per-node 2 examples/trainer.py .*": EXAMPLES,
     r"CUDA_VISIBLE_DEVICES=1 torchrun --nproc-per-node 1 train.py": VLLM,
     r"(\w+=\d )*vllm serve \S+ --weight-transfer-config '{\"backend\": \"windlass\"}'": VLLM,
+    r"WINDLASS_CONTROLLER=\S+ WINDLASS_TOKEN_FILE=token vllm serve MODEL .*": "tests/integrations/test_vllm_membership.py::test_replicas_behind_two_api_servers_join_at_their_start",
     r"WINDLASS_CONTROLLER=\S+ WINDLASS_TOKEN_FILE=token python -m sglang.launch_server .*": SGLANG,
     r"python -m sglang.launch_server .* --nnodes 2 .*": "tests/integrations/test_sglang_hosts.py::test_one_server_over_two_hosts_is_updated_by_a_trainer_on_both",
     r"curl http://ENGINE:30000/windlass/join .*": SGLANG,

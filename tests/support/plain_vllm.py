@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 import transformers
-from fresh_servers import checksums
+from fresh_servers import checksums, filled_gaps
 from hosts import Host
 from rank_processes import RankProcesses, running_ranks
 from servers import ROOT, VENVS, environment, save
@@ -29,10 +29,11 @@ from sync_rank import Order, Sent
 from tools.entry_points import write_entry_points
 from windlass.engines.http import EngineHttp
 from windlass.engines.launch import _reach
+from windlass.engines.private_routes import saved_key
 from windlass.net.addresses import free_port
 
 MODEL = "model"
-START_S = 600.0
+START_S = 900.0
 HTTP_S = 120.0
 NUM_WORDS = 250
 FLAGS = (
@@ -41,9 +42,9 @@ FLAGS = (
 )
 
 
-def checkpoint(seed: int, folder: Path) -> Path:
-    """Save a small dense model, with a tokenizer of numbered words."""
-    save("dense", seed, folder)
+def checkpoint(seed: int, folder: Path, kind: str = "dense") -> Path:
+    """Save a small model, with a tokenizer of numbered words."""
+    save(kind, seed, folder)
     add_tokenizer(folder)
     return folder
 
@@ -60,8 +61,20 @@ def add_tokenizer(folder: Path) -> None:
 
 
 WITH_WINDLASS = ("--weight-transfer-config", '{"backend": "windlass"}')
-# Does the same as `vllm serve --headless`, which looks up its version under another package name than the
-# wheel for CPUs has.
+API_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
+# Does the same as `vllm serve`, which looks up its version under another package name than the wheel for CPUs has.
+SERVE = (
+    "-c",
+    """
+import sys
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+ServeSubcommand.cmd(make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]))
+""",
+)
+JOINING = "WINDLASS_CONTROLLER"
+# Does the same as `vllm serve --headless`, for the same reason.
 HEADLESS = """
 import sys
 from vllm.entrypoints.cli.serve import run_headless
@@ -83,15 +96,22 @@ class PlainServer:
 
     @property
     def http(self) -> EngineHttp:
-        return EngineHttp(self.url)
+        """Return a client of the server, with the key of its private routes if it has one."""
+        return EngineHttp(self.url, saved_key(self.url))
 
-    def answer(self, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
-        """Return greedy tokens and their logprobs."""
+    def answer(
+        self, prompt: Sequence[int], count: int, *, replica: int | None = None, model: str = MODEL
+    ) -> tuple[list[int], list[float]]:
+        """Return greedy tokens and their logprobs, from one replica or from the server's choice."""
         body = {
-            "model": MODEL, "prompt": list(prompt), "max_tokens": count, "temperature": 0,
+            "model": model, "prompt": list(prompt), "max_tokens": count, "temperature": 0,
             "ignore_eos": True, "logprobs": 1,
         }  # fmt: skip
-        said = json.loads(self.http.post("/v1/completions", body, HTTP_S))
+        headers = {"Content-Type": b"application/json"}
+        if replica is not None:
+            headers["X-data-parallel-rank"] = str(replica).encode()
+        path = "/v1/completions"
+        said = json.loads(self.http.send(path, msgspec.json.encode(body), headers, HTTP_S))
         logprobs = said["choices"][0]["logprobs"]
         tokens = [int(word.strip().removeprefix("w")) for word in logprobs["tokens"]]
         return tokens, list(logprobs["token_logprobs"])
@@ -99,6 +119,14 @@ class PlainServer:
     def checksums(self) -> dict[str, str]:
         """Return vLLM's own checksums of the parameters of all ranks."""
         return checksums("vllm", lambda path, body: json.loads(self.http.post(path, body, HTTP_S)))
+
+    def digests(self) -> dict[str, str]:
+        """Return fingerprints of every tensor of the first rank, the slots of adapters included."""
+        body = {"method": "windlass_digests"}
+        found: dict[str, str] = json.loads(self.http.post("/collective_rpc", body, HTTP_S))[
+            "results"
+        ][0]
+        return found
 
     def version(self) -> str:
         """Return the version that answers carry."""
@@ -130,15 +158,22 @@ def serving_plain(
     log: Path,
     *,
     tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
     port: int = 0,
     flags: Sequence[str] = (),
     host: Host | None = None,
     in_core: bool = False,
+    program: Sequence[str] = API_SERVER,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[PlainServer]:
     """Run a server as its user starts it, on this machine or on a host of a `Network`.
 
     Args:
         in_core: run its one rank in the core's process, as on GPUs.
+        program: arguments of Python that start the server.
+        variables: additional variables of the server's environment. If WINDLASS_CONTROLLER is one of them, the server
+            gets no flag of the plugin.
     """
     if not (python := VENVS["vllm"] / "bin/python").exists():
         pytest.skip(f"no {python}: make engines installs vllm")
@@ -149,18 +184,22 @@ def serving_plain(
         write_entry_points(installed)
     address = "127.0.0.1" if host is None else host.address
     command = (
-        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *(str(python), *program, "--model", str(model)),
         *("--host", address, "--port", str(port), "--tensor-parallel-size", str(tp)),
-        *WITH_WINDLASS,
+        *("--pipeline-parallel-size", str(pp), "--data-parallel-size", str(dp)),
+        *(() if JOINING in (variables or {}) else WITH_WINDLASS),
         *FLAGS,
         *flags,
     )
+    inherited = environment("vllm", tp, f"{ROOT / 'src'}:{installed}:{filled_gaps(log)}")
+    if variables is None:
+        variables = {"VLLM_SERVER_DEV_MODE": "1"}
     process = subprocess.Popen(
         command if host is None else host.command(*command),
         env={
-            **environment("vllm", tp, f"{ROOT / 'src'}:{installed}"),
+            **{name: given for name, given in inherited.items() if name != "WINDLASS_TOKEN"},
             **({} if host is None else on_host(host)),
-            "VLLM_SERVER_DEV_MODE": "1",
+            **variables,
             **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_core else {}),
         },
         stdout=subprocess.PIPE,
@@ -188,7 +227,12 @@ def serving_plain(
         # The server prints that line before it listens.
         reach = partial(_reach, address, port)
         reach() if host is None else host.call(reach)
-        yield PlainServer(process, f"http://{address}:{port}", log)
+        server = PlainServer(process, f"http://{address}:{port}", log)
+        if pp > 1:
+            # vLLM 0.32 on CPUs allocates what later stages receive in a warm-up, which it skips with
+            # --enforce-eager; it then ends at the first request.
+            server.http.post("/collective_rpc", {"method": "execute_dummy_batch"}, HTTP_S)
+        yield server
     finally:
         process.terminate()
         process.wait(60)
@@ -262,7 +306,8 @@ class Trainers(RankProcesses):
         order = Order(version=version, checkpoint=str(checkpoint), kill=list(kill), kill_in=kill_in)
         self.begin(order)
         answers = self.answers()
-        add_tokenizer(checkpoint)
+        if (checkpoint / "config.json").exists():
+            add_tokenizer(checkpoint)
         return answers
 
 

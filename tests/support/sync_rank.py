@@ -29,6 +29,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     servers: list[str]
+    kind: str = "dense"
     mode: str = "in_place"
     pause: str | None = "keep"
     transport: str = "auto"
@@ -69,13 +70,16 @@ def main() -> None:
     settings = msgspec.json.decode(sys.argv[4], type=Settings)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=world_size)
-    from trainer_rank import Fsdp
+    from trainer_rank import Fsdp, FsdpAdapter
 
     from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
     from windlass.errors import WindlassError
     from windlass.integrations.vllm import WeightSync
+    from windlass.layout.naming.adapters import adapter_names
 
-    trained = Fsdp("dense")
+    base = settings.kind.removesuffix("+lora")
+    is_adapter = base != settings.kind
+    trained = FsdpAdapter(base) if is_adapter else Fsdp(base)
     began_s = time.monotonic()
     try:
         sync = WeightSync(
@@ -85,6 +89,7 @@ def main() -> None:
                 mode=UpdateMode(settings.mode), deadlines=PhaseDeadlines(pause_s=settings.pause_s)
             ),
             pause=settings.pause,
+            name_map=adapter_names() if is_adapter else None,
             transport=settings.transport,
             deadline_s=settings.deadline_s,
         )
@@ -97,7 +102,7 @@ def main() -> None:
             order = msgspec.json.decode(line, type=Order)
             trained.step()
             trained.save(Path(order.checkpoint))
-            if rank == 0:
+            if rank == 0 and not is_adapter:
                 shutil.copy(Path(settings.source) / "config.json", order.checkpoint)
             if order.kill and rank == 0:
                 kill_in_phase(sync, order)

@@ -130,19 +130,19 @@ class FsdpAdapter:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        self._model = adapted(build(kind, seed=1).float(), seed=2)
+        self.model = adapted(build(kind, seed=1).float(), seed=2)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in self._model.get_base_model().model.layers:
+        for layer in self.model.get_base_model().model.layers:
             fully_shard(layer, mesh=mesh)
-        fully_shard(self._model, mesh=mesh)
-        trained = [p for p in self._model.parameters() if p.requires_grad]
+        fully_shard(self.model, mesh=mesh)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
         self._plain = adapted(build(kind, seed=1).float(), seed=3)
 
     def step(self) -> None:
         ids = torch.arange(NUM_TOKENS).reshape(1, -1) * 7 % 250
         self._optimizer.zero_grad()
-        self._model(input_ids=ids, labels=ids).loss.backward()
+        self.model(input_ids=ids, labels=ids).loss.backward()
         self._optimizer.step()
 
     @torch.no_grad()
@@ -151,7 +151,7 @@ class FsdpAdapter:
         from torch.distributed.tensor import DTensor
 
         targets = dict(self._plain.named_parameters())
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 assert isinstance(parameter, DTensor), name
                 targets[name].copy_(parameter.full_tensor())
@@ -160,7 +160,7 @@ class FsdpAdapter:
 
     def connect(self, url: str, transport: str) -> TrainerClient:
         return windlass.connect_trainer(
-            self._model, controller=url, token=os.environ["WINDLASS_TOKEN"], transport=transport,
+            self.model, controller=url, token=os.environ["WINDLASS_TOKEN"], transport=transport,
             name_map=adapter_names(),
         )  # fmt: skip
 

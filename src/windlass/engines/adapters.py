@@ -137,8 +137,8 @@ class _Config(msgspec.Struct, frozen=True):
         return [name for name in names if getattr(self, name)]
 
 
-def adapter_of(text: str) -> Adapter | None:
-    """Return what `--adapter NAME=FOLDER` says; None for an empty text.
+def adapter_of(text: str, option: str = "--adapter") -> Adapter | None:
+    """Return the adapter that `option NAME=FOLDER` names; None for an empty text.
 
     Raises:
         ConfigError: no name, no folder that PEFT saved.
@@ -149,20 +149,20 @@ def adapter_of(text: str) -> Adapter | None:
     name, _, place = text.partition("=")
     folder = Path(place).absolute()
     if not name or not place:
-        raise ConfigError(f"--adapter must be NAME=FOLDER, got {text!r}")
+        raise ConfigError(f"{option} must be NAME=FOLDER, got {text!r}")
     missing = [file for file in (WEIGHTS, CONFIG) if not (folder / file).is_file()]
     if missing:
         raise ConfigError(
-            f"--adapter {name}: {folder} must hold {WEIGHTS} and {CONFIG}, it lacks "
+            f"{option} {name}: {folder} must hold {WEIGHTS} and {CONFIG}, it lacks "
             f"{' and '.join(missing)}"
         )
     try:
         config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=_Config)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"--adapter {name}: {folder / CONFIG}: {error}") from error
+        raise ConfigError(f"{option} {name}: {folder / CONFIG}: {error}") from error
     for reason, applies in config.refusals().items():
         if applies:
-            raise UnsupportedLayout(f"--adapter {name}: {reason}")
+            raise UnsupportedLayout(f"{option} {name}: {reason}")
     return Adapter(name, folder, max(config.ranks()), config.scalings())
 
 

@@ -27,9 +27,12 @@ from windlass.engines.options import options_of, refuse_options
 from windlass.engines.private_routes import environment_of, new_key, saved_key
 from windlass.engines.rank_reports import OTHER_NODES_VARIABLE, Secrets, join_fleet
 from windlass.engines.spec import (
+    JOIN_BYTES_PER_S,
+    JOIN_S,
     AgentSettings,
     EngineSpec,
     ServerCommand,
+    join_deadline_s,
     refuse_expandable_segments,
 )
 from windlass.engines.versions import check_installed
@@ -56,7 +59,6 @@ from windlass.net.clock import Backoff
 from windlass.progress import Progress
 
 REACH_DEADLINE_S = 30.0
-JOIN_S, JOIN_BYTES_PER_S = 600.0, 100_000_000
 LOG_DEADLINE_S = 5.0
 _PARALLEL = (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"))
 """Options of the parallel sizes. The number of ranks of an engine is their product."""
@@ -341,8 +343,6 @@ def attach_running(args: argparse.Namespace, join: Join, token: str) -> int:
 
 def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> AgentSettings:
     adapter = adapter_of(args.adapter)
-    # The deadline grows with the checkpoint, because ranks may read it from a slow disk.
-    nbytes = sum(file.stat().st_size for file in Path(args.model).glob("*.safetensors"))
     return AgentSettings(
         name=args.name,
         controller=args.controller,
@@ -353,7 +353,7 @@ def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> Age
         # An engine always loads an adapter from its folder.
         loaded=loaded or adapter is not None,
         adapter="" if adapter is None else adapter.name,
-        join_deadline_s=args.join_deadline_s or JOIN_S + nbytes / JOIN_BYTES_PER_S,
+        join_deadline_s=args.join_deadline_s or join_deadline_s(Path(args.model)),
     )
 
 

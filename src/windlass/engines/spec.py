@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -46,6 +47,15 @@ def refuse_expandable_segments() -> None:
             f"{variable} must not ask for expandable segments: their memory cannot be registered "
             f"or shared, got {value!r}"
         )
+
+
+JOIN_S, JOIN_BYTES_PER_S = 600.0, 100_000_000
+
+
+def join_deadline_s(checkpoint: Path) -> float:
+    """Return the default of `AgentSettings.join_deadline_s`: ranks may read the checkpoint from a slow disk."""
+    nbytes = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    return JOIN_S + nbytes / JOIN_BYTES_PER_S
 
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):

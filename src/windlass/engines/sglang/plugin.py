@@ -21,22 +21,18 @@ settings and prepare their ranks in the same way. The first host sends them orde
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import logging
 import os
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
 
-from windlass.control.engine_channel import report_cannot_join
 from windlass.engines.join_route import JoinOrder, JoinRoute
+from windlass.engines.member import WAIT, Member, keep_key
 from windlass.engines.options import refuse_settings
-from windlass.engines.private_routes import App, PrivateRoutes, is_launched, new_key
+from windlass.engines.private_routes import App, PrivateRoutes, is_launched
 from windlass.engines.quantised import require_followed
 from windlass.engines.rank_reports import OTHER_NODES_VARIABLE, Secrets, join_fleet
 from windlass.engines.report_route import ReportRoute
@@ -56,18 +52,8 @@ from windlass.envs import (
     environment_value,
     set_values,
 )
-from windlass.errors import ConfigError, ProtocolError, WindlassError
-from windlass.net.addresses import (
-    check_url,
-    is_loopback,
-    is_this_host,
-    is_wildcard,
-    join_host_port,
-    own_address,
-    url_of,
-)
+from windlass.errors import ConfigError
 
-WAIT = "wait"
 _HTTP = "sglang.srt.entrypoints.http_server"
 _OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_USE_MODELSCOPE")
 _SAMPLED = "rollouts carry log-probabilities of the distribution that was sampled"
@@ -278,122 +264,54 @@ def _call_when_warm(action: Callable[[], None]) -> None:
 
 
 @final
-class _Member:
-    """Membership of this process's server in fleets.
+class _Member(Member):
+    """Membership of an SGLang server.
 
     Args:
         settings: SGLang's resolved settings.
 
     Raises:
-        ConfigError: a token is required and missing, or the controller's URL is invalid; see also `_url`.
-        PeerUnreachable: see `_url`.
+        ConfigError: the server spans several hosts and has no token; see also `Member`.
+        PeerUnreachable: see `Member`.
     """
 
     def __init__(self, settings: Any) -> None:
-        self.controller = environment_value(CONTROLLER_VARIABLE)
-        self.token = control_token()
         self._settings = settings
-        self._spans_hosts: bool = settings.nnodes > 1
-        if self.controller != WAIT:
-            check_url(self.controller, CONTROLLER_VARIABLE)
-            self._url(self.controller)
-        elif not self.token:
-            raise ConfigError(
-                f"{CONTROLLER_VARIABLE}: {WAIT} must come with a token, which the one who says where shows"
-            )
+        port = settings.port
+        super().__init__(settings.host, port, key=keep_key(port), spans_hosts=settings.nnodes > 1)
         if self._spans_hosts and not self.token:
             raise ConfigError(
                 "--nnodes must be 1 without a token, by which ranks on other hosts prove who they are, "
                 f"got {settings.nnodes}"
             )
-        kept = ExitStack()
-        self.key = kept.enter_context(new_key(settings.port))
-        atexit.register(kept.close)
-        self._is_joining = threading.Lock()
 
-    def join_at_start(self) -> None:
-        """Join the controller's fleet in a new thread; end the server if that fails."""
-
-        def join() -> None:
-            try:
-                self.join(JoinOrder(self.controller))
-            except WindlassError as error:
-                self._end(f"{type(error).__name__}: {error}")
-
-        threading.Thread(target=join, name="windlass-join", daemon=True).start()
-
-    def _end(self, reason: str) -> None:
-        """Report the reason and end the server, so that it does not serve requests without updates."""
+    def _end_server(self) -> None:
         from sglang.srt.utils import kill_process_tree
 
-        sys.stderr.write(f"engine {self._name(self.controller)}: {reason}\n")
-        sys.stderr.flush()
-        with contextlib.suppress(WindlassError):
-            report_cannot_join(self.controller, self.token, self._name(self.controller), reason)
         kill_process_tree(os.getpid(), include_parent=False)
         os._exit(2)
 
-    def join(self, order: JoinOrder) -> str:
-        """Order every rank to leave its previous fleet and join a new one, and return the engine's name. Blocks.
-
-        Raises:
-            ProtocolError: another join is in progress.
-            ConfigError: the controller's URL is invalid, or this host does not have the checkpoint; see also
-                `_url` and `join_fleet`.
-            PeerUnreachable, PeerTimeout: see `join_fleet`.
-        """
-        if not self._is_joining.acquire(blocking=False):
-            raise ProtocolError("join: the engine must not be on its way into a fleet, it is")
-        try:
-            check_url(order.controller, "controller")
-            if self._spans_hosts and order.token not in ("", self.token):
-                raise ConfigError(
-                    "token must not be given to a server over several hosts: ranks on the others show the one "
-                    "of their start"
-                )
-            given = self._settings
-            from windlass.engines.capture.codes import checkpoint_folder
-
-            model = given.model_path, given.revision, given.download_dir
-            checkpoint = checkpoint_folder("--model-path", *model)
-            _require_followed(given, checkpoint)
-            settings = AgentSettings(
-                name=self._name(order.controller),
-                controller=order.controller,
-                transport=order.transport,
-                url=self._url(order.controller),
-                checkpoint=str(checkpoint),
-                world_size=given.tp_size * given.pp_size * given.dp_size,
-                loaded=given.load_format != "dummy",
-                serves_own_weights=True,
-            )
-            keys = self.key, given.api_key or "", given.admin_api_key or ""
-            join_fleet(SglangServer(), settings, Secrets(order.token or self.token, *keys))
-        finally:
-            self._is_joining.release()
-        _log.info("engine %s has joined the fleet of %s", settings.name, settings.controller)
-        return settings.name
-
-    def _name(self, controller: str) -> str:
-        """Return the engine's name, which is the same after a restart of the server."""
-        return join_host_port(self._host(controller), self._settings.port)
-
-    def _url(self, controller: str) -> str:
-        return url_of(self._host(controller), self._settings.port)
-
-    def _host(self, controller: str) -> str:
-        """Return the host under which peers reach this server.
-
-        Raises:
-            ConfigError: the host is a loopback address, and a peer is on another host.
-            PeerUnreachable: see `own_address`.
-        """
-        host: str = self._settings.host
-        if is_wildcard(host):
-            host = own_address(controller)
-        if is_loopback(host) and (self._spans_hosts or not is_this_host(controller)):
-            who = "a rank" if self._spans_hosts else controller
+    def _have_ranks_join(self, order: JoinOrder, name: str, url: str) -> None:
+        if self._spans_hosts and order.token not in ("", self.token):
             raise ConfigError(
-                f"--host must be an address that others reach, since {who} is on another host, got {host!r}"
+                "token must not be given to a server over several hosts: ranks on the others show the one "
+                "of their start"
             )
-        return host
+        given = self._settings
+        from windlass.engines.capture.codes import checkpoint_folder
+
+        model = given.model_path, given.revision, given.download_dir
+        checkpoint = checkpoint_folder("--model-path", *model)
+        _require_followed(given, checkpoint)
+        settings = AgentSettings(
+            name=name,
+            controller=order.controller,
+            transport=order.transport,
+            url=url,
+            checkpoint=str(checkpoint),
+            world_size=given.tp_size * given.pp_size * given.dp_size,
+            loaded=given.load_format != "dummy",
+            serves_own_weights=True,
+        )
+        keys = self.key, given.api_key or "", given.admin_api_key or ""
+        join_fleet(SglangServer(), settings, Secrets(order.token or self.token, *keys))

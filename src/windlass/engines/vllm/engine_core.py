@@ -52,6 +52,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
+from windlass.engines.spec import RankStep
 from windlass.envs import environment_value
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
 
@@ -74,7 +75,9 @@ _HOLDS = "update_weights"
 WHOLE = "whole"
 """Key in that dict for an update without `/start_weight_update` and `/finish_weight_update`; the core sets the
 version."""
-_LOADS, _INITIALISES = "windlass_capture", "init_weight_transfer_engine"
+_LOADS = "windlass_capture"
+ORDERS = "windlass_order"
+"""Method of workers with our weight-transfer backend; its first argument is a `RankStep`."""
 OWN_VERSIONS = "WINDLASS_VLLM_OWN_VERSIONS"
 SPANS = "weight_versions"
 """Key in `kv_transfer_params`: a list of spans in the form of vLLM 0.32 and SGLang."""
@@ -257,11 +260,10 @@ def keep_caches_apart() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        of_backend = method in (_HOLDS, _INITIALISES) and is_backend_of(core.vllm_config)
-        loads = method == _LOADS or (method == _INITIALISES and of_backend)
+        loads = method == _LOADS or (method == ORDERS and args[0] == RankStep.CAPTURE)
         if loads and _own.calls is None and isinstance(core, EngineCoreProc):
             _own.calls = CoreCalls(core)
-        if method == _HOLDS and of_backend and kwargs is not None:
+        if method == _HOLDS and kwargs is not None and is_backend_of(core.vllm_config):
             return _update(core, functools.partial(call, core), timeout, kwargs["update_info"])
         if method == QUIESCES or loads:
             _drop_encoder_outputs(core)

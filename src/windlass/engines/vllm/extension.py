@@ -98,6 +98,16 @@ class VllmApi:
         self._server.post("/collective_rpc", body, deadline_s)
 
 
+def own_api(worker: Worker, settings: AgentSettings, secrets: Secrets) -> VllmApi:
+    """Return the calls by which a rank pauses its own server."""
+    return VllmApi(
+        secrets.server(settings.url),
+        can_block=_can_block(worker.parallel_config),
+        stamps=stamps_tokens(),
+        core=core_calls() if settings.world_size == 1 else None,
+    )
+
+
 class WindlassExtension:
     """Methods added to every worker. vLLM refuses clashes of names."""
 
@@ -117,13 +127,7 @@ class WindlassExtension:
         worker: Worker = self
 
         def capture(secrets: Secrets) -> bytes:
-            api = partial(
-                VllmApi,
-                secrets.server(settings.url),
-                can_block=_can_block(worker.parallel_config),
-                stamps=stamps_tokens(),
-                core=core_calls() if settings.world_size == 1 else None,
-            )
+            api = partial(own_api, worker, settings, secrets)
             found = capture_rank(worker, self.windlass_engine_rank, settings, api, is_launched=True)
             return msgspec.json.encode(found)
 

@@ -10,7 +10,6 @@ user started with our weight-transfer backend. A value that the user names wins.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 import secrets
@@ -49,26 +48,13 @@ def new_seed(meeting_place: str = "") -> int:
     return 1 + secrets.randbelow((1 << _BITS) - 1)
 
 
-@functools.cache
-def set_defaults(backend: str) -> None:
-    """Have vLLM make configurations of servers with this weight-transfer backend for rollouts. Once per process."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    create = EngineArgs.create_engine_config
-    seed, mode = EngineArgs.seed, EngineArgs.logprobs_mode
-
-    @functools.wraps(create)
-    def _create_engine_config(args: Any, *given: Any, **named: Any) -> Any:
-        transfer = vars(args).get("weight_transfer_config")
-        if transfer is not None and transfer.backend == backend:
-            said = dict(options_of(sys.argv[1:]))
-            if args.logprobs_mode == mode and _LOGPROBS_MODE not in said:
-                args.logprobs_mode = PROCESSED
-            if args.seed == seed and _SEED not in said and _has_one_process(args):
-                args.seed = new_seed(_meeting_place(args))
-        return create(args, *given, **named)
-
-    EngineArgs.create_engine_config = _create_engine_config
+def set_defaults(args: Any) -> None:
+    """Set both defaults in vLLM's `EngineArgs` of a server that its user started with our weight-transfer backend."""
+    said, defaults = dict(options_of(sys.argv[1:])), type(args)
+    if args.logprobs_mode == defaults.logprobs_mode and _LOGPROBS_MODE not in said:
+        args.logprobs_mode = PROCESSED
+    if args.seed == defaults.seed and _SEED not in said and _has_one_process(args):
+        args.seed = new_seed(_meeting_place(args))
 
 
 def _has_one_process(args: Any) -> bool:

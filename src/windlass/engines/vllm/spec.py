@@ -99,8 +99,21 @@ _LOGPROBS = Rule(
     "rollouts carry log-probabilities of the distribution that was sampled; leave it out",
     ("model_config.logprobs_mode",),
 )
+_ADAPTERS = Rule("--enable-lora", (None,), _ONE_SLOT, (_LORA,))
+_PLAIN_ADAPTERS = replace(
+    _ADAPTERS,
+    why="--lora-modules NAME=FOLDER must name the one adapter that is served and updated, in a slot of its own",
+)
+_OF_ADAPTERS = (
+    Rule("", (1,), _EVICTED, (f"{_LORA}.max_loras", f"{_LORA}.max_cpu_loras")),
+    Rule("", (False,), "adapters that are cut along their rank have not been shown",
+         (f"{_LORA}.fully_sharded_loras",)),
+    Rule("", (None,), _ONE_SLOT, (f"{_LORA}.default_mm_loras",)),
+    Rule("", (1,), "adapters on stages have not been shown", ("parallel_config.pipeline_parallel_size",)),
+)  # fmt: skip
+"""Further rules for a rank whose adapter gets updates."""
 _PLAIN_SCHEDULER = replace(
-    _SCHEDULER, allowed=(None,), why="caches are kept apart by version in vLLM's own"
+    _SCHEDULER, allowed=(None, SCHEDULER), why="caches are kept apart by version in vLLM's own"
 )
 RULES = (
     Rule("--enable-sleep-mode", (False,), "weights move and lose their registration when it sleeps",
@@ -122,7 +135,7 @@ RULES = (
          ("parallel_config.prefill_context_parallel_size",), ("-pcp",)),
     Rule("--master-addr", (), _NODES, aliases=("--master-port", "--headless", "-n", "-r")),
     Rule("--quantization-config", (), "it has vLLM quantise while it loads"),
-    Rule("--enable-lora", (None,), _ONE_SLOT, (_LORA,)),
+    _ADAPTERS,
     Rule("--lora-modules", (), _ONE_SLOT),
     Rule("--default-mm-loras", (), _ONE_SLOT),
     Rule("--max-loras", (), _EVICTED),
@@ -164,7 +177,7 @@ class VllmServer:
             serves = ("--host", args.host, "--port", str(args.port), "--middleware", PRIVATE)
             if args.nnodes > 1:
                 serves += ("--middleware", REPORTS)
-            serves += _generate_options()
+            serves += generate_options()
         return ServerCommand(
             (
                 *(sys.executable, "-m", program, "--model", args.model),
@@ -212,10 +225,7 @@ def adapter_options(
             f"--adapter: --pp and --dp must be 1, got {pp} and {dp}: adapters on stages and on "
             f"replicas have not been shown"
         )
-    if environment_value(LOADS_WHILE_IT_RUNS).lower() in ("1", "true"):
-        raise ConfigError(
-            f"{LOADS_WHILE_IT_RUNS} must not be set with --adapter: an adapter that is loaded besides can evict this one"
-        )
+    refuse_runtime_adapters()
     options = (
         *("--enable-lora", "--lora-modules", f"{adapter.name}={adapter.folder}"),
         *("--max-loras", "1", "--max-cpu-loras", "1"),
@@ -230,6 +240,19 @@ def adapter_options(
     return (*options, "--max-lora-rank", str(rank))
 
 
+def refuse_runtime_adapters() -> None:
+    """Check that vLLM loads no further adapters while it serves one that gets updates.
+
+    Raises:
+        ConfigError: the server's environment allows that.
+    """
+    if environment_value(LOADS_WHILE_IT_RUNS).lower() in ("1", "true"):
+        raise ConfigError(
+            f"{LOADS_WHILE_IT_RUNS} must not be set with an adapter that gets updates: an adapter that is loaded "
+            "besides can evict this one"
+        )
+
+
 def _node_options(args: argparse.Namespace) -> tuple[str, ...]:
     if args.nnodes == 1:
         return ()
@@ -241,7 +264,7 @@ def _node_options(args: argparse.Namespace) -> tuple[str, ...]:
     )
 
 
-def _generate_options() -> tuple[str, ...]:
+def generate_options() -> tuple[str, ...]:
     """Return the options that add `/generate`, through vLLM's own route if it reports versions."""
     # `find_spec` locates vLLM without importing it.
     package = importlib.util.find_spec("vllm")
@@ -283,10 +306,13 @@ def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = T
         ]  # fmt: skip
         refuse_settings("vLLM", rules, setting)
     rules = [rule for rule in RULES if not (adapter and _LORA in rule.settings)]
+    if adapter:
+        rules += _OF_ADAPTERS
     if not is_launched:
         # The owner of a plain server reads its log-probabilities and may have chosen another mode on
         # purpose.
-        rules = [_PLAIN_SCHEDULER if r is _SCHEDULER else r for r in rules if r is not _LOGPROBS]
+        plain = {_SCHEDULER: _PLAIN_SCHEDULER, _ADAPTERS: _PLAIN_ADAPTERS}
+        rules = [plain.get(rule, rule) for rule in rules if rule is not _LOGPROBS]
     refuse_settings("vLLM", rules, setting)
 
 

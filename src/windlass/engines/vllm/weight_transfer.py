@@ -2,28 +2,28 @@
 
 `windlass.integrations.vllm.plugin` registers the backend. A server that was started with
 `--weight-transfer-config '{"backend": "windlass"}'` creates one in every worker after it has loaded the
-model. `/init_weight_transfer_engine` makes the worker capture its layout and join the trainer's fleet.
-`/update_weights` holds the worker's loop between two steps while the agent's thread receives, verifies and
+model. `/init_weight_transfer_engine` makes the API server order every worker to capture its layout and to join
+the trainer's fleet (`windlass.engines.vllm.api_server`). `/update_weights` holds the worker's loop between two steps while the agent's thread receives, verifies and
 applies the version. On a server of one rank the agent holds the loop itself (`_CoreApi`): a route would go
 through the event loop of the API server, which also delivers every token to its stream. The interface is the
 one of vLLM 0.24 and 0.32 (`vllm/distributed/weight_transfer/base.py`).
 
 vLLM answers a call with the first failure among its workers, and mistakes the remaining workers' answers for
-answers to its next call. Therefore only the last worker raises; every other worker that fails reports its
-reason to the trainer first (see `report_cannot_join`).
+answers to its next call. Therefore a worker does not raise: it returns the reason of a failure.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from pathlib import Path
+from typing import cast, final
 
 import msgspec
 import torch
-import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -31,37 +31,21 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from windlass.config import PauseMode
-from windlass.control.engine_channel import report_cannot_join
 from windlass.engines.capture.codes import checkpoint_folder
-from windlass.engines.engine_rank import EngineRank
+from windlass.engines.engine_rank import EngineApi, EngineRank
 from windlass.engines.quantised import require_followed
-from windlass.engines.rank_reports import RefusedByOtherRank, check_layouts, reason_of
-from windlass.engines.spec import AgentSettings, CapturedLayout, refuse_expandable_segments
+from windlass.engines.rank_reports import RefusedByOtherRank, reason_of
+from windlass.engines.spec import AgentSettings, RankStep, refuse_expandable_segments
+from windlass.engines.vllm.adapter import keep_adapter
+from windlass.engines.vllm.api_server import RankAnswer, RankOrder
 from windlass.engines.vllm.engine_core import CoreCalls, core_calls
-from windlass.engines.vllm.rank import Worker, capture_rank, number_of
+from windlass.engines.vllm.extension import WindlassExtension, own_api
+from windlass.engines.vllm.rank import Worker, capture_rank
 from windlass.engines.vllm.sampling import PROCESSED
 from windlass.errors import ConfigError, WindlassError
 
 logger = logging.getLogger(__name__)
 LEAVE_S = 1.0
-
-
-@dataclass(kw_only=True)
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Body of `/init_weight_transfer_engine`.
-
-    Attributes:
-        controller: address that the trainer's rank 0 gives.
-        token: token of the engine role.
-        url: address of this server, as the trainer calls it.
-    """
-
-    name: str
-    controller: str
-    token: str = field(repr=False)
-    transport: str
-    url: str
-    world_size: int
 
 
 @dataclass(kw_only=True)
@@ -83,79 +67,28 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     """Weight-transfer engine of one worker. vLLM calls it in the worker's loop, after every earlier step."""
 
-    init_info_cls = InitInfo
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     worker: Worker
-    """The worker, set by `_give_worker` before `init_transfer_engine`: vLLM 0.24 gives an engine only the model."""
+    """The worker of this engine, set by its first order: vLLM 0.24 gives an engine only the model."""
 
     def __init__(self, config: object, *made_with: object) -> None:
         super().__init__(config, *made_with)
-        self._engine_rank = EngineRank()
+        self.rank = EngineRank()
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Leave the previous fleet, capture the layout and join the trainer's fleet. Every rank calls this.
-
-        A server that is refused continues to serve its current weights. The trainer receives the reason.
+    def init_transfer_engine(self, init_info: object) -> None:
+        """Refuse a call that bypasses the API server, which orders all ranks; see `windlass.engines.vllm.api_server`.
 
         Raises:
-            WindlassError: the last rank failed.
+            ConfigError: always.
         """
-        rank = number_of(self.worker)
-        try:
-            self._join(init_info, rank)
-        except RefusedByOtherRank:
-            # The rank that has a reason reports it.
-            return
-        except Exception as error:
-            logger.exception("rank %s", rank)
-            reason = f"rank {rank}: {reason_of(error)}"
-            try:
-                report_cannot_join(init_info.controller, init_info.token, init_info.name, reason)
-            except WindlassError as unheard:
-                logger.warning("rank %s: the trainer was not told: %s", rank, unheard)
-            if rank == init_info.world_size - 1:
-                raise
-
-    def _join(self, info: InitInfo, rank: int) -> None:
-        # An update is open only if a trainer died during it.
-        with contextlib.suppress(RuntimeError):
-            self.worker.finish_weight_update()
-        parallel = self.worker.parallel_config
-        if parallel.pipeline_parallel_size > 1 or parallel.world_size != info.world_size:
-            raise ConfigError(
-                "vLLM: a plain server must have tensor-parallel ranks alone, got "
-                f"{info.world_size} ranks with {parallel.pipeline_parallel_size} stages and replicas of "
-                f"{parallel.world_size}: python -m windlass.engines.vllm serves stages and replicas"
-            )
-        model, load = self.worker.vllm_config.model_config, self.worker.vllm_config.load_config
-        folder = checkpoint_folder("--model", model.model, model.revision)
-        refuse_expandable_segments()
-        require_followed(
-            folder, ("--quantization", model.quantization) if model.quantization else ()
+        del init_info
+        raise ConfigError(
+            "init_weight_transfer_engine must be called through vLLM's API server, got a call of a worker; "
+            "is the plugin excluded by VLLM_PLUGINS?"
         )
-        settings = AgentSettings(
-            name=info.name,
-            controller=info.controller,
-            transport=info.transport,
-            url=info.url,
-            checkpoint=str(folder),
-            world_size=info.world_size,
-            loaded=load.load_format != "dummy",
-            serves_own_weights=True,
-        )
-        core = core_calls() if info.world_size == 1 else None
-        api = None if core is None else partial(_CoreApi, core, self._engine_rank)
-        captured = capture_rank(self.worker, self._engine_rank, settings, api, is_launched=False)
-        if model.logprobs_mode != PROCESSED and rank == 0:
-            logger.warning(
-                "--logprobs-mode is %s: log-probabilities of answers are not those of the distribution that "
-                "was sampled, as %s are",
-                *(model.logprobs_mode, PROCESSED),
-            )
-        check_layouts(info.name, _of_all_ranks(captured, info.world_size))
-        self._engine_rank.join(settings, rank, info.token)
 
     def start_weight_update(self) -> None:
         """Do nothing: bytes are written to the memory that serves them."""
@@ -184,12 +117,12 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if self.served_version >= update_info.version:
             # The round is already over.
             return
-        _block(self._engine_rank, f"version {update_info.version}", update_info.deadline_s)
+        _block(self.worker, f"version {update_info.version}", update_info.deadline_s)
 
     @property
     def served_version(self) -> int:
         """Version of the trainer's fleet that this worker serves; -1 if none."""
-        return self._engine_rank.served_version
+        return self.rank.served_version
 
     def finish_weight_update(self) -> None:
         """Do nothing: the agent has finalised the version already."""
@@ -197,7 +130,7 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leave the trainer's fleet. The server continues with its current weights."""
         try:
-            self._engine_rank.leave(LEAVE_S)
+            self.rank.leave(LEAVE_S)
         except WindlassError as error:
             logger.warning("shutdown: %s", error)
 
@@ -219,8 +152,8 @@ class _CoreApi:
     it.
     """
 
-    def __init__(self, core: CoreCalls, rank: EngineRank) -> None:
-        self._core, self._rank = core, rank
+    def __init__(self, core: CoreCalls, worker: Worker) -> None:
+        self._core, self._worker = core, worker
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         del mode, deadline_s
@@ -231,8 +164,8 @@ class _CoreApi:
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
         def blocked() -> int:
-            _block(self._rank, pause_id, deadline_s)
-            return self._rank.served_version
+            _block(self._worker, pause_id, deadline_s)
+            return int(self._worker.windlass_engine_rank.served_version)
 
         if block:
             self._core.hold(blocked)
@@ -244,44 +177,109 @@ class _CoreApi:
         """Do nothing: `CoreCalls.hold` sets the version."""
 
 
-def _block(rank: EngineRank, pause_id: str, deadline_s: float) -> None:
+def _block(worker: Worker, pause_id: str, deadline_s: float) -> None:
     """Hold the loop of this worker; see `QuiesceGate.block`."""
+    rank: EngineRank = worker.windlass_engine_rank
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    if rank.settings.adapter:
+        keep_adapter(worker)
     rank.gate.block(pause_id, deadline_s)
 
 
-def _of_all_ranks(captured: CapturedLayout, world_size: int) -> list[CapturedLayout]:
-    """Return the captured layout of every rank; every rank calls this.
+class PlainRank(WindlassExtension):
+    """Methods of the worker of a server that its user started; a launched server's has `WindlassExtension` alone."""
 
-    The ranks exchange JSON, because peer bytes are never unpickled.
-    """
-    if world_size == 1:
-        return [captured]
-    from vllm.distributed.parallel_state import get_world_group
+    @property
+    def windlass_engine_rank(self) -> EngineRank:
+        worker: Worker = self
+        return cast("WindlassTransferEngine", worker.weight_transfer_engine).rank
 
-    group, mine = get_world_group().cpu_group, bytearray(msgspec.json.encode(captured))
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(lengths, torch.tensor([len(mine)]), group)
-    longest = int(max(lengths))
-    found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world_size)]
-    dist.all_gather(found, torch.frombuffer(mine.ljust(longest), dtype=torch.uint8), group)
-    return [msgspec.json.decode(body.numpy().data, type=CapturedLayout) for body in found]
+    def windlass_order(self, step: str, encoded: str) -> str:
+        """Carry out an order of the API server. The main loop calls this, after every earlier step.
+
+        Args:
+            step: step of the order; vLLM's core reads it.
+            encoded: a `RankOrder` in JSON.
+
+        Returns:
+            A `RankAnswer` in JSON.
+        """
+        del step
+        order = msgspec.json.decode(encoded, type=RankOrder)
+        rank, worker = self.windlass_rank(), cast("Worker", self)
+        worker.weight_transfer_engine.worker = worker
+        try:
+            answer = RankAnswer(said=_carry_out(worker, order, rank))
+        except RefusedByOtherRank:
+            answer = RankAnswer(failed=True)
+        # An exception would leave the answers of other ranks unread.
+        except Exception as error:
+            logger.exception("rank %s", rank)
+            answer = RankAnswer(failed=True, said=f"rank {rank}: {reason_of(error)}")
+        return msgspec.json.encode(answer).decode()
 
 
-def _give_worker() -> None:
-    """Patch vLLM's worker to give itself to its transfer engine at the trainer's first call."""
+def _carry_out(worker: Worker, order: RankOrder, rank: int) -> str:
+    """Carry out an order in the rank of this worker and return what the rank says; see `RankAnswer`."""
+    settings, own = _on_this_host(worker, order.settings), worker.windlass_engine_rank
+    if order.step is RankStep.JOIN:
+        own.join(settings, rank, order.secrets.token)
+        return ""
+    # An update is open only if a trainer died during it.
+    with contextlib.suppress(RuntimeError):
+        worker.finish_weight_update()
+    refuse_expandable_segments()
+    model = worker.vllm_config.model_config
+    require_followed(
+        _folder_of(worker), ("--quantization", model.quantization) if model.quantization else ()
+    )
+    if model.logprobs_mode != PROCESSED and rank == 0:
+        logger.warning(
+            "--logprobs-mode is %s: log-probabilities of answers are not those of the distribution that "
+            "was sampled, as %s are",
+            *(model.logprobs_mode, PROCESSED),
+        )
+    api = _api_for(worker, order, settings)
+    captured = capture_rank(worker, own, settings, api, is_launched=False)
+    return msgspec.json.encode(captured).decode()
+
+
+def _api_for(
+    worker: Worker, order: RankOrder, settings: AgentSettings
+) -> Callable[[], EngineApi] | None:
+    """Return what makes the calls that pause this server; None if the trainer calls the server's routes."""
+    if order.pauses_itself:
+        return partial(own_api, worker, settings, order.secrets)
+    core = core_calls() if settings.world_size == 1 else None
+    return None if core is None else partial(_CoreApi, core, worker)
+
+
+def _on_this_host(worker: Worker, settings: AgentSettings) -> AgentSettings:
+    """Return the settings with the checkpoint that this rank has loaded: hosts may keep it in different folders."""
+    if settings.adapter:
+        return settings
+    return msgspec.structs.replace(
+        settings,
+        checkpoint=str(_folder_of(worker)),
+        loaded=worker.vllm_config.load_config.load_format != "dummy",
+    )
+
+
+def _folder_of(worker: Worker) -> Path:
+    model = worker.vllm_config.model_config
+    return checkpoint_folder("--model", model.model, model.revision)
+
+
+def _extend_worker() -> None:
+    """Give vLLM's worker the methods of `PlainRank`."""
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
-    initialise = VllmWorker.init_weight_transfer_engine
-
-    def with_worker(worker: Any, init_info: dict[str, object]) -> None:
-        if isinstance(worker.weight_transfer_engine, WindlassTransferEngine):
-            worker.weight_transfer_engine.worker = worker
-        initialise(worker, init_info)
-
-    VllmWorker.init_weight_transfer_engine = with_worker
+    for kind in (WindlassExtension, PlainRank):
+        for name, member in vars(kind).items():
+            if not name.startswith("__"):
+                setattr(VllmWorker, name, member)
 
 
 # vLLM imports this module in each worker of this backend while it loads the model.
-_give_worker()
+_extend_worker()

@@ -7,12 +7,17 @@ and 0.32). An engine with another backend, or with none, behaves as before.
 from __future__ import annotations
 
 import contextlib
+import functools
+from typing import Any
 
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
 from windlass.engines.vllm.engine_core import BACKEND, is_backend_of, keep_caches_apart
 from windlass.engines.vllm.sampling import set_defaults
+from windlass.envs import CONTROLLER_VARIABLE, environment_value
 
 __all__ = ["register"]
+
+_LORA_MODULES = "windlass_lora_modules"
 
 
 def register() -> None:
@@ -26,5 +31,37 @@ def register() -> None:
             BACKEND, "windlass.engines.vllm.weight_transfer", "WindlassTransferEngine"
         )
     keep_caches_apart()
-    set_defaults(BACKEND)
+    _prepare_servers()
     multiply_by_parameters(lambda: is_backend_of(get_current_vllm_config()))
+
+
+@functools.cache
+def _prepare_servers() -> None:
+    """Patch vLLM's `EngineArgs` to prepare a server before it is configured; see `windlass.engines.vllm.membership`."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    create, read = EngineArgs.create_engine_config, vars(EngineArgs)["from_cli_args"].__func__
+
+    def from_cli_args(cls: Any, args: Any) -> Any:
+        if environment_value(CONTROLLER_VARIABLE):
+            from windlass.engines.vllm.membership import prepare
+
+            prepare(args)
+        made = read(cls, args)
+        # Adapters are options of the server, and not of the engine.
+        vars(made)[_LORA_MODULES] = vars(args).get("lora_modules")
+        return made
+
+    @functools.wraps(create)
+    def _create_engine_config(args: Any, *given: Any, **named: Any) -> Any:
+        transfer = vars(args).get("weight_transfer_config")
+        if transfer is not None and transfer.backend == BACKEND:
+            from windlass.engines.vllm.api_server import extend_api_server, note_adapters
+
+            set_defaults(args)
+            note_adapters(vars(args).get(_LORA_MODULES))
+            extend_api_server()
+        return create(args, *given, **named)
+
+    EngineArgs.from_cli_args = classmethod(from_cli_args)
+    EngineArgs.create_engine_config = _create_engine_config

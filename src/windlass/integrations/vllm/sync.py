@@ -269,21 +269,20 @@ class _Fleet:
         def left_s() -> float:
             return max(ends_at - time.monotonic(), 0.0)
 
-        infos = {
-            self._urls[name]: {
+        infos = {}
+        for name in names:
+            url = self._urls[name]
+            # A server that does not answer this has no reason to report.
+            self._routes.world_size(
+                url, answer_s, listens_within_s=left_s() if are_starting else 0.0
+            )
+            infos[url] = {
                 "name": name,
                 "controller": address.url,
                 "token": address.token,
                 "transport": self._transport,
-                "url": self._urls[name],
-                "world_size": self._routes.world_size(
-                    self._urls[name],
-                    answer_s,
-                    listens_within_s=left_s() if are_starting else 0.0,
-                ),
+                "url": url,
             }
-            for name in names
-        }
         self._joined.update(names)
         try:
             self._routes.init_weight_transfer_engine(infos, max(left_s(), 1.0))

@@ -1,0 +1,157 @@
+"""Membership of a server that its user started in the fleets of controllers; the plugins of vLLM and SGLang use it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import sys
+import threading
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+
+from windlass.control.engine_channel import report_cannot_join
+from windlass.engines.join_route import JoinOrder
+from windlass.engines.private_routes import new_key
+from windlass.envs import CONTROLLER_VARIABLE, control_token, environment_value
+from windlass.errors import ConfigError, ProtocolError, WindlassError
+from windlass.net.addresses import (
+    check_url,
+    is_loopback,
+    is_this_host,
+    is_wildcard,
+    join_host_port,
+    own_address,
+    url_of,
+)
+
+WAIT = "wait"
+"""Value of WINDLASS_CONTROLLER for a server that joins when `POST /windlass/join` names a controller."""
+_log = logging.getLogger(__name__)
+
+
+def keep_key(port: int) -> str:
+    """Create the key of this process's server and return it; it is removed when the process ends.
+
+    Raises:
+        ConfigError: see `new_key`.
+    """
+    kept = ExitStack()
+    key = kept.enter_context(new_key(port))
+    atexit.register(kept.close)
+    return key
+
+
+class Member(ABC):
+    """Membership of this process's server in fleets.
+
+    Attributes:
+        controller: value of WINDLASS_CONTROLLER.
+        token: token of the server; it opens `POST /windlass/join`.
+        key: key of the server's private routes, which its own ranks show.
+
+    Args:
+        host: address that the server listens on.
+        port: port that the server listens on.
+        key: key of the server's private routes; see `keep_key`.
+        spans_hosts: whether ranks on other hosts must reach the server.
+
+    Raises:
+        ConfigError: a token is required and missing, or the controller's URL is invalid; see also `_url`.
+        PeerUnreachable: see `_url`.
+    """
+
+    def __init__(self, host: str, port: int, *, key: str, spans_hosts: bool) -> None:
+        self.controller = environment_value(CONTROLLER_VARIABLE)
+        self.token = control_token()
+        self._listens_on, self._port, self._spans_hosts = host, port, spans_hosts
+        if self.controller != WAIT:
+            check_url(self.controller, CONTROLLER_VARIABLE)
+            self._url(self.controller)
+        elif not self.token:
+            raise ConfigError(
+                f"{CONTROLLER_VARIABLE}: {WAIT} must come with a token, which the one who says where shows"
+            )
+        self.key = key
+        self._is_joining = threading.Lock()
+
+    def join_at_start(self) -> None:
+        """Join the fleet of WINDLASS_CONTROLLER in a new thread; end the server if that fails."""
+
+        def join() -> None:
+            try:
+                self.join(JoinOrder(self.controller))
+            except WindlassError as error:
+                self._give_up(f"{type(error).__name__}: {error}")
+
+        threading.Thread(target=join, name="windlass-join", daemon=True).start()
+
+    def _give_up(self, reason: str) -> None:
+        """Report the reason and end the server, so that it does not serve requests without updates."""
+        name = self._name(self.controller)
+        sys.stderr.write(f"engine {name}: {reason}\n")
+        sys.stderr.flush()
+        with contextlib.suppress(WindlassError):
+            report_cannot_join(self.controller, self.token, name, reason)
+        self._end_server()
+
+    def join(self, order: JoinOrder) -> str:
+        """Order every rank to leave its previous fleet and join a new one, and return the engine's name. Blocks.
+
+        Raises:
+            ProtocolError: another join is in progress.
+            ConfigError: the controller's URL is invalid; see also `_url` and `_have_ranks_join`.
+            WindlassError: see `_have_ranks_join`.
+        """
+        if not self._is_joining.acquire(blocking=False):
+            raise ProtocolError("join: the engine must not be on its way into a fleet, it is")
+        try:
+            check_url(order.controller, "controller")
+            name = self._name(order.controller)
+            self._have_ranks_join(order, name, self._url(order.controller))
+        finally:
+            self._is_joining.release()
+        _log.info("engine %s has joined the fleet of %s", name, order.controller)
+        return name
+
+    @abstractmethod
+    def _have_ranks_join(self, order: JoinOrder, name: str, url: str) -> None:
+        """Order every rank to leave its previous fleet and join a new one. Blocks.
+
+        Args:
+            order: order of the controller.
+            name: name of the engine.
+            url: address at which the controller reaches the server.
+
+        Raises:
+            ConfigError: this host does not have the checkpoint, or the order is not valid for this server.
+            PeerUnreachable, PeerTimeout: a rank failed, or did not answer in time.
+        """
+
+    @abstractmethod
+    def _end_server(self) -> None:
+        """End the server and all its processes."""
+
+    def _name(self, controller: str) -> str:
+        """Return the engine's name, which is the same after a restart of the server."""
+        return join_host_port(self._host(controller), self._port)
+
+    def _url(self, controller: str) -> str:
+        return url_of(self._host(controller), self._port)
+
+    def _host(self, controller: str) -> str:
+        """Return the host under which peers reach this server.
+
+        Raises:
+            ConfigError: the host is a loopback address, and a peer is on another host.
+            PeerUnreachable: see `own_address`.
+        """
+        host = self._listens_on
+        if is_wildcard(host):
+            host = own_address(controller)
+        if is_loopback(host) and (self._spans_hosts or not is_this_host(controller)):
+            who = "a rank" if self._spans_hosts else controller
+            raise ConfigError(
+                f"--host must be an address that others reach, since {who} is on another host, got {host!r}"
+            )
+        return host

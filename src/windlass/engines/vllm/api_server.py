@@ -1,0 +1,233 @@
+"""Windlass's additions to the API server of a vLLM server that its user starts with the plugin.
+
+The API server is the only process that reaches the ranks of all replicas. It orders them to capture their layouts,
+checks the layouts, and then orders the ranks to join a fleet. A rank returns its answer through vLLM's own channel, so
+that ranks on other hosts need no secret of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any, final
+
+import msgspec
+
+from windlass.control.engine_channel import report_cannot_join
+from windlass.engines.adapters import adapter_of
+from windlass.engines.rank_reports import Secrets, check_layouts, reason_of
+from windlass.engines.spec import AgentSettings, CapturedLayout, RankStep, join_deadline_s
+from windlass.engines.vllm.engine_core import ORDERS, is_backend_of
+from windlass.engines.vllm.spec import refuse_runtime_adapters
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
+
+logger = logging.getLogger(__name__)
+
+
+class InitInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `/init_weight_transfer_engine`.
+
+    Attributes:
+        name: name of the engine in the fleet.
+        controller: address that the trainer's rank 0 gives.
+        token: token of the engine role.
+        transport: name of the transport that receives weights.
+        url: address of this server, as the trainer calls it.
+    """
+
+    name: str
+    controller: str
+    token: str
+    transport: str
+    url: str
+
+    def __repr__(self) -> str:
+        return f"InitInfo({self.name!r}, {self.controller!r})"
+
+
+class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Order to every rank of a server.
+
+    Attributes:
+        step: step of the join.
+        settings: settings of the join. Each rank fills in `checkpoint` and `loaded`.
+        secrets: secrets of the rank's agent.
+        pauses_itself: whether the server pauses itself for an update. If not, the trainer calls the server's routes.
+    """
+
+    step: RankStep
+    settings: AgentSettings
+    secrets: Secrets
+    pauses_itself: bool
+
+
+class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of one rank to a `RankOrder`.
+
+    Attributes:
+        failed: whether the rank could not carry out the order.
+        said: the captured layout in JSON, or the reason of the failure. The reason is empty if another rank has it.
+    """
+
+    failed: bool = False
+    said: str = ""
+
+
+@final
+class _Served:
+    """The adapter that this process's server gets updates for, as `NAME=FOLDER`; empty if updates are for the model."""
+
+    adapter = ""
+
+
+def note_adapters(modules: Sequence[Any] | None) -> None:
+    """Record the adapters of `--lora-modules`, which vLLM's configuration does not contain."""
+    _Served.adapter = ",".join(f"{module.name}={module.path}" for module in modules or ())
+
+
+@functools.cache
+def extend_api_server() -> None:
+    """Patch vLLM's `AsyncLLM` (0.24, 0.32). It behaves as before with another weight-transfer backend."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    initialise, update = AsyncLLM.init_weight_transfer_engine, AsyncLLM.update_weights
+
+    async def init_weight_transfer_engine(engine: Any, request: Any) -> None:
+        if not is_backend_of(engine.vllm_config):
+            await initialise(engine, request)
+            return
+        await _join_trainer(engine, msgspec.convert(request.init_info, InitInfo))
+
+    async def update_weights(engine: Any, request: Any) -> None:
+        if not is_backend_of(engine.vllm_config) or not _runs_in_lockstep(engine.vllm_config):
+            await update(engine, request)
+            return
+        # A held replica would never take part in a step that another replica has begun.
+        is_paused = await engine.is_paused()
+        if not is_paused:
+            await engine.pause_generation(mode="keep", clear_cache=False)
+        try:
+            await update(engine, request)
+        finally:
+            if not is_paused:
+                await engine.resume_generation()
+
+    AsyncLLM.init_weight_transfer_engine = init_weight_transfer_engine
+    AsyncLLM.update_weights = update_weights
+
+
+def _runs_in_lockstep(config: Any) -> bool:
+    """Return whether replicas take part in each other's steps, as they do with experts."""
+    return bool(config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe)
+
+
+async def _join_trainer(engine: Any, info: InitInfo) -> None:
+    """Have every rank join the fleet of a trainer, and report to the trainer why that fails."""
+    try:
+        settings = settings_of(engine, info.name, info.controller, info.transport, info.url)
+        await join_ranks(engine, settings, Secrets(info.token), pauses_itself=False)
+    except Exception as error:
+        try:
+            await asyncio.to_thread(
+                report_cannot_join, info.controller, info.token, info.name, reason_of(error)
+            )
+        except WindlassError as unheard:
+            logger.warning("the trainer was not told why this server does not join: %s", unheard)
+        raise
+
+
+def settings_of(engine: Any, name: str, controller: str, transport: str, url: str) -> AgentSettings:
+    """Return the settings of a join; see `AgentSettings`. Each rank fills in the folder of its own model.
+
+    Raises:
+        ConfigError: the server has several adapters, or one with replicas, or this host does not have the model;
+            see also `adapter_of`.
+        UnsupportedLayout: see `adapter_of`.
+    """
+    # This imports torch, which the API server of every vLLM has imported.
+    from windlass.engines.capture.codes import checkpoint_folder
+
+    model = engine.vllm_config.model_config
+    folder = checkpoint_folder("--model", model.model, model.revision)
+    world_size = engine.vllm_config.parallel_config.world_size_across_dp
+    adapter = adapter_of(_Served.adapter, "--lora-modules")
+    if adapter is not None:
+        refuse_runtime_adapters()
+        if world_size > engine.vllm_config.parallel_config.world_size:
+            raise ConfigError(
+                "--lora-modules: --data-parallel-size must be 1, got "
+                f"{engine.vllm_config.parallel_config.data_parallel_size}: adapters on replicas have not been shown"
+            )
+    return AgentSettings(
+        name=name,
+        controller=controller,
+        transport=transport,
+        url=url,
+        checkpoint="" if adapter is None else str(adapter.folder),
+        world_size=world_size,
+        adapter="" if adapter is None else adapter.name,
+        serves_own_weights=True,
+        join_deadline_s=join_deadline_s(folder),
+    )
+
+
+async def join_ranks(
+    engine: Any, settings: AgentSettings, secrets: Secrets, *, pauses_itself: bool
+) -> None:
+    """Order every rank of this server to leave its previous fleet and to join another.
+
+    No rank joins before the layouts of all ranks have been checked.
+
+    Args:
+        engine: vLLM's `AsyncLLM`.
+        settings: settings of the join.
+        secrets: secrets of the rank's agents.
+        pauses_itself: see `RankOrder`.
+
+    Raises:
+        ConfigError: no rank has a checkpoint tensor, or the server has ranks that this process does not reach.
+        PeerUnreachable: a rank failed; quotes its reason.
+        PeerTimeout: a rank did not answer within the deadline of the settings.
+    """
+    capture = RankOrder(
+        step=RankStep.CAPTURE, settings=settings, secrets=secrets, pauses_itself=pauses_itself
+    )
+    captured = await _order(engine, capture)
+    layouts = [msgspec.json.decode(said, type=CapturedLayout) for said in captured]
+    check_layouts(settings.name, layouts)
+    await _order(engine, msgspec.structs.replace(capture, step=RankStep.JOIN))
+
+
+async def _order(engine: Any, order: RankOrder) -> list[str]:
+    """Send an order to every rank and return what the ranks say.
+
+    vLLM's own `collective_rpc` returns the answers of the first replica only.
+    """
+    client, deadline_s = engine.engine_core, order.settings.join_deadline_s
+    args = (str(order.step), msgspec.json.encode(order).decode())
+    try:
+        async with asyncio.timeout(deadline_s):
+            found: Sequence[list[str]] = await asyncio.gather(
+                *(
+                    client._call_utility_async(
+                        "collective_rpc", ORDERS, deadline_s, args, None, engine=core
+                    )
+                    for core in client.core_engines
+                )
+            )
+    except TimeoutError:
+        raise PeerTimeout(
+            f"engine {order.settings.name}: every rank must {order.step} within {deadline_s} s"
+        ) from None
+    answers = [msgspec.json.decode(each, type=RankAnswer) for of_core in found for each in of_core]
+    reasons = [answer.said for answer in answers if answer.failed and answer.said]
+    if reasons:
+        raise PeerUnreachable(reasons[0])
+    if len(answers) != order.settings.world_size:
+        raise ConfigError(
+            f"vLLM: one API server must reach all {order.settings.world_size} ranks, it reaches {len(answers)}; "
+            "leave out --data-parallel-rank, --data-parallel-external-lb and --data-parallel-hybrid-lb"
+        )
+    return [answer.said for answer in answers]

@@ -1,0 +1,175 @@
+"""Membership of a vLLM server that its user started with WINDLASS_CONTROLLER, without a launcher.
+
+    WINDLASS_CONTROLLER=http://TRAINER:8000 WINDLASS_TOKEN_FILE=token vllm serve MODEL ...
+
+`prepare` completes the server's options before vLLM reads them: the weight-transfer backend, the development routes
+that pause the server, `POST /generate`, and the middleware `Membership`. The middleware protects the private routes,
+serves `POST /windlass/join`, and orders the ranks to join the controller's fleet when the server has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any, final
+
+from windlass.engines.join_route import JoinOrder, JoinRoute
+from windlass.engines.member import WAIT, Member, keep_key
+from windlass.engines.private_routes import (
+    App,
+    Message,
+    PrivateRoutes,
+    Receive,
+    Send,
+    is_launched,
+    saved_key,
+)
+from windlass.engines.rank_reports import Secrets
+from windlass.engines.versions import check_installed
+from windlass.engines.vllm.api_server import join_ranks, settings_of
+from windlass.engines.vllm.engine_core import BACKEND, SCHEDULER, stamps_tokens
+from windlass.engines.vllm.spec import RELEASES, generate_options
+from windlass.envs import (
+    CONTROLLER_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    control_token,
+    environment_value,
+    secret_value,
+    set_values,
+)
+from windlass.errors import ConfigError, WindlassError
+from windlass.net.addresses import check_url
+
+MEMBERSHIP = "windlass.engines.vllm.membership.Membership"
+_log = logging.getLogger(__name__)
+
+
+def prepare(args: Any) -> None:
+    """Complete the parsed options of a server if WINDLASS_CONTROLLER is set. vLLM's API server calls this.
+
+    With several API servers their parent calls this first, and passes the completed options to them.
+
+    Raises:
+        ConfigError: the options contradict WINDLASS_CONTROLLER, or a token is required and missing.
+    """
+    if not environment_value(CONTROLLER_VARIABLE) or is_launched():
+        return
+    from vllm.config import WeightTransferConfig
+
+    if args.weight_transfer_config is None:
+        args.weight_transfer_config = WeightTransferConfig(backend=BACKEND)
+    if args.weight_transfer_config.backend != BACKEND:
+        raise ConfigError(
+            f"--weight-transfer-config must name the backend {BACKEND} with {CONTROLLER_VARIABLE}, "
+            f"got {args.weight_transfer_config.backend}; leave it out"
+        )
+    if stamps_tokens() and args.scheduler_cls is None:
+        args.scheduler_cls = SCHEDULER
+    if vars(args).get("headless", False):
+        # Ranks on this host get the token with the order. Remove it from the environment of child processes.
+        secret_value(TOKEN_VARIABLE)
+        return
+    if MEMBERSHIP in args.middleware:
+        return
+    for warning in check_installed(RELEASES):
+        _log.warning("%s", warning)
+    if not args.port or vars(args).get("uds"):
+        raise ConfigError(
+            f"--port must name a port with {CONTROLLER_VARIABLE}: peers reach the server there"
+        )
+    controller = environment_value(CONTROLLER_VARIABLE)
+    if controller != WAIT:
+        check_url(controller, CONTROLLER_VARIABLE)
+    control_token()
+    if secret_value(TOKEN_VARIABLE) and (vars(args).get("api_server_count") or 1) > 1:
+        raise ConfigError(
+            f"{TOKEN_VARIABLE} must not be set for a server with {args.api_server_count} API servers, since no "
+            f"process inherits it; write the token to a file and set {TOKEN_FILE_VARIABLE}, or use "
+            "--api-server-count 1"
+        )
+    keep_key(args.port)
+    # vLLM serves its routes for pausing only in this mode.
+    set_values({"VLLM_SERVER_DEV_MODE": "1"})
+    *scale_out, _, generate_route = generate_options()
+    args.enable_scale_out = bool(scale_out) or vars(args).get("enable_scale_out", False)
+    args.middleware = [*args.middleware, MEMBERSHIP, generate_route]
+
+
+@final
+class Membership:
+    """ASGI middleware in front of a vLLM API server; see the module.
+
+    Args:
+        app: application of the server.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._behind: App | None = None
+        self._joins_at_start: VllmMember | None = None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request, or the start of the server."""
+        if self._behind is None:
+            try:
+                # vLLM has set this state before the server starts.
+                self._behind = self._protect(scope["app"].state)
+            except WindlassError as error:
+                _log.error("%s: %s", type(error).__name__, error)
+                if scope["type"] != "lifespan":
+                    raise
+                # Otherwise the server would serve without Windlass.
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                return
+
+        async def join_when_started(message: Message) -> None:
+            await send(message)
+            if message["type"] == "lifespan.startup.complete" and self._joins_at_start is not None:
+                self._joins_at_start.join_at_start()
+
+        await self._behind(scope, receive, join_when_started)
+
+    def _protect(self, state: Any) -> App:
+        member = VllmMember(state.engine_client, state.args)
+        # One of several API servers is enough.
+        if member.controller != WAIT and not state.engine_client.engine_core.client_index:
+            self._joins_at_start = member
+        return JoinRoute(PrivateRoutes(self._app, member.key), member.token, member.join)
+
+
+@final
+class VllmMember(Member):
+    """Membership of a vLLM server. Created in the loop of its API server.
+
+    Args:
+        engine: vLLM's `AsyncLLM`.
+        args: options of the server.
+
+    Raises:
+        ConfigError, PeerUnreachable: see `Member`.
+    """
+
+    def __init__(self, engine: Any, args: Any) -> None:
+        self._engine, self._loop = engine, asyncio.get_running_loop()
+        # vLLM takes one key or several.
+        keys = [key for key in args.api_key or () if key] or [environment_value("VLLM_API_KEY")]
+        self._api_key = keys[0]
+        super().__init__(
+            args.host or "0.0.0.0",  # noqa: S104 - vLLM's own default
+            args.port,
+            key=saved_key(f"http://localhost:{args.port}"),
+            spans_hosts=engine.vllm_config.parallel_config.nnodes > 1,
+        )
+
+    def _have_ranks_join(self, order: JoinOrder, name: str, url: str) -> None:
+        settings = settings_of(self._engine, name, order.controller, order.transport, url)
+        secrets = Secrets(order.token or self.token, self.key, self._api_key)
+        asyncio.run_coroutine_threadsafe(
+            join_ranks(self._engine, settings, secrets, pauses_itself=True), self._loop
+        ).result()
+
+    def _end_server(self) -> None:
+        self._engine.shutdown()
+        os._exit(2)

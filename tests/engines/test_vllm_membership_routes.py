@@ -1,0 +1,118 @@
+"""Routes of a vLLM server that was started with WINDLASS_CONTROLLER; vLLM and its ranks are stand-ins.
+
+`tests/integrations/test_vllm_membership.py` has live servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_vllm_api_server import GOOD, Cores
+
+from windlass.engines.member import keep_key
+from windlass.engines.private_routes import KEY_HEADER
+from windlass.engines.vllm.membership import Membership
+from windlass.net.addresses import free_port
+
+TOKEN = "token of the server"
+CONTROLLER = "http://127.0.0.1:1"
+
+
+class Server:
+    """ASGI server with the middleware in front of an application that answers every route with 200."""
+
+    def __init__(self, model: Path, *, client_index: int = 0) -> None:
+        self.cores = Cores([GOOD], [GOOD])
+        self.cores.client_index = client_index
+        parallel = SimpleNamespace(
+            world_size=1, world_size_across_dp=2, data_parallel_size=2, nnodes=1
+        )
+        config = SimpleNamespace(
+            parallel_config=parallel,
+            model_config=SimpleNamespace(model=str(model), revision=None),
+        )
+        args = SimpleNamespace(api_key=None, host="127.0.0.1", port=free_port())
+        self.key = keep_key(args.port)
+        engine = SimpleNamespace(engine_core=self.cores, vllm_config=config)
+        self.app = SimpleNamespace(state=SimpleNamespace(engine_client=engine, args=args))
+        self._membership = Membership(self._answer)
+
+    @staticmethod
+    async def _answer(scope: Any, _receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await send({"type": "lifespan.startup.complete"})
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def start(self) -> list[str]:
+        """Start the application and return the types of its messages."""
+        sent = await self._ask({"type": "lifespan", "app": self.app}, b"")
+        return [message["type"] for message in sent]
+
+    async def post(self, path: str, body: object, **headers: str) -> int:
+        """Return the status of an answer."""
+        given = [(name.replace("_", "-").encode(), v.encode()) for name, v in headers.items()]
+        scope = {
+            "type": "http", "method": "POST", "path": path, "headers": given, "app": self.app
+        }  # fmt: skip
+        return int((await self._ask(scope, json.dumps(body).encode()))[0]["status"])
+
+    async def _ask(self, scope: Any, body: bytes) -> list[Any]:
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await self._membership(scope, receive, send)
+        return sent
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
+    monkeypatch.setenv("WINDLASS_CONTROLLER", "wait")
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("given")
+async def test_private_routes_need_the_key_and_joining_needs_the_token(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    assert await server.start() == ["lifespan.startup.complete"]
+    for path in ("/pause", "/collective_rpc", "/init_weight_transfer_engine", "/update_weights"):
+        assert await server.post(path, {}) == 403
+        assert await server.post(path, {}, **{KEY_HEADER.replace("-", "_"): server.key}) == 200
+    assert await server.post("/v1/completions", {}) == 200
+    order = {"controller": CONTROLLER}
+    assert await server.post("/windlass/join", order) == 403
+    assert await server.post("/windlass/join", order, authorization="Bearer wrong") == 403
+    assert server.cores.orders == []
+    assert await server.post("/windlass/join", order, authorization=f"Bearer {TOKEN}") == 200
+    assert server.cores.orders == [(0, "capture"), (1, "capture"), (0, "join"), (1, "join")]
+
+
+@pytest.mark.parametrize(("client_index", "num_orders"), [(0, 4), (1, 0)])
+async def test_first_of_several_api_servers_joins_at_the_start(
+    client_index: int, num_orders: int, tmp_path: Path, given: pytest.MonkeyPatch
+) -> None:
+    given.setenv("WINDLASS_CONTROLLER", CONTROLLER)
+    server = Server(tmp_path, client_index=client_index)
+    assert await server.start() == ["lifespan.startup.complete"]
+    if num_orders:
+        await asyncio.wait_for(server.cores.is_done.wait(), 30)
+    assert len(server.cores.orders) == num_orders
+
+
+async def test_server_that_cannot_be_a_member_does_not_start(
+    tmp_path: Path, given: pytest.MonkeyPatch
+) -> None:
+    given.setenv("WINDLASS_CONTROLLER", "http://192.0.2.1:1")
+    assert await Server(tmp_path).start() == ["lifespan.startup.failed"]
