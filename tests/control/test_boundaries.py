@@ -131,7 +131,7 @@ async def test_a_wait_for_a_batch_ends_when_the_controller_closes() -> None:
         await asyncio.sleep(0)
     async with asyncio.timeout(WITHIN_S):
         for each in waiting:
-            with pytest.raises(ConfigError, match="next_batch needs an open controller"):
+            with pytest.raises(ConfigError, match="next_batch: the controller is closed"):
                 await each
 
 

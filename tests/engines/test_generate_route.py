@@ -193,7 +193,7 @@ async def test_every_token_carries_the_version_of_its_span() -> None:
 
 
 async def test_spans_with_a_gap_are_refused() -> None:
-    with pytest.raises(AttemptError, match="must follow one another"):
+    with pytest.raises(AttemptError, match="must be spans without gaps"):
         await answered([{"version": "4", "start": 1, "end": 3}])
 
 

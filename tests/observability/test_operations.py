@@ -84,7 +84,7 @@ async def test_metrics_overview_and_status_count_rollouts_dropped_as_too_old() -
         group = rollouts.submit_group((1,), 4, windlass.SamplingParams(max_new_tokens=2))
         await engine.until_held(4)
         rollouts.set_version(2)
-        with pytest.raises(RolloutError, match="dropped, too old for version 2"):
+        with pytest.raises(RolloutError, match="dropped because it is too old for version 2"):
             await group
         try:
             async with aiohttp.ClientSession(headers=HEADERS) as session:

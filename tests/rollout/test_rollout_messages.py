@@ -134,7 +134,7 @@ def test_a_value_that_is_not_msgpack_is_refused(value: bytes) -> None:
 def test_a_value_that_is_too_large_is_an_error_of_the_workflow() -> None:
     with pytest.raises(ConfigError, match=f"value must be of at most {MAX_VALUE_NBYTES} bytes"):
         encode_value("value", b"x" * MAX_VALUE_NBYTES)
-    with pytest.raises(ConfigError, match=f"value must hold at most {MAX_VALUE_ITEMS} values"):
+    with pytest.raises(ConfigError, match=f"value must contain at most {MAX_VALUE_ITEMS} values"):
         encode_value("value", [()] * MAX_VALUE_ITEMS)
 
 

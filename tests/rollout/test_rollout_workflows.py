@@ -181,7 +181,7 @@ async def test_waiting_for_workers_that_never_come_ends_by_the_deadline(rig: Rig
     await rig.start()
     rig.controller.run_here({})
     with pytest.raises(
-        PeerTimeout, match=r"2 workers within 0\.1 s, 1 are registered \(controller"
+        PeerTimeout, match=r"1 of 2 workers registered within 0\.1 s \(controller"
     ):
         await rig.controller.wait_for_workers(2, deadline_s=0.1)
 
@@ -225,7 +225,7 @@ async def test_a_paused_controller_dispatches_nothing_until_it_is_resumed(rig: R
     rig.controller.run_here({})
     rig.controller.pause()
     handles = [rig.controller.submit((n + 1,), SAMPLING) for n in range(10)]
-    with pytest.raises(PeerTimeout, match=r"10 rollouts within 0\.1 s, 10 are not done"):
+    with pytest.raises(PeerTimeout, match=r"10 of 10 rollouts were not done within 0\.1 s"):
         await rig.controller.wait(handles, deadline_s=0.1)
     assert engine.num_requests == 0
     rig.controller.resume()
@@ -288,7 +288,7 @@ async def test_a_conversation_over_too_many_versions_ends_as_configured(
         assert (await handle).versions == tuple(v for version in range(6) for v in [version] * 2)
         assert turns_made == 6
         return
-    with pytest.raises(RolloutError, match="dropped, too old"):
+    with pytest.raises(RolloutError, match="dropped because it is too old"):
         await handle
     # The third turn shows that a run cannot be used, so its last three turns are never made.
     runs = 2 if on_stale is OnStale.RESUBMIT else 1
@@ -372,7 +372,7 @@ async def test_a_wait_for_a_workflow_that_no_worker_knows_names_it(rig: Rig) -> 
     await rig.start()
     rig.controller.run_here({"blocks": blocks})
     handle = rig.controller.submit_workflow("blokcs", None, SAMPLING)
-    says = r"1 are not done \(.*workflow 'blokcs': workers know \['blocks'\]"
+    says = r"1 of 1 rollouts were not done within .* \(.*workflow 'blokcs': workers know \['blocks'\]"
     with pytest.raises(PeerTimeout, match=says):
         await rig.controller.wait([handle], deadline_s=0.2)
 

@@ -149,7 +149,7 @@ async def test_a_failing_router_is_tried_a_few_times_and_delays_no_update(
             async with asyncio.timeout(WITHIN_S):
                 for version in range(3):
                     await rig.publish(version)
-                while "does not know the fleet after 3 tries" not in caplog.text:
+                while "is not up to date after 3 tries" not in caplog.text:
                     hook.came.clear()
                     await asyncio.wait([asyncio.ensure_future(hook.came.wait())], timeout=0.2)
             hook.status = 200

@@ -140,7 +140,7 @@ def test_a_workflow_gives_one_sample_per_turn_with_the_reward_of_its_rollout() -
     ]
     silent = rollout(1, (), **of_workflow)
     with pytest.raises(
-        ConfigError, match=r"group 5: rollout 0-1 must have a generated token, got n"
+        ConfigError, match=r"group 5: rollout 0-1 has no generated token"
     ):
         training_samples(group(both, silent), [1.0, 0.0])
 
@@ -167,8 +167,8 @@ def test_a_sample_of_arrays_and_tensors_becomes_plain_numbers(changes: dict[str,
         ({"group_id": -(1 << 64)}, r"group_id must be integers of at most 63 bits"),
         ({"reward": None}, r"sample of group 5: reward must be one number, got None"),
         ({"reward": math.nan}, r"sample of group 5: reward must be finite, got nan"),
-        ({"output_ids": (2, 3, 4)}, r"must have one length of at least 1, got 3, 2 and 2"),
-        ({"versions": (0,)}, r"must have one length of at least 1, got 2, 2 and 1"),
+        ({"output_ids": (2, 3, 4)}, r"must have the same length, at least 1, got 3, 2 and 2"),
+        ({"versions": (0,)}, r"must have the same length, at least 1, got 2, 2 and 1"),
         ({"output_ids": (), "logprobs": (), "versions": ()}, r"at least 1, got 0, 0 and 0"),
         ({"output_ids": (2.5, 3)}, r"output_ids must be integers, got \(2\.5, 3\)"),
         ({"output_ids": torch.tensor([2.0, 3.0])}, r"output_ids must be integers, got tensor"),

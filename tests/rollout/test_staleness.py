@@ -336,11 +336,11 @@ async def test_only_a_whole_group_can_be_declined_and_only_once() -> None:
     for _ in range(2):
         bench.dispatch()
         bench.finish(OutcomeStatus.ACCEPTED, 0, 0)
-    with pytest.raises(RolloutError, match="must be what was handed out together"):
+    with pytest.raises(RolloutError, match="must be one delivered result"):
         bench.life.decline(["1", "2"])
     bench.hand_out()
     for wrong in (["1"], ["2", "1"], []):
-        with pytest.raises(RolloutError, match="must be what was handed out together"):
+        with pytest.raises(RolloutError, match="must be one delivered result"):
             bench.life.decline(wrong)
     bench.life.decline(["1", "2"])
     with pytest.raises(RolloutError, match="not declined yet"):
@@ -425,5 +425,5 @@ async def test_an_unknown_choice_is_refused_by_name() -> None:
 
 
 def test_tokens_without_logprobs_are_refused() -> None:
-    with pytest.raises(ProtocolError, match="one length, got 2, 1, 2"):
+    with pytest.raises(ProtocolError, match="the same length, got 2, 1, 2"):
         Partial((1, 2), (0.5,), (0, 0))

@@ -29,7 +29,7 @@ HERE = "{here}"
 
 
 class RecipeSection(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's code that runs in the controller's process.
+    """Location of the recipe, the user's code that runs in the controller's process.
 
     Attributes:
         file: Python file. name: `Recipe` class in the file; the job creates it without arguments.
@@ -53,14 +53,15 @@ class ControllerSection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks, which `TrainController` starts.
+    """The trainer ranks, which `TrainController` starts.
 
     Attributes:
         script: script that calls `run_train_worker`. arguments: arguments of the script.
         world_size: number of ranks. num_cpus, num_gpus: number of cores and GPUs reserved per rank.
         data_parallel_size: number of data-parallel ranks; 0 for `world_size`. Tensor- and pipeline-parallel peers
             get the same samples. A step needs at least one group per data-parallel rank.
-        num_nodes: number of nodes for the ranks, the same number of ranks on each; granted together.
+        num_nodes: number of nodes for the ranks, with the same number of ranks on each; the cluster grants all nodes
+            together.
         python: interpreter of the ranks; empty for the interpreter of this process.
         environment: variables added to the environment of every rank.
         allow_unused: value of WINDLASS_ALLOW_UNUSED in the ranks, see `allow_unused` of `connect_trainer`.
@@ -125,7 +126,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_checkpoint(folder: str) -> Checkpoint:
-    """Return the record of a finished checkpoint.
+    """Read the record of a finished checkpoint.
 
     Raises:
         ConfigError: there is no such folder, or it contains no finished checkpoint.
@@ -136,8 +137,8 @@ def read_checkpoint(folder: str) -> Checkpoint:
         return msgspec.json.decode((Path(folder) / CHECKPOINT_RECORD).read_bytes(), type=Checkpoint)
     except (OSError, *DECODE_ERRORS) as error:
         raise ConfigError(
-            f"trainer.resume_from must be a folder with the {CHECKPOINT_RECORD} of a checkpoint that was "
-            f"finished, got {folder!r}: {error}"
+            f"trainer.resume_from must be the folder of a finished checkpoint, with {CHECKPOINT_RECORD}, "
+            f"got {folder!r}: {error}"
         ) from error
 
 
@@ -160,16 +161,17 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         tensor_parallel_size: number of tensor-parallel ranks.
         port: port of the engine's server; 0 lets the system choose, for kinds that support it. An engine on several
             nodes also uses up to ten ports after it, on the first node.
-        num_nodes: number of nodes for the engine, with a part of its server on each; granted together.
+        num_nodes: number of nodes for the engine, with a part of its server on each; the cluster grants all nodes
+            together.
         arguments: arguments of the engine's launcher.
         python: interpreter of the engine; empty for the interpreter of this process.
         environment: variables added to the engine's environment. num_cpus: number of cores reserved on each node.
-        num_gpus: number of GPUs reserved in total, the same on each node. Omitted for one per rank if the trainers
-            have GPUs, and none otherwise.
+        num_gpus: number of GPUs reserved in total, the same number on each node. If it is omitted, the engine gets one
+            GPU per engine rank if the trainers have GPUs, and otherwise none.
         colocate_with: name of a trainer rank, such as `trainer-0`. The engine then reserves nothing: it shares the
             rank's node and cores, and uses one GPU per engine rank, starting at the trainer rank's first GPU.
-        max_restarts: number of restarts after deaths until the job has trained another step; the job fails at one
-            more.
+        max_restarts: number of times that the engine may die and be restarted between two steps; the job fails if it
+            dies once more.
     """
 
     name: str
@@ -206,14 +208,14 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         max_staleness: largest number of versions that the oldest token of a trained answer may be behind.
         on_stale: treatment of older answers. max_resubmits: limit for `OnStale.RESUBMIT`.
         max_concurrent: number of samples that may run at a time.
-        num_workers: number of worker processes; 0 runs rollouts in the controller's own loop.
+        num_workers: number of worker processes; 0 runs rollouts in the controller's event loop.
         worker_script: script that calls `run_rollout_worker`; empty for the default worker.
         worker_arguments: arguments added to the worker's command line.
         python: interpreter of the worker processes; empty for the interpreter of this process.
-        max_worker_restarts: number of restarts of a worker after deaths until the job has trained another step; the
-            job fails at one more.
-        batch_deadline_s: total time to wait for the groups of one step, including replacements of declined groups.
-            It is also the deadline for the recipe to score one group.
+        max_worker_restarts: number of times that a worker may die and be restarted between two steps; the job fails if
+            it dies once more.
+        batch_deadline_s: seconds to wait for the groups of one step, including replacements of declined groups. It is
+            also the deadline for the recipe to score one group.
         rewards_at_once: number of groups that the recipe scores at a time, each in a thread.
     """
 
@@ -260,9 +262,9 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         transport: transport of the engines; trainers get it in WINDLASS_TRANSPORT.
         replica: name of a `ReplicaPlace`; trainers get it in WINDLASS_REPLICA, for `connect_trainer`.
         update: mode, backend and deadlines of updates, see `windlass.ControlConfig`.
-        environment: variables of every process.
-        start_deadline_s: time until all processes must have connected.
-        shutdown_s: time that a running step or update has to end after SIGTERM.
+        environment: variables added to the environment of every process.
+        start_deadline_s: seconds until all processes must have connected.
+        shutdown_s: seconds that a running step or update has to end after SIGTERM.
     """
 
     steps: int
@@ -285,18 +287,22 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_numbers(self, {"steps": 1}, ("start_deadline_s", "shutdown_s"), where="job: ")
         names = [engine.name for engine in self.engines]
         if not names or len(set(names)) < len(names):
-            raise ConfigError(f"engines: needs at least one, with different names, got {names}")
+            raise ConfigError(
+                f"engines must have at least one entry, and different names, got names {names}"
+            )
         size = self.trainer.data_parallel_size or self.trainer.world_size
         if self.rollout.groups_per_step < size:
             raise ConfigError(
                 f"rollout.groups_per_step must be >= {size}, a group for each data-parallel rank, got "
-                f"{self.rollout.groups_per_step}; set trainer.data_parallel_size where ranks share their samples"
+                f"{self.rollout.groups_per_step}; set trainer.data_parallel_size if several ranks get the same samples"
             )
         parse_transport(self.transport)
         place = take_name("replica", self.replica, ReplicaPlace)
         if place is not ReplicaPlace.OFF and not self.update.backend.traits.one_sided:
             kind = type(self.update.backend).__name__
-            raise ConfigError(f"replica: update.backend must be p2p with one, got {kind}")
+            raise ConfigError(
+                f"update.backend must be p2p with replica = {self.replica!r}, got {kind}"
+            )
 
 
 def load_config(path: Path) -> LaunchConfig:
@@ -304,7 +310,7 @@ def load_config(path: Path) -> LaunchConfig:
 
     Raises:
         ConfigError: the file is unreadable or not TOML, a key is unknown or missing, a value breaks
-            its rule, or a script does not exist. The error names the file and the key. Further mistakes are its notes.
+            its rule, or a script does not exist. The error names the file and the key; its notes are further mistakes.
     """
     with name_file(path):
         config, mistakes = read_job(path)
@@ -314,7 +320,7 @@ def load_config(path: Path) -> LaunchConfig:
 
 
 def read_job(path: Path) -> tuple[LaunchConfig | None, list[str]]:
-    """Return the job of a file and the list of all mistakes in it; the job is None if a value breaks a rule.
+    """Read a job file; return the job and the list of all mistakes. The job is None if a value breaks a rule.
 
     Raises:
         ConfigError: the file is unreadable or not TOML.
@@ -324,7 +330,7 @@ def read_job(path: Path) -> tuple[LaunchConfig | None, list[str]]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(str(error)) from error
     raw = _expand(raw, str(path.resolve().parent))
-    # Unknown keys first, so that a misspelt key is not called a missing one.
+    # Report unknown keys first: a required key that is misspelt must not be reported as missing too.
     unknown = list(_take_unknown("", raw, inspect.type_info(LaunchConfig)))
     mistakes = [said for _, _, said in unknown]
     meant = {
@@ -355,14 +361,14 @@ def read_job(path: Path) -> tuple[LaunchConfig | None, list[str]]:
 
 
 def check_all(checks: Iterable[Callable[[], object]], mistakes: Iterable[str] = ()) -> None:
-    """Run all checks, even if some of them fail, and raise all their mistakes together.
+    """Run all checks, even if some fail, and raise one error with all mistakes.
 
     Args:
         checks: functions that raise ConfigError for a mistake.
         mistakes: mistakes that earlier checks found.
 
     Raises:
-        ConfigError: the first mistake; further ones are its notes, one each.
+        ConfigError: the first mistake; its notes are the further mistakes.
     """
     found = [*mistakes]
     for check in checks:
@@ -391,7 +397,7 @@ def error_of(mistakes: Iterable[str]) -> ConfigError:
 
 @contextmanager
 def name_file(path: Path) -> Iterator[None]:
-    """Prefix mistakes inside the block with the path of the job's file."""
+    """Prefix the mistakes of a ConfigError from the block with the path of the job file."""
     try:
         yield
     except ConfigError as error:
@@ -401,14 +407,14 @@ def name_file(path: Path) -> Iterator[None]:
 
 
 def _convert(raw: dict[str, Any], meant: Collection[str]) -> tuple[LaunchConfig | None, list[str]]:
-    """Return the job, or None if a value breaks a rule, and the broken rules.
+    """Return the job, and a list of mistakes; the job is None if a value breaks a rule.
 
-    A conversion ends at the first broken rule. To find more, replace the wrong value with its default, or with another
-    value that its type allows, and convert again.
+    msgspec's conversion ends at the first mistake. To find more, replace the wrong value with its default, or with
+    another value that its type allows, and convert again.
 
     Args:
         raw: tables of the file; not changed.
-        meant: required keys that the file has under a misspelt name.
+        meant: required keys that the file probably contains under a misspelt name.
     """
     mistakes: list[str] = []
     replaced: set[tuple[str | int, ...]] = set()
@@ -465,7 +471,7 @@ def _replace(raw: dict[str, Any], place: tuple[str | int, ...]) -> bool:
 
 
 def _without_union(raw: Any, kind: inspect.Type) -> tuple[Any, inspect.Type]:
-    """Return a value with its type; for a union, the member that the table's tag names."""
+    """Return a value and its type; if the type is a union, return the member that the table's tag names."""
     if isinstance(kind, inspect.UnionType):
         for _, _, member in _values("", raw, kind):
             return raw, member
@@ -477,11 +483,11 @@ _ALLOWED: Mapping[type[inspect.Type], Any] = {
     inspect.FloatType: 1.0,
     inspect.StrType: "x",
 }
-"""Type -> value that satisfies the rules of all required keys of that type."""
+"""Type -> value that every required key of this type accepts."""
 
 
 def _keys_of(where: str) -> list[str]:
-    """Return the keys of the table at a place."""
+    """Return the known keys of the table at a place such as `engines[0].`."""
     table = re.sub(r"\[\d+\]", "", where).rstrip(".")
     return [
         key
@@ -509,7 +515,7 @@ def _expand(value: Any, here: str) -> Any:
 
 
 def _take_unknown(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, str, str]]:
-    """Remove keys that are no field of `kind`, at any depth. msgspec checks the types of the values later.
+    """Remove keys that are not a field of `kind`, at any depth. msgspec checks the types of the values later.
 
     Yields:
         Place of the table, key, and mistake. The mistake names all keys of the table, similar keys first.
@@ -564,7 +570,7 @@ def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
         if key in kind and table != re.sub(r"\[\d+\]", "", where).rstrip(".")
     ]
     elsewhere = f"; {key} is a key of {' and of '.join(tables)}" if tables else ""
-    return f"{where}{key} is no known key, expected one of {keys}{elsewhere}"
+    return f"{where}{key} is not a known key, expected one of {keys}{elsewhere}"
 
 
 def _tables(where: str, kind: inspect.Type) -> Iterator[tuple[str, list[str]]]:
@@ -593,7 +599,7 @@ _KINDS = {
 
 
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
-    """Return a mistake with the key, the rule of msgspec and the value."""
+    """Return a message for a broken rule of msgspec, with the key, the rule and the value."""
     rule, _, place = str(error).partition(" - at `")
     key = place.rstrip("`").removeprefix("$").lstrip(".")
     if lacking := re.fullmatch(r"Object missing required field `(\w+)`", rule):

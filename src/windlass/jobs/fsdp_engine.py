@@ -29,11 +29,11 @@ from windlass.trainers.fsdp import connect_trainer
 from windlass.transports.registry import TransportConfig
 
 Samples = Sequence[Sequence[TrainingSample]]
-"""Groups that one rank gets in a training step, each with its samples."""
+"""Groups that one rank gets in a training step; each group is a sequence of samples."""
 
 
 def start_process_group(context: TrainContext, backend: str, device: torch.device) -> None:
-    """Start torch.distributed by the store that the controller names, on this rank's device. Collective."""
+    """Start torch.distributed with the TCP store of rank 0, and set this rank's CUDA device. Collective."""
     timeout = timedelta(seconds=context.deadline_s)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         context.store_host, context.store_port, is_master=False, timeout=timeout
@@ -46,16 +46,18 @@ def start_process_group(context: TrainContext, backend: str, device: torch.devic
 
 
 class LossMean(StrEnum):
-    """Unit that the user's loss is the mean over. Steps weigh the losses of ranks and micro-batches by its number.
+    """Unit over which the user's loss is a mean.
 
-    SAMPLES: the samples that the loss is given. TOKENS: their generated tokens.
+    A training step weights the losses of ranks and micro-batches by their number of such units.
+
+    SAMPLES: the samples that the loss receives. TOKENS: the generated tokens of these samples.
     """
 
     SAMPLES = "samples"
     TOKENS = "tokens"
 
     def weight(self, groups: Samples) -> int:
-        """Return how many samples or tokens there are."""
+        """Return the number of samples, or of generated tokens, in these groups."""
         samples = [sample for group in groups for sample in group]
         if self is LossMean.SAMPLES:
             return len(samples)
@@ -65,22 +67,22 @@ class LossMean(StrEnum):
 def micro_batches(
     groups: Samples, num_groups: int, loss_mean: LossMean, device: torch.device
 ) -> list[tuple[Samples, float]]:
-    """Cut a rank's groups into micro-batches, as many on every rank. Collective over all ranks.
+    """Cut a rank's groups into micro-batches, the same number on every rank. Collective over all ranks.
 
-    All ranks enter the same collectives, so a rank with too few groups runs some again, with weight 0.
+    All ranks must enter the same collectives. So a rank with too few groups runs a group again, with weight 0.
 
     Args:
-        groups: this rank's.
-        num_groups: bound for the groups of a micro-batch; 0 for one micro-batch of all.
-        loss_mean: what losses are weighed by.
-        device: device whose tensors the process group reduces.
+        groups: groups of this rank.
+        num_groups: largest number of groups in a micro-batch; 0 for one micro-batch of all groups.
+        loss_mean: unit over which the loss is a mean; its number gives the weights.
+        device: device of tensors that the process group can gather.
 
     Returns:
-        Groups of each micro-batch, and the weight of its loss. Averaged over data-parallel ranks, the sum of a
-        rank's weighted losses is the mean over the samples (or tokens) of all ranks.
+        For each micro-batch, its groups and the weight of its loss. The average over data-parallel ranks of the summed
+        weighted losses is the mean over the samples (or tokens) of all ranks.
 
     Raises:
-        ConfigError: a rank has no sample; raised on every rank.
+        ConfigError: a rank has no sample (or token); every rank raises.
     """
     num_pieces = -(-len(groups) // num_groups) if num_groups else 1
     own = torch.tensor([num_pieces, loss_mean.weight(groups)], dtype=torch.float64, device=device)
@@ -91,7 +93,7 @@ def micro_batches(
     if 0 in weights:
         raise ConfigError(
             f"train_step: every rank must have at least one sample, got none on rank {weights.index(0)}; "
-            f"a step needs as many groups as there are data-parallel ranks"
+            f"give each step at least as many groups as there are data-parallel ranks"
         )
     num_pieces = int(counts[:, 0].max())
     mean_weight = sum(weights) / len(weights)
@@ -106,15 +108,17 @@ def micro_batches(
 @final
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """Sizes of the axes of the trainers' mesh, named as in torchtitan; FSDP2 shards over the remaining ranks.
+    """Sizes of the axes of the trainers' device mesh, named as in torchtitan.
+
+    The remaining factor of the world size is the size of `dp_shard`, over which FSDP2 shards.
 
     Attributes:
-        dp_replicate: copies of the shards (HSDP): gradients are averaged over them.
-        cp: ranks that share the samples and cut their sequences. FSDP2 shards over them, too.
-        tp: ranks that share the samples and cut the parameters, as `tensor_parallel` of `FsdpEngine` says.
+        dp_replicate: number of replicas of the shards (HSDP), over which gradients are averaged.
+        cp: number of ranks that get the same samples, each a part of every sequence. FSDP2 shards over them too.
+        tp: number of ranks that get the same samples and split the parameters, see `tensor_parallel` of `FsdpEngine`.
 
     Raises:
-        ConfigError: a number below 1.
+        ConfigError: a size is below 1.
     """
 
     dp_replicate: int = 1
@@ -125,10 +129,10 @@ class ParallelSizes:
         check_numbers(self, {"dp_replicate": 1, "cp": 1, "tp": 1})
 
     def axes(self, world_size: int) -> dict[str, int]:
-        """Return the mesh's axes, outermost first: `dp_shard`, and those of more than one rank.
+        """Return the size of each axis of the mesh, outermost first; only `dp_shard` may have size 1.
 
         Raises:
-            ConfigError: they do not divide `world_size`.
+            ConfigError: the product of the sizes does not divide `world_size`.
         """
         others = self.dp_replicate * self.cp * self.tp
         if world_size % others:
@@ -150,25 +154,30 @@ class FsdpEngine(TrainEngine):
     """The `TrainEngine` of an FSDP2 rank.
 
     Without `sizes` every rank is a data-parallel rank. Tensor- and context-parallel peers form one data-parallel rank
-    and get the same samples. A step's loss is the mean over the samples (or tokens) of all ranks, even if the ranks
-    have different numbers of samples.
+    and get the same samples. The loss of a step is the mean over the samples (or tokens) of all ranks, even if the
+    ranks have different numbers of samples.
 
     Args:
-        model: builds the module; called after the process group exists, with the same seed on all ranks.
-        optimizer: from the sharded module. loss: from the module and this rank's groups; a
-            scalar that depends on the module, since every rank must enter its collectives.
-        units: submodules to shard on their own, usually decoder layers.
-        sizes: sizes of the mesh; after `setup` it is the attribute `mesh`. A loss cuts sequences by `mesh["cp"]`.
-        tensor_parallel: cuts the module over `mesh["tp"]`, by torch's `parallelize_module` for example; before
-            FSDP2 does. It must be given where `sizes.tp` > 1.
-        loss_mean: unit that `loss` is the mean over; its number gives the weights of ranks and micro-batches.
-        num_groups: bound for the groups of a micro-batch; 0 for one micro-batch of all. A step runs as many on
-            every rank.
-        lr_schedule: from the optimizer, stepped after it; saved and loaded with it.
-        mixed_precision: FSDP2's. Parameters stay, and are published, as `model` made them.
-        backend: of torch.distributed, "cpu:gloo,cuda:nccl" on GPUs. seed: before `model` is called.
-        device: where the model is moved before it is sharded; "cuda" is the first GPU that this rank sees.
-        max_grad_norm: gradients are clipped to it; 0 for never.
+        model: function that builds the module; called after the process group exists, with the same seed on all ranks.
+        optimizer: function that builds the optimizer from the sharded module.
+        loss: function of the module and this rank's groups. It returns a scalar that depends on the module, because
+            all ranks must enter the collectives of the backward pass.
+        units: function that returns the submodules to shard separately, usually decoder layers.
+        sizes: sizes of the mesh axes; after `setup` the attribute `mesh` has the mesh. With `cp`, the loss must cut
+            sequences over `mesh["cp"]`.
+        tensor_parallel: function that splits the module over `mesh["tp"]`, for example with torch's
+            `parallelize_module`; called before FSDP2 shards the module. Required if `sizes.tp` > 1.
+        loss_mean: unit over which `loss` is a mean. The losses of ranks and micro-batches are weighted by their number
+            of such units.
+        num_groups: largest number of groups in a micro-batch; 0 for one micro-batch of all groups. All ranks run the
+            same number of micro-batches.
+        lr_schedule: function that builds the schedule from the optimizer. The schedule is stepped after the optimizer,
+            and saved and loaded with it.
+        mixed_precision: FSDP2's policy. Parameters keep the dtype that `model` gave them, and are published in it.
+        backend: backend of torch.distributed, for example "cpu:gloo,cuda:nccl" on GPUs.
+        device: device to which the model is moved before it is sharded; "cuda" is the first GPU that this rank sees.
+        seed: torch's seed, set before `model` is called.
+        max_grad_norm: norm to which gradients are clipped; 0 for no clipping.
         publish_to_fleet: whether to connect to the controller's fleet.
         transport: see `connect_trainer`.
         replica: see `connect_trainer`, and `TrainController.publish` for what a replica does.
@@ -202,8 +211,8 @@ class FsdpEngine(TrainEngine):
             raise ConfigError(f"FsdpEngine: num_groups must be >= 0, got {num_groups}")
         if (sizes.tp > 1) != (tensor_parallel is not None):
             raise ConfigError(
-                "FsdpEngine: tensor_parallel must be given where sizes.tp > 1, and nowhere else, "
-                f"got {tensor_parallel} and {sizes.tp}"
+                "FsdpEngine: tensor_parallel must be given if sizes.tp > 1, and only then, "
+                f"got {tensor_parallel} and sizes.tp={sizes.tp}"
             )
         self._loss_mean = take_name("FsdpEngine: loss_mean", loss_mean, LossMean)
         self._units, self._device = units, torch.device(device)
@@ -229,7 +238,7 @@ class FsdpEngine(TrainEngine):
             ConfigError: before `setup`.
         """
         if self._model is None:
-            raise ConfigError("FsdpEngine: setup must come first, got no model")
+            raise ConfigError("FsdpEngine: no model yet; call setup first")
         return self._model
 
     @property
@@ -240,7 +249,7 @@ class FsdpEngine(TrainEngine):
             ConfigError: before `setup`.
         """
         if self._mesh is None:
-            raise ConfigError("FsdpEngine: setup must come first, got no mesh")
+            raise ConfigError("FsdpEngine: no mesh yet; call setup first")
         return self._mesh
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
@@ -315,12 +324,12 @@ class FsdpEngine(TrainEngine):
 
     def prepare_publish(self, version: int) -> bool:
         if self._client is None:
-            raise ConfigError("FsdpEngine: publish needs publish_to_fleet=True, got False")
+            raise ConfigError("FsdpEngine: publish_to_fleet must be True to publish, got False")
         self._client.prepare_publish(version)
         return self._replica is not ReplicaPlace.OFF
 
     def save(self, path: str) -> None:
-        """Save model and optimiser as a distributed checkpoint, which another number of ranks may load."""
+        """Save model and optimiser as a distributed checkpoint; a different number of ranks may load it."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -352,7 +361,7 @@ class FsdpEngine(TrainEngine):
 
     def _stepped(self) -> torch.optim.Optimizer:
         if self._optimizer is None:
-            raise ConfigError("FsdpEngine: setup must come first, got no optimizer")
+            raise ConfigError("FsdpEngine: no optimizer yet; call setup first")
         return self._optimizer
 
     def close(self) -> None:
@@ -364,7 +373,7 @@ class FsdpEngine(TrainEngine):
 
 
 def _clip(parameters: Iterator[torch.nn.Parameter], max_norm: float) -> float:
-    """Clip gradients to the norm of all of them, whatever mesh each is on; torch takes one mesh at a time."""
+    """Clip the norm of all gradients together; return it. torch's function accepts gradients of one mesh only."""
     of_mesh: defaultdict[DeviceMesh | None, list[torch.nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:

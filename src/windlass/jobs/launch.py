@@ -74,11 +74,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Pause before a process is started again; it doubles with each restart without progress."""
 RANKS = "trainer"
-"""Name of the ranks' controller: they are `trainer-0`, `trainer-1`, and so on."""
+"""Name of the `TrainController`; its ranks are the processes `trainer-0`, `trainer-1`, and so on."""
 LOG_LINES = 20
 """Number of log lines that the job prints when a process has ended."""
 RANKS_END_S = 10.0
-"""Seconds for ranks to receive `Stop` and end. Ranks that have not connected never receive it."""
+"""Seconds that ranks have to receive `Stop` and end. A rank that has not connected never receives it."""
 
 
 async def run_job(
@@ -90,20 +90,20 @@ async def run_job(
 ) -> JobSummary:
     """Run a job until its steps are done, its tasks end, or this process gets SIGTERM or SIGINT.
 
-    After a signal, a running step or weight update has `shutdown_s` to end. The job then stops the trainers, the
-    rollouts, the workers and engines, and the controller, in this order. A second signal ends the wait. Every
-    process that the scheduler started ends with the job.
+    After a signal, a running step or weight update has `shutdown_s` to end; a second signal ends this wait. The job
+    then stops the trainers, the rollouts, the workers and engines, and the controller, in this order. All processes
+    that the scheduler started end with the job.
 
     Args:
         config: configuration from `load_config`.
-        notify: function that gets one line per event.
+        notify: function that is called with one line of text per event.
         recipe: recipe to use instead of the recipe that `config` names.
-        progress: view that shows the slow parts of the start.
+        progress: object that shows the slow parts of the start.
 
     Raises:
         ConfigError: see `check_job`, or another job runs in the output folder. No process was started.
-        WindlassError: a process could not be started or died too often, a deadline passed, or all
-            steps are done and the last update was not published.
+        WindlassError: a process could not be started or died too often, a deadline passed, or the last version was
+            not published at the end.
     """
     check_job(config)
     token = _owner_token()
@@ -122,12 +122,12 @@ async def _run_in(
     notify: Callable[[str], None],
     progress: Progress,
 ) -> JobSummary:
-    """Run a job after its output folder was locked; see `run_job`."""
+    """Run a job in its output folder, which the caller has locked; see `run_job`."""
     inherited = {name: environment_value(name) for name in (*LOG_VARIABLES, *TLS_VARIABLES)}
     environment = {
         **{name: value for name, value in inherited.items() if value},
         **config.environment,
-        # The file contains the owner's token, but each process gets only the token of its role.
+        # The file contains the secret of the job, but each process gets only the token of its role.
         TOKEN_FILE_VARIABLE: "",
         "WINDLASS_TRANSPORT": config.transport,
         "WINDLASS_REPLICA": config.replica,
@@ -135,7 +135,9 @@ async def _run_in(
     scheduler = create_scheduler(config.scheduler, output_dir / "logs", environment)
     start = find_start(config)
     if start is not None and start[1].steps >= config.steps:
-        notify(f"done already: {start[0]} has {counted(start[1].steps, 'step')}")
+        notify(
+            f"nothing to do: the checkpoint {start[0]} has {counted(start[1].steps, 'step')} already"
+        )
         return JobSummary(
             steps=start[1].steps,
             version=start[1].version,
@@ -162,11 +164,11 @@ async def _run_in(
         write_file(output_dir / SUMMARY, msgspec.json.format(msgspec.json.encode(summary)))
         _check_last_update(summary, job.version)
     except WindlassError as error:
-        # Ray keeps its logs on the nodes.
+        # With Ray this folder has no logs: they are on the nodes.
         if any((output_dir / "logs").glob("*.log")):
             error.add_note(f"the logs are in {output_dir / 'logs'}")
             if isinstance(error, PeerTimeout):
-                error.add_note("next: read the log of each process that did not come or answer")
+                error.add_note("next: read the log of each process that did not connect or answer")
         raise
     finally:
         for number in SIGNALS:
@@ -177,12 +179,12 @@ async def _run_in(
 def _check_last_update(summary: JobSummary, version: int) -> None:
     """Raise WindlassError if no signal stopped the job and its last version was not published.
 
-    With a replica, the last update may end while the ranks close, and closing them returns no result of an update.
+    With replicas, the last update may end while the ranks are closed, and no other code checks its result.
     """
     if not summary.stopped_by and summary.version < version:
         raise WindlassError(
-            f"the last update failed: version {version} must be published at the end, "
-            f"got {summary.version}"
+            f"the last update failed: version {version} was not published; the published version is "
+            f"{summary.version}"
         )
 
 
@@ -218,7 +220,7 @@ class _Job:
         self._recipe_state = b""
         """State of the recipe after the newest task that it has yielded."""
         self._drawn: Task | None = None
-        """Task that the recipe has yielded, and that waits until the staleness bound admits it."""
+        """Task that the recipe has yielded and that the staleness bound does not admit yet."""
         self._open: dict[int, tuple[Task, GroupHandle]] = {}
         """Groups that are submitted and not yet trained on, declined or failed."""
         self._trained: list[str] = []
@@ -290,16 +292,16 @@ class _Job:
                     task.result()
             rollouts = msgspec.to_builtins(controller.rollouts.stats())
         finally:
-            # A failed job gets a report too. Write it now, while it still shows the members.
+            # A failed job gets a report too. Write it now, while engines and trainers are still connected.
             self._write_report()
-            # Ranks inside a call do not read further commands, such as `Stop`.
+            # A rank inside a call does not read further commands, such as `Stop`.
             in_call = not work.done()
             for task in (work, *others):
                 task.cancel()
             await asyncio.gather(work, *others, return_exceptions=True)
             grace_s = RANKS_END_S
             if config.replica != ReplicaPlace.OFF:
-                # The replicas may still be sending the last update when all steps are done.
+                # When all steps are done, the replicas may still be sending the last update.
                 grace_s = max(grace_s, config.shutdown_s)
             controller.coordinator.members.expect_departures()
             ranks_end = asyncio.create_task(
@@ -312,8 +314,8 @@ class _Job:
                     # Engines still serve the last version.
                     await self._call_ended(self._summary(rollouts))
             finally:
-                # End the processes before closing the rollout controller: workers hand over their tasks as they
-                # end, and would retry at a closed controller until their deadline.
+                # Close the rollout controller after the processes: an ending worker returns its tasks to it, and with
+                # a closed controller would try this until a deadline.
                 controller.rollouts.pause()
                 names = [status.name for status in self._scheduler.list()]
                 workers = {_worker_name(number) for number in range(config.rollout.num_workers)}
@@ -379,7 +381,7 @@ class _Job:
             await asyncio.gather(hook, insisted, return_exceptions=True)
 
     async def _clean_up(self) -> float:
-        """Cancel all rollouts and wait for their clean-up, unless a signal says not to.
+        """Cancel all rollouts and wait for their clean-up; a second signal skips or ends the wait.
 
         Returns:
             Seconds that worker processes may then take to end.
@@ -397,11 +399,11 @@ class _Job:
         insisted.cancel()
         await asyncio.wait([cleaning, insisted])
         if cleaning.cancelled():
-            self._notify("a signal cut off the clean-up of rollouts")
+            self._notify("a signal interrupted the clean-up of rollouts")
             return 0.0
         if num_left := cleaning.result():
             self._notify(
-                f"{num_left} attempts had not cleaned up after shutdown_s={deadline_s:g} and were cut off"
+                f"{num_left} attempts had not cleaned up after shutdown_s={deadline_s:g} and were abandoned"
             )
             return 5.0
         return deadline_s
@@ -410,7 +412,9 @@ class _Job:
         """Wait for a signal, stop dispatching rollouts, let a running step or update end, and cancel `work`."""
         self._stopped_by = await self.signals.get()
         self.controller.rollouts.pause()
-        self._notify(f"{signal.Signals(self._stopped_by).name}: ending what runs")
+        self._notify(
+            f"{signal.Signals(self._stopped_by).name}: waiting for the end of a running step or update"
+        )
         ended = asyncio.create_task(self._in_step.acquire())
         insisted = asyncio.create_task(self.signals.get())
         try:
@@ -424,15 +428,21 @@ class _Job:
                 await asyncio.wait([work])
             else:
                 self._insisted = insisted.done()
-                self._notify(f"given up after {self._config.shutdown_s} s or a second signal")
+                self._notify(
+                    f"stopped waiting, after shutdown_s={self._config.shutdown_s:g} or a second signal"
+                )
         finally:
             ended.cancel()
             insisted.cancel()
 
     async def _guard(self, parts: Sequence[ProcessSpec], role: Access, max_restarts: int) -> None:
-        """Restart the parts of a process when one of them ends. The fleet continues while they are away.
+        """Start an engine or worker, and start it again whenever it ends. The rest of the job continues without it.
 
-        When one part ends, this ends all parts and starts them in a new reservation.
+        An engine on several nodes has several parts (processes). When one ends, all parts are ended and started again
+        in a new reservation.
+
+        Raises:
+            WindlassError: the process ended once more than `max_restarts` times.
         """
         restarts = num_trained = 0
         while True:
@@ -450,7 +460,7 @@ class _Job:
             status = next(iter(done)).result()
             if self._num_trained > num_trained:
                 restarts, num_trained = 0, self._num_trained
-            ended = f"{status.name} ended with {status.returncode} after {restarts} restarts"
+            ended = f"{status.name} ended with exit status {status.returncode} after {restarts} restarts"
             log = await self._log_end(status.name)
             if restarts == max_restarts:
                 raise WindlassError(f"{ended}{log}")
@@ -460,7 +470,7 @@ class _Job:
             restarts += 1
 
     async def _log_end(self, name: str) -> str:
-        """Return the last part of a message about a process: the end of its log, and the path of the log."""
+        """Return the end of a message about an ended process: the path and the last lines of its log."""
         tail = await self._scheduler.log_tail(name, LOG_LINES)
         path = self._output_dir / "logs" / f"{name}.log"
         return f"; its log, {path}, ends:\n{tail.rstrip()}"
@@ -498,7 +508,7 @@ class _Job:
                 await asyncio.gather(producer, return_exceptions=True)
 
     def _end_of_tasks(self) -> None:
-        """Report the groups that were left over, after the recipe's tasks have ended.
+        """Report that the recipe's tasks have ended, and the groups that were not trained on.
 
         Raises:
             WindlassError: the job has trained no step.
@@ -529,7 +539,7 @@ class _Job:
             missing = ", ".join(coordinator.fleet.missing(world_size, engines).values())
             binds = ", ".join(coordinator.connector.binds)
             progress.detail(
-                f"not there yet: {missing}" if missing else f"binding {binds}" if binds else ""
+                f"not connected yet: {missing}" if missing else f"binding {binds}" if binds else ""
             )
 
         coordinator.subscribe(look)
@@ -552,7 +562,7 @@ class _Job:
             raise PeerTimeout(progress.text()) from error
 
     async def _start_ranks(self) -> None:
-        """End the old ranks, start new ranks, and load the newest checkpoint if there is one."""
+        """End old ranks, start new ranks, and load the newest checkpoint if there is one."""
         deadline_s = self._config.start_deadline_s
         await self._trainers.start(self.controller.url, deadline_s=deadline_s)
         num_groups, size = self._config.rollout.groups_per_step, self._trainers.data_parallel_size
@@ -565,19 +575,22 @@ class _Job:
             await self._trainers.load(str(folder), deadline_s=deadline_s)
             self._steps = checkpoint.steps
             self.version = max(self.version, checkpoint.version - 1, self._journalled_version())
-            self._notify(f"resumed from {folder}: {self._steps} steps")
+            self._notify(f"continues from {folder}, after {counted(self._steps, 'step')}")
 
     def _journalled_version(self) -> int:
-        """Return the newest version in the journal of rollouts; the job must not reuse its number."""
+        """Return the newest version in the journal of rollouts, or -1: the job must not use this number again."""
         rollouts = self.controller.rollouts
         return rollouts.stats().version if rollouts.recovered.groups else -1
 
     async def _start_again(self, error: TrainerError) -> None:
-        """Start the ranks again from the newest checkpoint after one of their calls has failed.
+        """Start the ranks again from the newest checkpoint after a call of the ranks has failed.
 
-        The checkpoint's weights are published as a new version, because engines may hold later weights, in whole or
-        in part. Rollouts continue while the ranks restart. The steps since the checkpoint and the current batch are
-        lost.
+        The checkpoint's weights are published as a new version, because engines may have the weights of later steps, in
+        whole or in part. Rollouts continue while the ranks restart. The steps since the checkpoint and the current
+        batch are lost.
+
+        Raises:
+            TrainerError: there is no checkpoint, or the ranks have failed more than `max_restarts` times since it.
         """
         max_restarts = self._config.trainer.max_restarts
         while self._newest is not None and self._restarts_since_checkpoint < max_restarts:
@@ -612,13 +625,13 @@ class _Job:
         said = f"the update to version {self.version}"
         if self.controller.phase:
             said += f", now in {self.controller.phase}"
-        return f"{said}; not there: {', '.join(missing.values())}" if missing else said
+        return f"{said}; not connected: {', '.join(missing.values())}" if missing else said
 
     async def _save(self) -> None:
-        """Save a checkpoint. The record is written last, because a job starts only from a folder that has one."""
+        """Save a checkpoint. The record is written last: a folder without a record is not a finished checkpoint."""
         folder = self._output.checkpoint_folder(self._steps)
         (folder / CHECKPOINT_RECORD).unlink(missing_ok=True)
-        # Copy the state first: tasks that are drawn while the ranks save belong to the next checkpoint.
+        # Take the recipe's state first: tasks that it yields while the ranks save belong to the next checkpoint.
         state, tasks, trained = self._recipe_state, self._open_tasks(), self._trained
         self._trained = []
         with self._waiting_for(lambda: f"the trainer ranks: checkpoint {self._steps}"):
@@ -632,7 +645,7 @@ class _Job:
         await asyncio.to_thread(self._output.prune, self._config.trainer.keep)
 
     def _open_tasks(self) -> bytes:
-        """Return the tasks that were drawn and not trained on; empty if a journal of rollouts records them."""
+        """Return the tasks that were yielded and not trained on; empty if a journal of rollouts records them."""
         if self._config.rollout.journal is not None or not self._recipe_state:
             return b""
         tasks = [task for task, _ in self._open.values()]
@@ -640,11 +653,11 @@ class _Job:
         try:
             return encode_tasks(tasks)
         except ConfigError as error:
-            _log.warning("tasks that are not trained on are not in the checkpoint: %s", error)
+            _log.warning("the checkpoint lacks the tasks that were not trained on: %s", error)
             return b""
 
     def _acknowledge(self, task_ids: Sequence[str]) -> None:
-        """Remove groups from the journal of rollouts, because a checkpoint contains their training."""
+        """Remove groups from the journal of rollouts, because the saved weights were trained on them."""
         if self._config.rollout.acknowledge:
             self.controller.rollouts.acknowledge(task_ids)
 
@@ -676,10 +689,10 @@ class _Job:
         self._notify(f"step {self._steps}: reward {reward:.4f}, {len(samples)} samples, {metrics}")
         if (difference := result.metrics.get(LOGPROB_DIFFERENCE, 0.0)) > LARGEST_DIFFERENCE:
             self._notify(
-                f"warning: log-probabilities of rollouts are {difference:.2f} away from the trainer's, per token, "
-                f"under the job's sampling settings, and should be within {LARGEST_DIFFERENCE}: importance weights are wrong. "
-                "Does an engine return those of another distribution than it samples from, or a workflow "
-                "sample with settings of its own?"
+                f"warning: log-probabilities of rollouts differ from the trainer's by {difference:.2f} per token, "
+                f"with the job's sampling settings; at most {LARGEST_DIFFERENCE} is expected. Importance weights are wrong. "
+                "Possible causes: an engine returns log-probabilities of another distribution than it samples from, "
+                "or a workflow uses its own sampling settings"
             )
         self._output.add_metrics(
             {
@@ -696,8 +709,8 @@ class _Job:
     async def _produce(self) -> None:
         """Submit the recipe's tasks, as fast as the staleness bound admits them."""
         rollout, trainer = self._config.rollout, self._config.trainer
-        # Room comes with a version: after a batch and its scores, a step, a checkpoint, the update; or after
-        # ranks that have failed meanwhile were started again.
+        # A new version makes room. Before it there may be: the wait for a batch and its scores, a step, a checkpoint,
+        # an update, and restarts of failed ranks.
         deadline_s = (
             rollout.batch_deadline_s * (1 + rollout.groups_per_step)
             + 2 * trainer.step_deadline_s
@@ -717,7 +730,7 @@ class _Job:
             await self._submit(task, deadline_s)
 
     async def _next_task(self, tasks: Iterator[tuple[Task, bytes]]) -> tuple[Task, bytes] | None:
-        """Return the recipe's next task and its state, or None after the last; a thread runs the recipe."""
+        """Return the recipe's next task, with the state after it, or None after the last. The recipe runs in a thread."""
         self._asked_for_task_at = asyncio.get_running_loop().time()
         try:
             return await self._task_calls.call("tasks", lambda: next(tasks, None))
@@ -745,16 +758,16 @@ class _Job:
         handle.add_done_callback(partial(self._group_ended, handle.group_id))
 
     def _group_ended(self, group_id: int, ended: asyncio.Future[RolloutGroup]) -> None:
-        """Remove a group that failed. A completed group stays until it is trained on or declined."""
+        """Forget a group that failed. A completed group stays open until it is trained on or declined."""
         if ended.cancelled() or ended.exception() is not None:
             self._forget(group_id)
 
     def _forget(self, group_id: int) -> None:
-        """Remove a group that will not be trained on."""
+        """Forget a group that will not be trained on."""
         self._open.pop(group_id, None)
 
     def _describe_tasks(self) -> str:
-        """Return a text for the waiting line if the recipe's `tasks` keeps the job waiting; else empty."""
+        """Return a text for messages of `_waiting_for` if the job waits for the recipe's `tasks`; otherwise empty."""
         if self._asked_for_task_at is None:
             return ""
         waited_s = asyncio.get_running_loop().time() - self._asked_for_task_at
@@ -765,7 +778,7 @@ class _Job:
         )
 
     async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
-        """Return the groups of a step, scored; None when there are no tasks left for one."""
+        """Return the samples of the groups of the next step; None if too few tasks are left for a step."""
         with self._waiting_for(
             lambda: f"groups of step {self._steps + 1}: {self._scoring.describe()}"
         ):
@@ -773,13 +786,13 @@ class _Job:
 
     @contextmanager
     def _in_hook(self, hook: str) -> Iterator[None]:
-        """Name a hook of the recipe in its errors, and in the waiting lines while the hook runs."""
+        """Put the name of a recipe's hook into its errors, and into messages of `_waiting_for` while it runs."""
         with recipe_code(hook), self._waiting_for(lambda: f"the recipe's {hook}"):
             yield
 
     @contextmanager
     def _waiting_for(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Print every `SAID_EVERY_S`, while the block runs, what the job waits for."""
+        """While the block runs, print every `SAID_EVERY_S` what the job waits for."""
         began_s = asyncio.get_running_loop().time()
 
         async def say() -> None:
@@ -796,7 +809,7 @@ class _Job:
 
 
 def _check_metrics(number: int, result: StepResult) -> None:
-    """Check that the metrics of a step are finite, because only then its weights may be published.
+    """Check that the metrics of a step are finite. Otherwise its weights must not be published.
 
     Raises:
         WindlassError: a metric is NaN or infinite.
@@ -809,8 +822,8 @@ def _check_metrics(number: int, result: StepResult) -> None:
     }
     if found:
         raise WindlassError(
-            f"step {number}: metrics must be finite, got {', '.join(sorted(found))}; its weights are neither "
-            f"published nor saved"
+            f"step {number}: metrics must be finite, got {', '.join(sorted(found))}; the weights of this step are "
+            f"not published or saved"
         )
 
 
@@ -829,7 +842,7 @@ def _owner_token() -> str:
 
 
 def check_job(config: LaunchConfig) -> None:
-    """Check a job's options and its output folder, and change nothing.
+    """Check a job's options and its output folder, without changing anything.
 
     Raises:
         ConfigError: see `check_options`, or the output folder contains another run.
@@ -838,12 +851,13 @@ def check_job(config: LaunchConfig) -> None:
 
 
 def check_options(config: LaunchConfig) -> None:
-    """Check that the options of a job agree with each other; read no files.
+    """Check that the options of a job agree with each other, without reading files.
 
     Raises:
         ConfigError: options of an engine are wrong; an address or a transport works on one host only and the
             job has several hosts; `num_nodes` is above 1 and the scheduler has one host; the numbers of GPUs do
-            not match; or `colocate_with` or a Slurm pattern names no process. Further mistakes are its notes.
+            not match; or `colocate_with` or a Slurm pattern matches no process. The notes of the error are further
+            mistakes.
     """
     check_all(
         [
@@ -856,13 +870,13 @@ def check_options(config: LaunchConfig) -> None:
 
 
 def _check_nodes(config: LaunchConfig) -> None:
-    """Check that a job on one host asks for one node, and that the settings of other jobs work across hosts."""
+    """If the scheduler has one host, check that `num_nodes` is 1; otherwise check that settings work across hosts."""
     if config.scheduler.is_one_host:
         engines = [(f"engines {each.name!r}: ", each.num_nodes) for each in config.engines]
         for where, num_nodes in [("trainer.", config.trainer.num_nodes), *engines]:
             if num_nodes > 1:
                 raise ConfigError(
-                    f"{where}num_nodes must be 1 where the scheduler has this host alone, "
+                    f"{where}num_nodes must be 1, because the scheduler has only this host, "
                     f"got {num_nodes}"
                 )
     elif config.scheduler.crosses_hosts:
@@ -874,21 +888,21 @@ def _check_processes(config: LaunchConfig) -> None:
     try:
         engines = _processes(config, "")
     except ConfigError:
-        # `check_options` reports each engine by itself.
+        # `check_options` reports the mistakes of engines itself.
         return
     specs = [*_ranks(config), *(spec for parts, _, _ in engines for spec in parts)]
     config.scheduler.check(specs)
 
 
 def _check_context(config: LaunchConfig, engine: EngineSection) -> None:
-    """Check that the longest answer fits into an engine's context, if its options or defaults name the context."""
+    """Check that the longest answer fits into an engine's context, if the length of the context is known."""
     max_new_tokens, spec = config.rollout.sampling.max_new_tokens, ENGINES.find(engine.kind)
     given = dict(options_of(engine.arguments)).get(spec.context_option, "")
     context = int(given) if given.isdecimal() else None if given else spec.default_context
     if context is not None and max_new_tokens >= context:
         raise ConfigError(
-            f"engines {engine.name!r}: {spec.context_option} must be > {max_new_tokens}, which is "
-            f"rollout.sampling.max_new_tokens, with room for a prompt, got {context}"
+            f"engines {engine.name!r}: {spec.context_option} must be > {max_new_tokens} "
+            f"(rollout.sampling.max_new_tokens), so that a prompt fits too, got {context}"
         )
 
 
@@ -896,8 +910,8 @@ def check_host(config: LaunchConfig) -> None:
     """Check the programs, models and ports of a job that runs on this host only.
 
     Raises:
-        ConfigError: a Python or a model does not exist, or two processes have the same port. Further mistakes are
-            its notes.
+        ConfigError: a Python interpreter or a model does not exist, or two processes have the same port. The notes of
+            the error are further mistakes.
     """
     if not config.scheduler.is_one_host:
         return
@@ -918,7 +932,7 @@ def check_host(config: LaunchConfig) -> None:
 
 def _check_python(where: str, python: str) -> None:
     if python and shutil.which(python) is None:
-        raise ConfigError(f"{where}python must be a program of this host, got {python!r}")
+        raise ConfigError(f"{where}python must be a program on this host, got {python!r}")
 
 
 def _check_model(engine: EngineSection) -> None:
@@ -926,15 +940,15 @@ def _check_model(engine: EngineSection) -> None:
     is_known = ENGINES.find(engine.kind).module.startswith("windlass.")
     if is_known and not Path(engine.model).exists():
         raise ConfigError(
-            f"engines {engine.name!r}: model must be a checkpoint folder (or, for the embedded engine, a "
-            f"configuration) that exists, got {engine.model!r}"
+            f"engines {engine.name!r}: model must be an existing checkpoint folder (or, for the embedded engine, "
+            f"an existing configuration), got {engine.model!r}"
         )
 
 
 def _check_port(engine: EngineSection, owner: str) -> None:
     if owner != engine.name:
         raise ConfigError(
-            f"engines {engine.name!r}: port must not be that of {owner} on the same host, got {engine.port}"
+            f"engines {engine.name!r}: port must differ from the port of {owner} on the same host, got {engine.port}"
         )
 
 
@@ -944,21 +958,21 @@ def _check_hosts(config: LaunchConfig) -> None:
     reached = controller.advertise_host or controller.host
     if is_loopback(reached):
         raise ConfigError(
-            f"controller.advertise_host must be an address that the nodes reach, got {reached!r}"
+            f"controller.advertise_host must be an address that the nodes can reach, got {reached!r}"
         )
     for engine in config.engines:
         told = dict(options_of(engine.arguments))
         for option in ("--host", "--advertise-host"):
             if is_loopback(host := told.get(option, "")):
                 raise ConfigError(
-                    f"engines {engine.name!r}: {option} must be an address that the nodes reach, "
+                    f"engines {engine.name!r}: {option} must be an address that the nodes can reach, "
                     f"got {host!r}"
                 )
     transport = parse_transport(config.transport)
     if not transport.between_hosts:
         raise ConfigError(
-            "transport must be auto, or one that reaches other hosts (mooncake, nixl), where the "
-            f"scheduler has several, got {transport.name!r}"
+            "transport must be auto, mooncake or nixl, because the scheduler has several hosts, "
+            f"got {transport.name!r}"
         )
 
 
@@ -981,9 +995,9 @@ def _ranks(config: LaunchConfig) -> list[ProcessSpec]:
 
 
 def _processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec], Access, int]]:
-    """Return engines and rollout workers of the controller at `url`, with their roles and numbers of restarts.
+    """Return (parts, role, largest number of restarts) of each engine and rollout worker of the controller at `url`.
 
-    An engine on several nodes has one part per node; any other process has one part.
+    An engine on several nodes has one part (process) per node. Every other engine and each worker has one part.
 
     Raises:
         ConfigError: see `_engine`.
@@ -1014,7 +1028,8 @@ def _worker(config: LaunchConfig, number: int, url: str) -> ProcessSpec:
 def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[ProcessSpec]:
     """Return one process per node of the engine.
 
-    It gets its own GPUs or, with `colocate_with`, a trainer rank's, starting at that rank's first GPU.
+    The engine reserves GPUs. With `colocate_with` it uses GPUs of the trainers' reservation instead, starting at the
+    named rank's first GPU.
 
     Raises:
         ConfigError: the engine's launcher refuses an option, `colocate_with` names no rank, or the numbers of GPUs or
@@ -1062,15 +1077,15 @@ def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[Proce
             gpus = tuple(beside.gpus[0] + n for n in range(num_ranks))
         if gpus and gpus[-1] >= beside.num_gpus:
             raise ConfigError(
-                f"{where}: colocate_with must name a rank with at least {num_ranks} GPUs from its "
-                f"own on, one for each rank of the engine, got {engine.colocate_with!r} with "
-                f"{beside.num_gpus - gpus[0]} on its node"
+                f"{where}: colocate_with must name a trainer rank with at least {num_ranks} reserved GPUs on its "
+                f"node, counted from the rank's first GPU, one for each engine rank; got "
+                f"{engine.colocate_with!r} with {beside.num_gpus - gpus[0]}"
             )
     elif num_gpus is None:
         num_gpus = num_ranks if config.trainer.num_gpus else 0
     elif num_gpus not in {0, num_ranks}:
         raise ConfigError(
-            f"{where}: num_gpus must be {num_ranks}, one for each of its ranks, got {num_gpus}"
+            f"{where}: num_gpus must be {num_ranks}, one for each rank of the engine, got {num_gpus}"
         )
     return [
         ProcessSpec(
@@ -1089,7 +1104,7 @@ def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[Proce
 
 
 def _num_ranks(spec: EngineSpec, engine: EngineSection, words: Sequence[str]) -> int:
-    """Check an engine's command line, and return the number of ranks that it asks for.
+    """Check an engine's command line; return the number of ranks that the engine will have.
 
     Raises:
         ConfigError: the engine cannot be started with these arguments.

@@ -1,8 +1,9 @@
 """Comparison of rollout log-probabilities with the trainer's model in the first step of a job.
 
-In that step the engines serve the trainer's weights, so both sides are equal up to rounding. A larger difference makes all
-importance weights wrong: the engine reports another distribution than it samples from, or engine and trainer
-compute different logits. The check reads the logits of the loss's forward pass, and computes nothing twice.
+In that step the engines serve the trainer's weights, so the log-probabilities differ only by rounding. If they differ
+more, the engine reports another distribution than it samples from, or engine and trainer compute different logits; all
+importance weights are then wrong. The check reads the logits from the forward pass of the loss, so it needs no other
+forward pass.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from windlass.sampling import SamplingParams
 
 MAX_SAMPLES = 8
 _MAX_DISTANCE = 1.0
-"""Largest distance of one token. Rounding may move a token beyond the cut of `top_p`, where its distance is infinite."""
+"""Limit for the distance of one token. Rounding may move a token out of the `top_p` set; its distance is then infinite."""
 
 
 @final
 class LogprobCheck:
-    """Distances between the samples of a rank and the logits that its loss computes from them.
+    """Compares the log-probabilities of a rank's samples with the logits that its loss computes for them.
 
     Args:
-        samples: of this rank. sampling: of the job.
+        samples: samples of this rank.
+        sampling: sampling parameters of the job.
     """
 
     def __init__(self, samples: Sequence[TrainingSample], sampling: SamplingParams) -> None:
@@ -40,7 +42,7 @@ class LogprobCheck:
 
     @contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Look at the forward passes of `model`."""
+        """Compare samples in all forward passes of `model` inside the block."""
         hook = model.register_forward_hook(self._compare, with_kwargs=True)
         try:
             yield
@@ -48,7 +50,7 @@ class LogprobCheck:
             hook.remove()
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean distance as a metric; nothing where no sample was found whole in a forward pass."""
+        """Return the mean distance as a metric, or no metric if no forward pass contained a whole sample."""
         if not self._distances:
             return {}
         return {LOGPROB_DIFFERENCE: float(torch.cat(self._distances).mean())}
@@ -76,14 +78,14 @@ class LogprobCheck:
 
 
 def _whole(tensor: object, num_dims: int) -> torch.Tensor | None:
-    """Return a tensor that this rank has all of; None for another object."""
+    """Return `tensor` if it is a plain tensor (not sharded) with `num_dims` dimensions; otherwise None."""
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
         return None
     return tensor if tensor.dim() == num_dims else None
 
 
 def _find(tokens: torch.Tensor, wanted: Sequence[int]) -> tuple[int, int] | None:
-    """Return row and place of a sequence in tokens (B, T), which may be padded or packed; None if it is not there."""
+    """Return row and column at which `wanted` begins in tokens (B, T), padded or packed; None if it is not there."""
     if len(wanted) > tokens.shape[1]:
         return None
     windows = tokens.unfold(1, len(wanted), 1)
@@ -94,9 +96,10 @@ def _find(tokens: torch.Tensor, wanted: Sequence[int]) -> tuple[int, int] | None
 def _distance(
     logits: torch.Tensor, sample: TrainingSample, sampling: SamplingParams
 ) -> torch.Tensor:
-    """Return the distance of each token's log-probability, at most `_MAX_DISTANCE`.
+    """Return the absolute difference of each token's log-probability, at most `_MAX_DISTANCE`.
 
-    `top_p` may be meant of the `top_k` tokens, as vLLM does it, or of all, as SGLang does it: the nearer one counts.
+    vLLM applies `top_p` to the `top_k` tokens, and SGLang to all tokens. Both are computed, and the smaller difference
+    counts.
     """
     tokens = torch.tensor(sample.output_ids)[:, None]
 

@@ -42,40 +42,43 @@ from windlass.transports.registry import TransportConfig
 
 BuildChunk = Callable[[TransformerConfig, bool, bool, int | None], torch.nn.Module]
 """Function that builds a `GPTModel`; Megatron's scripts call it a model provider. Its arguments: the configuration,
-whether the chunk has the embedding, whether it has the output layer, and its virtual stage (None without them)."""
+whether the chunk has the embedding, whether it has the output layer, and its virtual pipeline stage (None without
+virtual stages)."""
 
 LossOf = Callable[[torch.Tensor], torch.Tensor]
 Forward = Callable[[torch.nn.Module, Samples], tuple[torch.Tensor, LossOf]]
-"""Function of a chunk and the groups of a micro-batch. It returns the chunk's output, and the function that computes
-the scalar loss from the last stage's output."""
+"""Function of a model chunk and the groups of a micro-batch. It returns the chunk's output, and a function that
+computes the scalar loss from the output of the last pipeline stage."""
 
 
 @final
 class MegatronEngine(TrainEngine):
     """The `TrainEngine` of a Megatron-core rank.
 
-    Tensor-, pipeline- and context-parallel peers get the same samples. A step's loss is the mean over the samples (or
-    tokens) of all ranks. The gradients of context-parallel ranks are summed, so each of their losses must be the
-    share of the rank's part of the sequence.
+    Tensor-, pipeline- and context-parallel peers get the same samples. The loss of a step is the mean over the samples
+    (or tokens) of all ranks. Megatron sums the gradients of context-parallel ranks, so the loss on each of them must be
+    only the share of its part of the sequence.
 
     Args:
-        config: of the model; its sizes of parallel groups are those that are made.
+        config: Megatron's configuration of the model; the engine creates parallel groups of the sizes in it.
         model: builds a chunk; called once per virtual stage, after Megatron's groups exist and seeds are set.
-        optimizer: Megatron's configuration, gradient clipping included.
+        optimizer: Megatron's configuration of the optimizer, including gradient clipping.
         forward: see `Forward`.
-        family: of the checkpoint that engines serve, see `connect_megatron_trainer`.
-        vocab_size: of that checkpoint.
-        ddp: of Megatron's wrapper.
-        lr_schedule: Megatron's, from the optimizer; stepped after it by 1, saved and loaded with it.
-        loss_mean: unit that the loss is the mean over; its number gives the weights of ranks and micro-batches.
-        num_groups: bound for the groups of a micro-batch; 0 for one micro-batch of all. A step runs as many on
-            every rank.
-        seq_length: of every micro-batch; pipeline stages exchange tensors of that shape. Not needed without pipeline
-            stages, nor with `config.variable_seq_lengths`.
-        micro_batch_size: the other length of that shape.
+        family: family of the checkpoint that engines serve, see `connect_megatron_trainer`.
+        vocab_size: vocabulary size of that checkpoint.
+        ddp: configuration of Megatron's data-parallel wrapper.
+        lr_schedule: function that builds Megatron's schedule for the optimizer. The schedule is stepped by 1 after each
+            optimizer step, and saved and loaded with the optimizer.
+        loss_mean: unit over which the loss is a mean. The losses of ranks and micro-batches are weighted by their
+            number of such units.
+        num_groups: largest number of groups in a micro-batch; 0 for one micro-batch of all groups. All ranks run the
+            same number of micro-batches.
+        seq_length: sequence length of every micro-batch, which pipeline stages need to exchange tensors. Not needed
+            without pipeline stages or with `config.variable_seq_lengths`.
+        micro_batch_size: number of sequences in every micro-batch, needed in the same cases as `seq_length`.
         seed: as `--seed` of Megatron's scripts; each pipeline stage adds 100 times its number.
-        backend: of torch.distributed.
-        device: "cuda" is the first GPU that this rank sees.
+        backend: backend of torch.distributed.
+        device: torch device of the model; "cuda" is the first GPU that this rank sees.
         publish_to_fleet: whether to connect to the controller's fleet.
         transport: see `connect_megatron_trainer`.
         replica: see `connect_megatron_trainer`.
@@ -84,7 +87,8 @@ class MegatronEngine(TrainEngine):
         ignore: see `connect_megatron_trainer`.
 
     Raises:
-        ConfigError: `num_groups` below 0, or pipeline stages without the shape of what they exchange.
+        ConfigError: `num_groups` is below 0, or there are pipeline stages and `seq_length` or `micro_batch_size` is
+            missing.
     """
 
     def __init__(
@@ -139,7 +143,7 @@ class MegatronEngine(TrainEngine):
 
     @property
     def chunks(self) -> Sequence[DistributedDataParallel]:
-        """This rank's chunks of the model, one per virtual stage; none before `setup`."""
+        """Model chunks of this rank, one per virtual pipeline stage; empty before `setup`."""
         return tuple(self._chunks)
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
@@ -237,7 +241,7 @@ class MegatronEngine(TrainEngine):
         return output, weighted
 
     def _loss(self, losses: Sequence[torch.Tensor]) -> float:
-        """Return the loss of the step, which the last stages know, on every rank. Collective over all ranks."""
+        """Return the loss of the step, which the last pipeline stages computed. Collective over all ranks."""
         group = parallel_state.get_pipeline_model_parallel_group()
         total = torch.zeros((), device=self._device)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
@@ -250,15 +254,16 @@ class MegatronEngine(TrainEngine):
 
     def prepare_publish(self, version: int) -> bool:
         if self._client is None:
-            raise ConfigError("MegatronEngine: publish needs publish_to_fleet=True, got False")
+            raise ConfigError("MegatronEngine: publish_to_fleet must be True to publish, got False")
         self._client.prepare_publish(version)
         return self._replica is not ReplicaPlace.OFF
 
     def save(self, path: str) -> None:
         """Save model, optimizer and schedule as Megatron's distributed checkpoint.
 
-        Any layout may load it; with a distributed optimizer, one that differs in the number of data-parallel ranks
-        (with torch's Adam, Megatron 0.16.1 cannot load its own form for any layout). States of random generators are not in it.
+        Ranks of any parallel layout may load it. With a distributed optimizer, only the number of data-parallel ranks
+        may differ, because Megatron 0.16.1 with torch's Adam cannot load its own format for any layout. The
+        checkpoint does not contain states of random generators.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
         dist_checkpointing.save(self._state(is_loading=False), path)
@@ -306,13 +311,13 @@ class MegatronEngine(TrainEngine):
         return state
 
     def _models(self) -> Iterator[tuple[str, Any]]:
-        """Yield the chunks without Megatron's wrapper, by their names in a checkpoint."""
+        """Yield the name in a checkpoint, and the model without Megatron's wrapper, of each chunk."""
         for number, chunk in enumerate(self._chunks):
             yield (f"model{number}" if len(self._chunks) > 1 else "model"), chunk.module
 
     def _stepped(self) -> MegatronOptimizer:
         if self._optimizer is None:
-            raise ConfigError("MegatronEngine: setup must come first, got no optimizer")
+            raise ConfigError("MegatronEngine: no optimizer yet; call setup first")
         return self._optimizer
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A job's output folder: its checkpoints, the metrics of its steps, and files of an earlier run."""
+"""Output folder of a job: its checkpoints and metrics, and the check for files of an earlier run."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 METRICS, SUMMARY, REPORT = "metrics.jsonl", "summary.json", "report.html"
 OF_A_RUN = (METRICS, SUMMARY)
-"""Files that a run leaves once it has trained a step."""
+"""Files that exist once a run has trained a step or ended."""
 
 
 @final
 class OutputFolder:
-    """The folder that `output_dir` names.
+    """Output folder of a job.
 
     Attributes:
-        path: absolute.
+        path: absolute path of the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,10 +45,10 @@ class OutputFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other jobs out of the folder; the end of this process, however it ends, lets them in.
+        """Lock the folder against other jobs inside the block. The end of this process, in any way, also unlocks it.
 
         Raises:
-            ConfigError: another job runs with this folder.
+            ConfigError: another running job uses this folder.
         """
         opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -56,8 +56,8 @@ class OutputFolder:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(
-                    f"output_dir must be a folder that no running job has, got {str(self.path)!r}; wait for the "
-                    "end of that job, or name another folder"
+                    f"output_dir must be a folder that no running job uses, got {str(self.path)!r}; wait for the "
+                    "end of that job, or choose another folder"
                 ) from error
             except OSError as error:
                 # Some network file systems lock no folders.
@@ -79,7 +79,7 @@ class OutputFolder:
         return sorted(found, key=lambda each: each[1].steps)
 
     def save_record(self, checkpoint: Checkpoint) -> Path:
-        """Mark the folder that the ranks have saved into as a finished checkpoint, and return it."""
+        """Mark the folder into which the ranks have saved as a finished checkpoint; return the folder."""
         folder = self.checkpoint_folder(checkpoint.steps)
         record, written = folder / CHECKPOINT_RECORD, folder / f"{CHECKPOINT_RECORD}.new"
         written.write_bytes(msgspec.json.encode(checkpoint))
@@ -87,37 +87,37 @@ class OutputFolder:
         return folder
 
     def checkpoint_folder(self, steps: int) -> Path:
-        """Return the folder of the checkpoint after so many steps."""
+        """Return the folder of the checkpoint after `steps` steps."""
         return self.path / CHECKPOINTS / str(steps)
 
     def prune(self, keep: int) -> None:
-        """Delete all checkpoints but the newest `keep`, and older folders that were never finished; 0 deletes none."""
+        """Delete all checkpoints except the newest `keep`, and older unfinished folders. With 0, delete nothing."""
         finished = [folder for folder, _ in self.checkpoints()]
         if not keep or len(finished) <= keep:
             return
         oldest_kept = int(finished[-keep].name)
         for folder in (self.path / CHECKPOINTS).iterdir():
             if folder.name.isdecimal() and int(folder.name) < oldest_kept:
-                # First, because a folder that is deleted in part must not count as a checkpoint.
+                # Delete the record first: a partly deleted folder must not count as a checkpoint.
                 (folder / CHECKPOINT_RECORD).unlink(missing_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
 
     def add_metrics(self, line: dict[str, Any]) -> None:
-        """Append a step to the file of metrics; a full disk is logged once and does not end the job."""
+        """Append the metrics of a step to the file. If the file cannot be written, log this once and continue."""
         try:
             with (self.path / METRICS).open("ab") as file:
                 file.write(msgspec.json.encode({**line, "time": time.time()}) + b"\n")
         except OSError as error:
             if not self._warned:
-                _log.warning("%s: metrics are not written: %s", self.path / METRICS, error)
+                _log.warning("%s: metrics were not written: %s", self.path / METRICS, error)
             self._warned = True
 
 
 def find_start(config: LaunchConfig) -> tuple[Path, Checkpoint] | None:
-    """Return the checkpoint that a job begins with, and its folder, or None if trainers begin with their own weights.
+    """Return the folder and record of the checkpoint from which a job starts; None if there is no checkpoint.
 
     Raises:
-        ConfigError: the output folder has another run, or `resume_from` is no finished checkpoint.
+        ConfigError: the output folder contains another run, or `resume_from` is not a finished checkpoint.
     """
     output = OutputFolder(Path(config.output_dir).resolve())
     found = output.checkpoints()
@@ -134,6 +134,6 @@ def find_start(config: LaunchConfig) -> tuple[Path, Checkpoint] | None:
     if left:
         raise ConfigError(
             f"output_dir must be a folder without another run, got {config.output_dir!r} with "
-            f'{", ".join(left)}; set resume = "auto" to continue that run, or name another folder'
+            f'{", ".join(left)}; set resume = "auto" to continue that run, or choose another folder'
         )
     return named

@@ -1,4 +1,4 @@
-"""The user's part of a launched job that runs in the controller's process."""
+"""The recipe: the part of a launched job that the user writes and that runs in the controller's process."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 MODULE = "windlass_launched_recipe"
 _END = object()
-"""Mark of the end of the tasks. None cannot be the mark, because a recipe may yield it by mistake."""
+"""Value that marks the end of the tasks. None cannot do so, because a recipe may yield None by mistake."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One group to draw: samples of a prompt, or runs of a workflow.
+    """One group to generate: samples of a prompt, or runs of a workflow.
 
     Attributes:
         prompt_ids: tokens of a plain prompt. workflow: name of a workflow; empty for a plain prompt.
@@ -59,25 +59,24 @@ class Task:
 
 
 class Recipe(ABC):
-    """The user's code of a job: it yields tasks and scores the answers.
+    """Base class of the user's code of a job, which yields tasks and scores the answers.
 
-    `tasks` runs in a thread of its own, and `rewards` and `samples` in several threads at a time
-    (`rollout.rewards_at_once`); the other methods are called in the controller's loop.
+    `tasks` runs in its own thread. `rewards` and `samples` run in up to `rollout.rewards_at_once` threads at a time.
+    The other methods run in the controller's event loop.
     """
 
     @abstractmethod
     def tasks(self) -> Iterator[Task]:
-        """Yield tasks, as fast as the staleness bound admits them. The job ends after the last task.
+        """Yield tasks; the job takes each as soon as the staleness bound admits it, and ends after the last task.
 
-        Runs in a thread, so it may wait for what it yields.
+        Runs in a thread, so it may block, for example while it reads a dataset.
         """
 
     @abstractmethod
     def rewards(self, group: RolloutGroup) -> Sequence[float]:
-        """Return one finite number per rollout of a finished group. Runs in a thread, so it may take its time.
+        """Return one finite number per rollout of a finished group, as a sequence, an array or a tensor.
 
-        An array or a tensor will do. A signal cannot be used here: `signal.alarm` works in the main thread
-        alone.
+        Runs in a thread, so it may block, but it cannot use `signal.alarm`, which works only in the main thread.
         """
 
     def samples(self, group: RolloutGroup) -> Sequence[TrainingSample]:
@@ -90,33 +89,36 @@ class Recipe(ABC):
     def started(  # noqa: B027 - overriding it is a choice
         self, config: LaunchConfig, controller: Controller, scheduler: Scheduler
     ) -> None:
-        """Look at the job, in the controller's loop: `controller` serves, and no process is started yet."""
+        """Prepare the recipe: `controller` accepts connections, and no other process of the job is started yet.
+
+        Runs in the controller's event loop.
+        """
 
     async def before_step(  # noqa: B027 - as above
         self, step: int, samples: Sequence[TrainingSample]
     ) -> None:
-        """Handle the samples of step `step`, from 0, before it begins. Runs in the controller's loop."""
+        """Handle the samples of step `step`, from 0, before it begins. Runs in the controller's event loop."""
 
     async def after_step(  # noqa: B027 - as above
         self, step: int, result: StepResult
     ) -> None:
-        """See the metrics of step `step`, from 0, whose version is published (with a replica, under way).
+        """Handle the metrics of step `step`, from 0, after its weights are published (or copied to replicas).
 
-        In the controller's loop. `Controller.evaluation`, of the controller that `started` was given, generates
-        here with the new weights; the next step begins when this returns.
+        Runs in the controller's event loop; the next step begins when this returns. To generate with the new weights
+        here, use `Controller.evaluation` of the controller that `started` received.
         """
 
     async def ended(self, summary: JobSummary) -> None:  # noqa: B027 - as above
         """Handle the end of the job, while engines still serve the last version. Not called for a job that fails.
 
-        Runs in the controller's loop. A signal cancels it.
+        Runs in the controller's event loop. A signal cancels it.
         """
 
     def state(self) -> object:
         """Return the recipe's position in its tasks for a checkpoint, msgpack-plain; None if it has no state.
 
-        Called after each task that `tasks` yields, in the same thread. Tasks that were yielded and not trained on are
-        saved with it, and are submitted again by a job that continues from there.
+        Called after each task that `tasks` yields, in the same thread. The checkpoint also contains tasks that were
+        yielded and not trained on; a job that continues from the checkpoint submits them again.
         """
         return None
 
@@ -127,12 +129,12 @@ class Recipe(ABC):
         """
 
     def workflows(self) -> Mapping[str, Workflow]:
-        """Return the workflows that the controller's loop runs if there are no worker processes."""
+        """Return the workflows that the controller's event loop runs if there are no worker processes."""
         return {}
 
 
 def find_recipe(file: Path, name: str) -> type[Recipe]:
-    """Run the user's file and return its `Recipe` class of this name; modules next to the file can be imported.
+    """Run the user's file and return its `Recipe` class of this name. The file may import modules in its folder.
 
     Raises:
         ConfigError: there is no such file or class, the file cannot be run, or the class lacks a method.
@@ -141,7 +143,8 @@ def find_recipe(file: Path, name: str) -> type[Recipe]:
     if spec is None or spec.loader is None or not file.is_file():
         raise ConfigError(f"recipe.file must be a Python file, got {str(file)!r}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE] = module  # dataclasses look their own module up
+    # A dataclass in the file looks up its module by name.
+    sys.modules[MODULE] = module
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         # Python does the same for the folder of a script that it runs.
@@ -164,7 +167,9 @@ def find_recipe(file: Path, name: str) -> type[Recipe]:
             f"recipe.name must be a windlass.jobs.Recipe class of {file.name}, which has {known}, got {name!r}"
         )
     if lacking := sorted(found.__abstractmethods__):
-        raise ConfigError(f"recipe.name must be a class with {lacking}, got {name!r} without")
+        raise ConfigError(
+            f"recipe.name must be a class that defines {lacking}, got {name!r}, which does not"
+        )
     return found
 
 
@@ -172,20 +177,20 @@ def load_recipe(file: Path, name: str) -> Recipe:
     """Return an instance of the recipe class; see `find_recipe`.
 
     Raises:
-        ConfigError: as `find_recipe`; or the class cannot be made without arguments.
+        ConfigError: as in `find_recipe`, or the class cannot be called without arguments.
     """
     kind = find_recipe(file, name)
     try:
         return kind()
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"recipe.name must be a class that is made without arguments, got {name!r}: "
+            f"recipe.name must be a class that can be called without arguments, got {name!r}: "
             f"{raised_at(error, file)}"
         ) from error
 
 
 def raised_at(error: BaseException, file: Path) -> str:
-    """Return an exception's type and text, after the line of the user's file that it came from."""
+    """Return the line of the user's file that raised an exception, and the exception's type and text."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(file)]
     where = f"line {lines[-1]}: " if lines else ""
@@ -193,10 +198,10 @@ def raised_at(error: BaseException, file: Path) -> str:
 
 
 def score(recipe: Recipe, group: RolloutGroup) -> list[TrainingSample]:
-    """Return the samples that the recipe makes of a group; blocks.
+    """Return the samples that the recipe makes of a group; may block.
 
     Raises:
-        ConfigError: the recipe returned anything but samples; names the group.
+        ConfigError: the recipe returned anything but samples. The message names the group.
     """
     samples: object = recipe.samples(group)
     if not isinstance(samples, Iterable):
@@ -209,10 +214,10 @@ def score(recipe: Recipe, group: RolloutGroup) -> list[TrainingSample]:
 
 @final
 class CallThread:
-    """A daemon thread for calls of user code that must all be made in the same thread.
+    """Daemon thread that runs user code whose calls must all be in the same thread.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -224,34 +229,34 @@ class CallThread:
             call()
 
     async def call(self, what: str, call: Callable[[], _T]) -> _T:
-        """Run `call` after all calls before it.
+        """Run `call` in the thread, after all earlier calls.
 
         Raises:
-            WindlassError: the code raised; names `what`.
+            WindlassError: the code raised. The message contains `what`.
         """
         result: Future[_T] = Future()
-        # The caller may stop waiting; the thread continues.
+        # The caller may be cancelled while the thread continues; `set_result` must still work then.
         result.set_running_or_notify_cancel()
         self._calls.put(partial(_run_into, result, contextvars.copy_context(), what, call))
         return await asyncio.wrap_future(result)
 
     def close(self) -> None:
-        """End the thread after the call that it runs. Idempotent."""
+        """End the thread after the calls that were made before. Idempotent."""
         self._calls.put(None)
 
 
 async def in_thread(what: str, call: Callable[[], _T]) -> _T:
-    """Run code of the recipe in a thread that ends with the process, so that code that hangs does not keep it.
+    """Run code of the recipe in a daemon thread, so that code that hangs does not keep the process alive.
 
     Args:
-        what: for errors.
-        call: whatever it raises, SystemExit included, is an error of the recipe.
+        what: name of the code in errors.
+        call: the code. Every exception that it raises, including SystemExit, becomes an error of the recipe.
 
     Raises:
         WindlassError: the code raised.
     """
     result: Future[_T] = Future()
-    # The caller may stop waiting; the thread continues.
+    # The caller may be cancelled while the thread continues; `set_result` must still work then.
     result.set_running_or_notify_cancel()
     run = partial(_run_into, result, contextvars.copy_context(), what, call)
     threading.Thread(target=run, name="recipe", daemon=True).start()
@@ -261,7 +266,7 @@ async def in_thread(what: str, call: Callable[[], _T]) -> _T:
 def _run_into(
     result: Future[_T], context: contextvars.Context, what: str, call: Callable[[], _T]
 ) -> None:
-    """Run code of the recipe with the caller's fields of log lines."""
+    """Run code of the recipe in `context`, which has the caller's log fields; set the result or error."""
     try:
         result.set_result(context.run(call))
     except BaseException as error:  # noqa: BLE001 - the boundary of user code
@@ -269,7 +274,7 @@ def _run_into(
 
 
 def recipe_error(what: str, error: BaseException) -> WindlassError:
-    """Log the traceback of an exception of the recipe, and return the error of the job for it."""
+    """Return the job's error for an exception of the recipe; log the traceback unless it is a `WindlassError`."""
     if isinstance(error, WindlassError):
         return error
     _log.error("recipe: %s raised", what, exc_info=error)
@@ -298,10 +303,11 @@ def recipe_code(what: str) -> Iterator[None]:
 
 
 def tasks_of(recipe: Recipe) -> Iterator[tuple[Task, bytes]]:
-    """Yield the recipe's tasks, each with the state after it, msgpack; empty for None.
+    """Yield each task of the recipe, with `Recipe.state` after the task as msgpack (empty for None).
 
     Raises:
-        WindlassError: the recipe raised. ConfigError: it yielded anything but a `Task`.
+        WindlassError: the recipe raised an exception.
+        ConfigError: the recipe yielded anything but a `Task`.
     """
     with recipe_code("tasks"):
         tasks = iter(recipe.tasks())
@@ -327,7 +333,7 @@ def encode_tasks(tasks: Iterable[Task]) -> bytes:
 
 
 def decode_tasks(encoded: bytes) -> list[Task]:
-    """Return the tasks of a checkpoint; tuples of arguments and metadata have become lists."""
+    """Return the tasks of a checkpoint. Tuples in arguments and metadata have become lists."""
     found = msgspec.msgpack.decode(encoded) if encoded else []
     return [
         Task(tuple(prompt), workflow, arguments, metadata)

@@ -1,4 +1,4 @@
-"""Results that a job hands to its recipe and writes to its folder."""
+"""Results that a job passes to its recipe and writes to its output folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StepResult:
     Attributes:
         step: number of the step.
         ranks: metrics of every rank, in rank order.
-        metrics: means over the ranks, weighted by their numbers of samples.
+        metrics: name -> mean over the ranks, weighted by their numbers of samples.
     """
 
     step: int
@@ -29,8 +29,8 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a job, as it is written to `summary.json`.
 
     Attributes:
-        steps: number of steps that the weights were trained, including those before `resume_from`, without those
-            that a restart of the ranks has lost.
+        steps: number of steps that the weights were trained. It includes the steps before `resume_from`, and not the
+            steps that were lost when ranks restarted.
         version: version that was published last; -1 for none.
         trainer_restarts: number of times that the ranks were started again.
         stopped_by: number of the signal that ended the job; 0 for none.

@@ -1,4 +1,4 @@
-"""Scores groups in threads as soon as they are complete, and hands out the groups of a step."""
+"""Score groups in threads as soon as they are complete, and collect the groups of a training step."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 
 MIN_ALIKE = 8
-"""Rollouts in a row that fail for good before a job fails for it; more where a step takes more groups."""
+"""Number of failed rollouts in a row after which a job fails; with more than 4 groups per step, twice that number."""
 
 
 @final
 class Scoring:
-    """Complete groups with their samples, or with the thread that makes them.
+    """Lets the recipe score complete groups, and keeps their samples until a step takes them.
 
-    A group stays with `rollouts` until a step takes it. If it grows too old before, it is dropped with its samples.
+    A complete group stays in `rollouts` until a step takes it. If it becomes too old before that, its samples are
+    dropped.
 
     Args:
-        rollouts: owner of the groups.
-        recipe: makes samples of a group, in a thread; of several groups at a time.
-        config: says how many groups a step takes, and how long it may wait.
-        declined: is told the number of each group that the recipe declines.
-        describe_tasks: returns what keeps the recipe from yielding tasks; empty for nothing.
+        rollouts: controller of the rollouts.
+        recipe: recipe that makes the samples of groups, of several groups at a time, each in a thread.
+        config: settings with the number of groups per step and the deadlines.
+        declined: called with the id of each group that the recipe declines.
+        describe_tasks: returns a text if the job waits for the recipe's tasks; otherwise empty.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class Scoring:
         rollouts.on_change(self._on_rollouts)
 
     def close(self) -> None:
-        """Wait for no score any more. Idempotent."""
+        """Stop waiting for scores. Idempotent."""
         for scoring in self._scores.values():
             scoring.cancel()
 
     def describe(self) -> str:
-        """Return a line about the groups of the next step and the rollouts behind them."""
+        """Return a text about the groups that the next step needs, and about all rollouts."""
         num_scored = sum(scoring.done() for scoring in self._scores.values())
         said = (
             f"{self._config.groups_per_step} groups; {num_scored} are scored, "
@@ -64,15 +65,15 @@ class Scoring:
     async def next_batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
         """Return the samples of the groups of one step, or None if too few tasks are left for a step.
 
-        A group without samples is declined, and another group takes its place. The deadline bounds the
-        wait for groups; scoring a group has a deadline of its own.
+        A group without samples is declined, and another group takes its place. `batch_deadline_s` limits the time in
+        which too few groups are complete; the scoring of each group has the same limit, separately.
 
         Args:
-            producer: submits tasks, and ends with the last of them.
+            producer: asyncio task that submits the recipe's tasks, and ends after the last.
 
         Raises:
-            PeerTimeout: there were not enough groups within `batch_deadline_s`, or one was not scored within it.
-            RolloutError: rollouts fail the same way, one after another.
+            PeerTimeout: there were not enough groups, or a group was not scored, within `batch_deadline_s`.
+            RolloutError: too many rollouts failed in a row, see `MIN_ALIKE`.
         """
         num_groups, left_s = self._config.groups_per_step, self._config.batch_deadline_s
         loop = asyncio.get_running_loop()
@@ -114,7 +115,7 @@ class Scoring:
         self._changed.set()
 
     def _look(self) -> None:
-        """Start to score new groups, and stop to wait for groups that were dropped."""
+        """Start scoring new groups, and stop waiting for the scores of groups that were dropped."""
         ready = self._rollouts.ready_ids()
         for group_id in [known for known in self._scores if known not in ready]:
             self._scores.pop(group_id).cancel()
@@ -126,7 +127,7 @@ class Scoring:
                 self._scores[group_id] = scoring
 
     def _scored(self) -> list[int]:
-        """Return groups with samples, in order of completion; those without any are declined."""
+        """Return the ids of groups that have samples, in order of completion; decline groups without samples."""
         found = []
         for group_id in self._rollouts.ready_ids():
             scoring = self._scores[group_id]
@@ -145,7 +146,7 @@ class Scoring:
         num_alike = self._rollouts.failed_alike
         if num_alike >= max(MIN_ALIKE, 2 * self._config.groups_per_step):
             raise RolloutError(
-                f"rollouts: the last {num_alike} failed for good and none was accepted; "
+                f"rollouts: the last {num_alike} failed without a retry and none was accepted; "
                 f"{self._rollouts.describe()}"
             )
 

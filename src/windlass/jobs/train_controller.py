@@ -1,4 +1,4 @@
-"""TrainController: starts trainer ranks through a scheduler and calls them collectively."""
+"""Controller of trainer ranks: starts them through a scheduler, and calls all of them at the same time."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ HEARTBEAT_S = 20.0
 LOG_LINES = 20
 DEATH_GRACE_S = 1.0
 BROKEN_GRACE_S = 1.0
-"""Seconds for ranks to end after a failure. A rank that waits in a collective for a failed peer cannot end itself."""
+"""Seconds that ranks have to end after a failure. A rank that waits for a failed peer in a collective never ends."""
 
 
 class _RankEnded(Exception):
-    """A rank's process has ended. This error is reported before the errors that the end causes at its peers."""
+    """A rank's process has ended. It takes precedence over errors of other ranks, which the end may have caused."""
 
 
 class _RankFailed(TrainerError):
-    """A rank answered that its call raised, or the update of its weights failed."""
+    """A rank answered that its call raised an exception, or the weight update failed."""
 
     def __init__(self, rank: str, reason: str) -> None:
         super().__init__(f"{rank}: {reason}")
@@ -82,7 +82,7 @@ def rank_specs(
     num_gpus: int,
     num_nodes: int,
 ) -> list[ProcessSpec]:
-    """Return the processes of the ranks of a `TrainController` with these arguments, in rank order."""
+    """Return the process of each rank that a `TrainController` with these arguments starts, in rank order."""
     per_node, specs = world_size // num_nodes, []
     for rank in range(world_size):
         node, local = divmod(rank, per_node)
@@ -111,7 +111,7 @@ def rank_specs(
 
 @final
 class _Rank(Session[TrainCommand, TrainResult]):
-    """Session of a rank. The session continues when the rank's process connects again."""
+    """Session of a rank's process. It continues when the process connects again."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         super().__init__(spec.name, keeps_calls=True)
@@ -124,28 +124,29 @@ class _Rank(Session[TrainCommand, TrainResult]):
 
 @final
 class TrainController:
-    """Starts trainer ranks and calls them collectively. Use it from one asyncio loop, for one call at a time.
+    """Starts trainer ranks, and calls all of them at the same time. Use it in one event loop, for one call at a time.
 
     After a rank died, hung or raised, the other ranks may wait for it in a collective. Every later call then raises
     the same error, until `start` ends all ranks and starts them again.
 
     Attributes:
-        ranks_started: set while the scheduler has all ranks.
+        ranks_started: set while the processes of all ranks are started.
 
     Args:
-        scheduler: starts the ranks; not closed here.
-        command: the user's script, which calls `run_train_worker`.
-        world_size: ranks. token: the owner's secret of the server that this is
-            mounted on; ranks get the token of role trainer.
+        scheduler: scheduler that starts the ranks; `close` does not close it.
+        command: command that runs the user's script, which calls `run_train_worker`.
+        world_size: number of ranks.
+        token: secret of the server on which this object is mounted; ranks get the token of the trainer role.
         name: ranks are called NAME-0, NAME-1, ...; letters, digits, "_", "." and "-".
-        coordinator: `Controller.coordinator` of the server that this is mounted on, for `publish`.
-        environment: added to every rank's. num_cpus, num_gpus: reserved per rank.
-        num_nodes: nodes that the ranks are spread over, the same number on each, in rank order. They
-            are one reservation, which the first rank holds.
-        sampling: of rollouts, for `TrainContext.sampling`.
+        coordinator: `Controller.coordinator` of that server; `publish` needs it.
+        environment: variables added to every rank's environment.
+        num_cpus, num_gpus: numbers of cores and GPUs reserved per rank.
+        num_nodes: number of nodes of the ranks, with the same number of ranks on each, in rank order. They are one
+            reservation, which the first rank makes.
+        sampling: sampling parameters of rollouts, for `TrainContext.sampling`.
 
     Raises:
-        ConfigError: world_size < 1, no multiple of num_nodes, or a name of other characters.
+        ConfigError: world_size < 1 or not a multiple of num_nodes, or the name contains other characters.
     """
 
     def __init__(
@@ -171,7 +172,9 @@ class TrainController:
                 f"and {num_nodes}"
             )
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            raise ConfigError(f"TrainController: name must be of A-Z a-z 0-9 _ . -, got {name!r}")
+            raise ConfigError(
+                f"TrainController: name must consist of A-Z a-z 0-9 _ . -, got {name!r}"
+            )
         self._scheduler, self._token, self._name = scheduler, token, name
         self._environment = dict(environment or {})
         self._coordinator, self._sampling = coordinator, sampling
@@ -192,31 +195,31 @@ class TrainController:
         self._lock = asyncio.Lock()
 
     def mount(self, server: ControlServer) -> None:
-        """Add the ranks' route to a server that has not started.
+        """Add the HTTP route to which the ranks connect to a server that has not started.
 
-        Several may be mounted on one server, actor and critic for example, under names of their own.
+        A server may have several train controllers with different names, for example of an actor and a critic.
 
         Raises:
-            ConfigError: the server has one of this name.
+            ConfigError: the server already has a train controller of this name.
         """
-        # The expression keeps several on one server apart: access goes by the route without it.
+        # The expression distinguishes several train controllers; access rules use the route without it.
         route = f"/v1/train_workers/{{name:{re.escape(self._name)}}}"
         server.add_routes([web.get(route, self._serve)])
 
     # --- calls -------------------------------------------------------------------------------
 
     async def start(self, url: str, *, deadline_s: float) -> None:
-        """Start all ranks, wait until they have connected, and set their engines up.
+        """Start all ranks, wait until they have connected, and call `TrainEngine.setup` on each.
 
-        Ranks that were started before are ended first, in `BROKEN_GRACE_S`. The new ones are a job of their own,
-        and have loaded nothing. Where an engine shares their reservation they are started in it again.
+        Ranks of an earlier start are ended first, within `BROKEN_GRACE_S`. The new ranks are a new job, and have loaded
+        no checkpoint. If an engine still shares the old reservation, the new ranks start in it.
 
         Args:
-            url: of the server that this is mounted on, as the ranks can reach it.
-            deadline_s: for all of it.
+            url: URL of the server on which this object is mounted, as the ranks can reach it.
+            deadline_s: seconds for the whole start.
 
         Raises:
-            TrainerError: a rank died, did not come, or its setup raised.
+            TrainerError: a rank died or did not connect, or its setup raised.
         """
         deadline = Deadline.after(deadline_s, "connect")
         await self._end_ranks(BROKEN_GRACE_S)
@@ -251,11 +254,11 @@ class TrainController:
     async def train_step(
         self, step: int, groups: Sequence[Sequence[TrainingSample]], *, deadline_s: float
     ) -> StepResult:
-        """Run one optimiser step on all ranks: group i goes to data-parallel rank i modulo their number.
+        """Run one optimiser step on all ranks. Group i goes to data-parallel rank i modulo `data_parallel_size`.
 
         Raises:
-            ConfigError: a value of a group is no `TrainingSample`.
-            TrainerError: a rank died, hung past `deadline_s` or raised.
+            ConfigError: a value of a group is not a `TrainingSample`.
+            TrainerError: a rank died, did not answer within `deadline_s`, or raised.
         """
         whole = check_groups("train_step", groups)
         shards = [whole[index::size] for index, size in self._shard_indices()]
@@ -265,18 +268,18 @@ class TrainController:
         return StepResult(step, found, _weighted_mean(found, weights))
 
     async def publish(self, version: int, *, deadline_s: float) -> None:
-        """Publish the weights of all ranks as `version`; the weights do not change until the coordinator has read them.
+        """Publish the weights of all ranks as `version`; return once engines serve it and the weights may change again.
 
-        If all ranks send from replicas, this returns once the weights are copied. The next call waits for
-        the fleet and raises a failure of this update. The first call always waits for the fleet, because engines serve
-        no version before it.
+        If all ranks send from replicas, this returns as soon as the weights are copied. The next call of `publish`
+        then waits for the end of this update, and raises its failure. The first call always waits until engines serve
+        the version, because they serve no version before.
 
         Raises:
-            ConfigError: made without a coordinator.
-            TrainerError: not published, with the reason; see also `train_step`.
+            ConfigError: this object has no coordinator.
+            TrainerError: the version was not published, with the reason; see also `train_step`.
         """
         if self._coordinator is None:
-            raise ConfigError("TrainController: publish needs a coordinator, got none")
+            raise ConfigError("TrainController: coordinator must be given to publish, got none")
         deadline = Deadline.after(deadline_s, "publish")
         await self._finish_update(deadline)
         left_s = max(deadline.remaining_s, 0.1)
@@ -297,7 +300,7 @@ class TrainController:
             await self._wait_for(_published(update), deadline)
 
     async def _wait_for(self, work: Coroutine[Any, Any, TrainResult], deadline: Deadline) -> None:
-        """Wait for `work`. If a rank ends before, the error names that rank, as in every call."""
+        """Wait for `work`. If a rank ends first, raise an error that names it, as every call does."""
         await self._wait_for_all([asyncio.create_task(work)] * len(self._ranks), deadline)
 
     async def save(self, path: str, *, deadline_s: float) -> None:
@@ -309,7 +312,7 @@ class TrainController:
         await self._collective([Save(path)] * len(self._ranks), deadline_s)
 
     async def load(self, path: str, *, deadline_s: float) -> None:
-        """Load a checkpoint that `save` has written into all ranks.
+        """Load a checkpoint, which `save` has written, into all ranks.
 
         Raises:
             TrainerError: see `train_step`.
@@ -319,7 +322,7 @@ class TrainController:
     async def call(
         self, operation: str, argument: object = None, *, deadline_s: float
     ) -> tuple[Any, ...]:
-        """Run an operation that `run_train_worker` was given on all ranks; return the values in rank order.
+        """Run an operation of `run_train_worker` on all ranks; return the values in rank order.
 
         Args:
             operation: name of the operation.
@@ -327,8 +330,7 @@ class TrainController:
             deadline_s: deadline of the whole call.
 
         Raises:
-            ConfigError: a rank has no such operation, or `argument` is not msgpack-plain; nothing
-                was called.
+            ConfigError: a rank has no such operation, or `argument` is not msgpack-plain. No rank was called.
             TrainerError: see `train_step`.
         """
         commands = self._commands(operation, [argument] * len(self._ranks))
@@ -340,11 +342,12 @@ class TrainController:
     ) -> tuple[Any, ...]:
         """Run an operation on items, distributed as `train_step` distributes groups; return results in item order.
 
-        A rank's argument is the list of its items, which may be empty. Its value must be a list with one result per
-        item. If several ranks get the same items, the results of the lowest rank are returned.
+        The argument of the operation is the list of the rank's items, which may be empty. Its value must be a list with
+        one result per item. If several ranks get the same items, the results of the lowest rank are returned.
 
         Raises:
-            ConfigError, TrainerError: see `call`; a value that has not one result per item.
+            ConfigError: see `call`.
+            TrainerError: see `call`, or a rank did not return one result per item.
         """
         indices = self._shard_indices()
         shards = [list(items[index::size]) for index, size in indices]
@@ -369,7 +372,7 @@ class TrainController:
         return max(rank.data_parallel.data_parallel_size for rank in self._ranks)
 
     def _shard_indices(self) -> list[tuple[int, int]]:
-        """Return (index of the first item, distance between items) per rank: its data-parallel rank and size."""
+        """Return (index of its first item, step to the next item) of each rank: its data-parallel rank and size."""
         return [
             (each.data_parallel.data_parallel_rank, each.data_parallel.data_parallel_size)
             for each in self._ranks
@@ -380,8 +383,8 @@ class TrainController:
         if lacking:
             known = sorted({name for rank in self._ranks for name in rank.operations})
             raise ConfigError(
-                f"operation must be one of {known}, which run_train_worker was given on every rank, "
-                f"got {operation!r} ({', '.join(lacking)} has none of that name)"
+                f"operation must be an operation of run_train_worker on every rank, got {operation!r}, which "
+                f"{', '.join(lacking)} does not have; known operations: {known}"
             )
         what = f"operation {operation}: argument"
         return [Operation(operation, encode_value(what, argument)) for argument in arguments]
@@ -390,7 +393,8 @@ class TrainController:
         """Ask all ranks to stop, then end the processes that still run. Idempotent.
 
         Args:
-            grace_s: for ranks to stop, and then to end; after a failure at most `BROKEN_GRACE_S`.
+            grace_s: seconds that ranks have to stop, and then again to end. After a failure they have at most
+                `BROKEN_GRACE_S` to end.
         """
         self._is_closing = True
         if not self._failure:
@@ -399,15 +403,15 @@ class TrainController:
                 if self.ranks_started.is_set():
                     await self._collective([Stop()] * len(self._ranks), grace_s)
             except TrainerError as error:
-                _log.warning("trainer ranks did not end in order: %s", error)
+                _log.warning("trainer ranks did not stop on request: %s", error)
         broken = bool(self._failure)
         self._failure = self._failure or "closed"
         await self._end_ranks(min(grace_s, BROKEN_GRACE_S) if broken else grace_s)
 
     async def _end_ranks(self, grace_s: float) -> None:
-        """End all started ranks at the same time; each has `grace_s`.
+        """End all started ranks at the same time; each has `grace_s` before SIGKILL.
 
-        If some ranks cannot be ended, the others are ended nevertheless. Then the first error is raised.
+        If a rank cannot be ended, the others are still ended. The first error is raised at the end.
         """
         self.ranks_started.clear()
 
@@ -429,7 +433,8 @@ class TrainController:
         self, commands: Sequence[TrainCommand], deadline_s: float
     ) -> tuple[Done, ...]:
         async with self._lock:
-            if self._failure:  # of the call before this one, too
+            # An earlier call may have set the failure while this call waited for the lock.
+            if self._failure:
                 raise TrainerError(self._failure)
             deadline = Deadline.after(deadline_s, type(commands[0]).__name__)
             if not isinstance(commands[0], Save):
@@ -451,9 +456,12 @@ class TrainController:
     async def _wait_for_all(
         self, waits: Sequence[_Wait], deadline: Deadline, *, from_ranks: bool = False
     ) -> tuple[Done, ...]:
-        """Wait for the answers of all ranks. The first rank that dies or raises, or the deadline, fails the call.
+        """Wait for the answers of all ranks. The call fails when a rank dies or raises, or at the deadline.
 
-        A rank may end after its answer: a rank does so after `Stop`.
+        A rank may end after it has answered, as it does after `Stop`.
+
+        Raises:
+            TrainerError: the call failed; all later calls fail with the same error.
         """
         answers = [
             asyncio.create_task(_answer(rank, wait, deadline.purpose))
@@ -464,7 +472,7 @@ class TrainController:
                 answers, timeout=deadline.remaining_s, return_when=asyncio.FIRST_EXCEPTION
             )
             if missing and any(answer.exception() for answer in done):
-                # A peer's collective often fails a moment before the dead rank is reported.
+                # When a rank dies, the collectives of its peers often fail before the scheduler reports the death.
                 await asyncio.wait(
                     missing, timeout=DEATH_GRACE_S, return_when=asyncio.FIRST_EXCEPTION
                 )
@@ -509,7 +517,7 @@ class TrainController:
         socket: web.WebSocketResponse,  # noqa: ARG002
     ) -> tuple[_Rank, Welcome]:
         if not isinstance(first, Joined):
-            raise ProtocolError("train worker: a reply before its Joined")
+            raise ProtocolError("train worker: the first frame must be Joined, got a reply")
         check_version(first.protocol_version, "train worker")
         if first.world_size != len(self._ranks) or not 0 <= first.rank < first.world_size:
             raise ProtocolError(
@@ -519,8 +527,7 @@ class TrainController:
         rank = self._ranks[first.rank]
         if not self._job or not hmac.compare_digest(first.job.encode(), self._job.encode()):
             raise ProtocolError(
-                f"train worker: {rank.peer}: job must be that of the ranks that were started last, "
-                f"got {first.job!r}"
+                f"train worker: {rank.peer}: job must be the newest start of the ranks, got {first.job!r}"
             )
         if rank.incarnation not in ("", first.incarnation):
             raise MustWait(f"train worker: {rank.peer} is taken by another process")
@@ -538,7 +545,7 @@ class TrainController:
         session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
 
     async def lost(self, session: _Rank, reason: str, *, ended: bool) -> None:  # noqa: ARG002
-        """See `rpc.Owner`. The scheduler reports the end of a process."""
+        """Log a lost connection. Only the scheduler reports that a rank has ended."""
         level = logging.DEBUG if self._is_closing else logging.INFO
         _log.log(level, "%s: %s", session.peer, reason)
 

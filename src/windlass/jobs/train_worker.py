@@ -1,8 +1,8 @@
 """The trainer rank's side of a `TrainController`: user code calls `run_train_worker(engine)`.
 
 The scheduler starts the user's script. The controller sends typed commands and never sends code. Commands run in the
-calling thread, one after another. A daemon thread serves the connection, so that the controller does not take a rank
-in a long step for dead.
+thread that called `run_train_worker`, one after another. A daemon thread serves the connection, so that a rank still
+answers pings during a long step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STORE_DEADLINE_S = 300.0
 LOGPROB_DIFFERENCE = "logprob_difference"
 """Name of a metric of the first step, in nats; see `TrainEngine.train_step`."""
 LARGEST_DIFFERENCE = 0.1
-"""Largest value of that metric that rounding explains. Engines in bfloat16 differ by about 0.02 from their trainer."""
+"""Largest value of `LOGPROB_DIFFERENCE` without a warning. With engines in bfloat16, rounding makes it about 0.02."""
 
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
@@ -51,12 +51,12 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
     """First frame of every connection of a rank.
 
     Attributes:
-        protocol_version: must equal the controller's.
-        rank, world_size: place of the rank in its job, and number of ranks.
-        job: the start that the rank belongs to (WINDLASS_JOB); ranks of any other start are refused.
-        incarnation: identity of the process; a second process must wait while a rank's place is taken.
-        store_host, store_port: address of rank 0's store, bound before it is published; '' and 0 for other ranks.
-        operations: names of the user's operations that the rank was started with.
+        protocol_version: protocol version of the rank; the controller refuses every version except its own.
+        rank, world_size: number of the rank in its job, and number of ranks.
+        job: id of the start to which the rank belongs (WINDLASS_JOB); the controller refuses ranks of another start.
+        incarnation: random id of the process. Another process with the same rank number is refused for the time being.
+        store_host, store_port: address of the TCP store that rank 0 serves; '' and 0 for other ranks.
+        operations: names of the operations that the script passed to `run_train_worker`.
     """
 
     protocol_version: int
@@ -74,7 +74,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
-    """Build the engine; answered with `Done.data_parallel_*` filled in."""
+    """Call `TrainEngine.setup`. The answer has `Done.data_parallel_rank` and `Done.data_parallel_size`."""
 
     store_host: str
     store_port: int
@@ -83,14 +83,14 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
 
 
 class TrainStep(msgspec.Struct, frozen=True, tag="train_step"):
-    """One optimiser step on this rank's shard; groups are never split between ranks."""
+    """Run one optimiser step on this rank's shard of the groups. A group is never split between ranks."""
 
     step: int
     groups: tuple[tuple[TrainingSample, ...], ...]
 
 
 class PreparePublish(msgspec.Struct, frozen=True, tag="prepare_publish"):
-    """Prepare the weights for `version` and do not change them; answered with `Done.sends_copies` filled in."""
+    """Prepare the weights for `version` and do not change them. The answer has `Done.sends_copies`."""
 
     version: int
 
@@ -110,7 +110,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 class Operation(msgspec.Struct, frozen=True, tag="operation"):
     """Run the user's operation of this name; the answer contains `Done.value`.
 
-    `argument` is msgpack, and the rank decodes it when it runs the operation.
+    `argument` is encoded as msgpack; the rank decodes it when it runs the operation.
     """
 
     name: str
@@ -125,11 +125,13 @@ TrainCommand = Setup | TrainStep | PreparePublish | Save | Load | Operation | St
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The call returned.
+    """Answer of a rank whose call returned.
 
     Attributes:
-        metrics: metrics of the engine. data_parallel_rank, data_parallel_size: answer to `Setup`.
-        sends_copies: answer to `PreparePublish`: whether the weights may change once they are copied.
+        metrics: answer to `TrainStep`: metrics of the engine.
+        data_parallel_rank, data_parallel_size: answer to `Setup`.
+        sends_copies: answer to `PreparePublish`: whether the weights are sent from a replica, so that they may change
+            as soon as they are copied.
         value: value of an operation in msgpack; empty for other commands.
     """
 
@@ -141,7 +143,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The call raised."""
+    """Answer of a rank whose call raised an exception."""
 
     error: str
 
@@ -171,9 +173,9 @@ class TrainContext:
         store_host, store_port: address of a `torch.distributed.TCPStore` that rank 0 has bound; join it
             with `is_master=False`.
         controller: address of the controller, for `connect_trainer`. token: secret of the controller.
-        deadline_s: deadline of the first collective.
-        sampling: sampling parameters of the job's rollouts. With them an engine may compare the rollouts'
-            log-probabilities with its own. None if the job has not given them.
+        deadline_s: seconds within which the rest of the start must end; timeout for the process group.
+        sampling: sampling parameters of the job's rollouts, with which an engine may compare the rollouts'
+            log-probabilities with its own. None if they are unknown.
     """
 
     rank: int
@@ -187,7 +189,7 @@ class TrainContext:
 
 
 class TrainEngine(Protocol):
-    """Interface that user code implements, one object per rank. All ranks call each method, from one thread."""
+    """Interface that user code implements; each rank has one object. Its methods run on all ranks, in one thread."""
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
         """Build model and optimiser; return (data-parallel rank, data-parallel size).
@@ -199,20 +201,21 @@ class TrainEngine(Protocol):
     def train_step(
         self, step: int, groups: Sequence[Sequence[TrainingSample]]
     ) -> Mapping[str, float]:
-        """Take one optimiser step on this rank's shard, which may be empty, and return metrics.
+        """Take one optimiser step on this rank's shard, which may be empty; return metrics.
 
-        A job warns where `LOGPROB_DIFFERENCE` is among them and too large. It means the mean distance per token
-        between the log-probabilities that rollouts carry and the trainer's own, under `TrainContext.sampling`.
+        A metric named `LOGPROB_DIFFERENCE` is the mean absolute difference per token between the log-probabilities of
+        the rollouts and the trainer's, with the settings of `TrainContext.sampling`. The job warns if it is above
+        `LARGEST_DIFFERENCE`.
         """
         ...
 
     def prepare_publish(self, version: int) -> bool:
         """Prepare the weights for `version`, and do not change them until the controller has published them.
 
-        `TrainerClient.prepare_publish` does so.
+        Usually calls `TrainerClient.prepare_publish`.
 
         Returns:
-            Whether the weights are sent from a replica. They may then change once they have been copied.
+            True if the weights are sent from a replica, so that they may change as soon as they are copied.
         """
         ...
 
@@ -230,26 +233,28 @@ class TrainEngine(Protocol):
 
 
 TrainOperation = Callable[[Any], object]
-"""Function from a msgpack-plain argument to a msgpack-plain value. All ranks run it, in `TrainEngine`'s thread."""
+"""Function of a msgpack-plain argument that returns a msgpack-plain value. It runs on all ranks, in the thread of the
+`TrainEngine`."""
 
 
 def run_train_worker(
     engine: TrainEngine, *, operations: Mapping[str, TrainOperation] | None = None
 ) -> None:
-    """Serve the controller that started this process until it says stop.
+    """Run the commands of the controller that started this process, until it sends `Stop`.
 
-    Blocking. A command that raises is reported; the process stays until it is told to end, or
-    until the controller could not be reached for 30 s.
+    Blocks. If a command raises, the rank reports the error and waits for the next command. The function also ends if
+    the controller cannot be reached for 30 s.
 
     Args:
         engine: object that runs the commands common to all trainers.
-        operations: name -> further function that the job calls, such as an evaluation. All ranks need the same
-            names. The controller can call no other code.
+        operations: name -> additional function that the controller may call, for example an evaluation. All ranks need
+            the same names. The controller cannot call any other code.
 
     Raises:
-        ConfigError: WINDLASS_TRAIN_URL, RANK or WORLD_SIZE are missing: not started by a controller.
-        AuthenticationError: wrong token. ProtocolError: the controller refuses this rank.
-        PeerUnreachable: the controller is gone.
+        ConfigError: WINDLASS_TRAIN_URL, RANK or WORLD_SIZE is missing: no `TrainController` started this process.
+        AuthenticationError: the controller refuses the token.
+        ProtocolError: the controller refuses this rank.
+        PeerUnreachable: the controller could not be reached for 30 s.
     """
     url = environment_value("WINDLASS_TRAIN_URL")
     numbers = [environment_value(name) for name in ("RANK", "WORLD_SIZE")]
@@ -269,12 +274,12 @@ def run_train_worker(
 
 @final
 class _CallingThread(concurrent.futures.Executor):
-    """Executor whose jobs, which call user code, run in the thread that calls `run_next`."""
+    """Executor that runs its jobs, which call user code, in the thread that calls `run_next`."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
-    # The loop, which is its one caller, passes no keywords.
+    # Only the event loop calls this, and without keyword arguments.
     def submit(  # type: ignore[override]
         self, job: Callable[[*Arguments], T], /, *args: *Arguments
     ) -> concurrent.futures.Future[T]:
@@ -284,7 +289,7 @@ class _CallingThread(concurrent.futures.Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(job(*args))
-                # The future raises it where the caller asks for the result.
+                # The future raises the error when the caller reads the result.
                 except Exception as error:  # noqa: BLE001
                     future.set_exception(error)
 
@@ -292,7 +297,7 @@ class _CallingThread(concurrent.futures.Executor):
         return future
 
     def put(self, job: Callable[[], object]) -> None:
-        """Queue a job for `run_next`, which raises the job's exceptions."""
+        """Queue a job; `run_next` raises its exceptions."""
         self._jobs.put(job)
 
     def run_next(self) -> None:
@@ -302,7 +307,7 @@ class _CallingThread(concurrent.futures.Executor):
 
 @final
 class _Worker(Client[TrainCommand, TrainResult, Welcome]):
-    """A rank's session with the controller; calls are carried out in the thread that calls `work`."""
+    """Session of a rank with the controller. It executes calls in the thread that calls `work`."""
 
     def __init__(
         self,
@@ -329,7 +334,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
         host, port = "", 0
         if rank == 0:
             host = own_address(url)
-            # Bound here, then published: no port is ever guessed.
+            # Bind the port before other ranks learn it, so that it is certainly free.
             self._store_server = Rendezvous(host, STORE_DEADLINE_S)
             port = self._store_server.port
         names, incarnation = tuple(sorted(operations)), os.urandom(8).hex()
@@ -339,7 +344,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
         )
 
     def work(self) -> None:
-        """Carry out calls until one says stop.
+        """Execute calls until `Stop`.
 
         Raises:
             AuthenticationError, ProtocolError, PeerUnreachable: see `run_train_worker`.
@@ -382,7 +387,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
                     {
                         "MASTER_ADDR": host,
                         "MASTER_PORT": str(port),
-                        # torch then joins the existing store, and takes the restart count as the keys' prefix.
+                        # With these, torch joins the existing store, and uses the restart count as prefix of its keys.
                         "TORCHELASTIC_USE_AGENT_STORE": "True",
                         "TORCHELASTIC_RESTART_COUNT": "0",
                     }
@@ -415,10 +420,10 @@ def _metrics(found: object) -> dict[str, float]:
     """Convert the metrics that an engine's `train_step` returned to Python numbers; None becomes an empty dict.
 
     Raises:
-        ConfigError: anything but a mapping of names to numbers.
+        ConfigError: `found` is not a mapping of names to numbers.
     """
     if found is None:
         return {}
     if not isinstance(found, Mapping):
-        raise ConfigError(f"train_step must return metrics, names to numbers, got {found!r}")
+        raise ConfigError(f"train_step must return a mapping of names to numbers, got {found!r}")
     return {str(name): as_number(f"train_step: metric {name}", found[name]) for name in found}

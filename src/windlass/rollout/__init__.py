@@ -1,4 +1,4 @@
-"""Asynchronous rollouts: admission, dispatch, completion callbacks."""
+"""Asynchronous rollouts: the controller that dispatches them, the workers that run them, and training batches."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ if TYPE_CHECKING:
     from windlass.rollout.workflows import WorkflowContext as WorkflowContext
     from windlass.sampling import SamplingParams as SamplingParams
 
-# A type checker must still refuse unknown names.
+# Hidden from type checkers: with a module `__getattr__` they would accept unknown names.
 if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

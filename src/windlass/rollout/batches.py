@@ -1,4 +1,4 @@
-"""Training batches, from the controller's owner to the trainer ranks."""
+"""Training batches: the owner of the controller puts them into a queue, and trainer ranks request their shards."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ MAX_WAIT_S = 3600.0
 KEPT_STEPS = 2
 """Number of steps that ranks can still request again; `put` drops older ones."""
 MAX_ASKED_STEPS = 1024
-"""Number of requested steps without a batch that a queue remembers; it drops the oldest requests."""
+"""Number of requested future steps that a `BatchQueue` remembers; it forgets the oldest requests."""
 ASK_EVERY_S = 20.0
-"""Seconds after which a rank repeats its request: networks drop connections that are silent for longer."""
+"""Seconds after which a waiting rank repeats its request, because some networks drop silent connections."""
 ANSWER_MARGIN_S = 2.0
 BACKOFF = Backoff(0.05, 1.0)
 
@@ -61,8 +61,8 @@ def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[Tr
         rewards: one per rollout; numbers, an array or a tensor.
 
     Raises:
-        ConfigError: the rewards are not one finite number per rollout, or a rollout has no tokens; names the
-            group and the rollout.
+        ConfigError: the rewards are not one finite number per rollout, or a rollout has no generated token.
+            The message names the group and the rollout.
     """
     samples = []
     for rollout, reward in zip(group.rollouts, check_rewards(group, rewards), strict=True):
@@ -81,7 +81,7 @@ def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[Tr
         ]
         if not made:
             raise ConfigError(
-                f"group {group.group_id}: rollout {rollout.task_id} must have a generated token, got none"
+                f"group {group.group_id}: rollout {rollout.task_id} has no generated token"
             )
         samples += made
     return tuple(samples)
@@ -95,7 +95,7 @@ def _turns(rollout: Rollout) -> tuple[Turn, ...]:
 
 
 def check_rewards(group: RolloutGroup, rewards: object) -> tuple[float, ...]:
-    """Return one number per rollout of a group.
+    """Check the rewards of a group's rollouts; return one number per rollout.
 
     Raises:
         ConfigError: see `training_samples`.
@@ -110,8 +110,8 @@ def check_rewards(group: RolloutGroup, rewards: object) -> tuple[float, ...]:
     unscored = [number for number, reward in enumerate(found) if reward is None]
     if unscored:
         raise ConfigError(
-            f"{where}[{unscored[0]}] must be one number, got None; a recipe drops a group that it cannot "
-            f"score by returning no samples"
+            f"{where}[{unscored[0]}] must be one number, got None; to drop a group that cannot be scored, a "
+            f"recipe returns no samples for it"
         )
     return tuple([plain_number(f"{where}[{n}]", reward) for n, reward in enumerate(found)])
 
@@ -122,7 +122,7 @@ def check_groups(
     """Return groups of samples as tuples.
 
     Raises:
-        ConfigError: a value is not a `TrainingSample`; names the group and the index.
+        ConfigError: a value is not a `TrainingSample`; the message names the group and the index.
     """
     whole = []
     for number, group in enumerate(groups):
@@ -149,14 +149,13 @@ class _Query(msgspec.Struct):
 
 
 class BatchQueue:
-    """Queue that gives each trainer rank its shard of each step's batch; repeated requests get the same answer.
+    """Queue that gives each trainer rank its shard of each step's batch. A rank may repeat a request.
 
-    A group is never split between ranks: rank r of n gets groups r, r + n, r + 2n, ... in the order of `put`.
-    A request changes no other rank's answer.
+    A group is never split between ranks: rank r of n gets groups r, r + n, r + 2n, ... of the batch.
 
     Args:
-        num_ranks: returns the number of connected trainer ranks, or 0 while it is unknown. A request is refused if
-            its `world_size` does not divide this number.
+        num_ranks: returns the number of connected trainer ranks, or 0 while it is unknown. The queue refuses a
+            request if its `world_size` does not divide this number.
     """
 
     def __init__(self, num_ranks: Callable[[], int] = lambda: 0) -> None:
@@ -176,16 +175,16 @@ class BatchQueue:
         self._listeners.append(listener)
 
     def on_wait(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the event loop when all trainer ranks have started to wait for a batch."""
+        """Call `listener` in the event loop when all trainer ranks wait for a batch, see `all_wait`."""
         self._wait_listeners.append(listener)
 
     def published(self) -> None:
-        """Record that all ranks have published the weights that they trained with their last batch."""
+        """Record that all trainer ranks have published the weights which they trained with their last batch."""
         self._has_answered = False
 
     @property
     def all_wait(self) -> bool:
-        """Whether all ranks wait for a batch, and none has received one since they published."""
+        """Whether all trainer ranks wait for a batch, and no rank has received one since they last published."""
         since = asyncio.get_running_loop().time() - 2 * ASK_EVERY_S
         num_asking = sum(asked_at >= since for asked_at in self._asked_at.values())
         return not self._has_answered and 0 < self._world_that_asks <= num_asking
@@ -194,15 +193,17 @@ class BatchQueue:
         """Add the batch of `step`, and answer all ranks that wait for it.
 
         Raises:
-            ConfigError: the step is not above every earlier one, `groups` is empty, or a value of a group is
-                not a `TrainingSample`.
+            ConfigError: the step is not greater than all earlier steps, `groups` is empty, or a value of a
+                group is not a `TrainingSample`.
         """
         (step,) = plain_integers("BatchQueue: step", (step,))
         batch = check_groups(f"BatchQueue: step {step}", groups)
         if step <= self._last_step:
             raise ConfigError(f"BatchQueue: step must be > {self._last_step}, got {step}")
         if not batch:
-            raise ConfigError(f"BatchQueue: step {step} needs at least one group, got none")
+            raise ConfigError(
+                f"BatchQueue: the batch of step {step} must have at least one group, got none"
+            )
         self._batches[step] = batch
         self._last_step = step
         self._asked = OrderedDict.fromkeys(asked for asked in self._asked if asked > step)
@@ -216,8 +217,8 @@ class BatchQueue:
     async def requested(self, step: int, *, deadline_s: float) -> None:
         """Return once a rank has requested `step`.
 
-        If the owner draws the batch only after this call, the staleness bound is checked when the trainer
-        consumes the batch.
+        The owner should choose the groups of the batch only after this call: the age of their tokens is then
+        checked when the trainer needs the batch, and not earlier.
 
         Raises:
             PeerTimeout: no rank requested the step within `deadline_s`.
@@ -226,8 +227,8 @@ class BatchQueue:
         def message() -> str:
             newest = f"step {next(reversed(self._asked))}" if self._asked else "none"
             return (
-                f"batch: no trainer rank asked for step {step} within {deadline_s} s; "
-                f"the newest that was asked for: {newest}"
+                f"batch: no trainer rank requested step {step} within {deadline_s} s; "
+                f"newest request: {newest}"
             )
 
         await self._changes.until(
@@ -237,13 +238,13 @@ class BatchQueue:
     async def shard(
         self, step: int, rank: int, world_size: int, *, deadline_s: float
     ) -> TrainingBatch:
-        """Return a rank's shard, once the step has been put.
+        """Return a rank's shard of a step's batch, once the batch has been put.
 
         Raises:
             ConfigError: the rank is outside [0, world_size), or the world size does not divide the number of
                 trainer ranks.
-            StaleMessage: the step was dropped.
-            PeerTimeout: the step was not put within `deadline_s`.
+            StaleMessage: the queue has dropped the batch, see `KEPT_STEPS`.
+            PeerTimeout: the batch was not put within `deadline_s`.
         """
         if not 0 <= rank < world_size:
             raise ConfigError(f"batch: rank must be in [0, {world_size}), got {rank}")
@@ -258,7 +259,7 @@ class BatchQueue:
         await self._changes.until(
             lambda: self._last_step >= step,
             deadline_s,
-            lambda: f"batch: step {step} within {deadline_s} s, got none",
+            lambda: f"batch: step {step} was not put within {deadline_s} s",
         )
         if step not in self._batches:
             raise StaleMessage(f"batch: step must be one of {list(self._batches)}, got {step}")
@@ -306,7 +307,7 @@ class BatchQueue:
 
 
 class BatchClient(Closing):
-    """Client that requests this rank's shard of a step's batch from the controller; used by one thread.
+    """Client of a trainer rank, which requests its shards of batches from the controller. Use it in one thread.
 
     Raises:
         ConfigError: `url` is not an http(s) URL, or no header can carry the token.
@@ -333,8 +334,8 @@ class BatchClient(Closing):
         Raises:
             ConfigError: step < 0, the rank is not in [0, world_size), or the controller refused the request.
             AuthenticationError: wrong token.
-            StaleMessage: the controller has dropped the step.
-            PeerTimeout: no batch, or no controller, within `deadline_s`.
+            StaleMessage: the controller has dropped the batch of this step.
+            PeerTimeout: the batch was not put, or no controller answered, within `deadline_s`.
         """
         if step < 0:
             raise ConfigError(f"next_batch: step must be >= 0, got {step}")
@@ -365,7 +366,7 @@ class BatchClient(Closing):
                 raise _refusal(reply)
             last = reply.text(500)
         raise PeerTimeout(
-            f"BatchClient: step {step} of {self._url} within {deadline_s} s, got none ({last})"
+            f"BatchClient: got no batch of step {step} from {self._url} within {deadline_s} s ({last})"
         )
 
 

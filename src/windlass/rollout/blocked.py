@@ -1,4 +1,4 @@
-"""Log of the workflow, or other code, that blocks an event loop."""
+"""Detect code, for example a workflow, that blocks an event loop, and log where it blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from windlass.rollout.workflows import WorkflowContext
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 BLOCKED_AFTER_S = 5.0
-"""Seconds without a turn after which a loop counts as blocked: half of the silence that ends a connection."""
+"""Seconds without an iteration of the event loop after which it counts as blocked: half of the silence after
+which a peer closes the connection."""
 SAY_EVERY_S = 15.0
 MAX_FRAMES = 20
 _ASYNCIO = str(Path(asyncio.__file__).parent)
@@ -26,14 +27,14 @@ _ASYNCIO = str(Path(asyncio.__file__).parent)
 
 @final
 class BlockWatch:
-    """Daemon thread that logs the workflow or other code that blocks an event loop, and its place.
+    """Daemon thread that logs the workflow or other code that blocks an event loop, with its stack.
 
-    Peers only see that a blocked process is silent, and take it for dead. The first watch of a loop logs;
-    further watches do nothing while the first is open.
+    A peer cannot distinguish a blocked process from a dead one. Only the first watch of an event loop logs;
+    further watches of the same loop do nothing while the first is open.
 
     Args:
-        loop: the loop of the calling thread.
-        where: owner of the loop, for the log.
+        loop: event loop of the calling thread.
+        where: name of the process in the log, for example "worker w0".
     """
 
     _watched: ClassVar[WeakSet[asyncio.AbstractEventLoop]] = WeakSet()
@@ -77,7 +78,7 @@ class BlockWatch:
         who = "something"
         if context is not None:
             who = f"workflow {context.workflow} (rollout {context.task_id})"
-        # Innermost frame first, in one line, because the log escapes line ends in a message.
+        # Innermost frame first. One line, because the log escapes line ends in a message.
         stack = " <- ".join(
             f"{each.filename}:{each.lineno} in {each.name}: {each.line}"
             for each in reversed(frames[first:])
@@ -89,7 +90,7 @@ class BlockWatch:
 
 
 def _context_of(frame: FrameType | None) -> WorkflowContext | None:
-    """Return the context of the workflow that runs in this stack; None if none does."""
+    """Return the context of the workflow that runs in this stack, or None if no workflow runs in it."""
     while frame is not None:
         for value in frame.f_locals.values():
             if isinstance(value, WorkflowContext):

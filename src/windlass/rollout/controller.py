@@ -1,10 +1,9 @@
 """Controller of all outstanding rollouts: admission, dispatch, completion and retry.
 
-Everything runs in one event loop and every state change is synchronous. So completions need no lock among
-themselves, and share none with weight updates. The worker pool passes arrived outcomes to
-`RolloutController._use`, which resolves futures, frees slots and schedules a dispatch, without awaiting
-anything. A weight update of several minutes consists of other coroutines that await other peers, and cannot
-delay a completion.
+All code runs in one event loop, and every state change is synchronous, so no lock is needed. The worker pool
+passes outcomes to `RolloutController._use`, which resolves futures, frees slots and schedules a dispatch
+without awaiting anything. A weight update runs in other coroutines of the same loop and cannot delay a
+completion, even if the update takes minutes.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ logger = logging.getLogger(__name__)
 MAX_DISPATCHES_PER_TURN = 256
 PREFIX_TOKENS = 256
 CLEAN_UP_S = 5.0
-"""Seconds that workflows have to clean up when the controller closes."""
+"""Seconds that cancelled workflows have to clean up when the controller closes."""
 
 
 @final
@@ -69,9 +68,9 @@ class RolloutController:
     Call all methods in the event loop in which the block was entered.
 
     Args:
-        engines: directory of the engines that may receive work; read, never locked.
-        policy: admission and consumption bounds; the controller is its only user.
-        token: the owner's secret; the controller derives the tokens for workers and engines from it.
+        engines: directory of the engines that may receive work.
+        policy: bounds for admission and consumption. No other code may change it.
+        token: secret of the job; the controller derives the tokens for workers and engines from it.
         config: limits.
 
     Attributes:
@@ -136,9 +135,9 @@ class RolloutController:
             await self.cancel_all(deadline_s=CLEAN_UP_S)
         try:
             await self._journal.close()
-        # A failed journal must not keep the other parts open.
+        # Workers and timers must be closed even if the journal cannot be.
         except OSError as error:
-            logger.error("what was added last is not in the journal: %s", error)  # noqa: TRY400
+            logger.error("the journal lacks its last entries: %s", error)  # noqa: TRY400
         for record in list(self._table.records.values()):
             self._life.cancel(record.group)
         self._closed = True
@@ -160,7 +159,7 @@ class RolloutController:
             deadline_s: seconds for the whole clean-up.
 
         Returns:
-            Number of attempts that did not end in time; they are logged, and end with their worker.
+            Number of attempts that did not end in time. The controller logs them; they end with their worker.
         """
         self.pause()
         for record in list(self._table.records.values()):
@@ -168,7 +167,7 @@ class RolloutController:
         num_left = await self._pool.wait_for_ends(deadline_s)
         if num_left:
             logger.error(
-                "%d attempts were still cleaning up after %g s and are cut off",
+                "%d cancelled attempts were still cleaning up after %g s; they are abandoned",
                 *(num_left, deadline_s),
             )
         return num_left
@@ -188,7 +187,8 @@ class RolloutController:
         Args:
             prompt_ids: token ids of the prompt.
             sampling: sampling parameters.
-            metadata: returned with the result; must be msgpack-plain with a journal.
+            metadata: returned with the result. With a journal it must be msgpack-plain (numbers, text, bytes,
+                lists, maps, None).
             deadline_s: seconds from its first dispatch after which the rollout fails; None for no deadline.
 
         Raises:
@@ -212,13 +212,13 @@ class RolloutController:
 
         Args:
             workflow: name of the workflow; the run waits until a worker that knows it has a free slot.
-            arguments: msgpack-plain; `WorkflowContext.arguments`.
-            sampling: sampling parameters of the workflow's calls that give none.
-            metadata: as `submit`.
-            deadline_s: as `submit`.
+            arguments: msgpack-plain value that the workflow finds in `WorkflowContext.arguments`.
+            sampling: parameters for those engine calls of the workflow that set no own parameters.
+            metadata: as in `submit`.
+            deadline_s: as in `submit`.
 
         Raises:
-            ConfigError: as `submit`, or the name is empty, or the arguments are not plain.
+            ConfigError: as in `submit`, or the name is empty, or the arguments are not msgpack-plain.
         """
         work = self._workflow(workflow, arguments, sampling, deadline_s)
         return self._life.submit(work, metadata=metadata)
@@ -233,10 +233,10 @@ class RolloutController:
         metadata: object = None,
         deadline_s: float | None = None,
     ) -> GroupHandle:
-        """Submit `n` runs of a workflow with the same arguments, delivered by `next_batch`.
+        """Submit `n` runs of a workflow with the same arguments; `next_batch` delivers them together.
 
         Raises:
-            ConfigError: as `submit_workflow`; n < 1.
+            ConfigError: as in `submit_workflow`, or n < 1.
         """
         work = self._workflow(workflow, arguments, sampling, deadline_s)
         return self._life.submit_group(work, n, metadata=metadata)
@@ -250,22 +250,23 @@ class RolloutController:
         metadata: object = None,
         deadline_s: float | None = None,
     ) -> GroupHandle:
-        """Submit `n` samples of one prompt, delivered together by `next_batch`.
+        """Submit `n` samples of one prompt; `next_batch` delivers them together.
 
         Raises:
-            ConfigError: as `submit`; n < 1.
+            ConfigError: as in `submit`, or n < 1.
         """
         work = self._work(sampling, deadline_s, _token_ids(prompt_ids))
         return self._life.submit_group(work, n, metadata=metadata)
 
     def decline(self, result: RolloutGroup | Rollout) -> None:
-        """Decline a delivered result that is of no use (all rewards equal, say): it no longer counts as consumed.
+        """Decline a delivered result on which the trainer will not train, for example because all rewards are equal.
 
-        Without this call the staleness bound counts the result as trained on, and in the end admits nothing.
+        The staleness bound then no longer counts the result as consumed. Without this call, results that are
+        not trained on use up the bound, until no rollout is admitted.
 
         Raises:
-            RolloutError: this process did not deliver the result, delivered it too long ago, or it is
-                declined already.
+            RolloutError: this process did not deliver the result, delivered it too long ago, or the owner has
+                declined it already.
         """
         found = result.rollouts if isinstance(result, RolloutGroup) else (result,)
         self._life.decline([rollout.task_id for rollout in found])
@@ -273,11 +274,11 @@ class RolloutController:
     async def wait(
         self, handles: Sequence[RolloutHandle], *, deadline_s: float
     ) -> tuple[Rollout, ...]:
-        """Return the results in the order of `handles`. The deadline cancels none of them.
+        """Return the results in the order of `handles`. Rollouts continue if the deadline passes.
 
         Raises:
-            PeerTimeout: not all were done within `deadline_s`.
-            RolloutError: one of them failed.
+            PeerTimeout: not all rollouts were done within `deadline_s`.
+            RolloutError: a rollout failed.
         """
         check_deadline("wait", deadline_s)
         futures = {handle.future for handle in handles}
@@ -285,7 +286,7 @@ class RolloutController:
             _, left = await asyncio.wait(futures, timeout=deadline_s)
             if left:
                 raise PeerTimeout(
-                    f"wait: {len(handles)} rollouts within {deadline_s} s, {len(left)} are not done "
+                    f"wait: {len(left)} of {len(handles)} rollouts were not done within {deadline_s} s "
                     f"{self.describe()}"
                 )
         return tuple([await handle for handle in handles])
@@ -307,7 +308,7 @@ class RolloutController:
 
     def _check_open(self, what: str) -> None:
         if self._closed:
-            raise ConfigError(f"rollout controller: {what} needs an open controller, got closed")
+            raise ConfigError(f"rollout controller: {what}: the controller is closed")
 
     # --- for the owner -----------------------------------------------------------------
 
@@ -321,11 +322,11 @@ class RolloutController:
         self._schedule_dispatch()
 
     def run_here(self, workflows: Mapping[str, Workflow], *, max_concurrent: int = 256) -> None:
-        """Run these workflows, and plain prompts, also in this event loop.
+        """Start a local worker, which runs these workflows and plain prompts in the controller's event loop.
 
         Raises:
-            ConfigError: a local worker exists already, a name is empty, the limit is below 1, or the
-                controller is not open.
+            ConfigError: a local worker exists already, a workflow's name is empty, `max_concurrent` is below
+                1, or the controller is not open.
         """
         known = check_workflows(workflows)
         if self._closed or not self._is_open or LOCAL_WORKER in self._workers:
@@ -344,13 +345,14 @@ class RolloutController:
         self._pool.add(worker)
 
     async def next_batch(self, num_groups: int, *, deadline_s: float) -> tuple[RolloutGroup, ...]:
-        """Return the next `num_groups` groups in order of completion; none is too old, unless `OnStale.TRAIN` is set.
+        """Return the next `num_groups` complete groups, in the order of their completion.
 
-        Concurrent callers are served in the order of their calls.
+        No group is too old, except with `OnStale.TRAIN`. Concurrent callers are served in the order of their
+        calls.
 
         Raises:
             ConfigError: num_groups < 1, or the controller is closed, before or during the call.
-            PeerTimeout: fewer groups were complete within `deadline_s`; none is taken.
+            PeerTimeout: fewer groups were complete within `deadline_s`; all of them stay in the queue.
             RolloutError: the journal can no longer be written.
         """
         if not is_count(num_groups):
@@ -366,20 +368,20 @@ class RolloutController:
                 return self.take(self.ready_ids()[:num_groups])
         except TimeoutError as error:
             raise PeerTimeout(
-                f"next_batch: {num_groups} groups within {deadline_s:g} s, got "
-                f"{len(self._table.ready)} {self.describe()}"
+                f"next_batch: {len(self._table.ready)} of {num_groups} groups were complete within "
+                f"{deadline_s:g} s {self.describe()}"
             ) from error
 
     def ready_ids(self) -> list[int]:
-        """Return the ids of complete groups that were not delivered, in order of completion."""
+        """Return the ids of complete groups that wait for delivery, in the order of their completion."""
         return list(self._table.ready)
 
     def peek(self, group_id: int) -> RolloutGroup:
-        """Return a group of `ready_ids`; it stays there and may still grow too old."""
+        """Return a group of `ready_ids` without delivering it; it may still become too old."""
         return self._life.peek(group_id)
 
     def take(self, group_ids: Iterable[int]) -> tuple[RolloutGroup, ...]:
-        """Deliver groups of `ready_ids`, as `next_batch` does.
+        """Deliver these groups of `ready_ids`, as `next_batch` delivers the oldest.
 
         Raises:
             RolloutError: the journal can no longer be written.
@@ -391,11 +393,11 @@ class RolloutController:
 
     @property
     def failed_alike(self) -> int:
-        """Number of rollouts that failed for good since the last accepted one: refused, or same error again."""
+        """Number of rollouts since the last accepted one that an engine refused or whose workflow kept failing."""
         return self._life.failed_alike
 
     def describe(self) -> str:
-        """Return, for a person, where rollouts are and why none arrives."""
+        """Return a text for logs and errors: the counts of rollouts by place, and known reasons for a delay."""
         stats = self.stats()
         names = ("running", "waiting", "parked", "buffered", "failed", "rejected", "declined")
         more = ("dropped", "too_old", "stopped_early")
@@ -411,17 +413,17 @@ class RolloutController:
         return "; ".join(filter(None, parts))
 
     def refusal(self, workflow: str) -> str:
-        """Return the reason why no known worker can run a workflow; empty if one can, or for a plain prompt."""
+        """Return why no known worker can run a workflow; empty if a worker can, or for a plain prompt."""
         known = self._pool.workflows
         if not workflow or workflow in known:
             return ""
         return f"workflow {workflow!r}: workers know {sorted(known)}"
 
     def acknowledge(self, task_ids: Iterable[str]) -> None:
-        """Record that the owner has stored these rollouts; no later process delivers them. Idempotent.
+        """Record that the owner has stored these rollouts, so that no later process delivers them. Idempotent.
 
-        One task of a group stands for the group. Unknown ids are ignored. A rollout that is outstanding,
-        because an earlier process died before the acknowledgement, is cancelled.
+        The id of one task acknowledges its whole group. Unknown ids are ignored. If an earlier process died
+        before the acknowledgement, a rollout may be outstanding again; it is then cancelled.
 
         Raises:
             RolloutError: the journal can no longer be written.
@@ -433,14 +435,14 @@ class RolloutController:
     async def wait_for_room(self, *, deadline_s: float) -> None:
         """Return once another submission would be admitted at once.
 
-        A producer that waits here before each submission draws prompts exactly as fast as the staleness
-        bound, the workers and the trainer allow.
+        A producer that waits here before each submission takes prompts from its dataset exactly as fast as
+        the staleness bound, the workers and the trainer allow.
 
         Args:
-            deadline_s: longer than a trainer step, which makes room.
+            deadline_s: choose it longer than a trainer step, because only finished steps make room.
 
         Raises:
-            PeerTimeout: no room within `deadline_s`; the error says what occupies it.
+            PeerTimeout: no submission would be admitted within `deadline_s`; the error contains the counts.
             ConfigError: the controller is closed, before or during the call.
         """
 
@@ -451,7 +453,7 @@ class RolloutController:
         def message() -> str:
             stats, policy = self.stats(), self._policy
             return (
-                f"wait_for_room: none within {deadline_s:g} s (version {stats.version}, accepted "
+                f"wait_for_room: no room within {deadline_s:g} s (version {stats.version}, accepted "
                 f"{policy.accepted}, consumed {policy.consumed}); {self.describe()}"
             )
 
@@ -473,24 +475,24 @@ class RolloutController:
             there,
             deadline_s,
             lambda: (
-                f"wait_for_workers: {num_workers} workers within {deadline_s} s, "
-                f"{len(self._workers)} are registered ({', '.join(self._workers) or 'none'})"
+                f"wait_for_workers: {len(self._workers)} of {num_workers} workers registered within "
+                f"{deadline_s} s ({', '.join(self._workers) or 'none'})"
             ),
         )
 
     def set_version(self, version: int) -> None:
-        """Set the consumer's version; `StalenessPolicy.on_stale` decides about rollouts that are then too old.
+        """Set the version of the consumer (the trainer). `StalenessPolicy.on_stale` then decides about old rollouts.
 
-        The controller itself calls this with the newest version that a routable engine serves.
+        The controller calls this itself, with the newest version that a routable engine serves.
         """
         self._life.set_version(version)
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the loop, once per turn in which rollouts began, ended or were discarded."""
+        """Call `listener` in the event loop after rollouts began, ended or were discarded, once per loop iteration."""
         self._changes.subscribe(listener)
 
     def stats(self) -> RolloutStats:
-        """Return counts, and an audit of the places of all outstanding rollouts."""
+        """Return totals, and the number of outstanding rollouts in each place."""
         table, counts = self._table, self._table.counts
         running = self._pool.num_running
         waiting = len(table.waiting) + len(table.queued) + len(table.backoff) + table.num_parked()
@@ -517,10 +519,10 @@ class RolloutController:
         self._schedule_dispatch()
 
     def _use(self, outcomes: Sequence[RolloutOutcome]) -> None:
-        """Use outcomes, each at most once; their worker may drop them afterwards.
+        """Apply outcomes, each at most once. After the return the worker may drop them.
 
         Raises:
-            RolloutError: the journal cannot be written now.
+            RolloutError: the journal cannot be written now; the worker must keep the outcomes.
         """
         self._journal.check()
         for outcome in outcomes:
@@ -569,7 +571,7 @@ class RolloutController:
     # --- dispatch --------------------------------------------------------------------------
 
     def _schedule_dispatch(self) -> None:
-        """Schedule one dispatch per turn of the loop, for any number of events in it."""
+        """Schedule a dispatch: at most one per iteration of the event loop, however many events ask for it."""
         if not self._is_dispatch_scheduled and not self._closed:
             self._is_dispatch_scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
@@ -579,10 +581,10 @@ class RolloutController:
         if self._closed or self._journal.broken:
             return
         if not self._paused and self._dispatch_some():
-            # Completions get their turn before the rest is dispatched.
+            # Let the event loop handle completions before the rest is dispatched.
             self._schedule_dispatch()
         try:
-            # The journal must be written before a worker is sent anything of this turn.
+            # Write the journal before a worker is sent a task that this dispatch assigned.
             self._journal.flush()
         except RolloutError:
             # The journal has logged the error, and notifies the controller when writing succeeds again.
@@ -592,7 +594,7 @@ class RolloutController:
         self._changes.notify()
 
     def _dispatch_some(self) -> bool:
-        """Send admitted rollouts to free workers; return whether more remain for the next turn of the loop."""
+        """Assign rollouts to free workers; return whether more remain for the next iteration of the event loop."""
         engines = self._usable_engines()
         if not engines:
             return False
@@ -609,13 +611,13 @@ class RolloutController:
             else:
                 return parked
             if not self._hand_over(record, engines):
-                # Records behind this one may still find a worker in the next turn.
+                # Records behind this one in the queue may still find a worker in the next dispatch.
                 self._life.park(record)
                 parked = True
         return parked or slots > MAX_DISPATCHES_PER_TURN
 
     def _usable_engines(self) -> list[EngineTarget]:
-        """Return routable engines, without those too far behind the newest to give usable answers."""
+        """Return routable engines that are at most `max_staleness` versions behind the newest engine."""
         routable = self._engines.routable()
         newest = max((version for _, _, version in routable), default=-1)
         return [
@@ -625,7 +627,7 @@ class RolloutController:
         ]
 
     def _unpark(self) -> None:
-        """Queue as many parked records as workers that know their workflow have free slots."""
+        """Move parked records to the dispatch queue, per workflow as many as its workers have free slots."""
         for workflow, records in self._table.parked.items():
             room = sum(w.free_slots for w in self._workers.values() if w.can_run(workflow))
             for record in reversed(list(islice(records.values(), room))):
@@ -663,7 +665,7 @@ class RolloutController:
 
 
 def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return plain integers, also from an array or a tensor: undecodable values would be resent for ever."""
+    """Return token ids as Python integers; a worker could not decode others, and would be sent them for ever."""
     try:
         tokens = tuple([int(operator.index(each)) for each in prompt_ids])
     except TypeError as error:
@@ -684,7 +686,7 @@ def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
 def mount_rollout_routes(
     server: ControlServer, controller: RolloutController, batches: BatchQueue
 ) -> None:
-    """Add the rollout routes. Call this before the server starts."""
+    """Add the HTTP routes of workers, batches and rollout counts. Call this before the server starts."""
 
     async def serve_status(_: web.Request) -> web.Response:
         body = msgspec.json.encode(controller.stats())

@@ -16,8 +16,8 @@ REMEMBERED_PREFIXES = 1 << 16
 class EngineDirectory(Protocol):
     """Directory of routable engines, which reports changes.
 
-    The rollout controller reads it and never locks: an implementation must answer from memory, at once, in
-    the controller's event loop.
+    The rollout controller calls it in its event loop for every dispatch, so an implementation must answer
+    from memory, without waiting.
     """
 
     def routable(self) -> Sequence[tuple[str, str, int]]:
@@ -37,7 +37,7 @@ class StaticEngines:
         self._changes = Changes()
 
     def routable(self) -> Sequence[tuple[str, str, int]]:
-        """Return the fleet that was set last."""
+        """Return the engines of the last `set`."""
         return self._engines
 
     def subscribe(self, callback: Callable[[], None]) -> None:
@@ -45,17 +45,17 @@ class StaticEngines:
         self._changes.subscribe(callback)
 
     def set(self, engines: Iterable[tuple[str, str, int]]) -> None:
-        """Replace the fleet; call in the event loop."""
+        """Replace all engines; call this in the event loop."""
         self._engines = tuple(EngineInfo(*engine) for engine in engines)
         self._changes.notify()
 
 
 class EngineChoice:
-    """Choice of the least loaded engine, with affinity to the engine that has cached a prompt's prefix.
+    """Chooses the least loaded engine, or the engine that has cached a prompt's prefix if it is not much busier.
 
     Args:
-        slack: number of attempts by which the engine of a prefix may exceed the least loaded one and still be
-            preferred; 0 turns affinity off, except between equals.
+        slack: number of attempts by which the engine that has the prefix may exceed the least loaded engine
+            and still be chosen. With 0 it is only chosen if it is among the least loaded.
     """
 
     def __init__(self, slack: int) -> None:
@@ -74,8 +74,8 @@ class EngineChoice:
         Args:
             engines: candidates; not empty.
             load_of: returns the number of attempts on an engine.
-            prefix: key that is equal for prompts with the same beginning.
-            avoid: an engine that just failed; used only if there is no other.
+            prefix: hashable key, equal for prompts that begin with the same tokens.
+            avoid: name of an engine that just failed; it is chosen only if there is no other.
         """
         allowed = [engine for engine in engines if engine.name != avoid] or engines
         loads = [load_of(engine.name) for engine in allowed]

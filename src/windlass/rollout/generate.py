@@ -1,4 +1,4 @@
-"""One attempt at an engine with SGLang's `/generate` route."""
+"""Run one attempt at an engine, through SGLang's `/generate` route."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ABORT = "abort"
 
 
 PASSING_4XX = frozenset({408, 409, 425, 429})
-"""HTTP statuses of an engine that may accept the same request later."""
+"""4xx HTTP statuses after which the engine may accept the same request later."""
 
 
 class AttemptError(RolloutError):
-    """The attempt has failed; `partial` contains the surviving tokens."""
+    """The attempt has failed; `partial` contains the tokens generated before."""
 
     def __init__(self, message: str, partial: Partial, kind: ErrorKind = ErrorKind.PASSING) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class _TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _VersionSpan(msgspec.Struct, frozen=True):
-    """One weight version over output tokens [start, end), in the form of SGLang and vLLM."""
+    """Weight version of the output tokens [start, end), as SGLang and vLLM encode it."""
 
     version: int | str
     start: int
@@ -73,23 +73,22 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> AttemptResult:
-    """Run the attempt to its end, across weight updates that abort it.
+    """Run the attempt to its end. After a weight update that aborts it, continue or start again (`task.on_abort`).
 
     Args:
-        session: used for `POST {engine}/generate`.
+        session: HTTP session for `POST {engine}/generate`.
         task: the attempt to run.
 
     Raises:
-        AttemptError: the engine refused, died, sent an invalid answer, made no progress in `MAX_STALLS`
-            calls, or did not end within `task.deadline_s`.
+        AttemptError: the engine refused, died, sent an invalid answer, added no token in `MAX_STALLS` calls
+            in a row, or did not end within `task.deadline_s`.
     """
     progress = _Progress(task)
     try:
         async with asyncio.timeout(task.deadline_s):
             return await progress.run(session)
     except TimeoutError as error:
-        # A connection's own TimeoutError (ETIMEDOUT) is caught here too: no answer arrived in either
-        # case.
+        # This also catches the TimeoutError of a socket (ETIMEDOUT). No answer arrived in either case.
         reason = f"no answer within {task.deadline_s:.3f} s"
         raise progress.failure(reason) from error
     except (aiohttp.ClientError, OSError, PeerUnreachable, *DECODE_ERRORS) as error:
@@ -122,7 +121,9 @@ class _Progress:
             stalls = 0 if len(self.tokens.output_ids) > before else stalls + 1
             if stalls >= MAX_STALLS:
                 message = reason.message if reason is not None else ""
-                raise self.failure(f"{stalls} aborts without a new token {message}".strip())
+                raise self.failure(
+                    f"generation was aborted {stalls} times without a new token {message}".strip()
+                )
             if stalls:
                 await asyncio.sleep(STALL_BACKOFF.after(stalls))
         return AttemptResult(self.tokens, "length")
@@ -164,7 +165,8 @@ class _Progress:
         logprobs = tuple(entry.logprob for entry in meta.output_token_logprobs)
         if tuple(entry.token_id for entry in meta.output_token_logprobs) != ids:
             raise self.failure(
-                f"output_token_logprobs must name the {len(ids)} output_ids, got {len(logprobs)}"
+                f"output_token_logprobs must have the token ids of the {len(ids)} output_ids, got "
+                f"{len(logprobs)} entries"
             )
         versions = meta.output_token_versions
         if versions is None and meta.weight_versions is not None:
@@ -182,7 +184,7 @@ class _Progress:
         versions: list[int] = []
         for span in spans:
             if span.start != len(versions):
-                raise self.failure(f"weight_versions must follow one another, got {spans}")
+                raise self.failure(f"weight_versions must be spans without gaps, got {spans}")
             version = self._weight_version(span.version) if span.end > span.start else 0
             versions += [version] * (min(span.end, num_tokens) - span.start)
         return versions

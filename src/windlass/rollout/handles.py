@@ -1,4 +1,4 @@
-"""Handles, results and counts that a `RolloutController` gives to its owner."""
+"""Configuration, handles, results and counts: the types that the owner of a `RolloutController` uses."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ ResultT = TypeVar("ResultT")
 
 
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a `RolloutController`; seconds unless a name says otherwise.
+    """Limits of a `RolloutController`. Times are in seconds.
 
     Attributes:
-        max_attempts: failures (engine, worker, attempt deadline) after which a rollout fails.
+        max_attempts: number of failed attempts (of an engine or worker, or by the attempt deadline) after
+            which a rollout fails.
         max_same_errors: number of times in a row that a workflow may raise the same exception before its
             rollout fails.
-        attempt_deadline_s: limit for one attempt; after it the controller retries on another engine.
+        attempt_deadline_s: longest time of one attempt; after it the controller retries on another engine.
         retry_backoff_s: wait before the second attempt, doubled before each further one up to 2 s.
         engine_grace_s: time that an engine may be unroutable before its attempts move to other engines.
-        worker_lease_s: silence on a worker's connection after which the controller sends a ping.
-        worker_grace_s: time after which an unreachable worker is given up.
+        worker_lease_s: time without a frame from a worker after which the controller sends a ping.
+        worker_grace_s: time after which the controller gives up an unreachable worker.
         on_abort: reaction of workers to an update that ends a generation early.
-        carry_partial: whether a retry on another engine continues from the surviving tokens; one answer may
-            then contain tokens of two engines.
-        max_rejections: number of rejections by its workflow after which a rollout fails.
+        carry_partial: whether a retry on another engine continues from the tokens of the failed attempt; an
+            answer may then contain tokens of two engines.
+        max_rejections: number of times that the workflow may reject its own answer before the rollout fails.
         affinity_slack: number of attempts by which the engine that has cached a prompt's prefix may exceed
             the least loaded engine and still be chosen.
-        journal: file from which a restarted controller continues; None keeps all state in memory.
+        journal: file that records all rollouts, so that a restarted controller continues them. With None
+            there is no file.
         acknowledge: whether results stay in the journal after delivery, and are delivered again after a
-            restart, until `RolloutController.acknowledge`; if false, delivery removes them.
+            restart, until the owner calls `RolloutController.acknowledge`. If false, delivery removes them.
         journal_sync_s: interval at which the journal is synced to disk.
         journal_compact_nbytes: size above which the journal is rewritten without ended rollouts.
     """
@@ -90,11 +92,11 @@ class Rollout(msgspec.Struct, frozen=True):
         group_id: group of the rollout; -1 if it was submitted alone.
         output_ids, logprobs, versions: one entry per generated token.
         engine: name of the engine that made the last token.
-        attempts: number of times that a worker received it.
-        metadata: the submitter's metadata; it never leaves the process.
+        attempts: number of times that the controller assigned the rollout to a worker.
+        metadata: the submitter's metadata; workers and engines never receive it.
         finished_at: Unix time at which the worker had the answer, on the worker's clock.
         seconds: time from submission to completion.
-        turns: calls of a workflow; `versions` then covers the tokens of all turns, and `prompt_ids`,
+        turns: engine calls of a workflow. `versions` then has the tokens of all turns, and `prompt_ids`,
             `output_ids` and `logprobs` are empty.
         value: return value of the workflow.
     """
@@ -117,7 +119,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
 
 class RolloutGroup(msgspec.Struct, frozen=True):
-    """All samples of one prompt, in the order of their submission."""
+    """All rollouts of one prompt or workflow submission, in the order of their task ids."""
 
     group_id: int
     prompt_ids: tuple[int, ...]
@@ -130,13 +132,14 @@ class Counts(msgspec.Struct):
 
     Attributes:
         completed: rollouts delivered to the owner.
-        failed: rollouts given up after `max_attempts` or the deadline.
-        dropped: rollouts given up as too old, see `OnStale`; all samples of a group count.
+        failed: rollouts that failed, for example after `max_attempts` or at their deadline.
+        dropped: rollouts given up as too old, see `OnStale`. If one is too old, its whole group counts.
         rejected: answers that a workflow rejected.
         too_old: finished answers that were discarded as too old.
         stopped_early: running attempts that were cancelled because their answers would be too old.
         wasted_tokens: tokens of discarded answers, of finished samples of dropped groups, and of partial
-            answers that no attempt continued; tokens of a stopped attempt are unknown and not counted.
+            answers that became too old before an attempt continued them. The tokens of a stopped attempt are
+            unknown and not counted.
         retried: attempts repeated after an engine, worker or deadline failure.
         ignored: outcomes that arrived twice or too late.
         declined: completed rollouts that the owner declined.
@@ -157,13 +160,13 @@ class Counts(msgspec.Struct):
 
 
 class RolloutStats(Counts, kw_only=True):
-    """Counts since the start of this process, and the places of rollouts that have not ended.
+    """Totals since the start of this process, and the number of rollouts in each place now.
 
     submitted = completed + cancelled + failed + dropped + outstanding + lost.
 
     Attributes:
-        outstanding: rollouts in a queue, at a worker, in a backoff, or waiting in a group.
-        lost: submitted rollouts that are in no place; anything but 0 is a defect.
+        outstanding: rollouts in a queue, at a worker, in a backoff, or buffered.
+        lost: submitted rollouts that have not ended and are in no place; a value other than 0 is a defect.
         buffered: finished rollouts that wait for the rest of their group or for delivery.
         parked: rollouts that wait for a worker with a free slot that knows their workflow.
     """
@@ -189,7 +192,7 @@ class _Handle(Generic[ResultT]):
         return self.future.done()
 
     def cancel(self) -> None:
-        """Give up the rollout, or the whole group; the controller cancels it at the workers. Idempotent."""
+        """Cancel the rollout or the whole group, also at the workers that run it. Idempotent."""
         self.future.cancel()
 
     def add_done_callback(self, callback: Callable[[asyncio.Future[ResultT]], None]) -> None:
@@ -199,10 +202,10 @@ class _Handle(Generic[ResultT]):
 
 @dataclass(eq=False, slots=True)
 class RolloutHandle(_Handle[Rollout]):
-    """One submitted rollout: await it for its `Rollout`. `metadata` is the submitter's.
+    """Handle of one submitted rollout; `await` it to get its `Rollout`. `metadata` is the submitter's.
 
-    Awaiting raises `RolloutError` if every attempt failed, `PeerTimeout` if the deadline passed, and
-    `asyncio.CancelledError` if the rollout was cancelled.
+    Awaiting raises `RolloutError` if the rollout failed, `PeerTimeout` if its deadline passed, and
+    `asyncio.CancelledError` if it was cancelled.
     """
 
     task_id: str
@@ -215,10 +218,10 @@ class RolloutHandle(_Handle[Rollout]):
 
 @dataclass(eq=False, slots=True)
 class GroupHandle(_Handle[RolloutGroup]):
-    """The samples of one prompt, delivered by `RolloutController.next_batch`.
+    """Handle of one submitted group, which `RolloutController.next_batch` delivers.
 
-    Awaiting returns the group after its delivery, and raises `RolloutError` if a sample failed (the rest of
-    the group is then cancelled). `metadata` is the submitter's.
+    Awaiting it returns the group after its delivery. It raises `RolloutError` if a sample failed; the rest of
+    the group is then cancelled. `metadata` is the submitter's.
     """
 
     group_id: int
@@ -232,12 +235,13 @@ class GroupHandle(_Handle[RolloutGroup]):
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Rollouts that an earlier process with the same journal left unfinished, as handles like those of `submit`.
+    """Handles of the rollouts that an earlier process with the same journal left unfinished.
+
+    The `metadata` of a handle has gone through msgpack: tuples have become lists.
 
     Attributes:
-        rollouts: handles by task id.
-        groups: handles by group id. The `metadata` of a handle is the submitter's after a round trip through
-            msgpack (tuples are lists).
+        rollouts: task id -> handle of a rollout that was submitted alone.
+        groups: group id -> handle of a group.
     """
 
     rollouts: dict[str, RolloutHandle] = field(default_factory=dict)

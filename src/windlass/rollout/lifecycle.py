@@ -1,9 +1,10 @@
-"""Transitions of a rollout from submission to end; all synchronous, no I/O.
+"""State transitions of a rollout, from submission to end. All are synchronous.
 
-WAITING -> RUNNING (admitted, at a worker) -> ENDED, or BUFFERED until its group is complete and delivered. A
-rollout is PARKED while no worker with a free slot knows its workflow, and then QUEUED. After an error a
-RUNNING rollout moves to BACKOFF and then to QUEUED. A rollout whose answer is too old, or will certainly be,
-leaves RUNNING or BUFFERED: `OnStale` decides whether it moves to the head of WAITING or its whole group ends.
+WAITING for admission -> RUNNING at a worker -> BUFFERED until its group is complete and delivered -> ENDED.
+A rollout that was submitted alone skips BUFFERED. A rollout is PARKED while no worker with a free slot knows
+its workflow, and then QUEUED. After an error a RUNNING rollout moves to BACKOFF and then to QUEUED. If the
+answer of a RUNNING or BUFFERED rollout is too old, or certainly will be, `OnStale` decides whether the
+rollout moves to the head of WAITING or its whole group ends.
 """
 
 from __future__ import annotations
@@ -55,31 +56,32 @@ MAX_BACKOFF_S = 2.0
 WARN_EVERY_S = 10.0
 WASTE_EVERY_S = 600.0
 WASTE_SHARE = 0.5
-"""Answers that are thrown away as too old, per delivered answer, above which a job wastes its engines. Fewer are
-normal where answers of several versions overlap."""
+"""Answers discarded as too old, per delivered answer, above which the controller warns. Fewer are normal if
+rollouts are longer than a training step."""
 DECLINABLE = 4096
-"""Number of delivered results, the newest, that the owner may still decline."""
+"""Number of the newest delivered results that the owner may still decline."""
 
 
 class Lifecycle:
     """State machine of all rollouts, from submission to end.
 
-    It is the only writer of records, groups, counts and the staleness policy.
+    No other code changes records, groups, counts and the staleness policy.
 
     Args:
-        policy: admission and consumption bounds.
+        policy: bounds for admission and consumption.
         config: limits.
-        withdraw: takes a running attempt back from its worker.
+        withdraw: cancels a running attempt at its worker.
         work_changed: called when a rollout may be dispatched or admitted.
         unanswered: called before `withdraw` for an attempt that its worker did not answer in time.
 
     Attributes:
         identity: identity of the controller, the same in every process that continues its journal.
-        first_attempt: lower bound for the numbers of this process's attempts, above all earlier numbers.
-        journal: journal of every transition that a successor must know.
+        first_attempt: number above all attempt numbers of earlier processes; this process counts from it.
+        journal: journal of the transitions that a later process needs.
         table: records of all rollouts, by place.
-        newest_failure: reason why the newest attempt or rollout failed or was rejected; empty for none.
-        failed_alike: number of rollouts that failed for good since the last accepted one.
+        newest_failure: reason of the newest failure or rejection; empty before the first.
+        failed_alike: number of rollouts since the last accepted one that an engine refused or whose workflow
+            kept raising the same exception.
         ready: set when a group can be delivered, or when the controller closes.
     """
 
@@ -114,7 +116,7 @@ class Lifecycle:
     # --- begin -----------------------------------------------------------------------------
 
     def open(self) -> Recovered:
-        """Restore the state of an earlier process. Ids of this process differ from all earlier ids.
+        """Restore the state of an earlier process from the journal; choose ids that it has not used.
 
         Raises:
             ConfigError: the journal cannot be used.
@@ -130,7 +132,7 @@ class Lifecycle:
         for group in groups:
             if group.is_single:
                 recovered.rollouts[group.records[0].task_id] = self._single_handle(group)
-                # The owner does not await recovered rollouts that it did not submit itself.
+                # The owner did not submit this rollout in this process, and may never await it.
                 group.future.add_done_callback(_retrieve)
             else:
                 recovered.groups[group.group_id] = self._group_handle(group)
@@ -143,11 +145,11 @@ class Lifecycle:
         return recovered
 
     def submit(self, work: Work, *, metadata: object = None) -> RolloutHandle:
-        """Submit one rollout, as `RolloutController.submit`; the caller has checked prompt and arguments."""
+        """Submit one rollout, see `RolloutController.submit`; the caller has checked prompt and arguments."""
         return self._single_handle(self._submit(work, 1, -1, metadata))
 
     def submit_group(self, work: Work, n: int, *, metadata: object = None) -> GroupHandle:
-        """Submit a group, as `RolloutController.submit_group`; the caller has checked prompt and arguments."""
+        """Submit a group, see `RolloutController.submit_group`; the caller has checked prompt and arguments."""
         if not is_count(n):
             raise ConfigError(f"rollout: n must be an integer >= 1, got {n!r}")
         group = self._submit(work, n, self._next_group, metadata)
@@ -172,7 +174,7 @@ class Lifecycle:
         return RolloutHandle(record.task_id, group.future, record.metadata)
 
     def _group_handle(self, group: Group) -> GroupHandle:
-        # If the handle was dropped, counts and log still report the failure of the group.
+        # The owner may drop the handle: asyncio need not report the failure, since log and counts do.
         group.future.add_done_callback(_retrieve)
         return GroupHandle(
             group.group_id,
@@ -182,18 +184,18 @@ class Lifecycle:
         )
 
     def add(self, record: Record, state: State = State.WAITING) -> None:
-        """Add a rollout that waits for admission, or in the state that an earlier process left."""
+        """Add a rollout in `state`: WAITING for a new one, another state for a recovered one."""
         self.table.records[record.task_id] = record
         self.table.counts.submitted += 1
         self.table.move(record, state)
 
     def _restore(self, persisted: PersistedState) -> list[Group]:
-        """Restore the place of every task, before any other event.
+        """Restore the state of every task.
 
-        Running attempts stay with their workers, which report their attempts when they connect; attempts of
-        the controller's own loop are queued again. Rollouts that have grown too old are restored too: the
-        caller calls `drop_stale` once it has made all handles. Single rollouts with an outcome are restored
-        and delivered again. Time limits start again.
+        Running attempts stay assigned to their worker processes, which report them when they connect. Attempts
+        of the local worker ended with the earlier process and are queued again. Single rollouts with an
+        outcome are delivered again. Rollouts that are too old are restored too; the caller calls `drop_stale`
+        once it has made all handles. Deadlines start again.
         """
         groups = [
             Group.of(
@@ -236,7 +238,7 @@ class Lifecycle:
             record.admitted = True
 
     def park(self, record: Record) -> None:
-        """Admit a rollout and let it wait for a worker that knows its workflow."""
+        """Admit a rollout, and let it wait for a worker that knows its workflow."""
         self._admit(record)
         self.table.move(record, State.PARKED)
 
@@ -256,10 +258,11 @@ class Lifecycle:
         return self._start_timers(record)
 
     def _oldest_token(self, record: Record) -> int | None:
-        """Return the version of the oldest token that an attempt starting now will have; None if unknown.
+        """Return the version of the oldest token of an attempt that starts now; None if it cannot be known.
 
-        An engine is assumed to start at once. A workflow may do other work first, and an attempt that
-        restarts at every update has no old tokens.
+        A plain prompt gets its first token at once, of the current version. A workflow may do other work
+        before it generates. With `OnAbort.RETRY` an attempt discards its tokens at every update, so that none
+        becomes old.
         """
         if record.partial.versions:
             return min(record.partial.versions)
@@ -276,7 +279,7 @@ class Lifecycle:
         return (ends if record.expiry is None else min(ends, record.expiry.when())) - now
 
     def find_running(self, task_id: str, attempt: int) -> Record | None:
-        """Return the record if exactly this attempt of it is running, else None."""
+        """Return the record of a rollout if this attempt of it is running, else None."""
         record = self.table.records.get(task_id)
         if record is None or record.state is not State.RUNNING or record.attempt != attempt:
             return None
@@ -303,7 +306,7 @@ class Lifecycle:
                 self.retry(record, reason, outcome.result, outcome.error_kind)
 
     def _reject(self, record: Record, reason: str) -> None:
-        """Reject a trajectory that its workflow does not want used."""
+        """Discard an answer that its workflow rejected; fail the rollout at `max_rejections`."""
         record.rejections += 1
         self.table.counts.rejected += 1
         self.newest_failure = f"rollout {record.task_id}: rejected: {reason}"
@@ -325,20 +328,19 @@ class Lifecycle:
         partial: Partial,
         kind: ErrorKind = ErrorKind.PASSING,
     ) -> None:
-        """Retry after a backoff, preferably on another engine, unless the error would repeat."""
+        """Retry after a backoff, preferably on another engine; fail the rollout if a retry would fail too."""
         record.failures += 1
         record.last_error = reason
         self.newest_failure = f"rollout {record.task_id}: {reason}"
         raised, num_raised = record.raised
-        # Compare the text alone: the same error may come from several workers, and its prefix names the
-        # worker.
+        # Compare the text after the prefix "worker NAME: ", because the attempts may run at several workers.
         text = reason.partition(": ")[2] if kind is ErrorKind.RAISED else ""
         record.raised = (text, num_raised + 1 if text == raised else 1)
         if kind is ErrorKind.REFUSED:
             self._fail_for_good(record, f"refused: {reason}")
             return
         if text and record.raised[1] >= self._config.max_same_errors:
-            times = f"raised the same {record.raised[1]} times in a row"
+            times = f"raised the same exception {record.raised[1]} times in a row"
             limit = f"max_same_errors={self._config.max_same_errors}"
             self._fail_for_good(record, f"{times} ({limit}): {reason}")
             return
@@ -356,7 +358,7 @@ class Lifecycle:
             return
         self.table.counts.retried += 1
         record.oldest_version = (
-            # A successor restores this attempt as waiting, so it has no tokens that grow old.
+            # No attempt runs during the backoff, so no tokens become old.
             None
         )
         self.journal.attempted(record)
@@ -366,7 +368,7 @@ class Lifecycle:
         self._work_changed()
 
     def _fail_for_good(self, record: Record, reason: str) -> None:
-        """Fail a rollout because further attempts would fail as well."""
+        """Fail a rollout for which every further attempt would fail too."""
         self.failed_alike += 1
         self._fail(record, RolloutError(f"rollout {record.task_id}: {reason}"))
 
@@ -413,9 +415,9 @@ class Lifecycle:
     # --- too old -----------------------------------------------------------------------------
 
     def _throw_away(self, record: Record, outcome: RolloutOutcome | None) -> None:
-        """Discard an answer that is or would be too old; generate it again, or drop its whole group.
+        """Discard an answer that is or would be too old; generate it again, or drop the rollout's whole group.
 
-        The record must no longer be at a worker or count as accepted.
+        The caller has withdrawn the record from its worker, or from the accepted samples of the policy.
         """
         self.table.counts.wasted_tokens += 0 if outcome is None else len(outcome.versions())
         if self._policy.makes_again(record.resubmits):
@@ -428,7 +430,7 @@ class Lifecycle:
     def _drop(self, record: Record) -> None:
         policy, group = self._policy, record.group
         error = RolloutError(
-            f"rollout {record.task_id}: dropped, too old for version {policy.version} "
+            f"rollout {record.task_id}: dropped because it is too old for version {policy.version} "
             f"(max_staleness={policy.max_staleness}) after {record.resubmits} resubmissions "
             f"(on_stale={policy.on_stale}, max_resubmits={policy.max_resubmits})"
         )
@@ -445,13 +447,13 @@ class Lifecycle:
         self._work_changed()
 
     def _warn_of_waste(self) -> None:
-        """Look once at all answers discarded in this turn of the loop."""
+        """Schedule `_log_waste`, once for all answers that are discarded in this iteration of the event loop."""
         if not self._waste_is_due:
             self._waste_is_due = True
             asyncio.get_running_loop().call_soon(self._log_waste)
 
     def _log_waste(self) -> None:
-        """Warn, and then not for a while, if rollouts were dropped or much is thrown away; the counts say the rest."""
+        """Warn if rollouts were dropped or many answers discarded, at most once per `WASTE_EVERY_S`."""
         policy, counts, now = self._policy, self.table.counts, asyncio.get_running_loop().time()
         self._waste_is_due = False
         wasted = counts.too_old + counts.stopped_early
@@ -461,7 +463,7 @@ class Lifecycle:
         self._silent_until = now + WASTE_EVERY_S
         logger.warning(
             "rollouts are too old for version %d (max_staleness=%d, on_stale=%s, max_resubmits=%d): "
-            "since the start %d answers were thrown away, %d attempts stopped early, %d rollouts "
+            "since the start %d answers were discarded, %d attempts stopped early, %d rollouts "
             "dropped, %d tokens wasted",
             *(policy.version, policy.max_staleness, policy.on_stale, policy.max_resubmits),
             *(counts.too_old, counts.stopped_early, counts.dropped, counts.wasted_tokens),
@@ -470,7 +472,7 @@ class Lifecycle:
     # --- consumption -----------------------------------------------------------------------
 
     def set_version(self, version: int) -> None:
-        """Set the consumer's version; discard answers that are now too old."""
+        """Set the version of the consumer (the trainer); discard answers that are now too old."""
         if version <= self._policy.version:
             return
         self._policy.set_version(version)
@@ -479,7 +481,7 @@ class Lifecycle:
         self._work_changed()
 
     def drop_stale(self) -> None:
-        """Discard buffered answers that are too old by now, and stop attempts that would give such answers."""
+        """Discard buffered answers that are too old, and stop attempts whose answers would be too old."""
         throws_away, buffered = self._policy.throws_away, self.table.buffered.values()
         old = [r for r in buffered if r.outcome and throws_away(r.outcome.versions())]
         old += [
@@ -488,7 +490,7 @@ class Lifecycle:
             if r.oldest_version is not None and throws_away((r.oldest_version,))
         ]
         for record in old:
-            # The record ended when its group was dropped.
+            # This loop may have dropped the record's group already.
             if record.state is State.ENDED:
                 continue
             self.table.counts.too_old += record.state is State.BUFFERED
@@ -506,7 +508,7 @@ class Lifecycle:
     def hand_out(self, group_id: int | None = None) -> RolloutGroup:
         """Deliver a ready group, by default the oldest; its samples count as consumed.
 
-        Ready groups are never stale: versions only change in `set_version`.
+        A ready group is never too old: the version only changes in `set_version`, which discards such groups.
         """
         ready = self.table.ready
         group = ready.pop(next(iter(ready)) if group_id is None else group_id)
@@ -531,7 +533,8 @@ class Lifecycle:
             self._end(record)
         self.table.counts.completed += len(rollouts)
         self._delivered([record.task_id for record in group.records])
-        # Records refer to their group: without this cycle the garbage collector has no work.
+        # Groups and records refer to each other. Breaking the cycle frees them without the garbage
+        # collector.
         group.records.clear()
         return rollouts
 
@@ -542,17 +545,17 @@ class Lifecycle:
             self._handed_out.popitem(last=False)
 
     def decline(self, task_ids: Sequence[str]) -> None:
-        """Decline results that were delivered together: other rollouts may take their place.
+        """Stop counting results as consumed that were delivered together, so that other rollouts may be admitted.
 
         Raises:
-            RolloutError: the results were not delivered together, are declined already, or were delivered too
-                long ago.
+            RolloutError: the results were not delivered together, or delivered too long ago, or the owner has
+                declined them already.
         """
         together = tuple(task_ids)
         if not together or self._handed_out.get(together[0]) != together:
             raise RolloutError(
-                f"decline: rollouts {list(together)} must be what was handed out together, among "
-                f"the newest {DECLINABLE} and not declined yet"
+                f"decline: rollouts {list(together)} must be one delivered result, among the newest "
+                f"{DECLINABLE} and not declined yet"
             )
         del self._handed_out[together[0]]
         self._policy.give_back(len(together))
@@ -561,9 +564,9 @@ class Lifecycle:
         self._work_changed()
 
     def acknowledge(self, task_id: str) -> None:
-        """Record that the owner has stored this rollout, and thereby its whole group. Idempotent.
+        """Record that the owner has stored this rollout and its whole group. Idempotent.
 
-        If this process has not delivered the group yet, the rollouts are withdrawn from their queues and workers.
+        If this process has not delivered the group yet, its rollouts leave their queues and workers.
         """
         record = self.table.records.get(task_id)
         if self.journal.acknowledged(task_id) or record is None:
@@ -589,13 +592,13 @@ class Lifecycle:
         group.future.cancel()
 
     def _give_up_group(self, task_id: str) -> None:
-        """Cancel a group after its future was cancelled, by a waiting task or by `cancel`."""
+        """Cancel the group of this task, after a handle or an awaiting task cancelled the group's future."""
         record = self.table.records.get(task_id)
         if record is not None:
             self.cancel(record.group)
 
     def _take_back(self, group: Group) -> list[Record]:
-        """End every record of a group that has not ended; return these records."""
+        """End all records of a group that have not ended; return them."""
         self.table.ready.pop(group.group_id, None)
         records = [record for record in group.records if record.state is not State.ENDED]
         for record in records:
@@ -607,7 +610,7 @@ class Lifecycle:
         return records
 
     def _give_up(self, record: Record) -> None:
-        """Withdraw a record from its worker, or from the samples that wait to be consumed."""
+        """Withdraw a record from its worker, or from the accepted samples that wait to be consumed."""
         if record.state is State.RUNNING:
             self._withdraw(record)
         elif record.state is State.BUFFERED:
@@ -635,7 +638,7 @@ class Lifecycle:
         self.newest_failure = str(error)
         said = record.last_error or type(error).__name__
         if num_alike := self._failures.count(said):
-            more = f" ({num_alike} rollouts failed so)" if num_alike > 1 else ""
+            more = f" ({num_alike} rollouts failed in this way)" if num_alike > 1 else ""
             with log_fields(task=record.task_id, attempt=record.attempt, engine=record.engine):
                 logger.warning("%s%s", error, more)
         self._end(record)
@@ -660,7 +663,7 @@ def _retrieve(done: asyncio.Future[Any]) -> None:
 
 
 def _checked(sampling: SamplingParams) -> SamplingParams:
-    """Return the same object if a worker can decode it."""
+    """Return the sampling parameters if a worker can decode them; raise `ConfigError` otherwise."""
     if not isinstance(sampling, SamplingParams):
         raise ConfigError(f"rollout: sampling must be SamplingParams, got {sampling!r}")
     try:
@@ -671,7 +674,7 @@ def _checked(sampling: SamplingParams) -> SamplingParams:
 
 
 def _restore_record(record: Record, task: PersistedTask) -> State:
-    """Copy the journalled fields of a task into its record; return the state in which the record continues."""
+    """Copy the journalled fields of a task into its record; return the state of the restored record."""
     record.outcome, record.finished_at = task.outcome, record.submitted_at
     record.admitted = task.running
     if (attempt := task.attempt) is not None:

@@ -1,12 +1,12 @@
 """Messages between controller, rollout workers and trainer ranks, as frozen msgspec types.
 
-A rollout keeps its `task_id` until its end; each time that a worker receives it, it gets a new `attempt`.
-(task_id, attempt) identifies one piece of work: a worker runs it at most once, and the controller uses at
-most one outcome of it.
+A rollout has the same `task_id` until its end, and gets a new `attempt` each time that the controller assigns
+it to a worker. The worker runs each (task_id, attempt) at most once, and the controller uses at most one
+outcome of it.
 
-Types with one object per rollout are hidden from the garbage collector (`gc=False`): they contain only plain
-values and cannot be part of a cycle, and a collection that walks tens of thousands of them takes longer than
-a completion may.
+Types with an object per rollout are hidden from the garbage collector (`gc=False`). They contain only plain
+values, so they cannot be part of a cycle; a collection that visits tens of thousands of them would block the
+event loop too long.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ MAX_FRAME_NBYTES = 64 << 20
 MAX_TOKENS = 1 << 22
 """Largest number of tokens in a prompt or an answer."""
 LARGEST_INTEGER = (1 << 63) - 1
-"""Largest integer in a message: a message that cannot be encoded would block all messages after it."""
+"""Largest integer in a message. A message that msgpack cannot encode would block all messages after it."""
 MAX_VALUE_NBYTES = 16 << 20
 """Largest size of a workflow's return value or arguments."""
 MAX_VALUE_ITEMS = 1 << 17
-"""Number of values in a workflow's value, at any depth: an empty list takes 1 byte in a message and 64 in memory."""
+"""Largest number of values within a workflow's value, at all depths together. It bounds the memory, because an
+empty list takes 1 byte in a message and 64 bytes when decoded."""
 MAX_WORKFLOWS, MAX_ATTEMPTS = 1 << 12, 1 << 18
-"""Limits for one worker."""
+"""Largest numbers of workflows and of concurrent attempts of one worker."""
 MAX_OUTCOMES = 64
-"""Largest number of outcomes in a batch: it fits into the cache of the core that decodes and uses it."""
+"""Largest number of outcomes in a batch: so few fit into the cache of the core that decodes and uses them."""
 MAX_UNSAID = 4
-"""Number of task batches after which a worker reports their receipt, if it sends no outcome that carries the
-report. At most twice as many are in flight, so that a ping waits behind no more than these."""
+"""Number of task batches after which a worker reports their receipt, unless an outcome carries the report
+earlier. The controller sends at most twice this number without a report, so that a ping does not wait behind
+more batches."""
 SMALL_VALUE_NBYTES = 4096
-"""Size up to which a value is decoded as a check, without a count of its items first."""
+"""Size up to which `check_value` decodes a value without counting its items first."""
 SMALL_FRAME_NBYTES = 256 << 10
-"""Size of outcomes up to which they are decoded in the event loop."""
+"""Total size of a batch's outcomes up to which they are decoded in the event loop and not in a thread."""
 
 TokenIds = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_TOKENS)]
 Logprobs = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_TOKENS)]
@@ -70,9 +72,10 @@ class OutcomeStatus(StrEnum):
 
     ACCEPTED: the attempt has tokens.
     REJECTED: the workflow rejected the tokens; the rollout is submitted again.
-    STALE: the worker stopped it, because its tokens are further apart than `max_staleness` allows.
+    STALE: the worker stopped the workflow, because the versions of its tokens differ by more than
+        `max_staleness`.
     ERROR: the engine or the worker failed; the rollout is tried again.
-    CANCELLED: the controller cancelled it.
+    CANCELLED: the controller cancelled the attempt.
     """
 
     ACCEPTED = "accepted"
@@ -83,12 +86,12 @@ class OutcomeStatus(StrEnum):
 
 
 class ErrorKind(StrEnum):
-    """Prospects of another attempt after an error.
+    """Kind of an error, which decides whether the controller makes another attempt.
 
-    PASSING: the engine or the worker failed; another one may succeed.
-    REFUSED: the engine refuses the request, and so would every other engine.
-    RAISED: the workflow raised; after `RolloutConfig.max_same_errors` equal errors in a row the rollout
-    fails.
+    PASSING: the engine or the worker failed; an attempt at another one may succeed.
+    REFUSED: the engine refused the request, as every other engine would; the rollout fails.
+    RAISED: the workflow raised an exception; the rollout fails after `RolloutConfig.max_same_errors` equal
+        errors in a row.
     """
 
     PASSING = "passing"
@@ -110,7 +113,7 @@ class EngineTarget(msgspec.Struct, frozen=True, gc=False):
 
 
 class Partial(msgspec.Struct, frozen=True, gc=False):
-    """Tokens generated before: ids, logprobs and weight versions, of equal length."""
+    """Generated tokens: their ids, logprobs and weight versions, three sequences of one length."""
 
     output_ids: TokenIds = ()
     logprobs: Logprobs = ()
@@ -119,7 +122,7 @@ class Partial(msgspec.Struct, frozen=True, gc=False):
     def __post_init__(self) -> None:
         if not len(self.output_ids) == len(self.logprobs) == len(self.versions):
             raise ProtocolError(
-                "partial: output_ids, logprobs and versions must have one length, got "
+                "partial: output_ids, logprobs and versions must have the same length, got "
                 f"{len(self.output_ids)}, {len(self.logprobs)}, {len(self.versions)}"
             )
 
@@ -139,8 +142,8 @@ class Work(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         prompt_ids: token ids; empty for a workflow.
         sampling: sampling parameters.
         deadline_s: seconds from the first dispatch after which the rollout fails; None for no deadline.
-        workflow: key of the workers' mappings; empty for a plain prompt.
-        arguments: arguments of the workflow, msgpack.
+        workflow: name of the workflow, a key of the workers' mappings; empty for a plain prompt.
+        arguments: arguments of the workflow, encoded as msgpack.
     """
 
     prompt_ids: tuple[int, ...] = ()
@@ -161,12 +164,12 @@ class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defa
     """One attempt, as sent to a worker.
 
     Attributes:
-        deadline_s: seconds that the worker may take, from receipt.
-        partial: tokens to continue from.
-        workflow: key of the worker's own mapping; empty for a plain prompt.
-        arguments: arguments of the workflow, msgpack.
-        max_staleness: largest number of versions between oldest and newest token of a workflow, which is
-            stopped above it; None for no limit.
+        deadline_s: seconds that the worker may take after it has received the task.
+        partial: tokens of an earlier attempt, after which the engine continues.
+        workflow: name of the workflow, a key of the worker's mapping; empty for a plain prompt.
+        arguments: arguments of the workflow, encoded as msgpack.
+        max_staleness: largest number of versions between the oldest and newest token of a workflow. The
+            worker stops a workflow that exceeds it. None for no limit.
     """
 
     task_id: str
@@ -183,17 +186,17 @@ class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defa
 
 
 class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """Outcome of one attempt. The prompt stays with the controller and is not sent back.
+    """Outcome of one attempt. It does not contain the prompt, which the controller has.
 
     Attributes:
-        result: tokens; after an error, the surviving tokens.
-        finish_reason: the engine's reason (`stop`, `length`), empty unless accepted.
-        error: one line, empty unless an error.
+        result: generated tokens; after an error, the tokens from which another attempt may continue.
+        finish_reason: the engine's reason (`stop`, `length`); empty unless `status` is ACCEPTED.
+        error: description of the error or rejection, in one line; empty after a success.
         error_kind: kind of the error.
         engine: name of the engine that made the last token.
         finished_at: Unix time in seconds on the worker's clock.
-        turns: calls of a workflow.
-        value: return value of a workflow, msgpack.
+        turns: engine calls of a workflow.
+        value: return value of a workflow, encoded as msgpack.
     """
 
     task_id: str
@@ -225,7 +228,7 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
 
 
 class AttemptKey(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Identity of one piece of work."""
+    """Identity of one attempt of one rollout."""
 
     task_id: str
     attempt: int
@@ -239,13 +242,13 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
     Attributes:
         incarnation: random per process, so that the controller recognises a restarted worker.
-        max_concurrent: largest number of attempts that the worker runs at a time; it never receives more.
-        workflows: names of the user code that the worker was started with.
+        max_concurrent: largest number of attempts that the controller may assign to the worker at a time.
+        workflows: names of the workflows that the worker was started with.
         attempts: attempts that the worker runs, or whose outcomes it keeps.
         received: number of the newest `TaskBatch` that the worker received; a new controller numbers its
             batches above it.
-        oldest_outcome: number of the first outcome without acknowledgement; the number of the next outcome if
-            all are acknowledged.
+        oldest_outcome: number of the oldest unacknowledged outcome; if all are acknowledged, the number of
+            the next outcome.
     """
 
     protocol_version: int
@@ -263,9 +266,9 @@ class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
 
     Attributes:
         last: number of the last outcome in the batch; a worker numbers its outcomes from 1.
-        outcomes: encoded `RolloutOutcome`s for `decode_outcomes`. Each has a length prefix, so that decoding
-            the frame skips it.
-        received: as in `WorkerHello`.
+        outcomes: encoded `RolloutOutcome`s for `decode_outcomes`. As byte strings they cost little when the
+            frame is decoded.
+        received: number of the newest `TaskBatch` that the worker received.
     """
 
     last: _Count
@@ -279,27 +282,27 @@ class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
 
 
 class WorkerLeaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """The worker ends as soon as its outcomes are acknowledged, and takes no more attempts."""
+    """Last frame of a worker: it takes no more attempts, and ends once its outcomes are acknowledged."""
 
 
 # --- controller -> worker ----------------------------------------------------------------
 
 
 class WorkerWelcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Answer to `WorkerHello`: the controller's identity, which outlives its processes if it has a journal."""
+    """Answer to `WorkerHello`. `controller` is the controller's identity; with a journal, a restart keeps it."""
 
     controller: str
 
 
 class TaskBatch(msgspec.Struct, frozen=True, tag="tasks"):
-    """Attempts to run, each at most once, and attempts to cancel; unknown ones are ignored.
+    """Attempts to start, and attempts to cancel. The worker ignores cancellations of attempts it does not run.
 
-    The worker does not answer it: a connection loses no frame before its end, and the worker's next
-    `WorkerHello` reports the frames that it received.
+    The worker sends no direct answer. Frames are only lost when the connection ends, and the worker's
+    `WorkerHello` on the next connection reports the batches that it received.
 
     Attributes:
-        number: number of this batch; later batches have greater numbers.
-        acknowledged: the worker may drop outcomes up to this number.
+        number: number of this batch; it increases by 1 per batch.
+        acknowledged: number up to which the worker may drop its outcomes.
     """
 
     number: int
@@ -314,11 +317,11 @@ class TaskBatch(msgspec.Struct, frozen=True, tag="tasks"):
 class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
     """One answer with its reward.
 
-    Numbers of numpy and torch become Python numbers when a sample is made.
+    The constructor turns numbers of numpy and torch into Python numbers.
 
     Attributes:
         prompt_ids: tokens before the answer.
-        output_ids, versions: one entry per generated token, at least one.
+        output_ids, versions: one entry per generated token; at least one token.
         logprobs: one entry per generated token: its log-probability under the distribution that it was
             sampled from, after `temperature`, `top_k` and `top_p`. Importance weights compare it with the
             trainer's log-probability under the same settings. A greedy token has the log-probability that the
@@ -328,7 +331,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
         engine: name of the engine that made the last token.
 
     Raises:
-        ConfigError: a value of another kind, lists of different lengths, or no generated token.
+        ConfigError: a value has the wrong type, the sequences differ in length, or no token was generated.
     """
 
     prompt_ids: tuple[int, ...]
@@ -350,7 +353,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
         lengths = [len(values) for values in (self.output_ids, self.logprobs, self.versions)]
         if not lengths[0] or len(set(lengths)) > 1:
             raise ConfigError(
-                f"{where}output_ids, logprobs and versions must have one length of at least 1, got "
+                f"{where}output_ids, logprobs and versions must have the same length, at least 1, got "
                 f"{lengths[0]}, {lengths[1]} and {lengths[2]}"
             )
         if not isinstance(self.engine, str):
@@ -371,16 +374,16 @@ class ArrayLike(Protocol):
         ...
 
     def item(self) -> Any:
-        """Return the only element as a number of Python."""
+        """Return the only element as a Python number."""
         ...
 
     def tolist(self) -> Any:
-        """Return the elements as numbers of Python, in lists."""
+        """Return the elements as Python numbers, in nested lists."""
         ...
 
 
 def as_number(what: str, value: object) -> float:
-    """Return a Python number, also for a number or a one-element tensor of numpy or torch.
+    """Return a number, or a one-element array or tensor, as a Python number.
 
     Raises:
         ConfigError: the value is not one number; the message begins with `what`.
@@ -410,7 +413,7 @@ def plain_number(what: str, value: object) -> float:
 
 
 def plain_numbers(what: str, values: object) -> tuple[float, ...]:
-    """Return finite Python numbers, also for an array or a tensor.
+    """Return a sequence, array or tensor as finite Python numbers.
 
     Raises:
         ConfigError: a value is not a number, or not finite; the message begins with `what`.
@@ -422,7 +425,7 @@ def plain_numbers(what: str, values: object) -> tuple[float, ...]:
 
 
 def plain_integers(what: str, values: object) -> tuple[int, ...]:
-    """Return Python integers, also for an array or a tensor.
+    """Return a sequence, array or tensor of integers as Python integers.
 
     Raises:
         ConfigError: a value is not an integer, or too large for a message; the message begins with `what`.
@@ -431,7 +434,7 @@ def plain_integers(what: str, values: object) -> tuple[int, ...]:
         found: tuple[int, ...] = values
     else:
         try:
-            # `index` keeps a boolean, which msgpack would send as a boolean.
+            # `operator.index` does not convert a boolean, which msgpack would send as a boolean.
             found = tuple([int(operator.index(each)) for each in _listed(what, values, "integers")])
         except (TypeError, RuntimeError) as error:
             raise ConfigError(f"{what} must be integers, got {_short(values)}") from error
@@ -481,7 +484,7 @@ decode_outcome = _OUTCOMES.decode
 
 
 async def decode_outcomes(batch: CompletionBatch) -> list[RolloutOutcome]:
-    """Decode a batch; decode a large one in a thread, so that the loop serves other tasks in the meantime.
+    """Decode the outcomes of a batch; decode a large batch in a thread, so that it does not block the event loop.
 
     Raises:
         ProtocolError: an entry of the batch is not an outcome.
@@ -496,9 +499,9 @@ def _decode_all(outcomes: Sequence[bytes]) -> list[RolloutOutcome]:
 
 
 def check_value(what: str, value: bytes) -> None:
-    """Check that opaque bytes of a message are msgpack, so that their user does not fail later.
+    """Check that opaque bytes of a message are valid msgpack, so that decoding them later cannot fail.
 
-    Their decoded form may take `MAX_VALUE_ITEMS` objects more than bytes.
+    Above `SMALL_VALUE_NBYTES` the value may contain at most `MAX_VALUE_ITEMS` items.
 
     Raises:
         ProtocolError: the bytes are not msgpack, or too large.
@@ -507,7 +510,7 @@ def check_value(what: str, value: bytes) -> None:
         raise ProtocolError(f"{what} must be of at most {MAX_VALUE_NBYTES} bytes, got {len(value)}")
     if len(value) > SMALL_VALUE_NBYTES and not _has_few_items(value):
         raise ProtocolError(
-            f"{what} must hold at most {MAX_VALUE_ITEMS} values, got more in {len(value)} bytes"
+            f"{what} must contain at most {MAX_VALUE_ITEMS} values, got more in {len(value)} bytes"
         )
     try:
         msgspec.msgpack.decode(value)
@@ -528,11 +531,11 @@ _PAYLOAD_NBYTES = bytes(
     + [2, 4, 2, 4]  # headers of arrays and maps
     + [0] * 32  # small negative integers
 )
-"""First byte of a value -> number of bytes that follow, without a length prefix and the bytes that it counts."""
+"""First byte of a value -> number of bytes that follow it, except a length prefix and the bytes which that counts."""
 
 
 def _has_few_items(value: bytes) -> bool:
-    """Return whether a value has few enough headers; the content of a container follows its header."""
+    """Return whether an encoded value has at most `MAX_VALUE_ITEMS` items, by walking over their msgpack headers."""
     at = num_items = 0
     while at < len(value):
         num_items += 1

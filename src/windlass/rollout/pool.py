@@ -1,11 +1,10 @@
 """Registry of rollout workers: their connections, the tasks sent to each, and the detection of lost workers.
 
-A worker process opens one WebSocket, like every peer of a controller (`net/rpc.py`), and opens a new one
-whenever it loses it: it needs no port of its own. Each task and outcome is sent once per connection, which
-delivers every frame before its end; frames have no direct answer. The controller keeps a task until the
-worker reports its receipt, and the worker keeps an outcome until the controller acknowledges it; later frames
-carry both reports. At the start of a connection both sides compare their state, and send again the frames
-that the previous connection lost.
+A worker process needs no port: it opens one WebSocket to the controller, like every peer (`net/rpc.py`), and
+opens another one when the connection is lost. Frames have no direct answer. The controller keeps a task until
+the worker reports its receipt, and the worker keeps an outcome until the controller acknowledges it; these
+reports travel in later frames. At the start of a connection both sides compare their state, and send again
+the frames that the previous connection lost.
 """
 
 from __future__ import annotations
@@ -48,18 +47,19 @@ from windlass.rollout.workflows import Attempts, Workflow
 
 logger = logging.getLogger(__name__)
 MAX_REPLACED = 4096
-"""Number of replaced processes that are remembered, newest first: each is refused when it connects again."""
+"""Number of replaced worker processes that the pool remembers, the newest, to refuse them if they connect again."""
 CLOSE_DEADLINE_S = 2.0
 RECONNECT_S = 3.0
-"""Seconds for a worker that has closed its connection to open another one, which a worker that has ended never does."""
+"""Seconds that the pool waits after a worker closed its connection; without a new one, the process has ended."""
 STOP_DEADLINE_S = 5.0
-# Small batches fit into the cache of the core that decodes and uses them, and the loop is soon free
-# again.
+# A small batch fits into the cache of the core that decodes it, and occupies the event loop only
+# briefly.
 MAX_TASKS_PER_BATCH = 64
 MAX_TOKENS_PER_BATCH = 1 << 20
 GATHER_S = 0.005
-"""Seconds between two batches: tasks and acknowledgements of this time share the next batch. A rollout takes
-seconds, and the loop's time belongs to completions."""
+"""Seconds between two batches to one worker. Tasks and acknowledgements that arise in between share the next
+batch: a rollout takes seconds, so the delay does not matter, and fewer frames leave the event loop more time
+for completions."""
 
 
 class Worker(ABC):
@@ -68,11 +68,11 @@ class Worker(ABC):
     Attributes:
         hello: first frame of the worker.
         assigned: task_id -> attempt that the worker is responsible for.
-        takes_no_more: whether the worker is ending.
-        limit: number of attempts that it may have at once, see `WorkerPool`.
+        takes_no_more: whether the worker is ending and must get no more attempts.
+        limit: largest number of attempts at a time, see `max_running` of `WorkerPool`.
         has_answered: whether an outcome of this process has arrived.
         is_silent: whether an attempt passed its deadline without an answer, and no outcome has arrived since.
-        ending: attempts that were cancelled and still clean up.
+        ending: cancelled attempts whose workflows still clean up.
     """
 
     def __init__(self, hello: WorkerHello) -> None:
@@ -89,18 +89,18 @@ class Worker(ABC):
         return 0 if self.takes_no_more else max(self.limit - len(self.assigned), 0)
 
     def can_run(self, workflow: str) -> bool:
-        """Return whether the worker has a free slot and knows the workflow; "" is a plain prompt."""
+        """Return whether the worker has a free slot and knows the workflow; every worker knows "", a plain prompt."""
         return self.free_slots > 0 and (not workflow or workflow in self.hello.workflows)
 
     def release(self, task_id: str, attempt: int) -> bool:
-        """Release an attempt that ended; return whether it was assigned to this worker."""
+        """Free the slot of an attempt that ended; return whether the attempt was assigned to this worker."""
         if self.assigned.get(task_id) != attempt:
             return False
         del self.assigned[task_id]
         return True
 
     def note_ended(self, outcome: RolloutOutcome) -> None:
-        """Note that an attempt of this worker has ended, also if its outcome is not used."""
+        """Record that an attempt of this worker has ended, even if the controller does not use its outcome."""
         if self.ending:
             self.ending.discard(AttemptKey(outcome.task_id, outcome.attempt))
 
@@ -163,7 +163,7 @@ class LocalWorker(Worker):
         await self._session.close()
 
     def deliver(self) -> None:
-        """Deliver outcomes that have not been accepted yet."""
+        """Pass the outcomes that `on_outcomes` has not accepted yet to it again."""
         if self.takes_no_more or not self._kept:
             return
         with contextlib.suppress(RolloutError):
@@ -179,7 +179,11 @@ class LocalWorker(Worker):
 
 @final
 class RemoteWorker(Worker, Session[Never, Never]):
-    """A worker process, across its connections; `running` are attempts that an earlier controller process sent to it.
+    """A worker process, across all its connections.
+
+    Args:
+        hello: first frame of the worker.
+        running: task_id -> attempt that an earlier controller process sent to this worker.
 
     Attributes:
         next_outcome: number of the first outcome that the controller has not used.
@@ -196,7 +200,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
         # Acknowledgement to send with the next batch; 0 for none.
         self._acknowledged = 0
         self._num_sent = hello.received
-        # Batches without a report of their receipt.
+        # Batches that the worker has not reported as received.
         self._sent: dict[int, TaskBatch] = {}
         self._work = asyncio.Event()
         self._sender = asyncio.create_task(self._send_forever(), name=f"tasks of {hello.name}")
@@ -230,17 +234,18 @@ class RemoteWorker(Worker, Session[Never, Never]):
         self._work.set()
 
     def note_received(self, received: int) -> None:
-        """Record that the worker has the batches up to this number; others may follow."""
+        """Record that the worker has received all batches up to this number, so that more may be sent."""
         if len(self._sent) >= 2 * MAX_UNSAID:
             self._work.set()
         while (number := next(iter(self._sent), received + 1)) <= received:
             del self._sent[number]
 
     def compare(self, hello: WorkerHello) -> list[AttemptKey]:
-        """Cancel the worker's unwanted attempts; return attempts that it should have and does not."""
+        """Cancel attempts that the worker runs unassigned; return assigned attempts that it does not know."""
         self.note_received(hello.received)
         wanted = {AttemptKey(*item) for item in self.assigned.items()}
-        # The cancellation, or the knowledge of the attempt, was lost with a controller process.
+        # A controller process that has ended did not send the cancellation, or did not journal the
+        # attempt.
         self._cancelled += set(hello.attempts) - wanted
         if self._cancelled:
             self._work.set()
@@ -271,7 +276,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
             self.lost_timer.cancel()
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
-        # Without a last batch, the worker keeps its outcomes when it ends.
+        # The worker keeps outcomes until they are acknowledged, so it needs the last acknowledgement.
         if self._acknowledged or self._cancelled:
             with contextlib.suppress(PeerUnreachable):
                 await self.send(self._next_batch())
@@ -282,7 +287,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
         while True:
             await self._work.wait()
             if (early_s := may_send_at - clock()) > 0:
-                # A full batch gains nothing by waiting, but other coroutines get their turn of the loop.
+                # A full batch gains nothing by waiting; `sleep(0)` lets other coroutines run first.
                 is_full = len(self._outbox) >= MAX_TASKS_PER_BATCH
                 await asyncio.sleep(0 if is_full else early_s)
             self._work.clear()
@@ -291,7 +296,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
             if not (self._outbox or self._cancelled or self._acknowledged):
                 continue
             may_send_at = clock() + GATHER_S
-            # The next connection starts with this batch.
+            # If this fails, `attach` sends the batch on the next connection.
             with contextlib.suppress(PeerUnreachable):
                 await self.send(self._next_batch())
             if self._outbox:
@@ -315,21 +320,21 @@ class RemoteWorker(Worker, Session[Never, Never]):
 
 @final
 class WorkerPool:
-    """The workers of one rollout controller, and the route that they connect to; an `rpc.Owner`.
+    """The workers of one rollout controller, and the HTTP route to which they connect (as an `rpc.Owner`).
 
     Args:
-        config: limits, such as the wait for a silent worker.
+        config: limits, for example the time that the pool waits for a silent worker.
         on_outcomes: receives outcomes, each at least once. It raises RolloutError if it cannot use them now;
             the worker then keeps them.
         on_lost: receives attempts that no worker runs any more, and the reason.
         on_change: called when a worker joins.
-        max_running: limit for the attempts of all workers together. A worker without any answer yet gets at
-            most an even share of them, and a silent one a single attempt: a worker that accepts everything
-            and answers nothing must not stop the others.
+        max_running: limit for the attempts of all workers together. A worker that has not answered yet gets
+            at most an equal share of this limit, and a silent worker one attempt. Otherwise a worker that
+            accepts every task and answers none would use up the limit.
 
     Attributes:
         workers: workers by name.
-        workflows: names of workflows that any worker has known since the start.
+        workflows: names of all workflows that workers have registered since the start of this process.
     """
 
     def __init__(
@@ -357,8 +362,8 @@ class WorkerPool:
 
         Args:
             identity: identity of the controller.
-            running: (worker, attempt) pairs of an earlier process. Its workers have the usual time to come
-                back with their attempts.
+            running: (worker, attempt) pairs that an earlier controller process had running. Each of these
+                workers has `worker_grace_s` to connect again and report its attempts.
         """
         self._identity = identity
         loop = asyncio.get_running_loop()
@@ -370,7 +375,7 @@ class WorkerPool:
             )
 
     async def close(self) -> None:
-        """Release all workers, and admit none afterwards."""
+        """Disconnect all workers, and admit none afterwards."""
         self._identity = ""
         for timer in self._absent_timers.values():
             timer.cancel()
@@ -385,17 +390,17 @@ class WorkerPool:
         return self.num_ending
 
     def note_end(self) -> None:
-        """Check again whether all cancelled attempts have ended."""
+        """Let `wait_for_ends` check again whether all cancelled attempts have ended."""
         self._ends.notify()
 
     @property
     def num_ending(self) -> int:
-        """Number of cancelled attempts that still clean up."""
+        """Number of cancelled attempts whose workflows still clean up."""
         return sum(len(worker.ending) for worker in self.workers.values())
 
     @property
     def num_running(self) -> int:
-        """Number of attempts that workers have, or should have."""
+        """Number of attempts assigned to workers, including workers that have not returned since a restart."""
         held = (worker.assigned for worker in self.workers.values())
         return sum(map(len, held)) + sum(map(len, self._absent.values()))
 
@@ -408,7 +413,7 @@ class WorkerPool:
         self._on_change()
 
     def note_unanswered(self, name: str) -> None:
-        """Note that a worker did not answer an attempt in time."""
+        """Record that a worker did not answer an attempt in time."""
         if name in self.workers and not self.workers[name].is_silent:
             self.workers[name].is_silent = True
             self._set_limits()
@@ -472,8 +477,8 @@ class WorkerPool:
                 if not frame.outcomes:
                     return
                 outcomes = await decode_outcomes(frame)
-                # The worker sends these again, after the outcomes before them: an acknowledgement covers
-                # all earlier ones.
+                # Earlier outcomes are missing, and an acknowledgement would cover them too. Without it
+                # the worker sends all of them again.
                 if frame.first > session.next_outcome:
                     return
                 try:
@@ -494,7 +499,7 @@ class WorkerPool:
     async def lost(self, session: RemoteWorker, reason: str, *, ended: bool) -> None:
         if session.is_connected or self.workers.get(session.hello.name) is not session:
             return
-        # The worker has delivered all its outcomes.
+        # A worker that is ending and has delivered all its outcomes does not return.
         if session.takes_no_more and not session.assigned:
             self._remove(session)
             return
@@ -510,8 +515,8 @@ class WorkerPool:
 
         Raises:
             OwnerClosed: the controller is closed; its successor may admit the worker.
-            ProtocolError: the worker has another protocol version, its name is invalid or the controller's
-                own, or another process has taken over its name.
+            ProtocolError: the protocol version differs, the worker's name is invalid or reserved for the
+                controller, or a newer process has taken over the name.
         """
         if not self._identity:
             raise OwnerClosed("rollout controller: is closed")
@@ -544,7 +549,7 @@ class WorkerPool:
     # --- losses --------------------------------------------------------------------------
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        """Remove a lost worker and report its attempts, which then run at other workers."""
+        """Remove a lost worker and report its attempts, so that other workers run them."""
         keys = [AttemptKey(*item) for item in worker.assigned.items()]
         worker.assigned.clear()
         self._remove(worker)
@@ -565,7 +570,7 @@ class WorkerPool:
         task.add_done_callback(self._stopping.discard)
 
     def _left_at(self, name: str) -> dict[str, int]:
-        """Return the attempts that an earlier process had assigned to this worker; later calls return none."""
+        """Take the attempts that an earlier controller process had assigned to this worker; return them once."""
         timer = self._absent_timers.pop(name, None)
         if timer is not None:
             timer.cancel()

@@ -1,8 +1,8 @@
-"""Notification of third-party routers in front of the engines about the engines that may receive requests.
+"""Tell third-party routers which engines may receive requests.
 
-Windlass's own rollout controller asks the coordinator. A router that users bring (sglang-router, vLLM's,
-their own) knows nothing of updates, and would continue to send requests to an engine that missed one. Every
-notification contains the whole current fleet, so that a lost or repeated one does no harm, and a restarted
+Windlass's own rollout controller asks the coordinator. Another router (sglang-router, vllm-router, a user's
+own) does not know of weight updates, and would continue to send requests to an engine that missed one. Every
+notification contains all engines, so that a lost or repeated notification does no harm, and a restarted
 router is correct again after the next update.
 """
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 BACKOFF = Backoff(0.1, 3.0)
 MAX_ANSWER_NBYTES = 1 << 22
 MAX_SEEN = 4096
-"""Number of engines that are remembered, the newest, so that routers can be told to remove disconnected ones."""
+"""Number of engines that `RouterUpdates` remembers, the newest, to make routers remove disconnected ones."""
 
 
 class _Fleet(msgspec.Struct, frozen=True):
@@ -79,11 +79,12 @@ class _Workers(msgspec.Struct):
 
 
 async def _tell_workers(http: aiohttp.ClientSession, url: str, fleet: _Fleet) -> bool:
-    """Compare with `/workers` of sglang-router 0.3 (SGLang's model gateway) or vllm-router 0.1, and correct the list.
+    """Correct the router's worker list at `/workers`; return whether it was correct already.
 
-    Observed by running both: GET lists workers; POST `{"url": ...}` adds one, at once (vllm-router) or later
-    (sglang-router, which answers 202 and asks the engine first); DELETE takes the id of a worker if it has
-    one, and its quoted URL otherwise. Workers that are not engines of this fleet stay unchanged.
+    Seen in sglang-router 0.3 (SGLang's model gateway) and vllm-router 0.1: GET lists workers. POST
+    `{"url": ...}` adds a worker, at once in vllm-router; sglang-router answers 202, asks the engine and adds
+    it later. DELETE takes the worker's id, or its quoted URL if it has no id. Workers that are not engines of
+    this fleet stay unchanged.
     """
     url = f"{url.rstrip('/')}/workers"
     async with http.get(url) as answer:
@@ -113,7 +114,9 @@ async def _body_of(answer: aiohttp.ClientResponse) -> bytes:
     async for chunk in answer.content.iter_any():
         body += chunk
         if len(body) > MAX_ANSWER_NBYTES:
-            raise ProtocolError(f"{answer.url}: an answer of more than {MAX_ANSWER_NBYTES} bytes")
+            raise ProtocolError(
+                f"{answer.url}: the answer is larger than {MAX_ANSWER_NBYTES} bytes"
+            )
     if not 200 <= answer.status < 300:
         said = body[:200].decode(errors="replace")
         raise ProtocolError(f"{answer.url}: answered {answer.status}: {said!r}")
@@ -122,18 +125,18 @@ async def _body_of(answer: aiohttp.ClientResponse) -> bytes:
 
 _TELL = {RouterKind.WORKERS: _tell_workers, RouterKind.WEBHOOK: _tell_webhook}
 """Router kind -> function that returns whether the router now sends requests to exactly the routable engines.
-It raises aiohttp.ClientError, PeerUnreachable or ProtocolError if the router is unreachable or answers
-something else."""
+The function raises aiohttp.ClientError, PeerUnreachable or ProtocolError if the router is unreachable or its
+answer is not a success."""
 
 
 @final
 class RouterUpdates:
-    """Background notification of routers: no round and no rollout ever waits for a router.
+    """Notify routers in background tasks, so that no round and no rollout waits for a router.
 
-    A router is notified after every update and whenever an engine joins, leaves or falls behind. It is not
-    notified during a round, in which every engine is paused, nor before the first publish. Until its
-    notification it may send requests to an engine that is paused or out of date. A router that does not
-    answer is tried `RouterConfig.num_tries` times, and again at the next change.
+    Each router is notified after every update, and whenever an engine joins, leaves or falls behind. There
+    are no notifications before the first publish, and none during a round, because engines pause in it. Until
+    it is notified, a router may send requests to an engine that is paused or out of date. A failed
+    notification is tried `RouterConfig.num_tries` times, and again at the next change.
 
     Args:
         coordinator: coordinator of the engines.
@@ -188,7 +191,7 @@ class RouterUpdates:
                 changed.set()
 
     def _fleet(self) -> _Fleet:
-        """Return the current fleet: connected engines, and disconnected ones that no other engine has replaced."""
+        """Return all connected engines, and each disconnected engine if no connected one has its name or URL."""
         there = [engine for engine in self._coordinator.fleet.states() if engine.url]
         taken = {engine.name for engine in there} | {engine.url for engine in there}
         gone = [
@@ -209,7 +212,7 @@ class RouterUpdates:
                     told = fleet if await self._tell(http, config) else None
 
     async def _tell(self, http: aiohttp.ClientSession, config: RouterConfig) -> bool:
-        """Notify one router; return whether it is up to date. Each try sends the fleet as it is then."""
+        """Notify one router, each time of the fleet as it is then; return whether the router is up to date."""
         reason = ""
         for num_tries in range(1, config.num_tries + 1):
             if self._coordinator.in_round:
@@ -219,15 +222,15 @@ class RouterUpdates:
                 async with asyncio.timeout(config.deadline_s):
                     if await _TELL[config.kind](http, config.url, self._fleet()):
                         return True
-                reason = "it has not done yet what it was asked for"
+                reason = "the router has not applied the changes yet"
             except TimeoutError:
                 reason = f"no answer within {config.deadline_s} s"
             except (aiohttp.ClientError, OSError, PeerUnreachable, ProtocolError) as error:
                 reason = connection_error(error)
-            # The router is unreachable or still applies the change, and sends no signal at its end.
+            # The router is unreachable, or still applies the change and does not report the end.
             await asyncio.sleep(BACKOFF.after(num_tries))
         logger.error(
-            "router %s does not know the fleet after %d tries, and is told at the next change: %s",
+            "router %s is not up to date after %d tries; it is notified again at the next change: %s",
             *(config.url, config.num_tries, reason),
         )
         return False

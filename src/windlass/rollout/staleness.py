@@ -1,11 +1,11 @@
-"""Bounds on how far rollouts run ahead of the trainer. Pure: no clock, no I/O.
+"""Bounds on how far rollouts run ahead of the trainer, computed without a clock or I/O.
 
-Admission follows AReaL: at version v at most (max_staleness + v + 1) batches may have been accepted or be
-running. This alone does not bound the age of a sample, because updates overtake a slow rollout while it runs.
-Therefore the age is checked again when a sample is consumed, token by token, and `OnStale` decides about a
-sample that is too old. The count starts at the version that the process started with, and at most
-max_staleness + 1 batches wait unconsumed, so that a recovered controller does not admit again the capacity
-that was used before.
+Admission follows AReaL: at version v, at most max_staleness + v + 1 batches may be running or accepted.
+This bound alone does not limit the age of a sample, because the version may rise several times while a slow
+rollout runs. Therefore the age of its oldest token is checked again before a sample is consumed, and
+`OnStale` decides about a sample that is too old. Versions count from `start_version`, and at most
+max_staleness + 1 batches may wait unconsumed. So a controller that recovers from a journal does not admit
+again the samples that its predecessor had admitted.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class OnStale(StrEnum):
 
 @dataclass(slots=True)
 class StalenessPolicy:
-    """Counts of rollouts, and the number that may still start.
+    """Counts samples, and computes the number of samples that may start now.
 
     Attributes:
-        max_staleness: largest number of versions between the oldest token and the consumer.
+        max_staleness: largest number of versions by which a sample's oldest token may be behind the trainer.
         batch_size: samples (not groups) that one version consumes.
         max_concurrent: largest number of samples that run at a time.
         start_version: version at which the counts are zero.
-        version: the consumer's version.
+        version: version of the consumer (the trainer).
         on_stale: treatment of an answer that is too old.
         max_resubmits: number of times that one rollout is generated again, with `OnStale.RESUBMIT`.
-        running: samples admitted and not ended.
+        running: samples that were admitted and have not ended.
         accepted: samples that ended with tokens.
         consumed: accepted samples that were delivered.
     """
@@ -70,10 +70,10 @@ class StalenessPolicy:
     def restore(
         self, *, start_version: int, version: int, running: int, accepted: int, consumed: int
     ) -> None:
-        """Continue with the counts of an earlier process; only for a policy that was never used.
+        """Continue with the counts of an earlier process. The policy must not have been used before.
 
-        Samples that were consumed without an acknowledgement count as waiting again, so that more may be
-        ahead than the bound allows; nothing is admitted until they have been consumed.
+        Samples that the trainer consumed and did not acknowledge count as waiting again. More samples may
+        then wait than the bound allows; no sample is admitted until enough of them are consumed.
 
         Raises:
             RolloutError: the counts are impossible, or the policy is in use.
@@ -108,13 +108,13 @@ class StalenessPolicy:
         )
 
     def throws_away(self, versions: Sequence[int]) -> bool:
-        """Return whether a sample with these token versions is too old to be consumed."""
+        """Return whether a sample must be discarded because its oldest token is too old for the trainer."""
         if self.on_stale is OnStale.TRAIN or not versions:
             return False
         return self.version - min(versions) > self.max_staleness
 
     def makes_again(self, num_resubmits: int) -> bool:
-        """Return whether a sample that is too old is generated again after this number of resubmits."""
+        """Return whether a sample that is too old and was resubmitted this many times is generated once more."""
         return self.on_stale is OnStale.RESUBMIT and num_resubmits < self.max_resubmits
 
     def set_version(self, version: int) -> None:
@@ -147,7 +147,7 @@ class StalenessPolicy:
         self.running -= 1
 
     def discard(self) -> None:
-        """Discard an accepted, unconsumed sample (it grew stale, or was cancelled).
+        """Remove an accepted, unconsumed sample from the counts, because it became too old or was cancelled.
 
         Raises:
             RolloutError: no sample is waiting.
@@ -168,7 +168,7 @@ class StalenessPolicy:
         self.consumed += num_samples
 
     def give_back(self, num_samples: int) -> None:
-        """Take back consumed samples that were of no use: the consumer's version needs others instead.
+        """Remove consumed samples that the trainer could not use from the counts, so that others may start.
 
         Raises:
             RolloutError: fewer samples were consumed.

@@ -1,8 +1,8 @@
-"""Table of all rollouts: the controller's records, and an audit that counts them.
+"""Table of all rollouts of a controller that have not ended.
 
-A record is in exactly one place: waiting for admission, queued for dispatch, parked until a worker that knows
-its workflow has a free slot, at a worker, in a backoff, or buffered until its group is delivered. `lost`
-counts submitted rollouts that have not ended and are in none of these places.
+Each rollout has a record, in exactly one place: waiting for admission, queued for dispatch, parked until a
+worker that knows its workflow has a free slot, at a worker, in a backoff, or buffered until its group is
+delivered. `RolloutStats.lost` counts submitted rollouts that have not ended and are in none of these places.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ NOTHING = Partial()
 
 @final
 class Deadlines:
-    """Equal deadlines of many records; calls `passed` with every record whose deadline passes.
+    """Deadlines of the same length for many records; calls `passed` with each record whose deadline passes.
 
-    Tens of thousands run at a time. All have one length, so they pass in the order of their start: one queue
-    and one timer of the loop serve all, and starting or stopping a deadline costs no heap operation.
+    Tens of thousands of deadlines run at a time. Because of the same length they pass in the order of their
+    start. So one queue and one timer of the event loop are enough, and a start or stop needs no heap
+    operation.
 
     Args:
         length_s: length of every deadline.
@@ -39,7 +40,7 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, record: Record) -> float:
-        """Start a deadline from now; return its end, in seconds of the loop's clock."""
+        """Start a record's deadline; return its end, in seconds of the event loop's clock."""
         loop = asyncio.get_running_loop()
         ends = self._ends[record] = loop.time() + self._length_s
         if self._timer is None:
@@ -76,15 +77,15 @@ class State(Enum):
 
 @final
 class GroupFuture(asyncio.Future[Any]):
-    """Future of a group that gives the group up when its handle or an awaiting task cancels it.
+    """Future of a group that calls `give_up` when its handle or an awaiting task cancels it.
 
-    A done-callback would have the same effect, but would cost every rollout a turn of the loop, cancelled or
-    not.
+    A done-callback would have the same effect, but the event loop would run it for every rollout, also for
+    those that are not cancelled.
 
     Args:
-        task_id: task id of the group's first record. The future does not refer to the group, which refers to
-            the future.
-        give_up: called with `task_id`, at once.
+        task_id: task id of the group's first record. The future has the id and not the group, because a
+            reference to the group would make a cycle.
+        give_up: called with `task_id`, synchronously.
     """
 
     __slots__ = ("_give_up", "_task_id")
@@ -101,12 +102,12 @@ class GroupFuture(asyncio.Future[Any]):
 
 
 class Group(msgspec.Struct, eq=False):
-    """Records of the same work, which end together. A rollout that was submitted alone is a group of one.
+    """Records that were submitted together and are delivered together. A rollout submitted alone is a group of one.
 
     Attributes:
-        group_id: -1 for a rollout that was submitted alone.
-        future: future of a `RolloutGroup`, or of the `Rollout` of a single one; done when it is delivered or
-            given up.
+        group_id: id of the group; -1 for a rollout that was submitted alone.
+        future: future with the `RolloutGroup`, or with the `Rollout` if it was submitted alone. It is done
+            after the delivery, a failure or a cancellation.
         records: records in the order of submission.
     """
 
@@ -123,7 +124,7 @@ class Group(msgspec.Struct, eq=False):
         metadata: object,
         give_up: Callable[[str], None],
     ) -> Group:
-        """Make a group with a record for each id; call this in the event loop.
+        """Create a group with a record for each id; call this in the event loop.
 
         `give_up` is called with the first id when the group's future is cancelled.
         """
@@ -147,15 +148,17 @@ class Record(msgspec.Struct, eq=False):
 
     Attributes:
         admitted: whether the staleness policy counts it as running.
-        attempt: number of the last attempt; 0 before the first. It only grows, with gaps.
-        num_dispatches: number of times that a worker received it.
+        attempt: number of the last attempt; 0 before the first. Later attempts have greater numbers, with
+            gaps after a restart of the controller.
+        num_dispatches: number of times that the rollout was assigned to a worker.
         failures: number of attempts that ended in an error.
-        raised: text of the workflow's exception in the last attempt, and its number in a row.
+        raised: text of the workflow's exception in the last attempt, and the number of attempts in a row that
+            raised it.
         resubmits: number of times that its answer was too old and was generated again.
         oldest_version: version of the oldest token that the running attempt can have; None if unknown.
         engine: engine of the last attempt.
         load_key: key in `RolloutTable.by_engine`.
-        queue: queue of the table that contains it; None once it has ended.
+        queue: queue of the table that contains the record; None once the rollout has ended.
         timer: timer of the backoff.
         expiry: timer of the overall deadline, started at the first dispatch.
     """
@@ -192,7 +195,7 @@ class Record(msgspec.Struct, eq=False):
         return AttemptKey(self.task_id, self.attempt)
 
     def stop_expiry(self) -> None:
-        """Cancel the overall deadline, if any."""
+        """Cancel the rollout's overall deadline, if any."""
         if self.expiry is not None:
             self.expiry.cancel()
             self.expiry = None
@@ -222,10 +225,10 @@ class Record(msgspec.Struct, eq=False):
 
 
 class RolloutTable:
-    """Records by id, and the ordered queues that contain them.
+    """Records by id, and a queue of records for each place.
 
     Args:
-        deadlines: deadlines of running attempts; the table stops an attempt's deadline when it ends.
+        deadlines: deadlines of running attempts. The table stops a record's deadline when its attempt ends.
     """
 
     def __init__(self, deadlines: Deadlines) -> None:
@@ -241,7 +244,7 @@ class RolloutTable:
         self.counts = Counts()
 
     def move(self, record: Record, state: State, *, front: bool = False) -> None:
-        """Move a record from its queue to another one, with `front` to its head."""
+        """Move a record to the queue of `state`: to its end, or with `front` to its head."""
         if record.timer is not None:
             record.timer.cancel()
             record.timer = None
@@ -278,7 +281,7 @@ class RolloutTable:
             case State.BUFFERED:
                 return self.buffered
             case State.ENDED:
-                raise AssertionError("a record that has ended stands in no queue")
+                raise AssertionError("a record that has ended is in no queue")
 
     def running(self) -> list[Record]:
         """Return the records that are at workers."""

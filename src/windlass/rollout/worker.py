@@ -53,14 +53,14 @@ logger = logging.getLogger(__name__)
 REMEMBERED_ATTEMPTS = 1 << 16
 MAX_BATCH_NBYTES = 16 << 20
 MAX_IN_FLIGHT = 8
-"""Largest number of batches without acknowledgement; the controller acknowledges with its next tasks, a few
-milliseconds later."""
+"""Largest number of unacknowledged batches of outcomes. The controller acknowledges in its next `TaskBatch`, a
+few milliseconds later."""
 HAND_OVER_S = 5.0
-"""Seconds that a worker which ends waits for the controller to acknowledge its outcomes."""
+"""Seconds that an ending worker waits for the controller to acknowledge its outcomes."""
 MAX_OUTCOME_NBYTES = MAX_FRAME_NBYTES - (1 << 20)
 CHECKED_NBYTES = 1 << 20
-"""Size above which the worker itself checks an outcome before sending it: the controller would refuse a bad one
-for ever."""
+"""Size of an encoded outcome above which the worker checks it before sending: the controller would refuse an
+invalid one each time, and the worker would send it again for ever."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,11 +68,11 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         controller: base URL of the controller.
-        name: unique among the controller's workers.
+        name: name of the worker, unique among the controller's workers.
         max_concurrent: largest number of attempts at a time.
-        call_deadline_s: time after which outcomes without acknowledgement are sent again.
-        controller_gone_s: time without a reachable controller after which the worker exits.
-        shutdown_s: time for workflows to clean up after SIGTERM.
+        call_deadline_s: seconds after which the worker sends unacknowledged outcomes again.
+        controller_gone_s: seconds without a reachable controller after which the worker exits.
+        shutdown_s: seconds that workflows have to clean up after SIGTERM.
     """
 
     controller: str
@@ -85,13 +85,13 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
-    """Runs attempts of one worker incarnation; call everything in one event loop.
+    """One incarnation of a worker, which runs attempts. Call all methods in one event loop.
 
-    Outcomes are delivered at least once and in order. The worker sends an outcome at once while fewer than
-    `MAX_IN_FLIGHT` batches are without acknowledgement; outcomes that arrive at the limit form the next
-    batch. So batches grow with the load, and no outcome waits for a timer.
+    The worker sends each outcome at least once, in order. While fewer than `MAX_IN_FLIGHT` batches are
+    unacknowledged, it sends an outcome at once; later outcomes wait and form the next batch. So batches grow
+    with the load, and no outcome waits for a timer.
 
-    `engine_session` carries the engines' token, and has no limit on connections.
+    `engine_session` sends requests to engines: it carries their token and has no limit on connections.
 
     Raises:
         ConfigError, ProtocolError: an address, token, number or name is invalid.
@@ -134,7 +134,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         self._num_outcomes = self._num_sent = 0
         # Number of the last outcome of each batch.
         self._in_flight: deque[int] = deque()
-        # Numbers of task batches.
+        # Number of the newest task batch received, and of the newest one reported to the controller.
         self._received = self._said = 0
         self._send_again_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -163,13 +163,13 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         if isinstance(frame, TaskBatch):
             self._take(frame)
             return
-        # The controller that wants these attempts no longer exists; they would only occupy engines.
+        # Another controller has the address now: the one that wanted these attempts no longer exists.
         if self._controller not in {"", frame.controller}:
             self._attempts.cancel_all()
         self._controller = frame.controller
 
     async def on_connected(self) -> None:
-        """Send outcomes without acknowledgement again; see `Client`."""
+        """Send unacknowledged outcomes again; see `Client`."""
         self._send_again()
 
     def on_lost(self) -> None:
@@ -193,7 +193,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     # --- outcomes ------------------------------------------------------------------------------
 
     def _ended(self, outcome: RolloutOutcome) -> None:
-        """Keep the outcome of an attempt for the controller, which would otherwise wait for ever."""
+        """Keep the outcome of an attempt until the controller has acknowledged it."""
         key = (outcome.task_id, outcome.attempt)
         self._remembered[key] = None
         if len(self._remembered) > REMEMBERED_ATTEMPTS:
@@ -223,7 +223,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         self._work.set()
 
     def _wait_for_acknowledgement(self) -> None:
-        """Start the timer for an acknowledgement. One timer serves all batches: a running one is not replaced."""
+        """Start the timer for the next acknowledgement. All batches share one timer; a running one is not replaced."""
         self._send_again_at = self._loop.time() + self._settings.call_deadline_s
         if self._timer is None:
             self._timer = self._loop.call_at(self._send_again_at, self._look)
@@ -239,7 +239,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         self._send_again()
 
     def _send_again(self) -> None:
-        """Mark all outcomes without acknowledgement as unsent."""
+        """Mark all unacknowledged outcomes as unsent, so that `_deliver` sends them again."""
         self._num_sent = self._oldest_outcome - 1
         self._in_flight.clear()
         self._send_again_at = None
@@ -257,7 +257,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
                 self._num_sent = batch.last
                 if not await self.send(batch):
                     self._send_again_at = None
-                    # The next connection starts with the outcomes that were not acknowledged.
+                    # `on_connected` sends unacknowledged outcomes again on the next connection.
                     break
             if self._received - self._said >= MAX_UNSAID:
                 self._said = self._received
@@ -279,7 +279,11 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     # --- the process ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Stay connected and deliver until cancelled, refused, or too long without a controller."""
+        """Stay connected and deliver outcomes.
+
+        Ends if it is cancelled, if the controller refuses the worker, and after `controller_gone_s` without a
+        reachable controller.
+        """
         delivery = asyncio.create_task(self._deliver(), name="outcomes")
         watch = BlockWatch(self._loop, f"worker {self._settings.name}")
         try:
@@ -290,10 +294,9 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
             await asyncio.gather(delivery, return_exceptions=True)
 
     async def shut_down(self, deadline_s: float) -> None:
-        """End running attempts with an error that makes the controller try them at other workers.
+        """Cancel running attempts with an error after which the controller runs them at other workers.
 
-        Attempts have `deadline_s` to end, and the controller then has `HAND_OVER_S` to acknowledge all
-        outcomes.
+        Attempts have `deadline_s` to end. The controller then has `HAND_OVER_S` to acknowledge all outcomes.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_OVER_S):
@@ -336,10 +339,10 @@ async def run_worker(
     *,
     engine_token: str = "",
 ) -> bool:
-    """Work until SIGTERM or SIGINT, or until the controller is unreachable for too long.
+    """Run a worker until SIGTERM or SIGINT, or until the controller is unreachable for too long.
 
-    `token` is the owner's secret, or the token of the worker role. Engines receive `engine_token`; if it is
-    empty, they receive the token of the client role, derived from `token`.
+    `token` is the secret of the job, or the token of the worker role. The worker sends `engine_token` to
+    engines; if it is empty, it sends the token of the client role, derived from `token`.
 
     Returns:
         True after a signal, False if the controller was unreachable.
@@ -388,9 +391,9 @@ def run_rollout_worker(
     """Run a worker process that knows these workflows; call this from your own `__main__`.
 
     Args:
-        workflows: name for submissions -> user code. The code, and processes that it starts, have no token in
-            their environment.
-        arguments: as of `python -m windlass.rollout.worker`; the command line if omitted.
+        workflows: name used in submissions -> function. The tokens are removed from the environment, so the
+            function and processes that it starts cannot read them there.
+        arguments: options of `python -m windlass.rollout.worker`; those of the command line if omitted.
 
     Returns:
         0 after a signal, 1 if the controller was unreachable, 2 if it refused the worker.

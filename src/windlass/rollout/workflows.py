@@ -1,7 +1,7 @@
 """Workflows: user code that calls an engine any number of times within one rollout.
 
-A workflow is an async function of one `WorkflowContext`. The start of a worker process names the functions in
-a mapping; a task from the network only selects one of its keys.
+A workflow is an async function that takes a `WorkflowContext`. Each worker process is started with a mapping
+of names to workflows. A task from the network contains only a name, never code.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ class Reject(RolloutError):
 
 
 class TooOld(RolloutError):
-    """Raised if a workflow's tokens are too many versions apart for training."""
+    """Raised if the oldest and newest token of a workflow are too many versions apart for training."""
 
 
 class WorkflowContext:
-    """Interface of a workflow to one of its attempts.
+    """Object through which a workflow generates, in one attempt of one rollout.
 
-    All calls go to the one engine of the attempt, so that each turn finds the prefix of earlier turns in that
-    engine's cache.
+    All its calls go to the same engine, so that each turn finds the prefix of earlier turns in that engine's
+    cache.
 
     Attributes:
-        task_id, attempt: identity; tools must use both as the key of state that they keep outside.
+        task_id, attempt: identity of the attempt. Tools that keep state outside the workflow must use both as
+            its key.
         arguments: the submitter's arguments, as msgpack-plain values.
-        sampling: the submitter's sampling parameters, for calls that give none.
-        turns: finished calls, in the order of their end.
+        sampling: the submitter's sampling parameters, for calls that set none.
+        turns: finished calls, in the order in which they ended.
     """
 
     __slots__ = (
@@ -83,7 +84,7 @@ class WorkflowContext:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None
     ) -> Turn:
-        """Return one answer of the engine, which continues across weight updates; it becomes a turn of the rollout.
+        """Return one answer of the engine, and add it to the rollout's turns. It may span weight updates.
 
         Args:
             prompt_ids: all tokens before the answer, including earlier turns.
@@ -91,8 +92,9 @@ class WorkflowContext:
 
         Raises:
             ConfigError: the prompt is empty, or not integers.
-            RolloutError: the engine failed, or the turns are too many versions apart for `StalenessPolicy`.
-                Do not catch it: the rollout is then tried again, or given up.
+            RolloutError: the engine failed, or the versions of the tokens differ by more than the
+                `max_staleness` of the `StalenessPolicy`. Do not catch it: the controller then tries the
+                rollout again, or gives it up.
         """
         tokens = plain_integers(f"workflow {self._task.workflow}: prompt_ids", prompt_ids)
         if not tokens:
@@ -123,15 +125,15 @@ class WorkflowContext:
 
 
 Workflow = Callable[[WorkflowContext], Awaitable[object]]
-"""Function that runs one attempt of one rollout: it generates through its context and returns a msgpack-plain value.
+"""Async function that runs one attempt: it generates through its context and returns a msgpack-plain value.
 
-It raises `Reject` for an attempt that must not count; any other error fails the attempt, which is tried
-again.
+It raises `Reject` to discard the attempt. After any other error the attempt has failed, and the controller
+tries the rollout again.
 """
 
 
 def check_workflows(workflows: Mapping[str, Workflow] | None) -> dict[str, Workflow]:
-    """Return a copy of the mapping.
+    """Check the names of workflows; return a copy of the mapping.
 
     Raises:
         ConfigError: a name is empty.
@@ -143,10 +145,10 @@ def check_workflows(workflows: Mapping[str, Workflow] | None) -> dict[str, Workf
 
 
 def encode_value(what: str, value: object) -> bytes:
-    """Return a msgpack-plain value as bytes; arrays and tensors become lists, and their scalars numbers.
+    """Encode a msgpack-plain value; arrays and tensors become lists, and numpy or torch scalars become numbers.
 
     Raises:
-        ConfigError: the value is not plain, or too large for a message.
+        ConfigError: the value is not msgpack-plain, or too large for a message.
     """
     try:
         encoded = msgspec.msgpack.encode(value, enc_hook=_plain_value)
@@ -162,10 +164,10 @@ def encode_value(what: str, value: object) -> bytes:
 
 
 def _plain_value(value: object) -> object:
-    """Return a value of numpy or torch as a Python value; msgspec calls this for types that it cannot encode."""
+    """Return a numpy or torch value as a Python value; msgspec calls this for each type that it cannot encode."""
     if isinstance(value, ArrayLike):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is none of numbers, text, bytes, lists, maps and None")
+    raise TypeError(f"a {type(value).__name__} is not a number, text, bytes, a list, a map or None")
 
 
 class _Cause(Enum):
@@ -178,9 +180,10 @@ class _Cause(Enum):
 
 @final
 class Attempts:
-    """Attempts of one worker, in its own process or in the controller's event loop.
+    """Runs the attempts of one worker, in the worker's process or in the controller's event loop.
 
-    `session` has no limit on connections; `ended` is called with the outcome of every attempt.
+    `session` sends requests to engines and has no limit on connections. `ended` is called with the outcome of
+    every attempt.
 
     Attributes:
         running: (task_id, attempt) -> the asyncio task that runs it.
@@ -217,16 +220,17 @@ class Attempts:
             self._cancel(key, _Cause.CONTROLLER)
 
     def _cancel(self, key: tuple[str, int], cause: _Cause) -> None:
-        """Cancel an attempt once: a second cancellation would cut off the clean-up that the first one started."""
+        """Cancel an attempt, but only once: a second cancellation would interrupt the workflow's clean-up."""
         if key in self.running and key not in self._cancelled:
             self._cancelled[key] = cause
             self.running[key].cancel()
 
     async def stop(self, deadline_s: float) -> None:
-        """Cancel all running attempts, as errors to be retried elsewhere; return once all have ended.
+        """Cancel all running attempts, and wait for their end.
 
-        An attempt that has not ended after `deadline_s` (it cleans up, or ignores its cancellation) is
-        logged, and ends with the process.
+        Their outcomes are errors, after which the controller tries the rollouts at other workers. An attempt
+        that has not ended after `deadline_s`, because its clean-up is slow or it ignores the cancellation, is
+        logged and ends with the process.
         """
         for key in self.running:
             self._cancel(key, _Cause.SHUTDOWN)
@@ -235,7 +239,7 @@ class Attempts:
             if left:
                 names = ", ".join(sorted(job.get_name() for job in left))
                 logger.error(
-                    "%d attempts had not ended %g s after their cancellation and are cut off: %s",
+                    "%d attempts had not ended %g s after their cancellation; they are abandoned: %s",
                     *(len(left), deadline_s, names),
                 )
 
@@ -244,7 +248,7 @@ class Attempts:
 
         Raises:
             AttemptError: the engine failed, the deadline passed, or this worker does not know the workflow.
-            Reject: the workflow does not want its trajectory used.
+            Reject: the workflow discarded its trajectory.
             Exception: any error of the workflow.
         """
         # An attempt runs in its own task, so these log fields apply to its lines only.
@@ -273,12 +277,13 @@ class Attempts:
         )
 
     async def _call(self, workflow: Workflow, context: WorkflowContext) -> object:
-        """Run a workflow; turn SystemExit, KeyboardInterrupt and its own CancelledError into errors.
+        """Run a workflow; turn SystemExit, KeyboardInterrupt and a CancelledError that it raised into RolloutError.
 
-        These exceptions would end this process, or look like a cancellation by the controller.
+        SystemExit and KeyboardInterrupt would end this process, and the CancelledError would look like a
+        cancellation by the controller.
 
         Raises:
-            RolloutError: the workflow raised SystemExit, KeyboardInterrupt or CancelledError by itself.
+            RolloutError: the workflow raised one of the three, and nobody cancelled it.
         """
         try:
             return await workflow(context)
@@ -288,7 +293,7 @@ class Attempts:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raised = "CancelledError, and nothing had cancelled it"
+            raised = "CancelledError without being cancelled"
         raise RolloutError(f"the workflow raised {raised}")
 
     def _ended(self, task: RolloutTask, job: asyncio.Task[AttemptResult]) -> None:
@@ -297,11 +302,11 @@ class Attempts:
         self._on_end(self._outcome_of(task, job, self._cancelled.pop(key, None)))
 
     def _log_raised(self, task: RolloutTask, failure: BaseException) -> None:
-        """Log the traceback of an attempt's error, unless an equal one was logged just before."""
+        """Log the traceback of an attempt's error, but the same error only once per `TRACEBACK_EVERY_S`."""
         frames = traceback.extract_tb(failure.__traceback__)
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         if num_alike := self._raised.count(f"{type(failure).__name__} {where}"):
-            more = f" ({num_alike} attempts failed so)" if num_alike > 1 else ""
+            more = f" ({num_alike} attempts failed in this way)" if num_alike > 1 else ""
             with log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name):
                 logger.error("attempt failed in the worker%s", more, exc_info=failure)
 
@@ -315,7 +320,7 @@ class Attempts:
                 case _Cause.SHUTDOWN:
                     error = f"worker {self._worker} shut down"
                 case _Cause.DEADLINE:
-                    error = f"workflow {task.workflow}: no end within {task.deadline_s:.3f} s"
+                    error = f"workflow {task.workflow}: not ended within {task.deadline_s:.3f} s"
                 case _:
                     status = OutcomeStatus.CANCELLED
         elif (failure := job.exception()) is None:
@@ -332,10 +337,10 @@ class Attempts:
             else:
                 self._log_raised(task, failure)
                 error = f"worker {self._worker}: {type(failure).__name__}: {failure}"
-                # An error that a workflow raises during its cancellation does not predict the next
-                # attempt.
+                # An error during a cancellation may come from the cancellation: it does not show that the
+                # next attempt would fail too.
                 kind = ErrorKind.RAISED if cancelled is None else ErrorKind.PASSING
-        # Half a surrogate pair cannot be sent.
+        # A lone surrogate in the text cannot be encoded as UTF-8.
         error = error.encode("utf-8", "replace").decode()
         outcome = RolloutOutcome(
             task_id=task.task_id,

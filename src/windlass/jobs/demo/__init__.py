@@ -1,1 +1,1 @@
-"""Job of `windlass demo`: a real training run, its recipe, and its checker."""
+"""Job of `windlass demo`: a training run with its recipe, and a checker of its answers."""

@@ -1,13 +1,13 @@
-"""Check of a demo's answers: an engine must have computed each token with the version that the token names.
+"""Check of a demo's answers: the engine must have computed each token with the weight version that the token names.
 
-The check computes the logprob of every served token with the trainer's own model, at the version that the token
-names. An answer is torn if the mean distance over its tokens is larger than the rounding of the engine's dtype
-explains. As a control, the check computes the same distance for the previous version: `control_detected` is the share
-of answers for which it would have found that wrong version.
+The check computes the logprob of every token with the trainer's model, at the version that the token names. If the
+mean distance over the tokens of an answer is larger than the rounding of the engine's dtype explains, the answer is
+torn: other weights computed it. As a control, the check computes the same distance for the previous version.
+`control_detected` is the share of answers for which it would have detected that wrong version.
 
-An answer that ran across an update has tokens of several versions. If the engine kept running requests
-(`PauseMode.IN_PLACE`, vLLM's `keep`), a token attends to keys and values that older weights computed. If the
-request was sent again, the last version computed the whole context.
+An answer that ran across an update has tokens of several versions. If the engine kept running requests during the
+update (`PauseMode.IN_PLACE`, vLLM's `keep`), later tokens attend to keys and values that older weights computed. If the
+request was sent again, the newer version computed the whole context.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 BATCH = 1024
 NUM_WORST = 4
 NUM_LOADED = 8
-"""Number of versions with weights in memory at a time."""
+"""Number of versions whose weights are in memory at a time."""
 
 Weights = Mapping[str, torch.Tensor]
 
 
 class WorstAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer with a large distance, and values that show whether rounding or another version explains it.
+    """Answer with a large distance, and values that show whether rounding or another version explains the distance.
 
     Attributes:
         sample: the answer.
         distance: mean |logprob difference| over its tokens.
-        expected: way of computing -> log-probabilities of its tokens. The ways are "as named", "as named, context
-            kept", and "version N" for each published version that the answer names, and for the versions before and after it.
+        expected: name of a computation -> log-probabilities of its tokens. The names are "as named"; "as named, context
+            kept"; and "version N" for each version that the answer names and its neighbours, if they were published.
     """
 
     sample: TrainingSample
@@ -60,7 +60,7 @@ class TornReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         checked: number of compared answers.
-        torn: number of answers that do not fit the versions that they name, or that name an unpublished version.
+        torn: number of answers whose distance is too large, or that name an unpublished version.
         max_distance: engine dtype -> largest mean |logprob difference| of an answer.
         control_detected: share of answers that the check would call torn if they named the previous version. Answers
             with a token of version 0 do not count; None if there are no others.
@@ -93,8 +93,8 @@ def check_served(
         model_config: transformers configuration of the model.
         versions_dir: folder with VERSION.safetensors for every version that a sample names.
         dtypes: name of an engine -> dtype of its parameters.
-        context_is_kept: whether engines may have kept keys and values across an update. An answer may then fit with
-            or without kept values, because a request is sent again if its engine dies.
+        context_is_kept: whether engines may have kept keys and values across an update. The smaller distance, with or
+            without kept values, then counts, because a request is sent again if its engine dies.
         device: torch device that computes the check.
         progress: function that gets the current number of compared samples.
     """
@@ -156,10 +156,10 @@ def check_served(
 
 
 def _checking_model(config: Path, dtype: str, device: str) -> torch.nn.Module:
-    """Build a model that computes as an engine of this dtype does.
+    """Build a model that computes like an engine of this dtype.
 
-    A CPU without bfloat16 units multiplies bfloat16 slowly. Float32 products that are rounded to bfloat16 have the same
-    roundings and take a fifth of the time.
+    A CPU without bfloat16 units multiplies bfloat16 slowly. A float32 product that is rounded to bfloat16 has the same
+    rounding and takes a fifth of the time.
     """
     model = build_model(config).to(device, torch_dtype(DType(dtype))).eval()
     if device == "cpu" and dtype == "bfloat16":
@@ -184,7 +184,7 @@ def _explain(
     *,
     context_is_kept: bool,
 ) -> dict[str, tuple[float, ...]]:
-    """Return `WorstAnswer.expected` of a sample; `expect` computes log-probabilities with a version for each token."""
+    """Return `WorstAnswer.expected` of a sample. `expect` returns log-probabilities, given a version for each token."""
     near = {version + step for version in sample.versions for step in (-1, 0, 1)}
     by_way = {"as named": expect(sample.versions, kept=False)}
     if context_is_kept and len(set(sample.versions)) > 1:
@@ -195,7 +195,7 @@ def _explain(
 
 
 def _grouped(indices: Sequence[int], key: Callable[[int], Hashable]) -> list[list[int]]:
-    """Return one list of indices for each key."""
+    """Group indices by the result of `key`; return one list per group."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index in indices:
         groups[key(index)].append(index)
@@ -223,7 +223,7 @@ def _kept_distances(
 
 
 def _add_to(progress: Callable[[int], object], num_before: int, num: int) -> None:
-    """Report `num` samples of a part, plus the samples of the parts before it."""
+    """Report the progress `num` within a part, plus the `num_before` samples of earlier parts."""
     progress(num_before + num)
 
 
@@ -235,8 +235,8 @@ def _fresh_distances(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each sample's distance to the versions that its tokens name, and to the previous versions.
 
-    Each token's version computes its whole context. One pass over all samples that name a version is enough for all
-    their tokens of this version, because no token depends on a later one.
+    The version of a token also computes the token's whole context. One forward pass per version is enough, over all
+    samples that name it, because no token depends on later tokens.
 
     Args:
         models: models that compute passes in parallel, each in a thread with the weights of its pass.

@@ -1,8 +1,7 @@
 """Recipe of the demo: the model must repeat the operand that the prompt's operator selects.
 
-A prompt is `[operator, a, b, go]`. The right answer repeats `a` if the operator is FIRST, and `b` if it is SECOND. The
-task needs attention, because a model cannot answer without reading the prompt. The reward is dense enough to train
-from scratch.
+A prompt is `[operator, a, b, go]`. The right answer repeats `a` if the operator is FIRST, and `b` if it is SECOND. So
+the model must attend to the prompt. The reward gives partial credit, so that a model can be trained from scratch.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         seconds: time between the two versions.
         samples_per_hour: trained samples per hour. tokens_per_s: trained tokens per second.
         mean_staleness: mean number of versions that the oldest token of a sample was behind.
-        paused_share: share of the time that the slowest engine was paused, from the pause command on. It includes the
-            engine's steps that ran when the command came.
-        idle_share: share of the time that trainers waited for answers.
-        step_share: share of the time that trainers trained.
+        paused_share: share of the time that the slowest engine was paused, counted from the pause command. It includes
+            the end of the engine step that ran when the command came.
+        idle_share: share of the time in which trainers waited for answers.
+        step_share: share of the time in which trainers trained.
     """
 
     seconds: float
@@ -93,7 +92,7 @@ class PaceClock:
         self._num_versions += sum(version - min(sample.versions) for sample in samples)
 
     def pace(self) -> Pace:
-        """Return the speed of the job; at least one step must have been published."""
+        """Return the speed of the job; at least one trained version must have been published."""
         seconds, later = self._updates[-1][0] - self._updates[0][0], self._updates[1:]
         updating_s = sum(update_s for _, update_s, _ in later)
         return Pace(
@@ -113,8 +112,8 @@ class RepeatOperand(Recipe):
 
     Args:
         seed: seed of the prompts.
-        kill_engine_at: version whose update kills the last engine; 0 for never. An embedded engine gets SIGKILL, and a
-            server's launcher gets SIGTERM.
+        kill_engine_at: version in whose update the recipe kills the last engine; 0 for never. An embedded engine gets
+            SIGKILL, and a server's launcher gets SIGTERM.
 
     Attributes:
         served: samples that trainers trained on. rewards_by_step: mean reward of each step.
@@ -168,13 +167,13 @@ class RepeatOperand(Recipe):
                 engines=[engine.name for engine in config.engines],
                 deadline_s=config.start_deadline_s,
             )
-            self._note("every engine is here for the last version")
+            self._note("all engines are connected for the last version")
 
     def _on_update(self, report: UpdateReport) -> None:
         self.clock.updated(report.update_s, report.pause_s)
         self.updates.append(report)
         for name, reason in report.left_out.items():
-            self._note(f"version {report.version} went on without {name}: {reason}")
+            self._note(f"version {report.version} was published without {name}: {reason}")
         self.show(self._controller)
 
     def _on_phase(self, version: int, phase: Phase) -> None:

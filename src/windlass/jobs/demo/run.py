@@ -1,4 +1,4 @@
-"""Run of a demo: it launches the job, checks every answer, and reports problems."""
+"""Run a demo: launch the job, check every answer, and report problems."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def check_output(config: LaunchConfig) -> None:
             return
         if any(folder.iterdir()) and not all(path.exists() for path in made):
             raise ConfigError(
-                "demo: --output must be a new folder, an empty one, or that of an earlier demo, which "
-                f"is deleted, got {folder}"
+                "demo: --output must be a new folder, an empty folder, or the folder of an earlier demo (whose "
+                f"files are deleted), got {folder}"
             )
     except OSError as error:
-        raise ConfigError(f"demo: --output {folder} cannot be made: {error}") from error
+        raise ConfigError(f"demo: --output {folder} cannot be used: {error}") from error
     with OutputFolder(folder).locked():
         pass
 
@@ -67,7 +67,7 @@ def make_directory(config: LaunchConfig) -> None:
     """Create the output folder, and delete the files of an earlier demo in it.
 
     Raises:
-        ConfigError: see `check_output`; or the folder cannot be made.
+        ConfigError: see `check_output`, or the folder cannot be created.
     """
     check_output(config)
     folder = Path(config.output_dir)
@@ -77,11 +77,11 @@ def make_directory(config: LaunchConfig) -> None:
         (folder / "versions").mkdir(parents=True)
         (folder / "job.json").write_bytes(msgspec.json.format(msgspec.json.encode(config)))
     except OSError as error:
-        raise ConfigError(f"demo: --output {folder} cannot be made: {error}") from error
+        raise ConfigError(f"demo: --output {folder} cannot be created: {error}") from error
 
 
 def engine_install(kind: str) -> str:
-    """Return a text that tells the user how to install an engine for this machine."""
+    """Return a text that tells the user how to install an engine on this machine."""
     if visible_gpus():
         return f"`pip install {kind}` there, docs/integrations/{kind}.md"
     return "`make engines` first"
@@ -91,14 +91,15 @@ def check_demo(config: LaunchConfig) -> None:
     """Check the demo's configuration; change nothing on disk.
 
     Raises:
-        ConfigError: see `check_output` and `check_options`, or the server is not installed.
+        ConfigError: see `check_output` and `check_options`; or the engine's server is not installed, or the model's
+            configuration cannot be used.
     """
     check_output(config)
     server = config.engines[0]
     if ENGINES.find(server.kind).server is not None and not Path(server.python).exists():
         raise ConfigError(
-            f"demo: WINDLASS_{server.kind.upper()}_VENV must name an environment with {server.kind}, "
-            f"got no {server.python}; {engine_install(server.kind)}"
+            f"demo: WINDLASS_{server.kind.upper()}_VENV must name an environment with {server.kind}, but "
+            f"{server.python} does not exist; {engine_install(server.kind)}"
         )
     check_options(config)
     try:
@@ -112,7 +113,7 @@ def check_demo(config: LaunchConfig) -> None:
 
 
 def prepare_server(config: LaunchConfig) -> None:
-    """Write the checkpoint that a server starts with.
+    """Write the checkpoint that the engine's server loads at its start.
 
     Its weights differ from the trainer's, so that only an update can give the server the right weights.
     """
@@ -130,11 +131,11 @@ def prepare_server(config: LaunchConfig) -> None:
 
 @final
 class DemoView:
-    """View of a recipe's record: live on a terminal, or as lines if there is no terminal or with `plain`.
+    """View of the demo's events and updates: live on a terminal, or as lines if `plain` or without a terminal.
 
     Attributes:
-        console: console that prints the record.
-        shown: context to enter while the job runs.
+        console: console that prints the view.
+        shown: context manager to enter while the job runs.
         progress: progress of the job's current slow part.
     """
 
@@ -173,7 +174,7 @@ class DemoView:
         self._num_events, self._num_updates = len(recipe.events), len(recipe.updates)
 
     def _draw(self) -> RenderableType:
-        """Return the newest frame and the current slow part with its duration until now."""
+        """Return the newest frame, and below it the current slow part with its duration."""
         return Group(self._frame, *filter(None, [self.progress.text()]))
 
     def _training(self) -> Text:
@@ -297,7 +298,7 @@ def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
             (f"{program} doctor", "what works on this machine"),
             (f"{program} launch JOB.toml", "yours, like examples/launch"),
         ]
-    # A terminal of 80 columns has no room for a command and its purpose on one line.
+    # On a terminal of 80 columns, a command and its purpose do not fit on one line.
     return ["\nnext:", *(f"  {command}\n      {why}" for command, why in rows)]
 
 

@@ -51,7 +51,7 @@ def token_logprobs(
 def grpo_loss(model: torch.nn.Module, samples: Sequence[TrainingSample]) -> torch.Tensor:
     """Return the clipped policy-gradient loss with group-normalised advantages (GRPO, arXiv:2402.03300).
 
-    The ratio is relative to the engine's logprobs, so it corrects each token that an older version generated.
+    The ratio uses the engine's logprobs, so it corrects each token that an older version generated.
     """
     device = next(model.parameters()).device
     prompts = torch.tensor([s.prompt_ids for s in samples], device=device)
@@ -100,7 +100,7 @@ def make_engine(
     versions = itertools.count()
 
     def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
-        # A step begins with the weights that the step before it published.
+        # At the begin of a step, the model has the weights of the newest published version.
         _save_version(model, versions_dir / f"{next(versions)}.safetensors")
         return grpo_loss(model, [sample for group in groups for sample in group])
 

@@ -1,1 +1,1 @@
-"""Starting and watching processes."""
+"""Schedulers that start and watch processes: on this host, with Slurm, with Ray, or from another package."""

@@ -1,4 +1,4 @@
-"""Start processes on this host or a cluster, watch them, end them."""
+"""Scheduler that starts processes on this host or a cluster, watches them and ends them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One process to start.
 
     Attributes:
-        name: unique within the scheduler; log file and messages carry it.
-        command: argument list; never passed through a shell.
+        name: name of the process, unique within the scheduler; its log file and messages have this name.
+        command: program and arguments; never passed through a shell.
         environment: variables added to the scheduler's own environment. A process of a reservation with several
             nodes also gets WINDLASS_FIRST_NODE, the address of the first node.
         num_nodes: number of nodes to reserve; the cluster grants all of them at once.
-        num_cpus: cores to reserve on each of them, where the scheduler reserves cores.
-        num_gpus: GPUs to reserve on each of them.
-        colocate_with: name of a process, not yet deleted, that owns a reservation (nodes, cores and GPUs). This
-            process shares that reservation. Empty for a separate reservation.
+        num_cpus: number of cores to reserve on each node, if the scheduler reserves cores.
+        num_gpus: number of GPUs to reserve on each node.
+        colocate_with: name of a process, not yet deleted, whose reservation (nodes, cores and GPUs) this process
+            shares. Empty for a separate reservation.
         node: index of the node in the reservation, from 0.
         gpus: indices, from 0, of the reserved GPUs on that node that the process sees; empty for all.
     """
@@ -59,10 +59,10 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
             self.check_place(self)
 
     def check_place(self, reserved: ProcessSpec) -> None:
-        """Check that `reserved` asks for this process's node and GPUs.
+        """Check that the reservation of process `reserved` contains this process's node and GPUs.
 
         Raises:
-            ConfigError: the node, or a GPU, is not in the reservation; names the first of them.
+            ConfigError: the node or a GPU is not in the reservation.
         """
         if self.node >= reserved.num_nodes:
             raise ConfigError(
@@ -70,13 +70,13 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
             )
         if missing := [gpu for gpu in self.gpus if not 0 <= gpu < reserved.num_gpus]:
             raise ConfigError(
-                f"process {self.name!r}: gpus must be in [0, {reserved.num_gpus}), which are reserved "
-                f"on its node, got {missing[0]}"
+                f"process {self.name!r}: gpus must be in [0, {reserved.num_gpus}), the GPUs reserved on its "
+                f"node, got {missing[0]}"
             )
 
 
 def first_node(spec: ProcessSpec, address: str) -> dict[str, str]:
-    """Return the variable with the first node's address; empty for a reservation of one node."""
+    """Return the environment variable with the first node's address; nothing for a reservation of one node."""
     return {FIRST_NODE_VARIABLE: address} if spec.num_nodes > 1 else {}
 
 
@@ -98,7 +98,7 @@ class ClusterBackend(Protocol):
     """Operations of a host or a cluster that a scheduler uses.
 
     Attributes:
-        queues: whether a process may have to wait before it runs.
+        queues: whether a process may have to wait in a queue before it runs.
     """
 
     queues: bool
@@ -107,7 +107,8 @@ class ClusterBackend(Protocol):
         """Connect to the cluster.
 
         Raises:
-            ConfigError: it cannot be reached. TransportUnavailable: its software is missing.
+            ConfigError: the cluster cannot be reached.
+            TransportUnavailable: software of the cluster is missing on this host.
         """
         ...
 
@@ -123,16 +124,17 @@ class ClusterBackend(Protocol):
         """Wait until the reservation is granted, start the process in it, and return its pid.
 
         Raises:
-            ConfigError: the program does not exist. PeerUnreachable: the reservation is never granted.
+            ConfigError: the program does not exist.
+            PeerUnreachable: the reservation ended before it was granted.
         """
         ...
 
     async def wait(self, name: str) -> int:
-        """Wait until a launched process has ended, and return its exit status."""
+        """Wait until a launched process has ended; return its exit status."""
         ...
 
     async def signal(self, name: str, signal_number: int) -> None:
-        """Signal the process and everything it started; do nothing if it has ended."""
+        """Send a signal to the process and all processes that it started; do nothing if it has ended."""
         ...
 
     async def log_tail(self, name: str, num_lines: int) -> str:
@@ -155,19 +157,19 @@ class SchedulerConfig(
 
     @property
     def is_one_host(self) -> bool:
-        """Return whether every process runs on this host, whose programs and files can then be checked before the start."""
+        """Whether all processes run on this host, so that their programs and files can be checked before the start."""
         return False
 
     @property
     def crosses_hosts(self) -> bool:
-        """Return whether processes of other hosts must reach this host, so that loopback addresses do not work."""
+        """Whether processes on other hosts connect to this host, so that loopback addresses do not work."""
         return not self.is_one_host
 
     def check(self, specs: Sequence[ProcessSpec]) -> None:
         """Check that the configuration fits the processes of a job.
 
         Raises:
-            ConfigError: a setting matches no process, or a process asks for more than there is.
+            ConfigError: a setting matches no process, or the processes need more resources than exist.
         """
 
     def make_backend(self, log_dir: Path) -> ClusterBackend:
@@ -184,11 +186,11 @@ class SchedulerConfig(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerPlugin:
-    """A scheduler of another distribution: the object of an entry point in `windlass.schedulers`.
+    """Scheduler of another package: the object that an entry point of the group `windlass.schedulers` names.
 
     Attributes:
-        make_backend: function of the options in the job file and of the folder for logs; see
-            `SchedulerConfig.make_backend`. It raises ConfigError for a wrong option.
+        make_backend: function of the options in the job file and the folder for logs. It returns the backend, see
+            `SchedulerConfig.make_backend`, and raises ConfigError for a wrong option.
         is_one_host: see `SchedulerConfig.is_one_host`.
     """
 
@@ -207,7 +209,7 @@ class PluginSchedulerConfig(SchedulerConfig, frozen=True, tag="plugin"):
 
     Attributes:
         name: name of the entry point.
-        options: plain values that the scheduler gets.
+        options: plain values that the package's scheduler receives.
     """
 
     name: str
@@ -215,7 +217,7 @@ class PluginSchedulerConfig(SchedulerConfig, frozen=True, tag="plugin"):
 
     @property
     def is_one_host(self) -> bool:
-        """Return what the package declares.
+        """Whether all processes run on this host, as the package declares.
 
         Raises:
             ConfigError: no installed package has registered the name.
@@ -223,7 +225,7 @@ class PluginSchedulerConfig(SchedulerConfig, frozen=True, tag="plugin"):
         return SCHEDULER_PLUGINS.find(self.name).is_one_host
 
     def make_backend(self, log_dir: Path) -> ClusterBackend:
-        """Return the backend that the package makes."""
+        """Return the backend that the package creates."""
         return SCHEDULER_PLUGINS.find(self.name).make_backend(self.options, log_dir)
 
 
@@ -251,8 +253,8 @@ class _Process:
 class Scheduler:
     """Starts processes and waits for their end. It does not know roles or ranks.
 
-    Enter it as a context, or call `open` and `close`. Use it from one asyncio loop. Every method that
-    takes a name raises ConfigError if there is no such process. It closes its backend.
+    Enter it as a context, or call `open` and `close`. Use it in one event loop. Every method that takes a name raises
+    ConfigError if there is no such process. `close` also closes the backend.
     """
 
     def __init__(
@@ -273,8 +275,8 @@ class Scheduler:
         again.
 
         Raises:
-            ConfigError: a live process has the name, the program does not exist, the host lacks the GPUs,
-                `colocate_with` names no known process, or the reservation has no such node or GPU.
+            ConfigError: a running process has the name, the program does not exist, the host has too few free GPUs,
+                `colocate_with` names no known process, or the reservation does not contain the node or a GPU.
         """
         known = self._processes.get(spec.name)
         if known is not None:
@@ -323,7 +325,7 @@ class Scheduler:
     async def wait_healthy(self, name: str, *, deadline_s: float) -> ProcessStatus:
         """Wait until the process has left the queue and runs.
 
-        The program may not be ready yet: it connects to the controller when it is.
+        The program may not be ready yet; it connects to the controller when it is ready.
 
         Raises:
             PeerTimeout: the process is still queued after `deadline_s`.
@@ -338,12 +340,12 @@ class Scheduler:
         if process.ended.is_set():
             tail = await self.log_tail(name)
             raise PeerUnreachable(
-                f"scheduler: {name} ended with {process.returncode}; its log ends:\n{tail}"
+                f"scheduler: {name} ended with exit status {process.returncode}; its log ends:\n{tail}"
             )
         return self.status(name)
 
     async def wait(self, name: str) -> ProcessStatus:
-        """Wait until the process has ended. Another process of the same name may have been started by then."""
+        """Wait until the process has ended, and return its state, even if another one has its name by then."""
         process = self._process(name)
         await process.ended.wait()
         return process.status()
@@ -357,7 +359,7 @@ class Scheduler:
         return tuple(map(self.status, self._processes))
 
     async def signal(self, name: str, signal_number: int) -> None:
-        """Send a signal to the process and everything it started; do nothing if it has ended."""
+        """Send a signal to the process and all processes that it started; do nothing if it has ended."""
         process = self._process(name)
         if process.is_running:
             await self._backend.signal(name, signal_number)
@@ -392,7 +394,7 @@ class Scheduler:
         elif process.pid:
             await self._try_signal(name, signal.SIGKILL)
         if not process.pid:
-            # The process is still queued, so there is nothing to wait for.
+            # The process was never launched, so there is no end to wait for.
             process.task.cancel()
         # A killed process may hang in a system call, for example on a file system whose server does not answer.
         _, pending = await asyncio.wait([process.task], timeout=END_DEADLINE_S)
@@ -402,7 +404,7 @@ class Scheduler:
             await asyncio.wait(pending)
 
     async def _try_signal(self, name: str, number: int) -> None:
-        """Send a signal, and only log a failure: a process whose node or reservation was lost has already ended."""
+        """Send a signal, and only log a failure: with its node or reservation, the process has ended too."""
         try:
             await self._backend.signal(name, number)
         except WindlassError as error:

@@ -13,7 +13,7 @@ from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 KnownScheduler = (
     LocalSchedulerConfig | SlurmSchedulerConfig | RaySchedulerConfig | PluginSchedulerConfig
 )
-"""Type of `[scheduler]` in a job file. Schedulers of other packages are `plugin`."""
+"""Type of `[scheduler]` in a job file. A scheduler of another package has `kind = "plugin"`."""
 
 
 def create_scheduler(
@@ -23,10 +23,10 @@ def create_scheduler(
 
     Args:
         config: configuration of a host or a cluster.
-        log_dir: folder on this host for the output of the processes: `NAME.log`. Ray keeps logs on the nodes.
-        environment: variables for every process.
+        log_dir: folder on this host; the output of process NAME goes to `NAME.log` in it. Ray keeps logs on the nodes.
+        environment: variables added to the environment of every process.
 
     Raises:
-        ConfigError: a setting breaks its rule, or no installed package has registered the scheduler.
+        ConfigError: a setting breaks its rule, or no installed package has registered the scheduler plugin.
     """
     return Scheduler(config.make_backend(log_dir), environment)

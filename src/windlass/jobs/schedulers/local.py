@@ -1,4 +1,4 @@
-"""Processes on this machine."""
+"""Scheduler of subprocesses on this host."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class LocalSchedulerConfig(SchedulerConfig, frozen=True, tag="local"):
-    """Subprocesses on this host, which end with this process.
+    """Configuration for subprocesses on this host, which end with this process.
 
     Attributes:
-        gpus: GPUs that processes may reserve, named as in CUDA_VISIBLE_DEVICES; omitted for all that this process sees.
+        gpus: GPUs that processes may reserve, named as in CUDA_VISIBLE_DEVICES; omitted for all GPUs that this process
+            sees.
     """
 
     gpus: tuple[str, ...] | None = None
@@ -43,12 +44,12 @@ class LocalSchedulerConfig(SchedulerConfig, frozen=True, tag="local"):
         num_gpus = sum(spec.num_gpus for spec in specs if not spec.colocate_with)
         if num_gpus > len(gpus):
             raise ConfigError(
-                f"trainer.num_gpus: trainers and engines together must ask for at most the {len(gpus)} "
-                f"GPUs of this host, got {num_gpus}"
+                f"trainer.num_gpus: trainers and engines together must need at most the {len(gpus)} GPUs of "
+                f"this host, got {num_gpus}"
             )
 
     def make_backend(self, log_dir: Path) -> ClusterBackend:
-        """Return the operations of this host. Its processes also end if this process dies."""
+        """Return the backend of this host. Its processes also end if this process dies."""
         return LocalBackend(log_dir, watched=True, gpus=self.gpus)
 
 
@@ -56,10 +57,9 @@ class LocalSchedulerConfig(SchedulerConfig, frozen=True, tag="local"):
 class LocalScheduler(Scheduler):
     """Scheduler of subprocesses. Each has its own process group and writes its output to `log_dir/NAME.log`.
 
-    A signal goes to the whole process group, so that no child outlives `close`. Processes start at once, without
-    a queue. A process with `num_gpus` sees only the GPUs that it has reserved (by CUDA_VISIBLE_DEVICES), and no other
-    reservation of this scheduler gets them. A process without `num_gpus` sees the same GPUs as this process. Cores
-    are not reserved.
+    A signal goes to the whole process group, so that no child is left after `close`. Processes start at once, without a
+    queue. A process with `num_gpus` gets that many free GPUs, and CUDA_VISIBLE_DEVICES lets it see only these. A
+    process without `num_gpus` sees the same GPUs as this process. Cores are not reserved.
 
     Args:
         log_dir: folder of the logs; created if it is missing.
@@ -81,7 +81,7 @@ class LocalScheduler(Scheduler):
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs that a process started on this host sees, named as in CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs that a new process on this host would see, named as in CUDA_VISIBLE_DEVICES."""
     if (listed := environment_value(VISIBLE)) or VISIBLE in inherited_environment():
         return tuple(name for each in listed.split(",") if (name := each.strip()))
     numbers = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
@@ -90,7 +90,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 @final
 class LocalBackend(ClusterBackend):
-    """Backend of `LocalScheduler`. The id of a reservation is a name.
+    """Backend of `LocalScheduler`. The id of a reservation is the name of the process that made it.
 
     Args:
         log_dir: folder of the logs, created if it is missing; None for a temporary folder.
@@ -124,7 +124,7 @@ class LocalBackend(ClusterBackend):
         if spec.num_gpus > len(free):
             held = ", ".join(f"{gpu}: {owner}" for gpu, owner in taken.items())
             raise ConfigError(
-                f"process {spec.name!r}: num_gpus must be at most the {len(free)} free of "
+                f"process {spec.name!r}: num_gpus must be at most {len(free)}, the free GPUs of "
                 f"{len(self._gpus)} on this host, got {spec.num_gpus}" + (f" ({held})" * bool(held))
             )
         self._reserved[spec.name] = tuple(free[: spec.num_gpus])
@@ -186,7 +186,7 @@ class LocalBackend(ClusterBackend):
             self._temporary.cleanup()
 
     async def mark(self) -> Mapping[str, str]:
-        """Return variables that mark a process for the watchdog, which kills it if this process dies."""
+        """Start the watchdog; return the variables of the processes that it kills if this process dies."""
         if not self._mark:
             return {}
         if self._watchdog is None:
@@ -198,7 +198,7 @@ class LocalBackend(ClusterBackend):
 
 
 async def _start_watchdog(mark: str) -> int:
-    """Start the watchdog, and return the write end of the pipe that it reads. Only this process has that end."""
+    """Start the watchdog; return the write end of the pipe that it reads. Only this process has the write end."""
     # Python's pipes are not inherited, so no later child keeps the write end open.
     read_end, write_end = os.pipe()
     try:
@@ -207,7 +207,7 @@ async def _start_watchdog(mark: str) -> int:
             stdin=read_end,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
-            # Empty, because the mark of a scheduler that started this process would get the watchdog killed.
+            # Empty: with the mark of a scheduler that started this process, that scheduler's watchdog would kill it.
             env={},
         )
     finally:
@@ -218,15 +218,17 @@ async def _start_watchdog(mark: str) -> int:
     except TimeoutError:
         starter.kill()
         os.close(write_end)
-        raise PeerTimeout(f"scheduler: no watchdog within {START_DEADLINE_S} s") from None
+        raise PeerTimeout(
+            f"scheduler: the watchdog did not start within {START_DEADLINE_S} s"
+        ) from None
     return write_end
 
 
 def _signal_group(process: asyncio.subprocess.Process, signal_number: int) -> None:
-    """Signal a process and its children; if the process has ended, kill the children that are left.
+    """Signal a process and its children; after the end of the process, only SIGKILL is sent to remaining children.
 
-    The kernel does not reuse a process id while a process group has that number. Once a new process has the id,
-    the old group is empty, and the signal must not be sent.
+    The kernel does not reuse a process id while a process group has it. So if another process has the id, the old group
+    is empty, and no signal may be sent.
     """
     if process.returncode is not None and (
         signal_number != signal.SIGKILL or os.path.exists(f"/proc/{process.pid}")

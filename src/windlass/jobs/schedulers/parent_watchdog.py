@@ -1,12 +1,14 @@
-"""A script that kills processes after their owner died without ending them. It uses the standard library only.
+"""Script that ends a job's processes after the process that started them (the owner) has died.
 
-`parent_watchdog.py marked MARK` reads stdin until its end. The kernel closes stdin when the owner dies for any
-reason. The script then kills every process with MARK in its environment. Children inherit the mark, so the script
-also finds a child that has left its process group, and needs no list of processes.
+It uses the standard library only.
 
-`parent_watchdog.py lease HOST PORT` connects to the owner, sends WINDLASS_LEASE, and waits until the connection
-ends. TCP keep-alive ends the connection within `SILENCE_S` if the owner's host no longer answers. The script is the
-batch script of a Slurm job: Slurm ends the job when the script ends.
+`parent_watchdog.py marked MARK` reads stdin until its end, which comes when the owner dies for any reason. Then it
+kills every process with MARK in its environment. Children inherit the mark, so the script also finds a child that has
+left its process group, and needs no list of processes.
+
+`parent_watchdog.py lease HOST PORT` is the batch script of a Slurm job. It connects to the owner, sends the secret in
+WINDLASS_LEASE, and ends when the connection ends; Slurm then ends the job. If the owner's host no longer answers, TCP
+keep-alive ends the connection within `SILENCE_S`.
 """
 
 import contextlib
@@ -64,7 +66,7 @@ def _carriers(entry: bytes) -> list[int]:
 
 if __name__ == "__main__":
     if sys.argv[1] == "marked":
-        # Fork, so that the watchdog is no child of the owner: it must survive a kill of the owner's children.
+        # Fork, so that the watchdog is not a child of the owner and survives if the owner's children are killed.
         if os.fork():
             os._exit(0)
         os.setsid()

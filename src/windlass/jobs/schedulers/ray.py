@@ -1,9 +1,9 @@
-"""Processes in Ray placement groups.
+"""Scheduler of processes in Ray placement groups.
 
-Windlass uses Ray to place and launch processes, and for no other traffic. A reservation is a placement group with
-one bundle and one launcher actor per node. A process is a subprocess of the launcher, so that colocated processes
-share cores and GPUs. Ray grants either the whole placement group or nothing. One pending actor call waits for the
-end of a process. If the driver dies, Ray ends its actors, and each actor ends its subprocesses.
+Windlass uses Ray only to place and launch processes. A reservation is a placement group with one bundle and one
+launcher actor per node; Ray grants the whole placement group or nothing. A process is a subprocess of a launcher, so
+that colocated processes share cores and GPUs. A pending actor call waits for the end of each process. If this process
+dies, Ray ends the launchers, and each launcher ends its subprocesses.
 Ray deserialises with pickle, so every client that may submit to the cluster can run code on it.
 """
 
@@ -31,12 +31,12 @@ from windlass.wording import install_command
 
 MAX_CALLS = 1000
 CALL_DEADLINE_S = 60.0
-# Ray waits a fixed 30 s for a node that it starts; a busy host needs several tries.
+# Ray waits at most 30 s for a node that it starts. On a busy host several tries may be needed.
 START_TRIES = 3
 
 
 class RaySchedulerConfig(SchedulerConfig, frozen=True, tag="ray"):
-    """A Ray cluster.
+    """Configuration of a Ray cluster.
 
     Attributes:
         address: address of a running cluster; empty starts a cluster on this host that ends with the scheduler.
@@ -48,24 +48,24 @@ class RaySchedulerConfig(SchedulerConfig, frozen=True, tag="ray"):
 
     @property
     def is_one_host(self) -> bool:
-        """Return whether the cluster starts on this host."""
+        """Whether the cluster starts on this host."""
         return not self.address
 
     @property
     def crosses_hosts(self) -> bool:
-        """Return whether the cluster's address is of another host."""
+        """Whether the cluster's address is not a loopback address."""
         return bool(self.address) and not is_loopback(
             self.address.rpartition(":")[0] or self.address
         )
 
     def make_backend(self, log_dir: Path) -> ClusterBackend:  # noqa: ARG002
-        """Return the operations of the Ray cluster. Logs stay on its nodes."""
+        """Return the backend of the Ray cluster. Logs stay on its nodes."""
         return RayBackend(self)
 
 
 @final
 class RayBackend(ClusterBackend):
-    """See the module. A reservation is a placement group's id."""
+    """Backend of a Ray cluster; see the module. The id of a reservation is the id of a placement group."""
 
     queues = True
 
@@ -178,20 +178,21 @@ class RayBackend(ClusterBackend):
 
 
 async def _close(launcher: Any) -> None:
-    """End the processes of a launcher; a launcher that is queued or dead has none."""
+    """End the processes of a launcher; a launcher that is still queued or dead has no processes."""
     with contextlib.suppress(PeerUnreachable, PeerTimeout):
         await _answer(launcher.close.remote(), 2.0)
 
 
 async def _answer(call: Awaitable[Any], deadline_s: float | None = CALL_DEADLINE_S) -> Any:
-    """Wait for the answer of an actor and return it.
+    """Wait for the answer of an actor call; return it.
 
     Args:
-        call: call of the actor.
-        deadline_s: None for a call that lasts as long as a process; Ray reports the actor's death.
+        call: pending call of an actor.
+        deadline_s: seconds to wait. None for a call that lasts as long as a process; Ray reports the actor's death.
 
     Raises:
-        PeerUnreachable: the actor or its node has died. ConfigError: the actor refused the call.
+        PeerUnreachable: the actor or its node has died.
+        ConfigError: the method of the actor raised an exception.
         PeerTimeout: the actor did not answer by the deadline.
     """
     from ray.exceptions import RayError, RayTaskError

@@ -1,15 +1,15 @@
-"""Processes as Slurm job steps.
+"""Scheduler of processes as Slurm job steps.
 
-A reservation is one `sbatch` job; Slurm grants all its nodes together. The batch script (`parent_watchdog.py`) takes a
-lease: it connects to this process and sends a secret. The connection shows that the job was granted, so this process
-never polls Slurm. When the connection ends, for example because this process died, the script ends, and Slurm ends
-the job with all its processes.
+A reservation is one `sbatch` job; Slurm grants all its nodes together. The batch script (`parent_watchdog.py`) connects
+to this process and sends a secret, the lease. The connection shows that the job was granted, so this process never
+polls Slurm. When the connection ends, for example because this process died, the script ends, and Slurm ends the job
+with all its processes.
 
-Each process is an `srun` step in the job, so that colocated processes share nodes, cores and GPUs. A step has all cores
-and GPUs of its node in the job. CUDA_VISIBLE_DEVICES may limit the GPUs that a step sees. No cgroup does, so that
-CUDA can still map the memory of the other GPUs. The `srun` client of a step runs on this host. It ends at once when
-the step ends, returns the exit status, and prints the step's output, which needs no shared file system.
-The environment, which contains the token, travels through `srun` and never appears on a command line.
+Each process is an `srun` step in the job, so that colocated processes share nodes, cores and GPUs. A step has all the
+cores and GPUs that the job has on its node. Only CUDA_VISIBLE_DEVICES limits the GPUs that a step sees, and no cgroup:
+so CUDA can map the memory of other GPUs of the job. The `srun` client of a step runs on this host. It ends when the
+step ends, returns the exit status, and prints the step's output, so that no shared file system is needed. The
+environment, which contains the token, travels through `srun` and never appears on a command line.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from windlass.net.addresses import is_loopback
 
 COMMAND_DEADLINE_S = 30.0
 MAX_UNPROVEN = 64
-"""Largest number of connections that have sent no lease yet. A further connection closes the oldest."""
+"""Largest number of connections that have not sent a lease yet. If there are more, the oldest is closed."""
 JOB_ID = re.compile(r"(\d+)(;.*)?$")
 OWNED_OPTIONS = (
     *("array", "cpus-per-task", "error", "export", "gpus", "gpus-per-node", "gpus-per-socket"),
@@ -54,12 +54,12 @@ OWNED_OPTIONS = (
 )
 """Long options that the scheduler sets itself, for a job or for a step."""
 OWNED_LETTERS = "aceGHJNnorW"
-"""Their short forms."""
+"""Short forms of `OWNED_OPTIONS`."""
 SEE_GPUS = (
     'CUDA_VISIBLE_DEVICES=$(printf %s "$CUDA_VISIBLE_DEVICES" | cut -d, -f "$1"); '
     'export CUDA_VISIBLE_DEVICES; shift; exec "$@"'
 )
-"""Shell text that selects GPUs inside the step, because Slurm overwrites a CUDA_VISIBLE_DEVICES that is passed to it."""
+"""Shell command that selects GPUs inside the step, because Slurm overwrites CUDA_VISIBLE_DEVICES of the environment."""
 TOOLS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 
 
@@ -70,7 +70,7 @@ class SlurmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         options: options of `sbatch`, such as partition, account, QOS, time limit, constraint and memory.
         srun_options: options of the `srun` of every process, such as `--container-image` of pyxis.
         prefix: command that starts every process, such as `apptainer exec --nv IMAGE`.
-        gpu_type: type of GPU on a cluster that has several: `h100` requests `gpu:h100:8`.
+        gpu_type: type of GPU on a cluster with several types: `h100` requests `gpu:h100:8`.
     """
 
     options: tuple[str, ...] = ()
@@ -83,15 +83,15 @@ class SlurmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for option in options:
                 rule = ""
                 if not re.match(r"--?[A-Za-z]", option):
-                    rule = "be one option a string, as --time=2:00:00"
+                    rule = "have one option per string, such as --time=2:00:00"
                 elif _is_owned(option):
-                    rule = "leave to the scheduler what follows from the job file's other keys"
+                    rule = "not contain options that Windlass sets from other keys of the job file"
                 if rule:
                     raise ConfigError(f"scheduler.{key} must {rule}, got {option!r}")
 
 
 def _is_owned(option: str) -> bool:
-    """Return whether the scheduler sets this option itself. Slurm takes `--nod=4` for `--nodes=4`."""
+    """Return whether the scheduler sets this option itself. Slurm accepts prefixes: `--nod=4` is `--nodes=4`."""
     name = option.removeprefix("--").partition("=")[0]
     if not option.startswith("--"):
         return option[1] in OWNED_LETTERS
@@ -99,12 +99,13 @@ def _is_owned(option: str) -> bool:
 
 
 class SlurmSchedulerConfig(SlurmOptions, SchedulerConfig, frozen=True, tag="slurm"):
-    """The Slurm cluster of this host.
+    """Configuration of the Slurm cluster that this host belongs to.
 
     Attributes:
         options, srun_options, prefix, gpu_type: options of every process, see `SlurmOptions`.
         host: address at which the nodes reach this host; empty for its host name.
-        processes: pattern of process names (`trainer-*`, `engine-a`, `worker-*`) -> options added for them.
+        processes: pattern of process names (`trainer-*`, `engine-a`, `worker-*`) -> additional options of these
+            processes.
     """
 
     host: str = ""
@@ -112,7 +113,7 @@ class SlurmSchedulerConfig(SlurmOptions, SchedulerConfig, frozen=True, tag="slur
 
     @property
     def crosses_hosts(self) -> bool:
-        """Return whether `host` is an address that other hosts reach."""
+        """Whether `host` is not a loopback address."""
         return not is_loopback(self.host)
 
     def check(self, specs: Sequence[ProcessSpec]) -> None:
@@ -121,16 +122,16 @@ class SlurmSchedulerConfig(SlurmOptions, SchedulerConfig, frozen=True, tag="slur
         for pattern in self.processes:
             if not fnmatch.filter(names, pattern):
                 raise ConfigError(
-                    f"scheduler.processes must fit a process of the job ({', '.join(names)}), "
+                    f"scheduler.processes: each pattern must match a process of the job ({', '.join(names)}), "
                     f"got {pattern!r}"
                 )
 
     def make_backend(self, log_dir: Path) -> ClusterBackend:
-        """Return the operations of the Slurm cluster."""
+        """Return the backend of the Slurm cluster."""
         return SlurmBackend(log_dir, self)
 
     def options_of(self, name: str) -> SlurmOptions:
-        """Return the options of a process. Options of matching patterns come last, because Slurm uses the last one."""
+        """Return the options of a process. Those of matching patterns come last, because Slurm uses the last value."""
         found: SlurmOptions = self
         for pattern, added in self.processes.items():
             if fnmatch.fnmatchcase(name, pattern):
@@ -242,7 +243,7 @@ class SlurmBackend(ClusterBackend):
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._unproven[writer] = None
         if len(self._unproven) > MAX_UNPROVEN:
-            # A node sends its lease at once, so the oldest connection is not from a node of a job.
+            # A node sends its lease at once, so the oldest connection does not come from a node of a job.
             next(iter(self._unproven)).transport.abort()
         try:
             async with asyncio.timeout(COMMAND_DEADLINE_S):
@@ -319,11 +320,11 @@ class SlurmBackend(ClusterBackend):
 
 
 async def _watch(reservation: str, job: _Job) -> None:
-    """Wait until the job has ended, and record its failure. `sbatch --wait` ends some seconds after its job."""
+    """Wait until the job has ended, and record the failure. `sbatch --wait` ends some seconds after its job."""
     said = [line async for line in _lines(job.client)]
     code = await job.client.wait()
     job.failure = (
-        f"slurm: job {reservation} ended with {code} before its node connected to this host "
+        f"slurm: job {reservation} ended with exit status {code} before its node connected to this host "
         f"{'; '.join(said)}"
     )
     job.is_known.set()
@@ -341,7 +342,7 @@ async def _forget(job: _Job) -> None:
 async def _end_client(client: asyncio.subprocess.Process) -> None:
     if client.returncode is None:
         client.kill()
-    # A killed process can outlive the deadline only in a system call that hangs.
+    # A killed process only remains beyond the deadline if it hangs in a system call.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(COMMAND_DEADLINE_S):
             await client.wait()
@@ -354,10 +355,11 @@ async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[str]:
 
 
 async def _run(*command: str, tolerate: bool = False) -> str:
-    """Run a command of Slurm and return its output. With `tolerate`, a failure is no error: the job may have ended.
+    """Run a Slurm command; return its output. With `tolerate`, ignore a failure, because the job may have ended.
 
     Raises:
-        ConfigError: the command failed. PeerTimeout: it did not end in time.
+        ConfigError: the command failed.
+        PeerTimeout: the command did not end within `COMMAND_DEADLINE_S`.
     """
     process = await asyncio.create_subprocess_exec(
         *command,
