@@ -109,7 +109,7 @@ def test_a_demo_deletes_only_the_output_of_an_earlier_demo(tmp_path: Path) -> No
         (tmp_path / "out" / "log").write_text("old")
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(
-        ConfigError, match=f"an empty one, or that of an earlier .* got {tmp_path}$"
+        ConfigError, match=f"an empty folder, or the folder of an earlier .* got {tmp_path}$"
     ):
         make_directory(config("--output", str(tmp_path)))
     assert (tmp_path / "thesis.tex").read_text() == "mine"

@@ -174,7 +174,7 @@ def test_sizes_that_fit_no_mesh_are_refused_by_name() -> None:
         ConfigError, match=r"dp_replicate \* cp \* tp must divide the 4 ranks, got 1 \* 1 \* 3"
     ):
         ParallelSizes(tp=3).axes(4)
-    with pytest.raises(ConfigError, match=r"tensor_parallel must be given where sizes\.tp > 1"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel must be given if sizes\.tp > 1"):
         FsdpEngine(model=Decoder, optimizer=optimizer, loss=mean_loss, sizes=ParallelSizes(tp=2))
     with pytest.raises(ConfigError, match=r"num_groups must be >= 0, got -1"):
         FsdpEngine(model=Decoder, optimizer=optimizer, loss=mean_loss, num_groups=-1)

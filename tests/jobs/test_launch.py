@@ -240,7 +240,7 @@ def test_sigterm_during_an_update_waits_for_it_and_then_ends_the_job(
     with launched(config, PUBLISHING=str(publishing), GO_ON=str(go_on)) as job:
         wait_for(publishing, job)
         job.send_signal(signal.SIGTERM)
-        read_until(job, "SIGTERM: ending what runs")
+        read_until(job, "SIGTERM: waiting for the end of a running step or update")
         if goes_on:
             go_on.write_text("go")
         job.communicate(timeout=DEADLINE_S)
@@ -265,7 +265,7 @@ def test_a_last_version_that_was_not_published_fails_the_job(tmp_path: Path) -> 
         assert job.returncode == 2
     assert said.splitlines()[-2] == "failed: 1 step, version 0 published"
     printed = (tmp_path / "stderr").read_text()
-    assert "version 1 must be published at the end, got 0" in printed
+    assert "version 1 was not published; the published version is 0" in printed
     found = summary(tmp_path)
     assert (found["steps"], found["version"], found["stopped_by"]) == (1, 0, 0)
 
@@ -381,7 +381,7 @@ def test_a_start_that_times_out_names_the_missing_members_and_their_logs(tmp_pat
     printed = (tmp_path / "stderr").read_text()
     assert "PeerTimeout: starting trainer ranks, engines beside them: " in printed
     assert (
-        " s of at most 1 s; not there yet: weights of trainers (0 of 2 ranks), engine-a\n"
+        " s of at most 1 s; not connected yet: weights of trainers (0 of 2 ranks), engine-a\n"
         in printed
     )
     assert f"\nthe logs are in {tmp_path}/out/logs\nnext: read the log of each" in printed

@@ -97,7 +97,7 @@ def test_a_scheduler_of_another_package_is_found_by_its_name(
     with pytest.raises(ConfigError, match=r"scheduler\.options must be a num_cpus of 1 or more"):
         create_scheduler(PluginSchedulerConfig("slots"), tmp_path)
     two_nodes = write(tmp_path, ('kind = "local"', table), ("world_size = 2", TWO_NODES))
-    with pytest.raises(ConfigError, match=r"trainer\.num_nodes must be 1 where the scheduler has"):
+    with pytest.raises(ConfigError, match=r"trainer\.num_nodes must be 1, because the scheduler has"):
         check_job(load_config(two_nodes))
 
 
@@ -105,7 +105,7 @@ def test_a_replica_is_set_with_the_transport_and_needs_p2p(tmp_path: Path) -> No
     asked = ('transport = "cma"', 'transport = "cma"\nreplica = "host"')
     assert load_config(write(tmp_path, asked)).replica == "host"
     assert load_config(EXAMPLE).replica == "off"
-    with pytest.raises(ConfigError, match=r"backend must be p2p with one, got XcclBackend"):
+    with pytest.raises(ConfigError, match=r"backend must be p2p with replica = 'host', got XcclBackend"):
         load_config(write(tmp_path, asked, ('type = "p2p"', 'type = "xccl"')))
 
 
@@ -129,7 +129,7 @@ def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None
         (
             "world_size = 2",
             f'world_size = 2\nresume_from = "{EXAMPLE.parent}"',
-            r"resume_from must be a folder with the job\.json of a checkpoint that was finished",
+            r"resume_from must be the folder of a finished checkpoint, with job\.json",
         ),
         (
             "world_size = 2",
@@ -141,23 +141,23 @@ def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None
         (
             "groups_per_step = 8",
             "group_per_step = 8",
-            r"rollout\.group_per_step is no known key, expected one of \['groups_per_step'",
+            r"rollout\.group_per_step is not a known key, expected one of \['groups_per_step'",
         ),
-        ('model = "', 'modle = "', r"engines\[0\]\.modle is no known key, .*\['model', "),
+        ('model = "', 'modle = "', r"engines\[0\]\.modle is not a known key, .*\['model', "),
         (
             "ignore_eos = true",
             "topk = 3",
-            r"sampling\.topk is no known key, .*\['top_k', .*'stop_token_ids'",
+            r"sampling\.topk is not a known key, .*\['top_k', .*'stop_token_ids'",
         ),
         (
             "world_size = 2",
             "save_evry = 2\nworld_size = 2",
-            r"trainer\.save_evry is no known key, expected one of \['save_every', .*'world_size'",
+            r"trainer\.save_evry is not a known key, expected one of \['save_every', .*'world_size'",
         ),
         (
             'mode = "in_place"',
             "save_every = 2",
-            r"update\.save_every is no known key, .*; save_every is a key of \[trainer\]",
+            r"update\.save_every is not a known key, .*; save_every is a key of \[trainer\]",
         ),
         (
             'mode = "in_place"',
@@ -185,7 +185,7 @@ def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None
         (
             "steps = 4",
             "stepz = 4\nsteps = 4",
-            r"stepz is no known key, expected one of \['steps', 'contr",
+            r"stepz is not a known key, expected one of \['steps', 'contr",
         ),
         (
             "world_size = 2",
@@ -193,7 +193,7 @@ def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None
             r"trainer\.world_size must be an integer, got 'two'",
         ),
         ("world_size = 2", "world_size = 0", r"trainer\.world_size must be >= 1, got 0"),
-        ("world_size = 2", "worldsize = 2", r"trainer\.worldsize is no known key"),
+        ("world_size = 2", "worldsize = 2", r"trainer\.worldsize is not a known key"),
         (
             'mode = "in_place"',
             'mode = "hot"',
@@ -209,11 +209,11 @@ def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None
             'world_size = 2\nenvironment = { A = "1", OMP_NUM_THREADS = 1 }',
             r"trainer\.environment\.OMP_NUM_THREADS must be text, got 1",
         ),
-        ('mode = "in_place"', "minengines = 2", r"update\.minengines is no known key"),
+        ('mode = "in_place"', "minengines = 2", r"update\.minengines is not a known key"),
         (
             'mode = "in_place"',
             "deadlines = { rite_s = 1.0 }",
-            r"update\.deadlines\.rite_s is no known key",
+            r"update\.deadlines\.rite_s is not a known key",
         ),
         (
             'mode = "in_place"',
@@ -225,18 +225,18 @@ def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None
         (
             'kind = "local"',
             'kind = "slurm"\noptions = ["--partition", "gpu"]',
-            r"scheduler\.options must be one option a string, as --time=2:00:00, got 'gpu'",
+            r"scheduler\.options must have one option per string, such as --time=2:00:00, got 'gpu'",
         ),
         (
             'kind = "local"',
             'kind = "slurm"\n[scheduler.processes."engine-*"]\nsrun_options = ["-N2"]',
-            r"scheduler\.srun_options must leave to the scheduler .*, got '-N2'",
+            r"scheduler\.srun_options must not contain options .*, got '-N2'",
         ),
         *(
             (
                 'kind = "local"',
                 f'kind = "slurm"\noptions = ["{option}"]',
-                rf"scheduler\.options must leave to the scheduler .*, got '{option}'",
+                rf"scheduler\.options must not contain options .*, got '{option}'",
             )
             for option in ("--nod=4", "--exp=NONE", "--wra=x", "--job-n=a", "--outp=x", "--gp=1")
         ),
@@ -248,7 +248,7 @@ def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None
         (
             'kind = "local"',
             'kind = "local"\noptions = []',
-            r"scheduler\.options is no known key, expected one of \['gpus', 'kind'\]",
+            r"scheduler\.options is not a known key, expected one of \['gpus', 'kind'\]",
         ),
         ('name = "engine-a"', 'name = "a/b"', r"name must not be empty or contain '/', got 'a/b'"),
         (
@@ -259,7 +259,7 @@ def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None
         (
             'name = "engine-a"',
             'name = "engine-a"\ndtipe = "x"',
-            r"engines\[0\]\.dtipe is no known key",
+            r"engines\[0\]\.dtipe is not a known key",
         ),
         ('transport = "cma"', 'transport = "smoke"', r"transport must be one of .* got 'smoke'"),
         ('transport = "cma"', 'replica = "gpu"', r"replica must be one of .*'device'\], got 'gpu'"),
@@ -369,7 +369,7 @@ NOT_A_RECIPE = {
     "import sys\nsys.exit(3)\n": r"Python can run, got '.*recipe\.py': line 2: SystemExit: 3",
     "class CountSevens: ...\n": r"recipe\.name must be a .* which has \[\], got 'CountSevens'",
     "from windlass.jobs import Recipe\nclass CountSevens(Recipe):\n    def tasks(self): ...\n": (
-        r"recipe\.name must be a class with \['rewards'\], got 'CountSevens' without"
+        r"recipe\.name must be a class that defines \['rewards'\], got 'CountSevens', which does not"
     ),
 }
 
@@ -389,7 +389,7 @@ def test_check_runs_the_recipe_file_and_names_its_fault(
 def test_a_recipe_that_cannot_be_created_is_refused_with_its_line(tmp_path: Path) -> None:
     body = "class Asks(Recipe):\n    def __init__(self, path): ...\n    tasks = rewards = None\n"
     (tmp_path / "asks.py").write_text(f"from windlass.jobs import Recipe\n{body}")
-    with pytest.raises(ConfigError, match=r"made without arguments, got 'Asks': TypeError: .*path"):
+    with pytest.raises(ConfigError, match=r"called without arguments, got 'Asks': TypeError: .*path"):
         load_recipe(tmp_path / "asks.py", "Asks")
 
 
@@ -435,11 +435,11 @@ def with_arguments(*words: str) -> tuple[str, str]:
         ((VLLM, with_arguments("--dp", "0")), r"engine-a': --dp must be 1 or more, got 0"),
         (
             (VLLM, with_arguments("--pp", "2"), GPUS, ("port = 8000", "port = 8000\nnum_gpus = 1")),
-            r"engine-a': num_gpus must be 2, one for each of its ranks, got 1",
+            r"engine-a': num_gpus must be 2, one for each rank of the engine, got 1",
         ),
         (
             (GPUS, ON_GPUS, ('name = "engine-a"', 'name = "engine-a"\ntensor_parallel_size = 2')),
-            r"trainer\.num_gpus: trainers and engines together must ask for at most the 3 GPUs .*, got 4",
+            r"trainer\.num_gpus: trainers and engines together must need at most the 3 GPUs .*, got 4",
         ),
         (
             (('name = "engine-a"', 'name = "engine-a"\ncolocate_with = "trainer-2"'),),
@@ -464,11 +464,11 @@ def with_arguments(*words: str) -> tuple[str, str]:
                     'name = "engine-a"\ntensor_parallel_size = 2\ncolocate_with = "trainer-1"',
                 ),
             ),
-            r"must name a rank with at least 2 GPUs from its own on, .*, got 'trainer-1' with 1 on its",
+            r"must name a trainer rank with at least 2 reserved GPUs on its node, .*; got 'trainer-1' with 1",
         ),
         (
             (("world_size = 2", "world_size = 2\nnum_nodes = 2"),),
-            r"trainer\.num_nodes must be 1 where the scheduler has this host alone, got 2",
+            r"trainer\.num_nodes must be 1, because the scheduler has only this host, got 2",
         ),
         (
             (
@@ -477,7 +477,7 @@ def with_arguments(*words: str) -> tuple[str, str]:
                     'kind = "slurm"\nhost = "127.0.0.1"\n[scheduler.processes."engin"]\ngpu_type="a"',
                 ),
             ),
-            r"scheduler\.processes must fit a process of the job \(trainer-0, .*worker-0\), got 'engin'",
+            r"scheduler\.processes: each pattern must match a process of the job \(trainer-0, .*worker-0\), got 'engin'",
         ),
         (
             (with_arguments("--no-such-option", "32"),),
@@ -489,7 +489,7 @@ def with_arguments(*words: str) -> tuple[str, str]:
         ),
         (
             (with_arguments("--max-positions", "8"),),
-            r"engine-a': --max-positions must be > 8, which is rollout\.sampling\.max_new_tokens, .*got 8",
+            r"engine-a': --max-positions must be > 8 \(rollout\.sampling\.max_new_tokens\), .*got 8",
         ),
         (
             (with_arguments(), ("max_new_tokens = 8", "max_new_tokens = 64")),
@@ -501,31 +501,31 @@ def with_arguments(*words: str) -> tuple[str, str]:
         ),
         (
             ((f'model = "{EXAMPLE.parent}/model.json"', 'model = "/no/model"'),),
-            r"engines 'engine-a': model must be a checkpoint folder .* that exists, got '/no/model'",
+            r"engines 'engine-a': model must be an existing checkpoint folder .*, got '/no/model'",
         ),
         (
             (("world_size = 2", 'world_size = 2\npython = "/no/python"'),),
-            r"trainer\.python must be a program of this host, got '/no/python'",
+            r"trainer\.python must be a program on this host, got '/no/python'",
         ),
         (
             (("max_staleness = 1", 'python = "no-python-17"'),),
-            r"rollout\.python must be a program of this host, got 'no-python-17'",
+            r"rollout\.python must be a program on this host, got 'no-python-17'",
         ),
         (
             (('name = "engine-a"', 'name = "engine-a"\npython = "/no/python"'),),
-            r"engines 'engine-a': python must be a program of this host, got '/no/python'",
+            r"engines 'engine-a': python must be a program on this host, got '/no/python'",
         ),
         (
             (VLLM, ("[recipe]", "[controller]\nport = 8000\n[recipe]")),
-            r"engines 'engine-a': port must not be that of the controller on the same host, got 8000",
+            r"engines 'engine-a': port must differ from the port of the controller on the same host, got 8000",
         ),
         (
             (SLURM, ('transport = "cma"', 'transport = "auto"')),
-            r"controller\.advertise_host must be an address that the nodes reach, got '127\.0\.0\.1'",
+            r"controller\.advertise_host must be an address that the nodes can reach, got '127\.0\.0\.1'",
         ),
         (
             (SLURM, REACHED),
-            r"transport must be auto, or one that reaches other hosts .*, got 'cma'",
+            r"transport must be auto, mooncake or nixl, .*, got 'cma'",
         ),
         (
             ((LOCAL, 'kind = "ray"\naddress = "10.0.0.1:6379"'), REACHED),

@@ -38,4 +38,4 @@ def test_every_answer_of_a_live_vllm_names_the_versions_that_made_it(
 def test_a_vllm_server_killed_during_an_update_serves_the_last_version(tmp_path: Path) -> None:
     measured = run_demo(tmp_path, "--engine", "vllm", "--kill-engine-at", "3", steps=6)
     check_demo(measured, 6)
-    assert any("went on without engine-b" in str(event) for event in measured["events"])  # type: ignore[attr-defined]
+    assert any("was published without engine-b" in str(event) for event in measured["events"])  # type: ignore[attr-defined]

@@ -69,7 +69,7 @@ def test_a_demo_keeps_the_output_of_a_running_demo(
     before = tree(tmp_path)
     with OutputFolder(earlier_demo).locked():
         assert main(["demo", "--output", str(earlier_demo)]) == 2
-    assert "must be a folder that no running job has" in capsys.readouterr().err
+    assert "must be a folder that no running job uses" in capsys.readouterr().err
     assert tree(tmp_path) == before
 
 
@@ -134,13 +134,13 @@ def test_all_mistakes_of_a_job_file_are_reported_together(
     said = [line for line in capsys.readouterr().err.splitlines() if str(path) in line]
     for mistake in (
         "steps must be >= 1, got 0",
-        "transprot is no known key, expected one of ['transport'",
+        "transprot is not a known key, expected one of ['transport'",
         "trainer.world_size must be an integer, got 'two'",
         "trainer.num_gpus must be >= 0, got -1",
         "trainer.script must be a file, got",
         "engines 'engine-a': max_restarts must be >= 0, got -1",
         "engines 'engine-a': tensor_parallel_size must be >= 1",
-        "rollout.group_per_step is no known key, expected one of ['groups_per",
+        "rollout.group_per_step is not a known key, expected one of ['groups_per",
         "max_new_tokens must be >= 1, got 0",
         "top_p must be in (0, 1], got 2.0",
         "update.mode must be one of ['in_place', 'staged'], got 'hot'",
@@ -169,10 +169,10 @@ def test_check_reports_mistakes_of_options_host_and_recipe_together(
     assert main(["launch", str(path), "--check"]) == 2
     said = capsys.readouterr().err
     for mistake in (
-        "stepz is no known key",
-        "trainer.python must be a program of this host, got '/no/python'",
-        "rollout.python must be a program of this host, got '/no/python-either'",
-        "engines 'engine-a': model must be a checkpoint folder",
+        "stepz is not a known key",
+        "trainer.python must be a program on this host, got '/no/python'",
+        "rollout.python must be a program on this host, got '/no/python-either'",
+        "engines 'engine-a': model must be an existing checkpoint folder",
         "recipe.name must be a windlass.jobs.Recipe class",
         "engines 'engine-a': ",
     ):

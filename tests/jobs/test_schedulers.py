@@ -97,7 +97,7 @@ async def test_a_process_is_created_watched_signalled_listed_and_deleted(
         # srun writes the end of a task into the same log, perhaps before this line.
         assert "yes a b x y" in (await scheduler.log_tail("says")).splitlines()
         with pytest.raises(
-            PeerUnreachable, match=r"ended with 3; its log ends:\n(.*\n)*yes a b x y"
+            PeerUnreachable, match=r"ended with exit status 3; its log ends:\n(.*\n)*yes a b x y"
         ):
             await scheduler.wait_healthy("says", deadline_s=10)
 
@@ -337,7 +337,7 @@ async def test_processes_of_this_host_see_gpus_of_their_own(
             # The process has printed when it opens the fifo.
             await asyncio.to_thread(fifo.read_text)
             seen[spec.name] = await scheduler.log_tail(spec.name)
-        full = r"'engine-c': num_gpus must be at most the 0 free of 3 on this host, got 1 \(3: trainer-0"
+        full = r"'engine-c': num_gpus must be at most 0, the free GPUs of 3 on this host, got 1 \(3: trainer-0"
         with pytest.raises(ConfigError, match=full):
             await scheduler.start(sees_gpus(1, "engine-c"))
         await scheduler.delete("engine-a")

@@ -107,7 +107,7 @@ async def check_operations(controller: TrainController) -> None:
 @pytest.mark.parametrize(
     ("how", "deadline_s", "says"),
     [
-        ("SIGKILL", 30.0, r"TrainStep: trainer-1 ended with -9; its log ends:\n(.*\n)*rank 1 step 4"),
+        ("SIGKILL", 30.0, r"TrainStep: trainer-1 ended with exit status -9; its log ends:\n(.*\n)*rank 1 step 4"),
         ("SIGSTOP", 2.0, r"TrainStep: no answer from trainer-0, trainer-1 within 2.0 s"),
     ],
 )  # fmt: skip

@@ -94,7 +94,7 @@ async def test_actor_critic_and_reference_share_a_server_and_fail_independently(
         assert torch.equal(await weight_of(reference), start)
 
         await scheduler.signal("critic-0", signal.SIGKILL)
-        with pytest.raises(TrainerError, match=r"TrainStep: critic-0 ended with -9"):
+        with pytest.raises(TrainerError, match=r"TrainStep: critic-0 ended with exit status -9"):
             await critic.train_step(1, GROUPS, deadline_s=WITHIN_S)
         await asyncio.gather(
             critic.start(controller.url, deadline_s=WITHIN_S),

@@ -393,7 +393,7 @@ def test_two_jobs_cannot_run_in_one_output_folder(tmp_path: Path) -> None:
         first.read_until("controller http")
         with launched(config) as second:
             assert second.end() == 2, second.text
-        assert "output_dir must be a folder that no running job has, got" in second.error
+        assert "output_dir must be a folder that no running job uses, got" in second.error
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 143, first.text
     with launched(config) as third:

@@ -499,7 +499,8 @@ class TrainController:
 
     async def _watch(self, name: str) -> str:
         status = await self._scheduler.wait(name)
-        return f"{name} ended with {status.returncode}; its log ends:\n{await self._log_tail(name)}"
+        ended = f"{name} ended with exit status {status.returncode}"
+        return f"{ended}; its log ends:\n{await self._log_tail(name)}"
 
     async def _log_tail(self, name: str) -> str:
         return await self._scheduler.log_tail(name, LOG_LINES)

@@ -1,14 +1,15 @@
-"""Access to routes: one token per role, derived from one secret.
+"""Access to HTTP routes: one secret, and one token per role that is derived from it.
 
-The owner's secret opens every route; a job on a laptop needs no other token. The token of each role
-is derived from it (HMAC-SHA256), so only the tokens that a process receives are stored or
-distributed. The token of a role reveals neither the secret nor the token of another role.
+The user who starts a job is its owner, and WINDLASS_TOKEN is the owner's secret. The secret gives
+access to all routes, so a job on a laptop needs no other token. The token of a role is derived from
+it (HMAC-SHA256), and reveals neither the secret nor the tokens of other roles. So a process needs
+only the token of its role.
 
-A server checks tokens against the secret that it was given. The controller has the owner's secret.
-A rollout worker or an engine has either the owner's secret or its role's token.
+A server accepts the secret that it was given, and the tokens derived from it. The controller has
+the owner's secret. A rollout worker or an engine has either the owner's secret or its role's token.
 
-With TLS a certificate may replace the token. The server's authority must have signed it, and its
-subject must have `windlass-ROLE` as an organizational unit.
+With TLS a client certificate may replace the token. The server's certificate authority must have
+signed it, and its subject must have `windlass-ROLE` as an organizational unit.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class Access(StrEnum):
     """Role that a token or a certificate stands for.
 
     Attributes:
-        OWNER: the secret itself; may call everything.
-        TRAINER: a rank of the trainer job.
+        OWNER: holder of the secret; may call every route.
+        TRAINER: a trainer rank.
         ENGINE: a rank of an engine.
-        WORKER: a rollout worker, and the controller when it calls one.
-        CLIENT: may ask engines for tokens.
-        OBSERVER: may read.
+        WORKER: a rollout worker, or the controller when it calls a worker.
+        CLIENT: may request generated tokens from engines.
+        OBSERVER: may read status and metrics.
     """
 
     OWNER = "owner"
@@ -66,8 +67,8 @@ ROUTES = MappingProxyType(
 """Routes of a controller, with the roles that may call them besides the owner. Only the owner may
 call a route that is not listed.
 
-`/v1/agents` accepts a trainer's token for trainer ranks only, and an engine's token for engine
-ranks only.
+On `/v1/agents`, a trainer's token is accepted only for a trainer rank, and an engine's token only
+for an engine rank.
 """
 
 
@@ -80,7 +81,7 @@ def role_token(secret: str, role: Access) -> str:
 
 
 def role_environment(secret: str, role: Access) -> dict[str, str]:
-    """Return the environment variables with the tokens of a role, and no others."""
+    """Return the environment variables that contain the tokens which a process of this role needs."""
     if not secret:
         return {}
     variables = {TOKEN_VARIABLE: role_token(secret, role)}
@@ -90,7 +91,7 @@ def role_environment(secret: str, role: Access) -> dict[str, str]:
 
 
 def authorization(token: str) -> dict[str, str]:
-    """Return the headers that carry a token; none for an empty one."""
+    """Return the HTTP headers that carry a token; no headers for an empty token."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
@@ -109,12 +110,12 @@ def role_of_certificate(certificate: Certificate | None) -> Access | None:
 
 @final
 class AccessGate:
-    """Check of the tokens that a server accepts.
+    """Checks tokens for a server.
 
     Args:
-        secret: the owner's secret. The tokens derived from it are accepted too; an empty secret has
-            none.
-        others: pairs of a token and its role. Empty tokens are ignored.
+        secret: the owner's secret. The tokens derived from it are accepted too. With an empty
+            secret, only `others` are accepted.
+        others: further tokens, each with its role. Empty tokens are ignored.
     """
 
     def __init__(self, secret: str, *others: tuple[str, Access]) -> None:
@@ -138,7 +139,7 @@ class AccessGate:
 
 
 def refusal_of(role: Access, method: str, route: str, allowed: Collection[Access]) -> str:
-    """Return the reason why `role` may not call a route, for a person; empty if it may."""
+    """Return a text that says why `role` may not call a route; empty if it may."""
     roles = (Access.OWNER, *allowed)
     if role in roles:
         return ""

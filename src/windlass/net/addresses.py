@@ -1,8 +1,8 @@
-"""Addresses: which one a process binds, and which one its peers use.
+"""Choice of the address that a process binds, and of the address that its peers use.
 
-Both are the same unless configured otherwise. A host may have many addresses. The order of choice
-is: the caller's configuration, WINDLASS_HOST, this host's address on the route to the peer, and
-loopback for a process without a peer.
+Both are the same unless configured otherwise. A host may have many addresses. The first of these
+that exists is used: the caller's configuration, WINDLASS_HOST, the address of this host on the
+route to the controller, and loopback.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def check_url(url: str, what: str, *, may_be_plain: bool | None = None) -> Split
         known = parts.scheme in schemes and parts.hostname is not None and parts.port != 0
     except ValueError as error:
         raise ConfigError(rule) from error
-    # Callers append a path to the URL, so a query or fragment would swallow it. A password would
-    # appear in logs.
+    # Callers append a path to the URL, which would become a part of a query or fragment. A password
+    # would appear in logs.
     if not known or "@" in parts.netloc or "?" in url or "#" in url or not url.isprintable():
         raise ConfigError(rule)
     return parts
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """Return host and port of `host:port` or `[v6]:port`; the host without brackets.
+    """Split `host:port` or `[v6]:port`; return the host, without brackets, and the port.
 
     Raises:
         ConfigError: the address has another form, or the port is not in 1..65535.
@@ -72,7 +72,7 @@ def split_host_port(address: str) -> tuple[str, int]:
 
 
 def is_wildcard(host: str) -> bool:
-    """Return whether binding `host` means every address, so that it identifies no host."""
+    """Return whether `host` is empty or a wildcard such as 0.0.0.0, which peers cannot connect to."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -80,7 +80,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address, which leads every host to itself."""
+    """Return whether `host` is a loopback address, which other hosts cannot reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -91,19 +91,19 @@ def published_host(host: str, advertise_host: str, what: str) -> str:
     """Return the address that peers use for a server that binds `host`.
 
     Raises:
-        ConfigError: that would be a wildcard, which identifies no host.
+        ConfigError: the address is a wildcard, which peers cannot connect to.
     """
     told = advertise_host or host
     if is_wildcard(told):
         raise ConfigError(
-            f"{what}: advertise_host must be the address that others connect to, got {told!r} "
-            f"(bound to {host!r})"
+            f"{what}: advertise_host must be the address that peers connect to, got {told!r} "
+            f"(the server binds {host!r})"
         )
     return told
 
 
 def free_port() -> int:
-    """Return a free port of 127.0.0.1, for a server that cannot report which port it took."""
+    """Return a free port of 127.0.0.1, for a server that cannot choose a port itself and report it."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
@@ -160,8 +160,8 @@ def address_towards(url: str) -> str:
 
     Raises:
         ConfigError: `url` is not the URL of a controller.
-        PeerUnreachable: the host name is unknown, or no route leads there. Loopback would be wrong
-            then.
+        PeerUnreachable: the host name is unknown, or there is no route to the host. Loopback is not
+            used instead, because peers on other hosts could not reach it.
     """
     parts = check_url(url, "controller")
     try:
@@ -173,7 +173,7 @@ def address_towards(url: str) -> str:
 
 
 def is_this_host(url: str) -> bool:
-    """Return whether a URL leads to the host of this process. Nothing is sent.
+    """Return whether the host of a URL is this host. Nothing is sent.
 
     Raises:
         ConfigError, PeerUnreachable: see `address_towards`.
@@ -195,7 +195,7 @@ def _in_network(wanted: str) -> str:
     try:
         found = _source_towards(str(inside), 80)
     except OSError as error:
-        raise ConfigError(f"{HOST_VARIABLE}: no way into {wanted}: {error}") from error
+        raise ConfigError(f"{HOST_VARIABLE}: no route to {wanted}: {error}") from error
     if ipaddress.ip_address(found) not in network:
         raise ConfigError(f"{HOST_VARIABLE}: this host has no address in {wanted}, got {found}")
     return found

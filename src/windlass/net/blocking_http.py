@@ -1,4 +1,4 @@
-"""HTTP client for threads without an asyncio loop."""
+"""HTTP client for threads without an event loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class HttpReply:
 
 
 class _HTTPConnection(http.client.HTTPConnection):
-    """Connection that no network device drops while an answer takes long."""
+    """HTTP connection with TCP keepalive, so that no network device drops it during a slow answer."""
 
     def connect(self) -> None:
         super().connect()
@@ -49,10 +49,11 @@ class _HTTPSConnection(http.client.HTTPSConnection):
 
 @final
 class BlockingHttp(Closing):
-    """Client of one server. It keeps one connection between requests, and one thread at a time uses it.
+    """Client of one server, for one thread at a time. It keeps its connection between requests.
 
     Args:
-        url: address of the server, checked by `windlass.net.addresses.check_url`; a path in it precedes all paths.
+        url: URL of the server, which the caller has checked with `windlass.net.addresses.check_url`. If it contains a
+            path, this path is put before the path of each request.
         headers: headers of every request.
         to_controller: see `client_context`.
     """
@@ -78,18 +79,18 @@ class BlockingHttp(Closing):
         *,
         deadline_s: float | None,
     ) -> HttpReply:
-        """Send a request, and return the answer with any status. After an error the next request connects again.
+        """Send a request; return the answer, whatever its status. After an error, the next request connects again.
 
         Args:
             method: HTTP method.
             path: path and query.
             body: content of the request.
-            headers: headers of this request, besides those of every request.
-            deadline_s: longest silence of the server in seconds; None to wait without end.
+            headers: additional headers of this request.
+            deadline_s: longest time in seconds in which the server may send nothing; None for no limit.
 
         Raises:
-            PeerTimeout: the server did not answer within `deadline_s`.
-            PeerUnreachable: there was no connection, or it broke.
+            PeerTimeout: the server sent nothing for `deadline_s`.
+            PeerUnreachable: the connection could not be opened, or it broke.
         """
         what = f"{method} {self._url}{path.partition('?')[0]}"
         connection = self._connection

@@ -12,7 +12,13 @@ from windlass.errors import TransferFailed
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment on the monotonic clock, and the operation that must end by then."""
+    """Time on the monotonic clock by which an operation must end.
+
+    Attributes:
+        at_s: end, in seconds of the monotonic clock.
+        seconds: length of the deadline from its start, for messages.
+        purpose: name of the operation, for messages.
+    """
 
     at_s: float
     seconds: float
@@ -51,9 +57,9 @@ class Backoff:
     most_s: float
 
     def after(self, num_failed: int) -> float:
-        """Return the seconds to wait after this many failures in a row, at least 1."""
+        """Return the seconds to wait after `num_failed` failures in a row; `num_failed` is at least 1."""
         return min(self.first_s * 2.0 ** min(num_failed - 1, 64), self.most_s)
 
     def pauses(self) -> Iterator[float]:
-        """Yield the seconds after the first failure, the second, and so on, without end."""
+        """Yield the seconds to wait after the first failure, the second failure, and so on, without end."""
         return map(self.after, count(1))

@@ -1,10 +1,10 @@
-"""Accepts connections of a server so that clients without a token cost it very little.
+"""Accept the connections of a server, so that clients without a token cost it very little.
 
-A connection is a stranger's until one of its requests has presented a token. The server keeps few
-strangers, for a short time, and closes them first if it runs out of descriptors. So they cannot
-block members, and a flood of them cannot fill a disk with error logs. If there are too many
-members, further ones get an error response. Some descriptors are reserved for files that this
-process opens.
+A connection is a *stranger* until one of its requests has presented a valid token; then it is a
+*member*. The server keeps few strangers, each for a short time, and closes them first if it runs out
+of file descriptors. So strangers cannot keep members out, and a flood of them cannot fill a disk with
+error logs. If there are too many members, a further one gets an error response. Some file descriptors
+are reserved for files that this process opens.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from aiohttp.http_exceptions import HttpProcessingError
 from windlass.net.sockets import keep_alive
 
 BACKLOG = 16
-"""Connections that the kernel completes before this process accepts them. Few suffice, because
-accepting is fast."""
+"""Largest number of connections that wait in the kernel to be accepted. A small number is enough,
+because this process accepts quickly."""
 STRANGER_S = 10.0
-"""Seconds from a connection to its first request with a token. Then it is closed."""
+"""Seconds within which a connection must send a request with a valid token; then it is closed."""
 MAX_STRANGERS = 256
-"""Largest number of strangers. A new one replaces the oldest."""
+"""Largest number of strangers. A new stranger replaces the oldest."""
 STRANGERS_SHARE = 4
-"""Divisor of this process's descriptor limit: strangers get at most this fraction of all
-descriptors."""
+"""Strangers get at most 1/`STRANGERS_SHARE` of the file descriptors of this process."""
 RESERVED_FILES = 32
-"""Descriptors, at most a quarter of all, that no member's connection takes. More than `BACKLOG`
-connections, which asyncio accepts in one go."""
+"""Number of file descriptors, at most 1/`RESERVED_SHARE` of all, that members do not get. Larger than
+`BACKLOG`, because asyncio accepts that many connections at once."""
 RESERVED_SHARE = 4
 ACCEPT_TURNS = 3
-"""Turns of the event loop after which aiohttp has every connection that asyncio has accepted."""
+"""Iterations of the event loop after which aiohttp has all connections that asyncio has accepted."""
 NO_ROOM = "no file descriptor is left for another connection (ulimit -n)"
 ACCEPT_ERROR = "socket.accept() out of system resource"
 LOG_PERIOD_S = 60.0
@@ -48,9 +47,9 @@ MAX_LOGS = 20
 
 @final
 class RateLimit(logging.Filter):
-    """Filter that passes `max_records` records per period and reports how many it dropped.
+    """Filter that passes `max_records` log records per `LOG_PERIOD_S` and reports how many it dropped.
 
-    An error caused by data that is not HTTP is logged as one line without a traceback.
+    An error caused by data that is not HTTP becomes one line without a traceback.
     """
 
     def __init__(self, max_records: int = MAX_LOGS) -> None:
@@ -85,7 +84,7 @@ request_log.addFilter(RateLimit())
 
 @final
 class _AcceptErrors(logging.Filter):
-    """Filter for asyncio's logger, which repeats without end that no connection can be accepted."""
+    """Filter for asyncio's logger, which otherwise logs again and again that it cannot accept connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,9 +99,12 @@ _accept_errors = _AcceptErrors()
 
 @final
 class Listener:
-    """Acceptor of connections for an aiohttp application that is set up, with TLS if `tls` is given.
+    """Accepts connections and passes them to an aiohttp application.
 
-    It owns `bound`.
+    Args:
+        runner: runner of the application, after its `setup`.
+        bound: bound socket; the listener closes it.
+        tls: TLS context; None for plain connections.
     """
 
     def __init__(
@@ -122,16 +124,16 @@ class Listener:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
-        """Start to accept connections."""
+        """Start accepting connections."""
         logging.getLogger("asyncio").addFilter(_accept_errors)
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Accepted(self._on_accepted), sock=self._socket, backlog=BACKLOG
         )
 
     def admit(self, request: web.Request) -> bool:
-        """Return whether the request's connection, which has presented a token, may stay.
+        """Make the connection of a request, which has presented a valid token, a member.
 
-        A connection that may stay no longer counts as a stranger's.
+        Return False if there is no file descriptor left for it.
         """
         key = request.get_extra_info("socket")
         if key in self._strangers and _takes_reserved(key):
@@ -195,7 +197,7 @@ class Listener:
             handler.data_received(bytes(accepted.received))
 
     def _make_room(self) -> None:
-        """Drop strangers with closed connections, or else the oldest stranger."""
+        """Drop strangers whose connections are closed; if there are none, drop the oldest stranger."""
         gone = [key for key, (transport, _) in self._strangers.items() if transport.is_closing()]
         for key in gone or list(self._strangers)[:1]:
             self._drop(key)
@@ -212,7 +214,7 @@ class Listener:
 
 
 def _takes_reserved(connection: socket.socket) -> bool:
-    """Return whether a connection took a reserved descriptor. The system gives the lowest free one."""
+    """Return whether a connection has a reserved file descriptor: the kernel assigns the lowest free number."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return False
@@ -221,7 +223,7 @@ def _takes_reserved(connection: socket.socket) -> bool:
 
 @final
 class _Accepted(asyncio.Protocol):
-    """Connection before aiohttp takes it over; keeps the bytes that arrive until then."""
+    """Connection before aiohttp takes it over. It keeps the bytes that arrive until then."""
 
     def __init__(self, on_accepted: Callable[[asyncio.Transport, _Accepted], None]) -> None:
         self._on_accepted = on_accepted

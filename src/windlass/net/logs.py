@@ -1,8 +1,7 @@
-"""Log lines that carry the rollout, round and version they belong to.
+"""Log lines that contain the rollout, round and version to which they belong.
 
-Code that works on one rollout or one round names it with `log_fields`. Every line logged during
-that work carries the fields, including lines of user code. The fields follow asyncio tasks, not
-threads.
+Code that works on one rollout or one round calls `log_fields`. All lines that are then logged in the
+same asyncio task contain these fields, including lines of user code.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FORMAT_VARIABLE = "WINDLASS_LOG"
 LEVEL_VARIABLE = "WINDLASS_LOG_LEVEL"
 LOG_VARIABLES = (FORMAT_VARIABLE, LEVEL_VARIABLE)
 MAX_KINDS = 256
-"""Kinds of lines that a `LineLimit` counts."""
+"""Largest number of kinds of lines that a `LineLimit` remembers; it forgets the kind that was logged longest ago."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 _fields: ContextVar[Mapping[str, str | int]] = ContextVar("windlass_log_fields")
@@ -84,7 +83,10 @@ class LineLimit:
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def count(self, kind: str) -> int:
-        """Return how many lines of this kind came since one was written, with this; 0 to write none."""
+        """Count a line of this kind; return 0 if it must not be written now.
+
+        Otherwise return the number of lines of this kind since the last written one, including this line.
+        """
         now = time.monotonic()
         next_s, num_held = self._kinds.pop(kind, (now, 0))
         is_due = now >= next_s
@@ -96,7 +98,7 @@ class LineLimit:
 
 @final
 class JsonFormatter(logging.Formatter):
-    """Formatter of one JSON object per line: UTC time, level, logger, process, message, fields, exception."""
+    """Formats a record as one line of JSON: UTC time, level, logger, process, message, fields, exception."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ class _TextFormatter(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """Return `text` with escapes for characters that could forge a log line or control a terminal."""
+    """Escape characters of `text` that could forge a log line or control a terminal; return the result."""
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 
@@ -150,8 +152,8 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 def configure_logging(process: str) -> None:
     """Log to stderr according to WINDLASS_LOG (`text`, `json`) and WINDLASS_LOG_LEVEL (`INFO`).
 
-    Entry points of processes call this. An existing handler is kept. Every line carries the name of
-    the process.
+    The entry point of each process calls this. If the root logger has a handler already, it is kept.
+    Every line contains the name `process`.
 
     Raises:
         ConfigError: a variable has an unknown value.

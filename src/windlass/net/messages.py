@@ -1,4 +1,4 @@
-"""Messages of every session, and decoding of a message into one type or an error. No I/O."""
+"""Messages that all protocols between Windlass processes share, and their decoder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
 
 PROTOCOL_VERSION = 13
-"""Version of all messages between processes of Windlass. Both processes must have the same."""
+"""Version of all messages between processes of Windlass. Both ends of a connection must have the same version."""
 MAX_NAME_NBYTES = 255
 
 CallId = tuple[int, int, int]
-"""(epoch, round, seq)."""
+"""(epoch, round, seq): identity of one call of a command to one peer."""
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -23,9 +23,12 @@ encode = msgspec.msgpack.Encoder().encode
 
 @final
 class Codec(Generic[T_co]):
-    """Decoder of messages of one type, or of a union of tagged types. Errors call the message `name`.
+    """Decoder of messages of one type, or of a union of tagged types.
 
-    Messages longer than `max_nbytes` are refused before they are decoded.
+    Args:
+        kind: type of the messages.
+        name: name of the messages in errors.
+        max_nbytes: largest size of a message. A longer message is refused before it is decoded.
     """
 
     __slots__ = ("_decoder", "_name", "max_nbytes")
@@ -38,7 +41,7 @@ class Codec(Generic[T_co]):
         """Decode a message.
 
         Raises:
-            ProtocolError: the message is too long or not of the type.
+            ProtocolError: the message is too long or has another type.
         """
         if len(data) > self.max_nbytes:
             raise ProtocolError(
@@ -51,10 +54,10 @@ class Codec(Generic[T_co]):
 
 
 class RoundId(NamedTuple):
-    """Identity of one round or one binding of the fleet. Later ones are greater.
+    """Identity of one round or one binding of the fleet. A later identity is greater.
 
-    `epoch` grows with every binding and with every start of a controller. `round` grows with both
-    and with every attempt to publish.
+    `epoch` grows with every binding and with every start of a controller. `round` grows at the same
+    times, and with every attempt to publish.
     """
 
     epoch: int
@@ -84,7 +87,7 @@ class Envelope(_OfCall, Generic[T_co], frozen=True, tag="envelope"):
 
 
 class UnreadCall(_OfCall, frozen=True, tag="envelope"):
-    """An envelope with a command that this process cannot decode."""
+    """An envelope whose command this process cannot decode."""
 
     command: msgspec.Raw
 
@@ -107,10 +110,10 @@ class Reply(_OfCall, Generic[T_co], frozen=True, tag="reply"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", omit_defaults=True):
-    """Refusal, sent instead of a welcome or before the server closes the connection.
+    """Refusal of a peer. The server sends it instead of a welcome, or before it closes the connection.
 
     Attributes:
-        message: one line for a person.
+        message: reason in one line, for logs and errors.
         final: whether the peer must not connect again. False if only this connection failed, or if
             the server may admit the peer later.
     """
@@ -124,11 +127,11 @@ class MustWait(ProtocolError):
 
 
 class OwnerClosed(MustWait):
-    """The owner of the route is closing. Its successor may admit the peer."""
+    """The server is closing. A server that is started later at this address may admit the peer."""
 
 
 class Garbled(ProtocolError):
-    """A frame could not be decoded, perhaps because of the connection. The peer may connect again."""
+    """A frame could not be decoded, perhaps because it was damaged on the way. The peer may connect again."""
 
 
 def check_version(version: int, peer: str) -> None:
@@ -142,7 +145,7 @@ def check_version(version: int, peer: str) -> None:
 
 
 def check_name(name: str, what: str) -> None:
-    """Check the name of a peer, which is written to logs, terminals and metrics.
+    """Check the name of a peer. Names are written to logs, terminals and metrics.
 
     Raises:
         ProtocolError: the name is empty, has unprintable characters, or exceeds 255 bytes.

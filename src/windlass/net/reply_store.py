@@ -1,4 +1,4 @@
-"""Replies of a peer: each call is carried out once, and not after its round has passed. No I/O."""
+"""Store of a peer's replies, so that it executes each call once, and none after the call's round has passed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ResultT = TypeVar("ResultT")
 
 @final
 class ReplyStore(Generic[ResultT]):
-    """Replies of the newest two rounds. Calls of older rounds are stale.
+    """Replies to the calls of the newest two rounds. Calls of older rounds are refused as stale.
 
     Attributes:
-        newest: (epoch, round) of the newest call.
+        newest: (epoch, round) of the newest call that was looked up.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class ReplyStore(Generic[ResultT]):
         return len(self._replies)
 
     def lookup(self, call_id: CallId) -> Reply[ResultT] | None:
-        """Return the stored reply; None for a new call.
+        """Return the stored reply to a call; None for a new call, which the caller then executes.
 
         Raises:
             StaleMessage: the round of the call has passed.
@@ -54,9 +54,9 @@ class ReplyStore(Generic[ResultT]):
         self._received = max(self._received, round_id)
 
     def void(self) -> None:
-        """Reject the received calls that have not begun, because their connection was lost.
+        """Make `lookup` refuse received calls that have not begun, because their connection was lost.
 
-        The server has left this peer out of their round; its next call belongs to a later one.
+        The server has left this peer out of the round of these calls. Its next call belongs to a later round.
         """
         self._void = self._received
 

@@ -1,14 +1,14 @@
-"""Calls to a peer: `Session` is the calling side, `Callee` the called side.
+"""Calls from a server (the controller) to a peer: `Session` is the calling side, `Callee` the called side.
 
-A peer opens a WebSocket (`rpc_client.Client`) and opens it again whenever it is lost. So the peer
-needs no port, and if its process dies, the connection closes at once, without polling. The peer's
-first frame identifies it. The server answers with a welcome of its protocol, or with `Refused`.
-Then the server sends `Envelope`s, and the peer answers each with one `Reply`. Both may send further
-frames of their protocol.
+The peer opens a WebSocket (`rpc_client.Client`), and opens another one when the connection is lost.
+So the peer needs no port, and when its process dies, the connection closes at once. The first frame
+identifies the peer. The server answers with a welcome of its protocol, or with `Refused`. Then the
+server sends `Envelope`s, and the peer answers each with one `Reply`. Both may send further frames
+of their protocol.
 
-The identity of a call is (epoch, round, seq), which only grows. A peer carries out each call once,
-even if it arrives several times. It stores its replies, sends them again over its next connection,
-and drops them when a call of a later round shows that the server has them.
+The identity of a call is (epoch, round, seq), which only grows. A peer executes each call once, even
+if the call arrives several times. It stores its replies and sends them again over its next
+connection. It drops them when a call of a later round shows that the server has received them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ ResultT = TypeVar("ResultT")
 
 
 class Session(Generic[CommandT, ResultT]):
-    """Calling side: calls one peer and assigns replies to the waiting futures.
+    """Calling side: sends calls to one peer, and gives each reply to the future that waits for it.
 
     Args:
-        peer: its name, for errors.
-        socket: socket of its connection; None before the first.
+        peer: name of the peer, for errors.
+        socket: WebSocket to the peer; None before the first connection.
         keeps_calls: whether calls survive the loss of a connection and are sent again over the next
             one (`attach`). Otherwise they fail.
         send_deadline_s: seconds for the peer to take a frame, or a part of a large frame. If it
@@ -64,7 +64,7 @@ class Session(Generic[CommandT, ResultT]):
         self._calls: dict[CallId, tuple[CommandT, asyncio.Future[ResultT]]] = {}
 
     async def send(self, frame: msgspec.Struct, *, within_s: float | None = None) -> None:
-        """Send a frame; all of it within `within_s` if that is given.
+        """Send a frame; within `within_s`, if given, the whole frame must be sent.
 
         Raises:
             PeerUnreachable: the connection is closed, or the peer does not read from it.
@@ -88,14 +88,14 @@ class Session(Generic[CommandT, ResultT]):
     async def call(
         self, call_id: CallId, command: CommandT, *, within_s: float | None = None
     ) -> asyncio.Future[ResultT]:
-        """Send a command, within `within_s` if that is given.
+        """Send a command, see `send`.
 
         Returns:
-            A future of the result. It fails with PeerUnreachable if the connection is lost, unless
-                calls are kept.
+            Future of the result. Unless `keeps_calls`, it fails with PeerUnreachable if the connection
+                is lost.
 
         Raises:
-            PeerUnreachable: see `send`; not if calls are kept.
+            PeerUnreachable: see `send`. Not raised with `keeps_calls`.
         """
         future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = command, future
@@ -123,12 +123,12 @@ class Session(Generic[CommandT, ResultT]):
             await self.send(Envelope(*call_id, command))
 
     def detach(self, socket: web.WebSocketResponse, reason: str) -> None:
-        """Record that a connection ended. All calls fail unless calls are kept."""
+        """Record that a connection ended. Unless `keeps_calls`, all unanswered calls fail."""
         if self._socket is socket and not self._keeps_calls:
             self.fail_calls(reason)
 
     def forget(self, call_id: CallId) -> None:
-        """Drop a call that no caller waits for."""
+        """Drop a call for whose result no caller waits any more."""
         self._calls.pop(call_id, None)
 
     def on_reply(self, call_id: CallId, result: ResultT) -> None:
@@ -154,7 +154,7 @@ class Session(Generic[CommandT, ResultT]):
 
 
 class Callee(ABC, Generic[CommandT, ResultT]):
-    """Called side: carries out each call once and keeps the answer until it has arrived.
+    """Called side: executes each call once, and keeps the reply until it has arrived.
 
     Subclasses define the commands of their protocol.
     """
@@ -165,11 +165,11 @@ class Callee(ABC, Generic[CommandT, ResultT]):
 
     @abstractmethod
     def execute(self, call: Envelope[CommandT]) -> ResultT:
-        """Carry out a call in the executor. An exception becomes the result `failed`."""
+        """Execute a call, in the executor's thread. An exception becomes the result that `failed` returns."""
 
     @abstractmethod
     def failed(self, error: Exception, command: CommandT | None) -> ResultT:
-        """Return the result of a command that raised, came too late (`StaleMessage`), or is undecodable.
+        """Return the result for a command that raised, arrived too late (`StaleMessage`), or cannot be decoded.
 
         The command is None if it could not be decoded.
         """
@@ -177,9 +177,9 @@ class Callee(ABC, Generic[CommandT, ResultT]):
     def carry_out(
         self, call: Envelope[CommandT] | UnreadCall, error: Exception | None = None
     ) -> Reply[ResultT]:
-        """Carry out a call unless it is too late or was carried out before; return its answer. Blocks.
+        """Execute a call unless it is too late or was executed before; return the reply. Blocks.
 
-        A call that could not be decoded, because of `error`, is answered with its failure.
+        For a call that could not be decoded, `error` is the reason, and the reply is a failure.
         """
         command = call.command if isinstance(call, Envelope) else None
         with self._executing:
@@ -194,8 +194,7 @@ class Callee(ABC, Generic[CommandT, ResultT]):
                     result = self.execute(call)
                 else:
                     result = self.failed(error or ProtocolError("it cannot be read"), None)
-            # Every error must reach the server as a failure, or the server would wait until its
-            # deadline.
+            # Every exception must become a reply: without one the server would wait until its deadline.
             except Exception as raised:  # noqa: BLE001
                 result = self.failed(raised, command)
             reply = Reply(*call.call_id, result)

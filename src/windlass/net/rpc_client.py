@@ -1,8 +1,8 @@
-"""Called side of a session: connects, reconnects, and answers calls.
+"""Called side of a session: connects to the server, reconnects, and answers the server's calls.
 
 `Client` runs in its own thread (`connect`), for processes with a busy main thread, or as a
-coroutine of any loop (`run`). It carries out calls one after another outside the loop, so that
-pings are answered during a call. See `rpc` for the protocol.
+coroutine in an event loop of the caller (`run`). It executes calls one after another, outside the
+event loop, so that it answers pings during a call. See `rpc` for the protocol.
 """
 
 from __future__ import annotations
@@ -65,22 +65,20 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     """Called side of a session; see the module docstring. Subclasses define the frames of their protocol.
 
     Args:
-        url: the server's address.
+        url: URL of the server.
         path: path of the server's route.
         token: token of this process's role.
         codec: decoder of the server's frames.
-        executor: carries out calls, one at a time; None for a thread of this client.
-        loop: runs everything else; None for a new one.
+        executor: executor that runs calls, one at a time; None for a thread of this client.
+        loop: event loop for everything else; None for a new event loop.
         give_up_s: seconds without a connection after which this client ends.
-        keeps_calls: whether a call that had not begun when its connection was lost is still carried
-            out.
+        keeps_calls: whether to execute a call whose connection was lost before the call began.
 
     Attributes:
-        welcomed: done once the server has sent its welcome or its final refusal.
-        ended: gets an exception once the client stops connecting.
-        disconnected: set while no server is connected and `on_lost` has returned. No call runs
-            then.
-        last_error: reason for the end of the last connection, for a person.
+        welcomed: future that is done once the server has sent its welcome or a final refusal.
+        ended: future that gets an exception once the client stops connecting.
+        disconnected: set while there is no connection and `on_lost` has returned.
+        last_error: text that says why the last connection ended.
 
     Raises:
         ConfigError: `url` is not a URL, or a header cannot carry `token`.
@@ -118,18 +116,18 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         self.disconnected.set()
         self.last_error = "no connection was tried"
 
-    # --- hooks of a protocol, in the loop -------------------------------------------------------
+    # --- hooks of a protocol, called in the event loop -------------------------------------------
 
     @abstractmethod
     def hello(self) -> msgspec.Struct:
-        """Return the first frame of a connection. Called in the loop."""
+        """Return the first frame of a connection."""
 
     @abstractmethod
     def on_frame(self, frame: FrameT) -> None:
-        """Handle a frame that is neither a call nor a refusal, such as the welcome. Called in the loop."""
+        """Handle a frame that is neither a call nor a refusal, such as the welcome."""
 
     def on_call(self, call: Envelope[CommandT]) -> None:
-        """Look at a call when it arrives, before it waits for its turn. Must not block."""
+        """React to the arrival of a call, which may still wait for earlier calls. Must not block."""
 
     async def on_welcome(self) -> None:
         """React to the welcome, before anything is sent over this connection."""
@@ -138,7 +136,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         """React to a new connection, after the stored replies were sent again."""
 
     def on_lost(self) -> None:
-        """React to the loss of a welcomed connection. Called in the loop; a call may still be running."""
+        """React to the loss of a connection that was welcomed. A call may still be running."""
 
     # --- from any thread -----------------------------------------------------------------------
 
@@ -150,8 +148,8 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         """
         try:
             if self._owns_executor:
-                # Start the executor's thread now, so that a failure shows here and not at the first
-                # call.
+                # Start the executor's thread now, so that a failure is raised here and not at the
+                # first call.
                 self._executor.submit(int).result()
             self._thread.start()
         except RuntimeError as error:
@@ -163,7 +161,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
 
         Raises:
             AuthenticationError: the token is wrong.
-            ProtocolError: the server refused this peer. The message has the reason.
+            ProtocolError: the server refused this peer; the message contains the reason.
             PeerUnreachable: this process cannot start a thread.
             PeerTimeout: no welcome within `deadline_s`; the client is closed.
         """
@@ -180,13 +178,13 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             raise
 
     def wait_disconnected(self, deadline_s: float) -> bool:
-        """Wait until no server is connected and `on_lost` has returned; return False at the deadline."""
+        """Wait until there is no connection and `on_lost` has returned; return False at the deadline."""
         return self.disconnected.wait(deadline_s)
 
     def run_later(self, work: Callable[[], None]) -> None:
-        """Run `work` in the executor of the calls, after the calls that are queued.
+        """Run `work` in the executor of the calls, after all queued calls.
 
-        `work` must not raise. After `close` it does not run.
+        `work` must not raise. After `close` it is not run.
         """
         with contextlib.suppress(RuntimeError):
             self._executor.submit(work)
@@ -206,7 +204,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             return
         self._closed = True
         if self._thread.is_alive():
-            # The thread may have just closed its loop.
+            # The thread may have closed its event loop just now.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._cancel)
             self._thread.join(JOIN_S)
@@ -219,7 +217,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     # --- in the loop ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Stay connected until cancelled or refused; then fail `welcomed` and `ended`."""
+        """Stay connected until cancelled, refused, or too long without a server; then fail `welcomed` and `ended`."""
         try:
             await self._stay_connected()
         finally:
@@ -244,12 +242,12 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         except asyncio.CancelledError:
             pass
         finally:
-            # Answers to calls that are still running.
+            # These tasks answer calls that are still running.
             left = asyncio.all_tasks(self._loop)
             for task in left:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            # The loop closes an interrupted TLS handshake only in a later turn.
+            # asyncio closes an interrupted TLS handshake only in a later iteration of the event loop.
             self._loop.run_until_complete(asyncio.sleep(CLOSING_S))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
@@ -293,12 +291,12 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                 if self._loop.time() > give_up_at:
                     self._end(
                         PeerUnreachable(
-                            f"{self._url} was not reachable for {self._give_up_s:g} s: {self.last_error}"
+                            f"{self._url} could not be reached for {self._give_up_s:g} s: {self.last_error}"
                         )
                     )
                 if self.ended.done():
                     return
-                # Nothing signals the return of a server, so wait and try again.
+                # No event reports that the server is back, so wait and try again.
                 await asyncio.sleep(next(pauses) * random.uniform(0.5, 1.0))  # noqa: S311
 
     async def _converse(self, http: aiohttp.ClientSession) -> None:
@@ -310,7 +308,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             if error.status in {401, 403}:
                 raise AuthenticationError(f"{self._url} refused the token") from error
             if error.status == 503:
-                raise PeerUnreachable("it has no room for another connection (503)") from error
+                raise PeerUnreachable("the server accepts no further connection (503)") from error
             raise
         async with socket:
             await send_frame(socket, encode(self.hello()))
@@ -335,12 +333,12 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         except ProtocolError as error:
             if not self.welcomed.done():
                 raise
-            # The command cannot be decoded. Sent again it would fail the same way, so answer with
-            # the error.
+            # The command cannot be decoded, and would fail in the same way if it were sent again, so
+            # answer with the error.
             if whole is not None and (unread := unread_call(whole)) is not None:
                 self._answer_later(unread, error)
                 return
-            # The frame was damaged. Another connection may be better.
+            # The frame was damaged on the way, so try another connection.
             raise PeerUnreachable(str(error)) from error
         if isinstance(frame, Refused):
             if frame.final:
@@ -360,8 +358,8 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         self._socket = socket
         if not self.welcomed.done():
             self.welcomed.set_result(None)
-        # Replies that were sent just before the connection was lost may not have arrived. The
-        # server must learn how a write ended, and it ignores a reply that it already has.
+        # Replies that were sent just before the last connection was lost may not have arrived. The
+        # server must learn how a write ended, and it ignores a reply that it has already.
         for reply in self._store.replies():
             await self.send(reply)
         await self.on_connected()
@@ -378,7 +376,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     async def _answer(self, call: Envelope[CommandT] | UnreadCall, error: Exception | None) -> None:
         try:
             reply = await self._loop.run_in_executor(self._executor, self.carry_out, call, error)
-        # The executor itself failed. Without an answer the server would wait until its deadline.
+        # The executor failed. Without an answer the server would wait until its deadline.
         except Exception as raised:  # noqa: BLE001
             command = call.command if isinstance(call, Envelope) else None
             reply = Reply(*call.call_id, self.failed(raised, command))

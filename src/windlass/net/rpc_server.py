@@ -1,7 +1,7 @@
-"""Server side of the connections of a route: admits peers and receives their frames.
+"""Server side of the connections of an HTTP route: admits peers and receives their frames.
 
-See `rpc` for the protocol. A peer is unknown until its first frame has been checked, so the size
-and the time of first frames are limited, for each connection and for all of them together.
+See `rpc` for the protocol. Before the first frame is checked, the server does not know the peer. So
+the size and the time of first frames are limited, for each connection and for all together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 FIRST_FRAME_S = 120.0
 """Seconds within which the whole first frame of a connection must arrive."""
 MAX_WAITING_NBYTES = 1 << 29
-"""Bytes of incomplete first frames that a server keeps, over all connections."""
+"""Largest size in bytes of the incomplete first frames of all connections together."""
 
 T = TypeVar("T")
 SessionT = TypeVar("SessionT", bound=Session)  # type: ignore[type-arg]  # of any commands
@@ -32,7 +32,7 @@ FrameT_contra = TypeVar("FrameT_contra", contravariant=True)
 
 
 class Owner(Protocol[FrameT_contra, SessionT]):
-    """Owner of the connections of a route."""
+    """Object that handles the peers of a route: `serve` calls it for each connection."""
 
     async def admit(
         self, first: FrameT_contra, socket: web.WebSocketResponse
@@ -40,31 +40,31 @@ class Owner(Protocol[FrameT_contra, SessionT]):
         """Admit a peer that has sent its first frame.
 
         Returns:
-            Its session and the welcome to send; None if the peer needs no session.
+            The peer's session and the welcome to send. None to close the connection without a welcome.
 
         Raises:
-            ProtocolError: the peer does not belong here, or not yet (`MustWait`).
+            ProtocolError: the peer is refused, for ever or for the time being (`MustWait`).
             PlanError: the peer's description of itself is inconsistent.
         """
         ...
 
     async def admitted(self, session: SessionT) -> None:
-        """React after the peer has been sent its welcome and its unanswered calls."""
+        """React to a new connection, after the welcome and the unanswered calls were sent to the peer."""
         ...
 
     async def received(self, session: SessionT, frame: FrameT_contra) -> None:
         """Handle a frame.
 
         Raises:
-            ProtocolError: the frame does not belong here.
+            ProtocolError: the peer must not send this frame.
         """
         ...
 
     async def lost(self, session: SessionT, reason: str, *, ended: bool) -> None:
         """React to the end of a connection. May be called more than once.
 
-        `ended`: the peer's side closed the connection, as when its process ends. False if the peer
-        was only silent.
+        `ended` is True if the peer's side closed the connection, for example because its process ended.
+        It is False if the peer was only silent.
         """
         ...
 
@@ -77,12 +77,12 @@ async def serve(
     heartbeat_s: float,
     max_nbytes: int,
 ) -> web.WebSocketResponse:
-    """Serve one connection until it ends. Errors of one peer affect no other peer.
+    """Serve one connection until it ends. An error of one peer does not affect other peers.
 
-    Each part of the first frame, and the answer to a ping, must arrive within `heartbeat_s`. A
+    Each part of the first frame, and the answer to each ping, must arrive within `heartbeat_s`. A
     frame may have at most `max_nbytes`.
     """
-    # Large frames come in parts. Compression is off, because a small compressed frame could expand
+    # Large frames arrive in parts. Compression is off, because a small compressed frame could expand
     # to a thousand times its size.
     socket = web.WebSocketResponse(
         heartbeat=heartbeat_s, max_msg_size=min(MAX_PART_NBYTES, max_nbytes), compress=False
@@ -111,11 +111,11 @@ async def serve(
                 await owner.received(session, frame)
         if socket.exception() is not None:
             reason = f"connection broke: {socket.exception()}"
-        # After a missed heartbeat (TimeoutError), or a cut because the peer did not read, its
+        # After a missed heartbeat (TimeoutError), or a cut because the peer did not read, the peer's
         # process may still run.
         ended = not (session.was_cut or isinstance(socket.exception(), TimeoutError))
     except MustWait as error:
-        # If this is an error, the owner has already reported it.
+        # The owner has already logged this if it is an error.
         reason = str(error)
         level = logging.DEBUG if isinstance(error, OwnerClosed) else logging.INFO
         await _refuse(socket, reason, final=False, level=level)
@@ -142,10 +142,10 @@ async def _first_frame(
     deadline_s: float,
     waiting: set[PartJoiner],
 ) -> T:
-    """Receive the first frame: each part within `deadline_s`, and all of it within `FIRST_FRAME_S`.
+    """Receive the first frame: each part within `deadline_s`, and the whole frame within `FIRST_FRAME_S`.
 
-    While all incomplete first frames together exceed `MAX_WAITING_NBYTES`, a connection with more
-    than an even share of them is refused.
+    If all incomplete first frames together exceed `MAX_WAITING_NBYTES`, a connection with more than an
+    equal share of this limit is refused.
 
     Raises:
         Garbled: the frame did not arrive in time, or cannot be decoded.
@@ -168,8 +168,8 @@ async def _first_frame(
                     )
     except TimeoutError as error:
         raise Garbled(
-            f"the first frame must be Hello, got none in {deadline_s} s a part and "
-            f"{FIRST_FRAME_S} s in all"
+            f"the first frame must be Hello; it did not arrive within {deadline_s} s per part and "
+            f"{FIRST_FRAME_S} s in total"
         ) from error
     finally:
         waiting.discard(parts)
@@ -197,6 +197,6 @@ async def _refuse(
 
 
 def host_of(socket: web.WebSocketResponse) -> str:
-    """Return the address that a connection comes from; empty if it is the server's own."""
+    """Return the IP address of the peer of a connection; empty if it is the same as the server's address."""
     peer, own = (socket.get_extra_info(name) for name in ("peername", "sockname"))
     return "" if peer is None or own is None or peer[0] == own[0] else str(peer[0])

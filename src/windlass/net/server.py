@@ -1,4 +1,4 @@
-"""The HTTP server of a process: a controller, a rollout worker or an engine."""
+"""HTTP server of a controller, a rollout worker or an engine."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from windlass.net.sockets import PartJoiner, close_socket, raise_file_limit
 from windlass.net.tls import server_context
 
 CALLER = ContextVar("CALLER", default=Access.OWNER)
-"""Role of the token, in the task of a request."""
+"""Role of the caller's token, set in the asyncio task that handles a request."""
 
 FIRST_FRAMES = web.AppKey("FIRST_FRAMES", set[PartJoiner])
-"""First frames that are not complete yet, see `net.rpc_server`."""
+"""Incomplete first frames of all connections, see `net.rpc_server`."""
 OPEN_SOCKETS = web.AppKey("OPEN_SOCKETS", WeakSet[web.WebSocketResponse])
-"""Connections of the application that are ended when the server closes, even unfinished ones."""
+"""WebSockets of the application, including those without a welcome yet; the server ends them when it closes."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @final
 class ControlServer:
-    """Server that binds its address before it starts; every route except public pages needs a token.
+    """HTTP server whose routes need a token, except public pages. It can bind its address before it starts.
 
     If this process requires TLS (`net.tls`), the server accepts only TLS, and a client certificate
     may replace the token.
@@ -43,11 +43,11 @@ class ControlServer:
         port: port to bind; 0 lets the system choose.
         advertise_host: address that peers connect to; empty for `host`.
         token: the owner's secret, or the token of a role. Tokens that `role_token` derives from it
-            are accepted too. Compared in constant time.
+            are accepted too.
         routes: roles that may call a route besides the owner. Only the owner may call other routes.
         extra_token: another token, and its role.
         middlewares: middlewares that run after the check of the token.
-        max_body_nbytes: limit of request bodies; larger ones are refused with 413.
+        max_body_nbytes: largest size of a request body; a larger one is refused with status 413.
         what: name of the process, for errors.
 
     Raises:
@@ -99,19 +99,19 @@ class ControlServer:
         """Add routes, before `start`.
 
         Raises:
-            ConfigError: a method and path exist already; none of `routes` is added then.
+            ConfigError: a route with this method and path exists already. None of `routes` is added.
         """
         added = list(routes)
         keys = [(r.method, r.path) for r in added if isinstance(r, web.RouteDef)]
         taken = self._mounted.intersection(keys)
         if taken:
             names = ", ".join(sorted(f"{method} {path}" for method, path in taken))
-            raise ConfigError(f"ControlServer: routes must be mounted once, again: {names}")
+            raise ConfigError(f"ControlServer: routes must not exist already, got {names}")
         self._mounted.update(keys)
         self._app.add_routes(added)
 
     def add_public_route(self, path: str, handler: Handler) -> None:
-        """Add a GET route without a token, for pages without secrets, before `start`."""
+        """Add a GET route that needs no token, for pages without secrets, before `start`."""
         self._public.add(path)
         self._app.add_routes([web.get(path, handler)])
 
@@ -127,7 +127,7 @@ class ControlServer:
         return self._bound
 
     async def start(self) -> None:
-        """Bind and serve. Raise this process's soft limit of open files to the hard one.
+        """Bind and serve. Raise the soft limit of open files of this process to the hard limit.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -144,8 +144,8 @@ class ControlServer:
     async def stop_listening(self) -> None:
         """Accept no new connections; existing ones continue. Idempotent.
 
-        The owner calls this before it closes anything else: a disconnected peer reconnects at once,
-        and aiohttp would never end a connection that is accepted while it ends the known ones.
+        Call this before closing anything else. A disconnected peer reconnects at once, and aiohttp
+        never ends a connection that it accepts while it is ending the existing ones.
         """
         if self._listener is not None:
             await self._listener.stop()
@@ -193,7 +193,7 @@ async def _hide_software(_request: web.Request, response: web.StreamResponse) ->
 async def _end_sockets(app: web.Application) -> None:
     """Close every WebSocket of the application.
 
-    An agent that connects while the server closes would keep its connection open.
+    Without this, an agent that connects while the server closes would stay connected.
     """
     sockets = app[OPEN_SOCKETS]
     await asyncio.gather(*(close_socket(s, code=WSCloseCode.GOING_AWAY) for s in list(sockets)))

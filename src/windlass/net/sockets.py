@@ -1,12 +1,12 @@
 """Frames over a WebSocket to a peer that may be slow or may have stopped reading.
 
-A large frame is sent in parts, each with its own deadline, so that a connection that still moves
-bytes is kept, however large the frame is. The heartbeat is sent between parts; without parts it
-would end a connection that is only busy.
+A large frame is sent in parts, each with its own deadline. So a connection that still moves bytes
+is kept, however large the frame is, and pings can be sent between parts. Without parts, a ping would
+wait behind the whole frame, and the missing answer would end the connection.
 
-aiohttp waits for room in a connection's buffer without a deadline, also when it closes, and a
-failed heartbeat does not end that wait. Without the deadlines here, a stopped or hanging process
-would block its peer for ever.
+aiohttp waits for space in a connection's buffer without a deadline, even when it closes the
+connection, and a failed heartbeat does not end that wait. Without the deadlines of this module, a
+stopped or hanging process would block its peer for ever.
 """
 
 from __future__ import annotations
@@ -33,38 +33,37 @@ from windlass.net.tls import client_context
 PART_NBYTES = 1 << 20
 """Largest frame in bytes that is sent whole."""
 MAX_PART_NBYTES = PART_NBYTES + 3
-"""Bytes of a WebSocket message that end its connection before it is read; smaller ones pass."""
+"""Limit for aiohttp: it ends a connection when a WebSocket message of this size or more arrives."""
 OTHER_DESCRIPTORS = 24
-"""Number of descriptors that a process has open besides its connections for rollouts."""
+"""Number of file descriptors that a process needs besides its connections for rollouts."""
 SEND_DEADLINE_S = 30.0
-"""Seconds within which a part must be sent. A peer that reads less than 35 kB/s counts as stopped.
+"""Seconds within which a part must be sent, so a peer that reads less than 35 kB/s counts as stopped.
 
-With a heartbeat, pings queue behind a part and behind the buffers of both kernels, some MB in
-total.
+A ping of the heartbeat waits behind one part and the buffers of both kernels, some MB in total.
 """
 CLOSE_DEADLINE_S = 12.0
-"""Seconds, more than the 10 s that aiohttp gives the peer to answer a close."""
+"""Seconds for closing a connection; more than the 10 s that aiohttp waits for the peer's close frame."""
 
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_COUNT = 20, 10, 6
-"""Seconds of silence after which the kernel probes the peer, seconds between probes, and unanswered
-probes that end a connection. Load balancers drop connections after 60 s of silence, address
-translation after 350 s."""
+"""Seconds of silence after which the kernel probes the peer, seconds between probes, and number of
+unanswered probes that end a connection. Load balancers drop connections after 60 s of silence, and
+address translation (NAT) after 350 s."""
 
 _FIRST, _MIDDLE, _LAST = b"\xc1\x00", b"\xc1\x01", b"\xc1\x02"
-"""Marks in front of a part. No frame begins like this, because MessagePack never uses the byte
-c1."""
+"""Marks in front of the first, middle and last part of a frame. No frame begins like this, because
+MessagePack never uses the byte c1."""
 
 WebSocket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 
 _turns: WeakKeyDictionary[WebSocket, asyncio.Lock] = WeakKeyDictionary()
-"""Locks of connections that have sent a frame in parts. Frames are sent in order, and parts of two
-frames do not mix."""
+"""Connection that has sent a frame in parts -> lock that each send takes, so that frames keep their
+order and no frame is sent between the parts of another."""
 
 
 def connection_error(error: BaseException) -> str:
-    """Return an error of a connection as text for a person.
+    """Return a readable text for an error of a connection.
 
-    aiohttp's own text of a refused connection contains `ssl:default` even for http URLs.
+    aiohttp's text for a refused connection is misleading: it contains `ssl:default` even for http URLs.
     """
     if isinstance(error, aiohttp.ClientConnectorError):
         why = error.os_error.strerror or error.os_error
@@ -82,9 +81,9 @@ async def send_frame(
 ) -> None:
     """Send a MessagePack frame, which `PartJoiner` joins at the receiver.
 
-    The connection is cut if one part (the whole frame, up to `PART_NBYTES`) takes longer than
-    `deadline_s` to send, or all parts longer than `within_s`. `on_cut` is called just before, so
-    that the caller knows that this process ended the connection.
+    The connection is cut if a part takes longer than `deadline_s` to send, or all parts together take
+    longer than `within_s`. A frame of up to `PART_NBYTES` is one part. `on_cut` is called just before the
+    cut, so that the caller knows that this process ended the connection.
 
     Raises:
         ConnectionError: the connection is closed or was cut.
@@ -112,21 +111,21 @@ async def _send_part(websocket: WebSocket, part: bytes, cutter: _Cutter) -> None
         if not cutter.has_cut:
             raise
     if cutter.has_cut:
-        raise ConnectionError(f"the peer does not read: waited {cutter.deadline_s:g} s")
+        raise ConnectionError(f"the peer did not read within {cutter.deadline_s:g} s")
 
 
 @types.coroutine
 def _within(
     cutter: _Cutter, sending: Coroutine[object, object, None]
 ) -> Generator[object, object, None]:
-    """Await a send; start the cutter's timer only if it has to wait, which small frames seldom do."""
+    """Await a send; start the cutter's timer only if the send has to wait, which is rare for small frames."""
     with contextlib.suppress(StopIteration):
         waits_for = sending.send(None)
         with cutter:
             while True:
                 try:
                     resumed_with = yield waits_for
-                # Also cancellation must reach the send.
+                # A cancellation must reach the send too.
                 except BaseException as error:  # noqa: BLE001
                     waits_for = sending.throw(error)
                 else:
@@ -145,10 +144,10 @@ def _parts_of(data: bytes) -> Iterator[bytes]:
 
 @final
 class PartJoiner:
-    """Receiver of the frames of `send_frame`, for one connection.
+    """Joins the parts that `send_frame` has sent over one connection.
 
     Attributes:
-        nbytes: of the parts of an incomplete frame.
+        nbytes: size of the parts of the incomplete frame.
     """
 
     __slots__ = ("_max_nbytes", "_parts", "nbytes")
@@ -166,7 +165,7 @@ class PartJoiner:
     def add(self, data: bytes) -> bytes | None:
         """Add a WebSocket message; return a whole frame, or None while the frame is incomplete.
 
-        A new frame drops an incomplete one, because its sender gave up.
+        If a new frame begins, an incomplete frame is dropped: the sender has given it up.
 
         Raises:
             ProtocolError: the part is out of order, or the frame is too large.
@@ -180,9 +179,9 @@ class PartJoiner:
         elif mark not in {_MIDDLE, _LAST} or not self._parts:
             raise ProtocolError(f"frame: part {mark.hex()} after {len(self._parts)} parts")
         if mark != _LAST and len(part) != PART_NBYTES:
-            raise ProtocolError(f"frame: a part must be of {PART_NBYTES} bytes, got {len(part)}")
+            raise ProtocolError(f"frame: a part must have {PART_NBYTES} bytes, got {len(part)}")
         if self.nbytes + len(part) > self._max_nbytes:
-            raise ProtocolError(f"frame: must be of at most {self._max_nbytes} bytes, got more")
+            raise ProtocolError(f"frame: must have at most {self._max_nbytes} bytes, got more")
         self._parts.append(part)
         self.nbytes += len(part)
         if mark != _LAST:
@@ -193,12 +192,12 @@ class PartJoiner:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one and return it; the largest int if unlimited.
+    """Raise the soft limit of open files to the hard limit; return it, or `sys.maxsize` if there is no limit.
 
-    The usual soft limit, 1024, is meant for programs that use `select`; a fleet may need more.
+    The usual soft limit of 1024 exists for programs that use `select`; a fleet may need more.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Another thread or process may have lowered the hard limit since.
+    # Another thread or process may have lowered the hard limit in the meantime.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
@@ -227,13 +226,13 @@ def _kept_alive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 def open_http(
     token: str, *, to_controller: bool, many_connections: bool = False
 ) -> aiohttp.ClientSession:
-    """Return a session for requests with `token`. Redirects fail: they could lead to another server.
+    """Return an HTTP session that sends `token`. A redirect fails, because it could send the token to another server.
 
     Args:
-        token: sent to the server; empty for none.
+        token: token for the server; empty for none.
         to_controller: see `client_context`.
-        many_connections: allow as many connections as this process may have descriptors, and set no
-            default deadline. Requests beyond the limit wait for a connection.
+        many_connections: whether to allow as many connections as the limit of file descriptors permits, and
+            to set no default deadline. Requests beyond the limit wait for a connection.
     """
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(_refuse_redirect)
@@ -265,7 +264,7 @@ async def close_socket(
     code: int = WSCloseCode.OK,
     deadline_s: float = CLOSE_DEADLINE_S,
 ) -> None:
-    """Close a connection; cut it if that takes longer than `deadline_s`. Idempotent."""
+    """Close a connection; cut it if the closing takes longer than `deadline_s`. Idempotent."""
     with _Cutter(websocket, deadline_s):
         await websocket.close(code=code)
 
@@ -274,9 +273,9 @@ async def close_socket(
 class _Cutter:
     """Context manager that cuts a connection if its block has not ended by the deadline.
 
-    A coroutine that waits for room in the buffer then gets a `ConnectionError`. Cancelling it
-    instead would cancel every coroutine that waits there, because aiohttp lets them share one
-    future. `Transport.close` would wait for room as well.
+    A coroutine that waits for space in the connection's buffer then gets a `ConnectionError`. To cancel it
+    would cancel all coroutines that wait there, because in aiohttp they share one future. `Transport.close`
+    would wait for space too.
     """
 
     __slots__ = ("_on_cut", "_timer", "_websocket", "deadline_s", "has_cut")

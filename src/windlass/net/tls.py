@@ -1,12 +1,12 @@
 """TLS of the control routes, from three environment variables that name PEM files.
 
-WINDLASS_TLS_CERT and WINDLASS_TLS_KEY are the certificate of this process, as a server and as a
-client. WINDLASS_TLS_CA contains the authorities that this process trusts. Without it the process
-trusts the system's authorities and accepts no client certificate.
+WINDLASS_TLS_CERT and WINDLASS_TLS_KEY name the certificate of this process and its key, for servers
+and clients. WINDLASS_TLS_CA names the certificate authorities that this process trusts. Without it
+the process trusts the system's authorities and accepts no client certificate.
 
-A process that has any of these variables uses TLS only: its servers accept no plain connection, and
-its clients refuse addresses that begin with `http://`. A client does not send its token to a
-controller if the certificate names another role than the owner's. Files are read once.
+If any of these variables is set, the process uses TLS only: its servers accept no plain connection,
+and its clients refuse addresses that begin with `http://`. A client does not send its token to a
+controller whose certificate names another role than `owner`. The files are read once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def is_tls_required() -> bool:
     """Return whether this process uses TLS only.
 
     Raises:
-        ConfigError: a certificate without its key, or the reverse.
+        ConfigError: only one of certificate and key is set.
     """
     return _files() != _Files("", "", "")
 
@@ -58,7 +58,7 @@ def is_tls_required() -> bool:
 def server_context() -> ssl.SSLContext | None:
     """Return the TLS context for servers of this process; None for plain connections.
 
-    A client may send a certificate. The connection ends if the authorities have not signed it.
+    A client may send a certificate. If no trusted authority has signed it, the connection ends.
 
     Raises:
         ConfigError: TLS is required but the certificate is missing, or a file cannot be used.
@@ -68,8 +68,8 @@ def server_context() -> ssl.SSLContext | None:
     files = _files()
     if not files.certificate:
         raise ConfigError(
-            f"{TLS_CERTIFICATE_VARIABLE} and {TLS_KEY_VARIABLE} must be set for a server where "
-            f"{TLS_CA_VARIABLE} is, got ''"
+            f"{TLS_CERTIFICATE_VARIABLE} and {TLS_KEY_VARIABLE} must be set for a server if "
+            f"{TLS_CA_VARIABLE} is set, got ''"
         )
     return _server_context(files)
 
@@ -78,7 +78,7 @@ def client_context(*, to_controller: bool) -> ssl.SSLContext | None:
     """Return the TLS context for clients of this process; None for the system's defaults.
 
     Args:
-        to_controller: require that the server is a controller: its certificate names the role
+        to_controller: whether to require the certificate of a controller, which names the role
             `owner` or no role.
 
     Raises:
@@ -125,7 +125,7 @@ def _check_controller(certificate: Certificate | None) -> None:
     role = role_of_certificate(certificate)
     if role not in {None, Access.OWNER}:
         raise ssl.SSLCertVerificationError(
-            f"the server's certificate must be a controller's, got one of role {role}"
+            f"the server's certificate must have role owner or no role, got {role}"
         )
 
 
@@ -136,7 +136,7 @@ def _load(context: ssl.SSLContext, files: _Files, verify: ssl.VerifyMode) -> ssl
         if files.ca:
             context.load_verify_locations(files.ca)
             context.verify_mode = verify
-    # ssl.SSLError is an OSError, too.
+    # ssl.SSLError is a subclass of OSError.
     except OSError as error:
         raise ConfigError(
             f"{TLS_CA_VARIABLE}, {TLS_CERTIFICATE_VARIABLE} and {TLS_KEY_VARIABLE} must name PEM files "

@@ -1,4 +1,4 @@
-"""Transports: one-sided writes behind one protocol."""
+"""Transports: one interface for one-sided writes into another process, and its implementations."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ if TYPE_CHECKING:
     from windlass.transports.traits import TransportTraits as TransportTraits
     from windlass.transports.traits import WireReport as WireReport
 
-# At run time only: a type checker must still report names that do not exist.
+# Hidden from type checkers: with a module `__getattr__` they would accept unknown names.
 if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

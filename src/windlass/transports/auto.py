@@ -37,15 +37,16 @@ _log = logging.getLogger(__name__)
 
 
 class AutoConfig(TransportConfig, frozen=True, tag="auto"):
-    """Every transport that starts here and moves this kind of memory.
+    """Configuration of a set of transports: by default all that start in this process for this kind of memory.
 
-    Transports between hosts are left out if the controller is reached over loopback, because no
-    peer can then be on another host. They are started anyway if no other transport starts. A
-    transport that exposes only memory it allocated is left out if another transport reaches
-    processes of this host.
+    Transports between hosts are left out if this process reaches the controller over loopback, because
+    all peers are then on this host. They are started anyway if no other transport starts. A transport
+    that can only expose memory which it allocated is left out if another transport reaches processes
+    on this host.
 
     Attributes:
-        offers: names or JSON configurations of the transports. Every one must start; empty for all.
+        offers: names or JSON configurations of transports, all of which must start. Empty for the
+            default.
     """
 
     memory: ClassVar[frozenset[MemoryType]] = frozenset(MemoryType)
@@ -55,11 +56,11 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
     offers: tuple[str, ...] = ()
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:
-        """See `TransportConfig.create`. A single transport is returned as it is, without a set around it.
+        """See `TransportConfig.create`. Return a `TransportSet`, or the transport itself if there is only one.
 
         Raises:
-            ConfigError: `offers` names a transport that does not exist.
-            TransportUnavailable: one of `offers` does not start, or no transport starts.
+            ConfigError: `offers` contains an unknown transport.
+            TransportUnavailable: a transport in `offers` does not start, or no transport starts.
         """
         with ExitStack() as undo:
             started: list[OneSidedTransport] = []
@@ -74,7 +75,7 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
 
 
 def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTransport]:
-    """Start every transport that starts here; `undo` closes them."""
+    """Start all transports that can be started in this process; `undo` closes them."""
     reasons: dict[str, str] = {}
     configs = _configs_for(MemoryType.HOST if gpu < 0 else MemoryType.CUDA, reasons)
 
@@ -100,7 +101,7 @@ def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTranspor
         started += start(config for config in configs if config.between_hosts)
     if not started:
         raise TransportUnavailable(
-            "auto: no transport for weights in this memory starts here: "
+            "auto: no transport for this kind of memory can be started: "
             f"{'; '.join(reasons.values()) or 'none is installed'}"
         )
     return started
@@ -121,13 +122,13 @@ def _configs_for(kind: MemoryType, reasons: dict[str, str]) -> list[TransportCon
 
 @final
 class TransportSet(OneSidedTransport):
-    """`OneSidedTransport` over several transports, all for one kind of memory.
+    """`OneSidedTransport` that combines several transports (members), all for the same kind of memory.
 
-    Memory that one member refuses is offered by the other members only. If several members allocate
-    (`allocates`), the first of them allocates.
+    If a member refuses memory, peers can write it only through the other members. If several members
+    have an allocator, the fastest of them allocates.
 
     Args:
-        members: at least one, with different names. They are closed together with the set.
+        members: transports with different names, at least one. They are closed together with the set.
     """
 
     def __init__(self, members: Sequence[OneSidedTransport]) -> None:
@@ -172,7 +173,7 @@ class TransportSet(OneSidedTransport):
         return tuple(offer for member in self._members.values() for offer in member.offers())
 
     def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
-        """See `OneSidedTransport.register_all`. A range is refused only if every member refuses it."""
+        """See `OneSidedTransport.register_all`. A range is refused only if all members refuse it."""
         parts: list[dict[str, MemoryRegion]] = [{} for _ in spans]
         refused: list[RegionError | None] = [None for _ in spans]
         with ExitStack() as undo:
@@ -193,8 +194,8 @@ class TransportSet(OneSidedTransport):
     def _joined(
         self, span: tuple[int, int], parts: dict[str, MemoryRegion], refused: RegionError | None
     ) -> MemoryRegion:
-        # Memory from elsewhere, registered with a transport that allocates, can be a source but not
-        # a target.
+        # If the transport `allocates`, memory that it did not allocate can be a source but not a target of
+        # writes, and has no key.
         remotes = [
             region.remote
             for name, region in parts.items()
@@ -203,7 +204,7 @@ class TransportSet(OneSidedTransport):
         if not remotes:
             address, nbytes = span
             raise refused or RegionError(
-                f"register: [{address:#x}, {address + nbytes:#x}) must come from allocate"
+                f"register: [{address:#x}, {address + nbytes:#x}) must come from the allocator"
             )
         return MemoryRegion(*span, remotes[0], tuple(remotes[1:]))
 
@@ -218,7 +219,7 @@ class TransportSet(OneSidedTransport):
         left = itertools.count(len(done) - 1, -1)
 
         def release() -> None:
-            # The last member to release the memory reports it.
+            # Only the last member that releases the memory calls `released`.
             if next(left) == 0 and released is not None:
                 released()
 
@@ -230,7 +231,7 @@ class TransportSet(OneSidedTransport):
         member = self._members.get(batch.endpoint.transport)
         if member is None:
             raise RegionError(
-                f"write: endpoint must be of one of {list(self._members)}, got "
+                f"write: the endpoint's transport must be one of {list(self._members)}, got "
                 f"{batch.endpoint.transport!r}"
             )
         member.write(batch, deadline_s=deadline_s)
@@ -249,7 +250,10 @@ class TransportSet(OneSidedTransport):
 def _registered_with(
     name: str, member: OneSidedTransport, spans: Sequence[tuple[int, int]]
 ) -> list[MemoryRegion | RegionError]:
-    """Register ranges with one transport. If it refuses them together, register each alone."""
+    """Register ranges with one transport; if it refuses them together, register each alone.
+
+    Return a region, or the error, for each range.
+    """
     try:
         return list(member.register_all(spans))
     except RegionError as error:

@@ -1,11 +1,11 @@
 """The transport interface: how bytes move between two processes.
 
 A `OneSidedTransport` registers local memory, exports the right to write it, and writes into a
-peer's exported memory without help from the peer's CPU. `TransportTraits` (`traits.py`) state how
-transports differ and are sent to the controller. Optional capabilities are properties that may be
-None (`allocator`, `mapper`), so callers never check the type of a transport.
+peer's exported memory without help from the peer's CPU. `TransportTraits` (`traits.py`) describe
+the differences between transports, for the controller. Optional capabilities are properties that
+may be None (`allocator`, `mapper`), so callers need not check the type of a transport.
 
-The local right to use memory (`MemoryRegion`) and the remote right to write it (`RemoteRegion`) are
+Registered local memory (`MemoryRegion`) and the right of a peer to write it (`RemoteRegion`) have
 different types, as in perplexityai/pplx-garden `fabric_lib.pyi`.
 """
 
@@ -33,9 +33,9 @@ class PeerEndpoint(msgspec.Struct, frozen=True):
 
     Attributes:
         transport: registry name of the transport.
-        address: transport-specific: `host:port`, a pid, a name.
+        address: address in the form of the transport: `host:port`, a pid or a name.
         incarnation: identity of the process behind `address` (start time, random id). A new process
-            has a new incarnation, and writes to an old one are refused.
+            has a new incarnation, and a write to an old incarnation is refused.
     """
 
     transport: str
@@ -44,14 +44,14 @@ class PeerEndpoint(msgspec.Struct, frozen=True):
 
 
 class RemoteRegion(msgspec.Struct, frozen=True):
-    """The right to write `nbytes` bytes at `address` of a peer. Sent in messages.
+    """Right to write `nbytes` bytes at `address` in the memory of another process. Sent in messages.
 
     Attributes:
         endpoint: process that owns the memory.
-        address: virtual address in the owner's process.
-        nbytes: size.
-        key: transport-specific, such as a segment name or an rkey; empty if the transport needs
-            none.
+        address: virtual address in that process.
+        nbytes: size in bytes.
+        key: further data that the transport needs for a write, such as a segment name or an rkey;
+            empty if it needs none.
     """
 
     endpoint: PeerEndpoint
@@ -62,13 +62,13 @@ class RemoteRegion(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRegion:
-    """Registered local memory. The caller that registered it owns it until `unregister`.
+    """Registered local memory. The caller of `register` must keep it allocated, see `unregister`.
 
     Attributes:
         address: virtual address in this process.
-        nbytes: size.
-        remote: the right to write it, for peers.
-        alternatives: the same right for peers that use another transport than `remote` does.
+        nbytes: size in bytes.
+        remote: right to write the memory, for peers.
+        alternatives: the same right through other transports than that of `remote`.
     """
 
     address: int
@@ -78,7 +78,7 @@ class MemoryRegion:
 
     @property
     def remotes(self) -> tuple[RemoteRegion, ...]:
-        """The rights to write this memory, one per transport that it is registered with."""
+        """Rights to write this memory, one for each transport with which it is registered."""
         return (self.remote, *self.alternatives)
 
 
@@ -91,8 +91,8 @@ class WriteBatch:
         local_addresses: (n,) uint64, inside registered local memory.
         remote_addresses: (n,) uint64, inside `regions`.
         nbytes: (n,) uint64, each >= 1.
-        regions: published regions that contain `remote_addresses`. Every write is checked against
-            them before the first byte is sent.
+        regions: published regions of the peer. All remote addresses must be inside them; this is
+            checked before the first byte is sent.
     """
 
     endpoint: PeerEndpoint
@@ -103,7 +103,7 @@ class WriteBatch:
 
 
 class TransportOffer(msgspec.Struct, frozen=True):
-    """One transport that a rank can be written with and can write with.
+    """One transport through which a rank can write, and through which peers can write to the rank.
 
     Attributes:
         endpoint: address for peers that write to this rank.
@@ -117,13 +117,18 @@ class TransportOffer(msgspec.Struct, frozen=True):
 
     @property
     def transport(self) -> str:
-        """Registry name."""
+        """Registry name of the transport."""
         return self.endpoint.transport
 
 
 @dataclass(frozen=True, slots=True)
 class MappedRegion:
-    """Published region mapped here: local address = address at the owner + `shift`."""
+    """Published region that is mapped in this process: local address = address in the owner's process + `shift`.
+
+    Attributes:
+        start, stop: begin and end of the region, as addresses in the owner's process.
+        shift: difference between the two addresses.
+    """
 
     start: int
     stop: int
@@ -131,15 +136,15 @@ class MappedRegion:
 
 
 class PeerMapper(Protocol):
-    """Mapper of peers' memory into the address space of a GPU, for kernels that store there."""
+    """Maps peers' memory into the address space of this process, for kernels that write there."""
 
     @property
     def gpu(self) -> Gpu:
-        """GPU whose kernels store."""
+        """GPU that runs these kernels."""
         ...
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
-        """Map a peer's region. Its allocation is opened once and stays mapped until `keep_mapped` drops it.
+        """Map a peer's region. The whole allocation is mapped once, and stays mapped until `keep_mapped` drops it.
 
         Raises:
             PeerUnreachable: the owner's process has ended.
@@ -151,8 +156,8 @@ class PeerMapper(Protocol):
     def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
         """Unmap every allocation of a peer that contains none of `regions`.
 
-        Memory that its owner frees stays allocated on the owner's GPU while it is mapped here.
-        After a write with an unknown outcome nothing is unmapped, because kernels may still store.
+        Memory that a peer has freed stays allocated on its GPU while it is mapped here. After a write
+        with an unknown outcome nothing is unmapped, because kernels may still write.
         """
         ...
 
@@ -160,8 +165,9 @@ class PeerMapper(Protocol):
 class OneSidedTransport(Protocol):
     """Transport that writes into a peer's memory. Instances are thread-safe; every method may block.
 
-    Each transport turns native return codes into exceptions in exactly one function. Derive from
-    this class to inherit the optional parts: no `allocator`, no `mapper`, one offer, no fence.
+    A transport should turn native return codes into exceptions in one function only. A class that
+    derives from this one inherits defaults of the optional parts: no `allocator`, no `mapper`, one
+    offer, and a `fence` that does nothing.
     """
 
     @property
@@ -176,7 +182,7 @@ class OneSidedTransport(Protocol):
 
     @property
     def mapper(self) -> PeerMapper | None:
-        """Mapper of peers' memory for kernels that store into it; None if only `write` reaches that memory."""
+        """Mapper of peers' memory for kernels that write there; None if only `write` can write there."""
         return None
 
     def report(self) -> WireReport:
@@ -188,13 +194,13 @@ class OneSidedTransport(Protocol):
         ...
 
     def offers(self) -> tuple[TransportOffer, ...]:
-        """Return every way to reach memory registered here, the fastest first; at least one."""
+        """Return the offers of all transports through which peers reach memory registered here, fastest first."""
         return (TransportOffer(self.endpoint(), self.traits, self.report()),)
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
-        """Make local memory writable by peers and usable as a source.
+        """Make local memory writable by peers and usable as a source of writes.
 
-        Memory: the caller keeps it mapped and in place until `unregister` calls `released`.
+        Memory: the caller keeps it allocated at this address until `unregister` calls `released`.
 
         Raises:
             RegionError: `nbytes` < 1, or the range overlaps a registered region.
@@ -212,23 +218,23 @@ class OneSidedTransport(Protocol):
             One region per range, in the same order. Each is unregistered separately.
 
         Raises:
-            RegionError: one range was refused, or two overlap. No range is registered then.
+            RegionError: a range was refused, or two ranges overlap. No range is registered then.
         """
         ...
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """End the right to write a region. The owner of the memory frees it in `released`, never earlier.
+        """End the registration of a region. The caller frees the memory in `released`, never earlier.
 
-        A write of this transport may be unfinished: another thread waits for it, or its outcome is
-        unknown. It may still read memory of the batch, and an unfinished read may still fill
-        memory, so that memory must outlive the call. Memory that no unfinished call uses is
-        released at once. If a batch takes several native calls, each call counts separately: do not
-        unregister a region that a thread in `write` still has to send.
+        A native call of this transport may be unfinished: another thread waits for it, or its outcome
+        is unknown. It may still read from the memory or write into it, so the memory must stay
+        allocated until the call ends. Memory that no unfinished call uses is released at once. A batch
+        may need several native calls, and a call that has not begun does not count: so do not
+        unregister a region while a thread in `write` still has to send it.
 
         Args:
             region: registered region. The caller starts no further write with it.
-            released: called once no call that this transport started touches the memory: before
-                `unregister` returns, later in any thread, or never if the transport cannot know. It
+            released: called once no native call of this transport uses the memory: before
+                `unregister` returns, or later in any thread, or never if the transport cannot know. It
                 must not register, write or close.
 
         Raises:
@@ -251,10 +257,10 @@ class OneSidedTransport(Protocol):
         ...
 
     def fence(self, *, deadline_s: float) -> None:  # noqa: ARG002
-        """Return once no write of an ended process can change memory here any more.
+        """Return once no write of an ended peer process can change memory of this process any more.
 
-        The caller fences between writes. Peers that are alive reconnect by themselves. If a write
-        ends with the writing process, nothing needs to be done.
+        Call this while no peer writes. Peers that are alive reconnect by themselves. If the writes of a
+        process always end with it, nothing is done.
 
         Raises:
             TransferFailed: writes of an ended process may still arrive.

@@ -1,7 +1,6 @@
-"""Choice of each link's transport: the fastest that reaches from source to destination.
+"""Choice of a transport for each link: the fastest that both ranks offer and that reaches the destination.
 
-The choice uses only the offers of both ranks, so the controller needs none of the transports
-installed.
+The controller chooses from the offers that both ranks have sent, so it needs no transport itself.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ class LinkChoice(msgspec.Struct, frozen=True):
     """Transport of one link.
 
     Attributes:
-        transport: registry name.
-        reason: one line for a person that explains the choice.
-        ceiling_bytes_per_s: highest possible throughput of the link. The slower end determines it.
+        transport: registry name of the transport.
+        reason: explanation of the choice in one line, for status and reports.
+        ceiling_bytes_per_s: highest possible throughput of the link, limited by its slower end.
     """
 
     transport: str
@@ -47,8 +46,8 @@ def choose_transport(
             other over loopback.
 
     Raises:
-        ConfigError: the ranks share no transport, or none of the shared ones reaches the
-            destination. The message gives the reason for each.
+        ConfigError: the ranks have no transport in common, or no common transport reaches the
+            destination. The message contains the reason for each.
     """
     theirs = {offer.transport: offer for offer in destination}
     usable: list[tuple[float, str]] = []
@@ -59,8 +58,8 @@ def choose_transport(
             continue
         if offer.traits.same_host and not same_host:
             reasons.append(
-                f"transport {offer.transport}: both ranks must be on one host, in one PID namespace "
-                "and one network namespace, got ranks that are not"
+                f"transport {offer.transport}: both ranks must be on the same host, in the same PID "
+                "namespace and network namespace, and are not"
             )
         elif not same_address and (reason := unreachable_reason(other.endpoint)):
             reasons.append(reason)
@@ -72,13 +71,13 @@ def choose_transport(
         raise ConfigError(
             "; ".join(reasons) + "; between hosts use mooncake or nixl"
             if reasons
-            else f"transport must be one that both ends have, got {have}"
+            else f"transport must be available at both ends, got {have}"
         )
     usable.sort(key=lambda found: (-found[0], found[1]))
     (ceiling, name), *slower = usable
     figures = ", ".join(f"{other} ({speed / 1e9:g} GB/s)" for speed, other in slower)
     where = "one host" if same_host else "two hosts"
-    why = f"faster than {figures}" if slower else "the only one that reaches"
+    why = f"faster than {figures}" if slower else "the only usable transport"
     return LinkChoice(name, f"{where}: {ceiling / 1e9:g} GB/s at best, {why}", ceiling)
 
 

@@ -1,11 +1,11 @@
 """Writes within one host with `process_vm_writev`: the kernel copies into another process.
 
-A write returns once its bytes are in the peer's memory (cross memory attach). It is one-sided: it
-completes even if the target is stopped. The kernel checks only that pages are mapped, so pieces are
-checked against the published regions first. A peer must first prove that it is the process behind
-its endpoint (`processes.py`).
+This is cross memory attach (CMA). A write returns once its bytes are in the peer's memory. It is
+one-sided: it completes even if the target's process is stopped. The kernel only checks that pages
+are mapped, so pieces are checked against the published regions first. Before the first write, a
+peer must prove that it is the process behind its endpoint (`processes.py`).
 
-The kernel copies through the cache and looks up every page, so one thread stays slower than memcpy
+The kernel copies through the cache and looks up every page, so one thread is slower than memcpy
 at every call size (`benchmarks/bench_transports.py`). Several threads therefore share a large
 batch.
 """
@@ -41,9 +41,9 @@ from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, Wir
 
 MAX_IOVECS = 1024
 MAX_CALL_NBYTES = 64 << 20
-"""Bytes per system call: limits how far one call can exceed a deadline."""
+"""Largest number of bytes per system call; it limits how far one call can exceed a deadline."""
 MIN_THREAD_NBYTES = 1 << 20
-"""Bytes per thread below which another thread costs more time than it saves."""
+"""Smallest number of bytes per thread; for less, another thread costs more time than it saves."""
 
 
 class CmaConfig(TransportConfig, frozen=True, tag="cma"):
@@ -166,7 +166,7 @@ class CmaTransport(RegionTransport):
         check_alive(batch.endpoint)
 
     def _copy_into(self, pid: int, batch: WriteBatch, deadline: Deadline) -> None:
-        """Copy with several threads. Return or raise only once all have ended, so nothing arrives later."""
+        """Copy with several threads. Return or raise only once all have ended, so that no byte arrives later."""
         pieces = merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes)
         total = int(batch.nbytes.sum())
         num_parts = max(min(self._num_threads, total // MIN_THREAD_NBYTES), 1)
@@ -176,7 +176,7 @@ class CmaTransport(RegionTransport):
 
 
 def _shares(pieces: Pieces, total: int, num_parts: int) -> Iterator[Pieces]:
-    """Yield the pieces in `num_parts` parts of similar byte counts, each piece small enough for one call."""
+    """Split pieces so that each fits into one call, and yield them in `num_parts` parts of similar size."""
     limit = min(MAX_CALL_NBYTES, -(-total // num_parts))
     local, remote, nbytes = split_pieces(*pieces, limit)
     goals = np.arange(1, num_parts) * (total / num_parts)
@@ -192,7 +192,7 @@ def _classify(error: OSError, peer: PeerEndpoint) -> Exception:
             return PeerUnreachable(f"cma: pid {peer.address} is gone")
         case errno.EPERM:
             return TransferFailed(
-                f"cma: not allowed to write pid {peer.address}: both processes need the same user, "
+                f"cma: not allowed to write to pid {peer.address}: both processes need the same user, "
                 "ptrace permission (kernel.yama.ptrace_scope <= 1 or CAP_SYS_PTRACE) and a seccomp "
                 "profile that allows process_vm_writev; or use transport 'shm'"
             )

@@ -1,7 +1,8 @@
-"""`cuda_ipc`: one-sided writes into GPU memory of another process of this host, over NVLink.
+"""`cuda_ipc`: one-sided writes into GPU memory of another process on this host, over NVLink.
 
-The owner exports the IPC handle of the allocation that contains a region. A peer maps it once and
-stores into it with a kernel or a copy engine. The owner's process takes no part in a write.
+The process that owns a region exports the CUDA IPC handle of the allocation that contains it. A peer
+maps the allocation once, and writes into it with a kernel or a copy engine. The owner's process does
+nothing during a write.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class CudaIpcConfig(TransportConfig, frozen=True, tag="cuda_ipc"):
 
     Attributes:
         device: ordinal of this rank's GPU. It runs the kernels that write, and its memory is registered.
-        num_multiprocessors: multiprocessors that a write may occupy; 0 for all.
+        num_multiprocessors: number of multiprocessors (SMs) that a write may occupy; 0 for all.
     """
 
     memory: ClassVar[frozenset[MemoryType]] = frozenset({MemoryType.CUDA})
@@ -54,8 +55,8 @@ class CudaIpcTransport(RegionTransport):
     """`OneSidedTransport` and `PeerMapper` between GPUs of one host.
 
     Attributes:
-        gpu: this rank's GPU, which runs the kernels that write. The rank also uses it for other work on the
-            memory of this GPU.
+        gpu: this rank's GPU, which runs the kernels that write. Other code of the rank uses the same object for its
+            work on this GPU.
 
     Raises:
         TransportUnavailable: the NVIDIA driver, the GPU or NVRTC is missing.
@@ -86,22 +87,22 @@ class CudaIpcTransport(RegionTransport):
         return WireReport("cuda_ipc", "cuda-ipc", f"GPU {self.gpu.device.ordinal}")
 
     def _register(self, address: int, nbytes: int) -> str:
-        """Export the allocation that contains the memory."""
+        """Return a key with the IPC handle of the allocation that contains the memory."""
         ordinal = pointer_device(address)
         if ordinal != self.gpu.device.ordinal:
             raise RegionError(
-                f"register: memory must be of GPU {self.gpu.device.ordinal}, got GPU {ordinal}"
+                f"register: memory must be on GPU {self.gpu.device.ordinal}, got GPU {ordinal}"
             )
         start, size = self.gpu.device.allocation(address)
         if address + nbytes > start + size:
             raise RegionError(
-                f"register: [{address:#x}, {address + nbytes:#x}) must lie in one allocation, it ends "
-                f"at {start + size:#x}"
+                f"register: [{address:#x}, {address + nbytes:#x}) must be within one allocation, which "
+                f"ends at {start + size:#x}"
             )
         return f"{ordinal}:{address - start}:{self.gpu.device.export(start).hex()}"
 
     def _is_touched(self, region: MemoryRegion) -> bool:  # noqa: ARG002
-        """Return whether any kernel has exceeded its deadline. Such a kernel may still access any region."""
+        """Return whether a kernel has exceeded its deadline, because it may still access any region."""
         return self.gpu.is_late
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
@@ -136,7 +137,7 @@ class CudaIpcTransport(RegionTransport):
                 self.gpu.device.close_handle(self._opened.pop(place))
 
     def _forget_dead(self) -> None:
-        """Unmap allocations of ended processes; their GPU memory stays allocated while mapped."""
+        """Unmap allocations of ended processes: the driver frees their GPU memory only after that."""
         if self.gpu.is_late:
             return
         for endpoint in {endpoint for endpoint, _ in self._opened}:
@@ -157,18 +158,19 @@ class CudaIpcTransport(RegionTransport):
         try:
             copy.queue()
             event = self.gpu.stream.record()
-        # On any failure, stores that were queued before may still be running.
+        # If queuing fails, writes that were queued before may still be running.
         except Exception as error:
             end_queued(self.gpu, error, deadline.remaining_s)
             copy.close()
             raise
-        # If the outcome is unknown, a kernel may still read the table, so it stays allocated.
+        # If this raises because the outcome is unknown, a kernel may still read the table of `copy`, which
+        # therefore stays allocated.
         self.gpu.wait(event, deadline.remaining_s)
         copy.close()
         check_alive(batch.endpoint)
 
     def close(self) -> None:
-        """See `OneSidedTransport.close`. Memory stays mapped if a kernel that exceeded its deadline may still access it."""
+        """See `OneSidedTransport.close`. If a kernel has exceeded its deadline, peers' memory stays mapped for it."""
         self._own.close()
         super().close()
         with self._lock:

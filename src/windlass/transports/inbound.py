@@ -1,9 +1,9 @@
 """Close inbound TCP connections of peers, including sockets owned by a library in this process.
 
-After a process dies, its kernel continues to deliver the bytes in its send buffers, after a
-partition even minutes later. A TCP receiver must close the connection to be sure that no old bytes
-arrive. The library that reads the connection has no call for that, but its sockets belong to this
-process, and the kernel lists them.
+After a process dies, its kernel still delivers the bytes in its send buffers, and after a network
+partition it may do so minutes later. To be sure that no old bytes arrive, a TCP receiver must close
+the connection. The library that reads the connection has no function for that, but its sockets
+belong to this process, and the kernel lists them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Connection = tuple[Hashable, Hashable]
 """Address of this process and address of the peer, as the kernel returns them."""
 
 OPENING = threading.Lock()
-"""Lock for every transport that starts to listen, so that new ports belong to the lock's holder."""
+"""Lock that each transport takes while it starts, so that ports opened in this time belong to it."""
 BACKOFF = Backoff(0.001, 0.1)
 MAX_SYN_RETRIES = 127
 
@@ -39,7 +39,7 @@ def listening_ports() -> frozenset[int]:
 
 
 def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
-    """Return the TCP connections that this process opened to one of `ports`."""
+    """Return the TCP connections of this process whose remote port is one of `ports`."""
     found = set()
     for own in _sockets():
         # Unconnected sockets have no peer.
@@ -53,8 +53,8 @@ def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
 def new_mark() -> int:
     """Return a number of SYN retries that differs from the system's default, to mark sockets.
 
-    Some libraries let the caller set this number but nothing else that identifies their sockets.
-    The number then marks every socket that the library opens or accepts.
+    Some libraries let the caller set this number, but no other property that would identify their
+    sockets. All sockets that such a library opens or accepts then have this number.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as fresh:
         default: int = fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT)
@@ -62,12 +62,12 @@ def new_mark() -> int:
 
 
 def end_connections(is_meant: Callable[[socket.socket], bool], deadline: Deadline) -> int:
-    """Close every connected TCP socket for which `is_meant` is true, and return their number.
+    """End each TCP connection for whose socket `is_meant` returns True; return their number.
 
-    Waits until the reader of each connection has closed its socket.
+    Waits until the library that reads each connection has closed its socket.
 
     Raises:
-        TransferFailed: a reader still has one open after `deadline`.
+        TransferFailed: a library still has a socket open after `deadline`.
     """
     cut = set()
     for own in _sockets():
@@ -82,7 +82,7 @@ def end_connections(is_meant: Callable[[socket.socket], bool], deadline: Deadlin
     while held := cut & {os.fstat(own.fileno()).st_ino for own in _sockets()}:
         if deadline.remaining_s == 0:
             raise TransferFailed(
-                f"{deadline.purpose}: {len(held)} connections are still read after "
+                f"{deadline.purpose}: the library has not closed {len(held)} connections within "
                 f"{deadline.seconds} s"
             )
         # No event reports that a library closed its socket.
@@ -96,7 +96,7 @@ def _sockets() -> Iterator[socket.socket]:
         try:
             duplicate = os.dup(int(entry.name))
         except OSError:
-            # Closed since the listing, as the listing's own descriptor is.
+            # The descriptor was closed after the listing, as that of the listing itself is.
             continue
         if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
             os.close(duplicate)

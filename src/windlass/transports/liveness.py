@@ -1,9 +1,9 @@
-"""Liveness of peers: which process is behind an address, and a signal as soon as it ends.
+"""Liveness of peers: identify the process behind an address, and detect its end at once.
 
-Verbs offer neither. A write to a dead peer stays in progress for seconds, or for ever if the device
-retries without limit, and a queue pair does not identify the process behind it. Each transport
-therefore listens on a port. A peer that connects receives the transport's incarnation and keeps the
-connection open. The kernel closes the connection when the process ends.
+RDMA verbs do neither. A write to a dead peer stays in progress for seconds, or for ever if the
+device retries without limit, and a queue pair does not identify the process behind it. Therefore
+each transport listens on a TCP port. A peer that connects receives the transport's incarnation and
+keeps the connection open. The kernel closes the connection when the process ends.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from windlass.transports.base import PeerEndpoint
 from windlass.transports.inbound import OPENING
 
 INCARNATION_NBYTES = 16
-"""Characters of an incarnation, all ASCII."""
+"""Number of ASCII characters of an incarnation."""
 _MAX_CLIENTS = 4096
 ACCEPT_AGAIN_S = 0.1
 RECONNECT_S = 1.0
-"""Seconds that a reconnection may take after a connection broke, and seconds between two
+"""Seconds that an attempt to reconnect may take after a connection broke, and seconds between two
 attempts."""
 
 _log = logging.getLogger(__name__)
@@ -55,9 +55,10 @@ def listen_on(host: str, transport: str) -> socket.socket:
 
 @final
 class LivenessListener:
-    """Listener on `host` at a port that the kernel chooses, until `close`.
+    """TCP listener that sends this transport's incarnation to every peer that connects.
 
     Args:
+        host: address to listen on; the kernel chooses the port.
         incarnation: 16 ASCII characters that identify this transport.
         transport: registry name, for messages.
 
@@ -77,7 +78,7 @@ class LivenessListener:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening. To peers this transport has then ended. Idempotent."""
+        """Stop listening and close all connections; peers then see that this transport has ended. Idempotent."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -92,8 +93,8 @@ class LivenessListener:
             try:
                 client, _ = self._listener.accept()
             except OSError as error:
-                # Too many open files, or a client that disconnected at once, must not end the
-                # listener.
+                # The listener must continue after an error such as too many open files, or a client
+                # that disconnected at once.
                 if self._closed.wait(ACCEPT_AGAIN_S):
                     return
                 _log.warning("liveness listener at port %s: %s", self.port, error)
@@ -125,12 +126,12 @@ class LivenessListener:
 class PeerLiveness:
     """Connection to the liveness listener of one incarnation of one peer. Thread-safe.
 
-    Only the end of the peer's process or transport closes it in order. A broken connection proves
-    nothing, because the network may have broken it, so this class then reconnects.
+    When the peer's process or transport ends, the connection is closed normally. If it breaks with an
+    error, the cause may be the network, so this class reconnects to find out.
 
     Raises:
-        PeerUnreachable: no process listens at the address, another process does, or the peer did
-            not answer by the deadline.
+        PeerUnreachable: no process or another process listens at the address, or the peer did not
+            answer by the deadline.
     """
 
     def __init__(self, endpoint: PeerEndpoint, deadline: Deadline) -> None:
@@ -141,23 +142,23 @@ class PeerLiveness:
         self._is_broken = self._gone = False
         self._again_s = 0.0
         self._broken: list[socket.socket] = []
-        """Broken connections, closed at the end because a thread may still wait with one."""
+        """Broken connections. `close` closes them; until then a thread may still wait with one of them."""
         try:
             self._socket = _connect(endpoint, deadline)
         except _OtherProcessError as error:
             raise PeerUnreachable(f"{deadline.purpose}: {error}; nothing was sent") from error
         except OSError as error:
             raise PeerUnreachable(
-                f"{deadline.purpose}: nothing answers: {error}; nothing was sent"
+                f"{deadline.purpose}: the peer does not answer: {error}; nothing was sent"
             ) from error
 
     def has_ended(self, *, reconnect: bool = True) -> bool:
         """Return whether the peer's process or transport has ended.
 
         Args:
-            reconnect: reconnect after the connection broke, which takes up to `RECONNECT_S` at most
-                once per `RECONNECT_S`. With False, return at once, and return False for a broken
-                connection. Use False while other threads wait for the caller.
+            reconnect: whether to reconnect if the connection broke, at most once per `RECONNECT_S`;
+                this may take `RECONNECT_S`. If False, the call returns at once, and returns False for a
+                broken connection. Use False while other threads wait for the caller.
         """
         if self._gone or self._closed.is_set():
             return True
@@ -177,7 +178,10 @@ class PeerLiveness:
             return state
 
     def wait_ended(self, timeout_s: float, wake: int = -1) -> bool:
-        """Wait until the peer has ended, `wake` is readable, or `timeout_s` passed; return as `has_ended`."""
+        """Wait until the peer has ended, `wake` is readable, or `timeout_s` passed; return whether it has ended.
+
+        `wake` is a file descriptor; -1 for none.
+        """
         waiting = select.poll()
         if wake >= 0:
             waiting.register(wake, select.POLLIN)
@@ -186,7 +190,7 @@ class PeerLiveness:
         else:
             try:
                 waiting.register(self._socket, select.POLLIN)
-            # This side has closed the connection, and no event would end the wait.
+            # `close` has closed the socket, so no event would end the wait.
             except (OSError, ValueError):
                 timeout_s = 0.0
         waiting.poll(max(timeout_s, 0.0) * 1e3)
@@ -205,8 +209,8 @@ class PeerLiveness:
     def _reconnect(self) -> bool:
         """Connect again; return whether the peer has ended or this object is closed.
 
-        The peer has ended if its address refuses the connection or belongs to another process. A
-        timeout proves nothing.
+        The peer has ended if its address refuses the connection or belongs to another process. After a
+        timeout it may still be alive.
         """
         with self._lock:
             if self._gone or self._closed.is_set() or time.monotonic() < self._again_s:
@@ -221,7 +225,9 @@ class PeerLiveness:
                 self._gone = True
             except OSError as error:
                 self._again_s = time.monotonic() + RECONNECT_S
-                _log.warning("%s: the connection broke, and no answer: %s", purpose, error)
+                _log.warning(
+                    "%s: the connection broke, and the peer does not answer: %s", purpose, error
+                )
             else:
                 self._broken.append(self._socket)
                 with self._looking:
@@ -251,7 +257,7 @@ def _connect(endpoint: PeerEndpoint, deadline: Deadline) -> socket.socket:
     try:
         _check(connection, endpoint, deadline)
         connection.setblocking(False)
-    # Also on an interrupt: the socket must not stay open.
+    # Close the socket after every exception, including KeyboardInterrupt.
     except BaseException:
         connection.close()
         raise
@@ -267,7 +273,7 @@ def _check(connection: socket.socket, endpoint: PeerEndpoint, deadline: Deadline
             raise ConnectionResetError("the connection was closed before an answer")
         answer += more
     if answer != endpoint.incarnation.encode():
-        raise _OtherProcessError(f"another process than {endpoint.incarnation!r} is there")
+        raise _OtherProcessError(f"another process than {endpoint.incarnation!r} has this address")
 
 
 def _state_of(connection: socket.socket) -> _State:

@@ -1,12 +1,12 @@
 """Base classes of transports between hosts: common settings, and writes through a library.
 
-A library receives native calls (`NativeCall`), which take no deadline. A thread follows each call
-until it ends, the deadline passes or the peer's process ends. If the outcome is then unknown, the
-call is kept together with the memory that it reads until it ends, and the peer accepts no other
-write until then: an error of a library does not mean that no more bytes arrive. Verbs do not
-identify the process behind a queue pair, so the liveness of each peer is watched (`liveness.py`).
-Derived classes define the calls, how their end is detected, and how a peer proves that it is
-reachable before the first byte is sent.
+A library such as NIXL performs a write as native calls (`NativeCall`), which have no deadline. The
+writing thread follows each call until it ends, the deadline passes or the peer's process ends. If
+the outcome is then unknown, bytes may still arrive, even if the library has reported an error. So
+the call and the memory that it reads are kept until it ends, and no other write to this peer begins
+until then. RDMA verbs do not identify the process behind a queue pair, so the liveness of each peer
+is watched (`liveness.py`). Derived classes define the calls, how their end is detected, and how a
+peer is checked before the first byte is sent.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from windlass.transports.registry import TransportConfig
 from windlass.transports.traits import MemoryType
 
 GRACE_S = 0.25
-"""Seconds after an error within which the kernel reports the end of the peer's process."""
+"""Seconds after a failed call within which the kernel reports the end of the peer's process, if that was the cause."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
-"""Shortest and longest pause between two looks at a call, for libraries that send no event at its end.
-The end of the peer is an event and ends a pause at once."""
+"""Shortest and longest pause between two checks of a call, for libraries that do not report its end. The end of
+the peer's process ends a pause at once."""
 _CAP_IPC_LOCK = 14
 
 
@@ -62,12 +62,12 @@ class NetworkConfig(TransportConfig, frozen=True):
 
     Attributes:
         host: address at which peers reach this process; empty for `addresses.own_address`.
-        device: comma-separated names of NICs, as the transport spells them; empty for all. Writes
-            are striped over them.
-        max_registration_nbytes: most bytes per registration; larger regions are split. 0 for the
-            transport's own limit.
-        gpu: ordinal of the GPU whose memory is registered; -1 for host memory. Work on that memory
-            must have ended before a write begins.
+        device: comma-separated names of NICs in the form of the transport; empty for all. Each write is
+            spread over these NICs.
+        max_registration_nbytes: largest size of one registration; a larger region is registered in
+            steps. 0 for the transport's own limit.
+        gpu: ordinal of the GPU whose memory is registered; -1 for host memory. Kernels that change this
+            memory must have ended before a write begins.
     """
 
     memory: ClassVar[frozenset[MemoryType]] = frozenset(MemoryType)
@@ -88,7 +88,7 @@ class NetworkConfig(TransportConfig, frozen=True):
             )
 
     def placed(self, *, towards: str, gpu: int) -> Self:
-        """Return these settings with a host and a GPU; see `TransportConfig.create`."""
+        """Return these settings with host and GPU filled in; see `TransportConfig.create`."""
         return msgspec.structs.replace(
             self,
             host=self.host or own_address(towards),
@@ -105,11 +105,12 @@ class Outcome(Enum):
 
 
 class NativeCall(ABC):
-    """Operation that a library carries out for a peer. The lock of that peer guards it.
+    """Operation of a library on a peer, such as a write. The lock of the peer guards it.
 
     Attributes:
         error: the library's description of a failure.
-        wake: descriptor that becomes readable when the call ends; -1 if only `look` can tell.
+        wake: file descriptor that becomes readable when the call ends; -1 if `look` must be called to
+            find out.
         is_late: whether the call was given up only because its deadline passed.
     """
 
@@ -121,22 +122,23 @@ class NativeCall(ABC):
 
     @abstractmethod
     def look(self) -> Outcome:
-        """Return the known state."""
+        """Return the state of the call, as far as the library reports it."""
 
     @abstractmethod
     def cancel(self) -> bool:
-        """Cancel the call; return whether it had not begun and so never will."""
+        """Cancel the call if it has not begun; return whether it will certainly never begin."""
 
     def stop_waiting(self) -> None:
-        """Release the resources for waiting. The caller stops waiting, whether the call has ended or not."""
+        """Release resources that were only needed to wait for the end, such as `wake`; the call may continue."""
         return
 
 
 class NetworkPeer(ABC):
-    """Calls to one incarnation of one peer. Thread-safe.
+    """Performs native calls to one incarnation of one peer. Thread-safe.
 
     Args:
-        liveness: liveness of the peer's process; closed with this object.
+        endpoint: endpoint of the peer.
+        liveness: connection that detects the end of the peer's process; closed with this object.
         lock: lock of this peer, or of the whole transport if the library's calls are not
             thread-safe.
 
@@ -146,7 +148,7 @@ class NetworkPeer(ABC):
     """
 
     outlives_process: ClassVar[bool]
-    """True if a failed call may still read local memory after the peer's process has ended."""
+    """Whether a failed call may still read local memory after the peer's process has ended."""
 
     def __init__(
         self, endpoint: PeerEndpoint, liveness: PeerLiveness, lock: threading.RLock
@@ -157,14 +159,14 @@ class NetworkPeer(ABC):
         self._under_way: set[NativeCall] = set()
         """Calls that a thread follows."""
         self._given_up: dict[NativeCall, str] = {}
-        """Calls that no thread follows although bytes may still arrive, each with a description."""
+        """Call that no thread follows although bytes may still arrive -> description of what happened."""
 
     @abstractmethod
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:
         """Check that the intended process is reachable, before a byte of a batch is sent.
 
         Raises:
-            PeerUnreachable: it is not; nothing was sent.
+            PeerUnreachable: the process is not reachable; nothing was sent.
             RegionError: the key of a region is malformed.
             TransferFailed: the transport is closed.
             TransferOutcomeUnknown: an earlier write to this peer may still continue.
@@ -172,7 +174,7 @@ class NetworkPeer(ABC):
 
     @abstractmethod
     def step_nbytes(self, region: RemoteRegion) -> int:
-        """Return the bytes per registration of a peer's region; 0 if it was registered at once.
+        """Return the step in which the peer registered a region, in bytes; 0 if it registered the region at once.
 
         Raises:
             RegionError: the key of the region is malformed.
@@ -180,15 +182,15 @@ class NetworkPeer(ABC):
 
     @abstractmethod
     def _begin(self, pieces: Pieces) -> NativeCall:
-        """Begin a write. The caller holds the lock. Errors of the library show in the call's `look`."""
+        """Begin a write. The caller holds the lock. `look` of the returned call reports errors of the library."""
 
     @property
     def is_in_use(self) -> bool:
-        """True while the library works for this peer, in any thread."""
+        """Whether a thread follows a call to this peer."""
         return bool(self._under_way)
 
     def is_open(self) -> bool:
-        """Return whether a call that was given up may still continue, and drop ended calls."""
+        """Return whether a call that was given up may still continue; forget those that have ended."""
         with self.lock:
             if self._given_up:
                 has_ended = not self.outlives_process and self.liveness.has_ended(reconnect=False)
@@ -199,7 +201,7 @@ class NetworkPeer(ABC):
             return bool(self._given_up)
 
     def touches(self, region: MemoryRegion) -> bool:
-        """Return whether an unfinished call may read a byte of the region."""
+        """Return whether an unfinished call may still read memory of the region."""
         with self.lock:
             self.is_open()
             return any(
@@ -226,8 +228,8 @@ class NetworkPeer(ABC):
     def refuse_closed(self, deadline: Deadline) -> None:
         """Raise if the transport is closed.
 
-        Callers check this before they report that the peer has ended, because closing the transport
-        also closes the peer's liveness.
+        Check this before reporting that the peer has ended: closing the transport also closes `liveness`,
+        which then reports an end.
 
         Raises:
             TransferFailed: the transport is closed.
@@ -239,25 +241,24 @@ class NetworkPeer(ABC):
         """Raise unless a call to this peer may begin. The caller holds the lock.
 
         Raises:
-            PeerUnreachable: the peer's process has ended; the transport may have dropped this
-                object.
+            PeerUnreachable: the peer's process has ended.
             TransferFailed: the transport is closed.
             TransferOutcomeUnknown: a call that was given up may still continue.
         """
         self.refuse_closed(deadline)
         if self.liveness.has_ended(reconnect=False):
-            raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
+            raise PeerUnreachable(f"{deadline.purpose}: the process has ended")
         if self.is_open():
             why = next(iter(self._given_up.values()))
-            raise TransferOutcomeUnknown(f"an earlier write is open: {why}")
+            raise TransferOutcomeUnknown(f"an earlier write may still continue: {why}")
 
     def write(self, pieces: Pieces, deadline: Deadline) -> None:
-        """Carry out one native write from start to end.
+        """Perform one native write from start to end.
 
         Raises:
             PeerUnreachable: the peer's process has ended.
             TransferFailed: the write did not begin, or the peer refused it. No byte arrives later.
-            TransferOutcomeUnknown: this write was given up, or an earlier one was and has not
+            TransferOutcomeUnknown: this write was given up, or an earlier write was given up and has not
                 ended.
         """
         with self.held(deadline):
@@ -271,7 +272,7 @@ class NetworkPeer(ABC):
         # After an exception such as an interrupt, no thread follows the call any more.
         except BaseException:
             with self.lock:
-                self._given_up[call] = f"{deadline.purpose}: interrupted; bytes may still land"
+                self._given_up[call] = f"{deadline.purpose}: interrupted; bytes may still arrive"
             raise
         finally:
             self._end(call)
@@ -279,14 +280,11 @@ class NetworkPeer(ABC):
             raise failure
 
     def close(self) -> None:
-        """Wake waiting threads; without `is_closed` they treat the peer as ended. Idempotent."""
+        """Wake waiting threads. Unless `is_closed` was set before, they treat the peer as ended. Idempotent."""
         self.liveness.close()
 
     def _follow(self, call: NativeCall, deadline: Deadline) -> Outcome:
-        """Follow a call and return its outcome.
-
-        PENDING if the deadline passed, the peer ended or the transport closed.
-        """
+        """Follow a call; return its outcome, or PENDING if the deadline passed, the peer ended or the transport closed."""
         pause_s, has_ended = FIRST_PAUSE_S, False
         while True:
             with self.lock:
@@ -299,7 +297,7 @@ class NetworkPeer(ABC):
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
 
     def _failure(self, call: NativeCall, outcome: Outcome, deadline: Deadline) -> TransferError:
-        """Return the exception for a write that was not done, and keep the call if it may continue.
+        """Return the exception for a write that is not DONE; keep the call if bytes may still arrive.
 
         Only this function turns the outcome of a native call into an exception.
         """
@@ -317,29 +315,29 @@ class NetworkPeer(ABC):
                 why = "the transport was closed"
                 error = TransferFailed if never_began else error
             elif has_ended:
-                error, why = PeerUnreachable, "the process is gone"
+                error, why = PeerUnreachable, "the process has ended"
             elif never_began:
                 if not failed:
                     return self._crowded_out(deadline)
-                error, why = TransferFailed, f"not begun: {call.error}"
+                error, why = TransferFailed, f"the write did not begin: {call.error}"
             elif failed:
                 why = call.error
             else:
-                call.is_late, why = True, f"not over within {deadline.seconds} s"
+                call.is_late, why = True, f"not ended within {deadline.seconds} s"
             if error is TransferOutcomeUnknown:
-                why += "; bytes may still land"
+                why += "; bytes may still arrive"
             if not never_began:
                 self._given_up[call] = f"{purpose}: {why}"
             return error(f"{purpose}: {why}")
 
     def _crowded_out(self, deadline: Deadline) -> TransferFailed:
         return TransferFailed(
-            f"{deadline.purpose}: other writes took the deadline of {deadline.seconds} s; "
-            "nothing more was sent"
+            f"{deadline.purpose}: other writes took all of the deadline of {deadline.seconds} s; "
+            "this write did not begin"
         )
 
     def _has_refused(self, call: NativeCall, deadline: Deadline) -> bool:  # noqa: ARG002
-        """Return whether a failed call has ended so that no byte of it will arrive."""
+        """Return whether a failed call has certainly ended, so that no byte of it arrives later."""
         return False
 
     def _end(self, call: NativeCall) -> None:
@@ -355,8 +353,8 @@ PeerT = TypeVar("PeerT", bound=NetworkPeer)
 class Limits(NamedTuple):
     """Limits of one native call: number of pieces, bytes in total, bytes of each piece.
 
-    A deadline that passes between two calls is a clean failure; inside a call the outcome is
-    unknown.
+    Small calls make clean failures more likely: if the deadline passes between two calls, no more bytes
+    arrive; if it passes during a call, the outcome is unknown.
     """
 
     num_pieces: int
@@ -367,11 +365,14 @@ class Limits(NamedTuple):
 class NetworkTransport(RegionTransport, Generic[PeerT]):
     """Base class of transports that register and write through a library.
 
-    Derived classes start the library, then call `__init__` of this class.
+    A derived class starts the library before it calls `__init__` of this class.
 
     Args:
-        liveness: listener that peers watch; closed with the transport.
-        step_nbytes: most bytes per registration; larger regions are split. 0 for no limit.
+        endpoint: endpoint of this transport.
+        liveness: listener to which peers connect to detect the end of this process; closed with the
+            transport.
+        step_nbytes: largest size of one registration; a larger region is registered in steps. 0 for no
+            limit.
         limits: limits of one native call.
     """
 
@@ -388,7 +389,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         self._closed = False
 
     def close(self) -> None:
-        """See `OneSidedTransport.close`. Memory of unfinished writes is kept until the process ends."""
+        """See `OneSidedTransport.close`. Memory of unfinished writes stays allocated until the process ends."""
         with self._lock:
             if self._closed:
                 return
@@ -407,11 +408,10 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
 
     @abstractmethod
     def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """Register ranges in one library call and return the key of each. The caller holds the lock.
+        """Register ranges in one library call; return the key of each. The caller holds the lock.
 
         Raises:
-            RegionError: the library refused; the message names the first range. No range is
-                registered.
+            RegionError: the library refused; the message names the first range. No range is registered then.
         """
 
     def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
@@ -428,13 +428,13 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         return keys
 
     def _take_back(self, region: MemoryRegion) -> None:
-        """End a registration that no write has used."""
+        """Undo a registration, which no write has used yet."""
         if (later := self._unregister(region)) is not None:
             later()
 
     @abstractmethod
     def _close_library(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Unregister `spans` and everything else, and stop the library if no call is unfinished."""
+        """Unregister `spans` and all other memory; stop the library unless a call is unfinished."""
 
     @abstractmethod
     def _new_peer(self, endpoint: PeerEndpoint, liveness: PeerLiveness) -> PeerT:
@@ -454,7 +454,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             peer.write(pieces, deadline)
 
     def _peer(self, endpoint: PeerEndpoint, deadline: Deadline) -> PeerT:
-        """Return a living peer, which is kept until its process ends."""
+        """Return the object for a peer whose process is alive; create it at the first write."""
         with self._lock:
             found = self._peers.get(endpoint)
         if found is None:
@@ -473,7 +473,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             with self._lock:
                 self._refuse_closed(deadline)
                 self._forget_ended()
-            raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
+            raise PeerUnreachable(f"{deadline.purpose}: the process has ended")
         return found
 
     def _refuse_closed(self, deadline: Deadline) -> None:
@@ -483,7 +483,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
     def _forget_ended(self) -> None:
         """Close peers that have ended and have no unfinished call. The caller holds the lock.
 
-        A thread that is about to write to such a peer finds that it has ended.
+        A thread that is about to write to such a peer gets an error from `refuse_open`.
         """
         for endpoint, peer in list(self._peers.items()):
             if peer.liveness.has_ended(reconnect=False) and not (peer.is_in_use or peer.is_open()):
@@ -503,7 +503,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         ]
 
     def _calls(self, batch: WriteBatch, remote_steps: Sequence[int]) -> Iterator[Pieces]:
-        """Yield the pieces of each native call. No piece crosses a border between two registrations."""
+        """Yield the pieces of each native call. Each piece is within one local and one remote registration."""
         pieces = cut_at_edges(
             merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
             local=[edge for span in self._table.spans() for edge in self._starts(*span)],
@@ -520,14 +520,14 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
 
 
 def locks_without_limit() -> bool:
-    """Return whether this process has CAP_IPC_LOCK, which exempts it from RLIMIT_MEMLOCK."""
+    """Return whether this process has CAP_IPC_LOCK, so that RLIMIT_MEMLOCK does not apply to it."""
     return bool(int(_status("CapEff"), 16) >> _CAP_IPC_LOCK & 1)
 
 
 def check_lockable(nbytes: int, purpose: str) -> None:
     """Check that pinning `nbytes` more bytes stays within RLIMIT_MEMLOCK.
 
-    If the kernel refuses to pin, UCX retries without end, so this check runs before UCX.
+    Call this before a registration: if the kernel refuses to pin memory, UCX retries for ever.
 
     Raises:
         RegionError: the limit is too small, and this process has no CAP_IPC_LOCK.
@@ -538,7 +538,7 @@ def check_lockable(nbytes: int, purpose: str) -> None:
     needed = int(_status("VmPin")) * 1024 + nbytes
     if needed > limit:
         raise RegionError(
-            f"{purpose}: lockable memory must be >= {needed} bytes, got {limit}; see ulimit -l"
+            f"{purpose}: the limit of locked memory must be >= {needed} bytes, got {limit}; see ulimit -l"
         )
 
 

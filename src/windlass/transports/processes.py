@@ -1,4 +1,4 @@
-"""Processes of this host behind endpoints: proof of identity, and checks that they are alive."""
+"""Processes on this host that own endpoints: prove their identity, and check that they are alive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PR_SET_PTRACER_ANY = 2**64 - 1
 
 @functools.cache
 def host_identity() -> str:
-    """Return an identity shared by processes that can reach each other by pid and by abstract sockets.
+    """Return a text that is equal in two processes if they can reach each other by pid and by abstract sockets.
 
     It consists of the kernel's boot id, the PID namespace and the network namespace.
     """
@@ -51,25 +51,25 @@ def process_start_time(pid: int) -> str:
     except (FileNotFoundError, ProcessLookupError):
         return ""
     except OSError as error:
-        raise TransferFailed(f"whether pid {pid} lives cannot be read: {error}") from error
+        raise TransferFailed(f"cannot find out whether pid {pid} is alive: {error}") from error
     fields = stat.rpartition(")")[2].split()
     # A process that ends frees its memory (size 0) before it closes its descriptors.
     return "" if fields[0] in {"Z", "X"} or fields[20] == "0" else fields[19]
 
 
 def own_endpoint(transport: str) -> PeerEndpoint:
-    """Return an endpoint for this process with a new secret; `OwnProcess` proves it to peers."""
+    """Return an endpoint of this process with a new secret in its incarnation; `OwnProcess` uses it."""
     pid = os.getpid()
     incarnation = f"{process_start_time(pid)}-{secrets.token_hex(16)}"
     return PeerEndpoint(transport, str(pid), incarnation)
 
 
 def check_alive(peer: PeerEndpoint) -> int:
-    """Return the pid behind `peer`.
+    """Return the pid of the process that `peer` names, if this process is alive.
 
     Raises:
         PeerUnreachable: the address is not a pid, the process has ended, or another process has
-            that pid.
+            the pid.
     """
     if not peer.address.isascii() or not peer.address.isdigit():
         raise PeerUnreachable(f"{peer.transport}: address must be a pid, got {peer.address!r}")
@@ -78,8 +78,8 @@ def check_alive(peer: PeerEndpoint) -> int:
         raise PeerUnreachable(f"{peer.transport}: pid {peer.address} is gone")
     if started != peer.incarnation.partition("-")[0]:
         raise PeerUnreachable(
-            f"{peer.transport}: pid {peer.address} must have started at {peer.incarnation!r}, is "
-            f"another process started at {started}"
+            f"{peer.transport}: pid {peer.address} must have started at {peer.incarnation!r}, but is "
+            f"another process, which started at {started}"
         )
     return int(peer.address)
 
@@ -91,19 +91,19 @@ _OWN: set[PeerEndpoint] = set()
 def is_own_process(peer: PeerEndpoint) -> bool:
     """Return whether `peer` is an open transport of this process.
 
-    The comparison includes the secret, so an endpoint that only names this process is rejected.
+    The comparison includes the secret, so it is False for a forged endpoint with the pid of this process.
     """
     return peer in _OWN
 
 
 @final
 class OwnProcess:
-    """This process as the endpoint of a transport. It proves its identity to peers until `close`.
+    """Endpoint of a transport of this process. It proves to peers until `close` that it is this process.
 
-    The incarnation is the process's start time and a secret. An abstract Unix socket, named by a
-    digest of both, listens while the transport is open. A peer that was given the endpoint connects
-    to this socket, and the kernel reports the pid that listens. A forged endpoint that names
-    another process fails, because that process does not listen under the forged name.
+    The incarnation is the process's start time and a secret. While the transport is open, an abstract
+    Unix socket listens, whose name is a digest of both. A peer that has the endpoint connects to this
+    socket, and the kernel tells it the pid of the listening process. A forged endpoint with the pid
+    of another process fails, because that process does not listen at a socket of this name.
 
     Attributes:
         endpoint: address and identity that peers receive.
@@ -145,10 +145,10 @@ class PeerProcesses:
         self._proven: frozenset[PeerEndpoint] = frozenset()
 
     def check(self, peer: PeerEndpoint) -> int:
-        """Return the pid behind `peer`.
+        """Return the pid of `peer`, which must be alive and prove its identity at the first check.
 
         Raises:
-            PeerUnreachable: see `check_alive`; or the process did not prove that it is this peer.
+            PeerUnreachable: see `check_alive`, or the process did not prove that it is this peer.
         """
         pid = check_alive(peer)
         if peer not in self._proven:
@@ -159,10 +159,10 @@ class PeerProcesses:
 
 
 def let_peers_write() -> None:
-    """Allow processes of the same user to write into this process under Yama's default settings.
+    """Allow other processes of the same user to write into this process, with Yama's default settings.
 
-    With ptrace_scope=1 only a parent process may, so declare every process as a permitted tracer.
-    The kernel still requires the same user. Without Yama the call fails and is not needed.
+    With ptrace_scope=1 only a parent process is allowed to, so this declares all processes as permitted
+    tracers. The kernel still requires the same user. Without Yama the call fails and is not needed.
     """
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_PR_SET_PTRACER_ANY), 0, 0, 0)
@@ -175,11 +175,11 @@ def _prove(peer: PeerEndpoint, pid: int) -> None:
         try:
             client.connect(_name_of(peer))
         except OSError as error:
-            raise PeerUnreachable(f"{what}, no process listens for it: {error}") from error
+            raise PeerUnreachable(f"{what}, but its socket cannot be reached: {error}") from error
         asked = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     listening, _, _ = _CREDENTIALS.unpack(asked)
     if listening != pid:
-        raise PeerUnreachable(f"{what}, it is pid {listening} that listens for it")
+        raise PeerUnreachable(f"{what}, but pid {listening} listens at its socket")
 
 
 def _name_of(peer: PeerEndpoint) -> str:

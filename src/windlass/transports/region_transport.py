@@ -1,4 +1,4 @@
-"""Base class of transports that keep a table of regions: checks, deadlines, and memory that is freed late."""
+"""Base class of transports: table of regions, checks, deadlines, and memory that must be freed later."""
 
 from __future__ import annotations
 
@@ -22,29 +22,27 @@ from windlass.transports.regions import RegionTable, check_batch
 
 _log = logging.getLogger(__name__)
 _KEPT: list[Callable[[], None]] = []
-"""Functions that free memory which may be in use until the process ends. Kept alive, never
-called."""
+"""Functions that would free memory which unfinished calls may use. They are kept, never called, so
+that the memory stays allocated until the process ends."""
 
 
 class RegionTransport(OneSidedTransport):
-    """Base class that checks registrations and writes; a derived class carries them out.
+    """Base class that checks registrations and writes; a derived class performs them.
 
     A derived class defines `traits`, `report` and `_write`, and its `close` calls `close` of this
-    class. That is enough if the calling process copies and a write ends with that process. If a
-    library must know the memory, the derived class also overrides `_register_all`, `_unregister`,
-    and `_is_touched`, which returns whether unfinished writes use a region. `_lock` guards all
-    private state.
+    class. This is enough if the writing process copies the bytes itself, so that its writes end with
+    it. If a library must register the memory, the derived class also overrides `_register_all` (or
+    `_register`), `_unregister` and `_is_touched`. `_lock` guards all private state.
     """
 
     def __init__(self, endpoint: PeerEndpoint) -> None:
         self._endpoint = endpoint
-        # Reentrant: `released` may free an allocation of this transport, which takes the lock
-        # again.
+        # Reentrant, because `released` may free an allocation of this transport, which takes the lock
+        # too.
         self._lock = threading.RLock()
         self._table = RegionTable()
         self._deferred: list[tuple[MemoryRegion, Callable[[], None]]] = []
-        """Unregistered regions, each with the function that frees it once no unfinished call
-        touches it."""
+        """Unregistered regions that unfinished calls use, each with the function that frees it later."""
 
     def endpoint(self) -> PeerEndpoint:
         return self._endpoint
@@ -77,7 +75,7 @@ class RegionTransport(OneSidedTransport):
                 )
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Check and write a batch, then free regions that waited for the end of a call."""
+        """Check and write a batch; then free unregistered regions that no unfinished call uses any more."""
         name = self._endpoint.transport
         check_batch(self._table, batch, name)
         deadline = Deadline.after(deadline_s, f"{name} write to {batch.endpoint.address}")
@@ -94,11 +92,11 @@ class RegionTransport(OneSidedTransport):
             self._table.clear()
 
     def _free_untouched(self, *, keep: bool = False) -> None:
-        """Free the deferred regions that no call touches any more. The caller holds the lock.
+        """Free the unregistered regions that no unfinished call uses any more. The caller holds the lock.
 
         Args:
-            keep: keep the remaining regions until the process ends, because the transport closes
-                and will not learn when their calls end.
+            keep: whether the other regions stay allocated until the process ends, because the
+                transport closes and will not learn when their calls end.
         """
         waiting, self._deferred = self._deferred, []
         for region, released in waiting:
@@ -107,8 +105,8 @@ class RegionTransport(OneSidedTransport):
                 continue
             try:
                 released()
-            # A failed GPU or a fault in `released` must neither keep other regions from being freed
-            # nor fail the write or close that is running now.
+            # After an error of a GPU or of `released`, other regions must still be freed, and the
+            # running `write` or `close` must not fail.
             except Exception:  # noqa: BLE001
                 _log.exception("%s: memory cannot be freed", self._endpoint.transport)
                 _KEPT.append(released)
@@ -118,7 +116,7 @@ class RegionTransport(OneSidedTransport):
 
     @abstractmethod
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
-        """Write a checked batch; return once it is visible at the peer.
+        """Write a checked batch; return once it is visible in the peer's memory.
 
         Raises:
             PeerUnreachable, TransferFailed, TransferOutcomeUnknown: see `OneSidedTransport.write`.
@@ -127,7 +125,7 @@ class RegionTransport(OneSidedTransport):
     def _register(self, address: int, nbytes: int) -> str:  # noqa: ARG002 - for overrides
         """Return the key that peers need besides the address. The caller holds the lock.
 
-        For transports without a library that must know the memory.
+        Override this, and not `_register_all`, if ranges are registered one at a time.
 
         Raises:
             RegionError: the range is refused.
@@ -135,26 +133,26 @@ class RegionTransport(OneSidedTransport):
         return ""
 
     def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """Register ranges with the library and return the key of each. The caller holds the lock.
+        """Register ranges; return the key of each. The caller holds the lock.
 
         Raises:
-            RegionError: a range is refused; no range is registered.
+            RegionError: a range is refused. No range is registered then.
         """
         return [self._register(*span) for span in spans]
 
     def _unregister(self, region: MemoryRegion) -> Callable[[], None] | None:  # noqa: ARG002
-        """End a registration now, or return a function that ends it once no call touches the memory.
+        """End a registration now, or return a function that ends it. The caller holds the lock.
 
-        The caller holds the lock.
+        The function is called once no unfinished call uses the memory.
         """
         return None
 
     def _is_touched(self, region: MemoryRegion) -> bool:  # noqa: ARG002
-        """Return whether an unfinished call may use a byte of the region. The caller holds the lock."""
+        """Return whether an unfinished call may still use the region. The caller holds the lock."""
         return False
 
     def _current(self) -> AbstractContextManager[None]:
-        """Return a context manager that surrounds native calls on the registered memory."""
+        """Return a context manager in which native calls run, for example one that sets the CUDA context."""
         return contextlib.nullcontext()
 
 

@@ -1,7 +1,7 @@
-"""Tables of registered regions, and the checks of a batch against local and published regions.
+"""Table of registered regions, and the checks of a batch against local and published regions.
 
-Two transports check nothing themselves: `process_vm_writev` writes anywhere, and Mooncake's TCP
-reads any source. Every write of every transport therefore passes these checks first.
+Some mechanisms check nothing: `process_vm_writev` writes to any address, and Mooncake's TCP reads
+from any address. So every write of every transport is checked here first.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ _ADDRESS = attrgetter("address")
 
 
 class RegionTable:
-    """Registered local regions, disjoint and sorted. Changed under the transport's lock, read by any thread."""
+    """Registered local regions, disjoint and sorted by address.
+
+    Only a thread with the transport's lock changes the table; any thread may read it.
+    """
 
     def __init__(self) -> None:
         self._regions: list[MemoryRegion] = []
 
     def check_free(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Raise unless every range (address, nbytes) can be registered.
+        """Check that all ranges (address, nbytes) can be registered.
 
         Raises:
             RegionError: a range is empty, starts at address 0, exceeds the address space, or
@@ -52,7 +55,7 @@ class RegionTable:
         """Add regions.
 
         Raises:
-            RegionError: see `check_free`; no region is added.
+            RegionError: see `check_free`. No region is added then.
         """
         self.check_free((region.address, region.nbytes) for region in regions)
         for region in regions:
@@ -95,13 +98,12 @@ def check_batch(table: RegionTable, batch: WriteBatch, transport: str) -> None:
     """Check a batch before its first byte is sent.
 
     Raises:
-        RegionError: the columns differ in length, a piece is empty, a piece is outside local
-            registered memory or outside the published regions, or a region belongs to another
-            endpoint or transport.
+        RegionError: the columns differ in length; a piece is empty, outside local registered memory, or
+            outside the published regions; or a region belongs to another endpoint or transport.
     """
     if batch.endpoint.transport != transport:
         raise RegionError(
-            f"write: endpoint must be of transport {transport!r}, got {batch.endpoint.transport!r}"
+            f"write: the endpoint's transport must be {transport!r}, got {batch.endpoint.transport!r}"
         )
     num_pieces = len(batch.nbytes)
     if len(batch.local_addresses) != num_pieces or len(batch.remote_addresses) != num_pieces:
@@ -112,9 +114,9 @@ def check_batch(table: RegionTable, batch: WriteBatch, transport: str) -> None:
     for region in batch.regions:
         if region.endpoint != batch.endpoint:
             raise RegionError(
-                f"write: a region of {region.endpoint.address} incarnation "
-                f"{region.endpoint.incarnation} was passed for {batch.endpoint.address} "
-                f"incarnation {batch.endpoint.incarnation}"
+                f"write: all regions must belong to {batch.endpoint.address} incarnation "
+                f"{batch.endpoint.incarnation}, got a region of {region.endpoint.address} "
+                f"incarnation {region.endpoint.incarnation}"
             )
     check_inside(batch.local_addresses, batch.nbytes, table.spans(), "local registered memory")
     check_inside(
@@ -134,7 +136,7 @@ def check_inside(
     """Check that each piece is inside one of `spans`.
 
     Raises:
-        RegionError: names the first piece that is not.
+        RegionError: a piece is empty or not inside; the message names the first such piece.
     """
     if len(nbytes) == 0:
         return
@@ -151,7 +153,7 @@ def check_inside(
     if not inside.all():
         row = int((~inside).argmax())
         raise RegionError(
-            f"write: piece {row} at {int(addresses[row]):#x} with {int(nbytes[row])} bytes must lie "
+            f"write: piece {row} at {int(addresses[row]):#x} with {int(nbytes[row])} bytes must be "
             f"inside {where}"
         )
 

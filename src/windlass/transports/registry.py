@@ -1,7 +1,7 @@
 """Registry of transports by name: built-in transports and transports of other packages.
 
-A package that provides a transport names its configuration in the entry point group
-`windlass.transports`. The name of the entry point is the tag of the struct:
+A package that provides a transport declares its configuration type in the entry point group
+`windlass.transports`. The name of the entry point must be the tag of that struct:
 
     [project.entry-points."windlass.transports"]
     file_mmap = "windlass_file_mmap:FileMmapConfig"
@@ -44,10 +44,10 @@ class TransportConfig(
     Decoded from `{"type": "mooncake", "host": "192.0.2.1"}`.
 
     Attributes:
-        memory: kinds of memory that it can register.
+        memory: kinds of memory that the transport can register.
         between_hosts: whether peers can be on other hosts.
-        is_automatic: whether `auto` offers it.
-        remedy: one line for a person: what to do if the transport does not start.
+        is_automatic: whether `auto` offers the transport.
+        remedy: advice for the user if the transport does not start, in one line.
     """
 
     memory: ClassVar[frozenset[MemoryType]] = frozenset({MemoryType.HOST})
@@ -57,20 +57,20 @@ class TransportConfig(
 
     @property
     def name(self) -> str:
-        """Registry name."""
+        """Registry name of the transport."""
         return str(type(self).__struct_config__.tag)
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
         """Start the transport.
 
         Args:
-            towards: URL of the controller. A network transport without a configured host uses this
-                host's address on the route to the controller.
-            gpu: ordinal of the GPU whose memory will be registered. It overrides the settings; -1
-                for host memory or the GPU of the settings.
+            towards: URL of the controller. A network transport without a configured host uses the
+                address of this host on the route to the controller.
+            gpu: ordinal of the GPU whose memory will be registered; it overrides the settings. -1 for
+                the GPU of the settings, or for host memory if they have none.
 
         Raises:
-            ConfigError, PeerUnreachable: this host has no such address; see `own_address`.
+            ConfigError, PeerUnreachable: no address of this host can be used; see `own_address`.
             TransportUnavailable: a dependency or kernel feature is missing, or the transport uses
                 another wire than the configured one.
         """
@@ -82,7 +82,7 @@ class _Tagged(msgspec.Struct, frozen=True):
 
 
 def transport_names() -> tuple[str, ...]:
-    """Return the names that `config_type` accepts."""
+    """Return the names of all transports."""
     return TRANSPORTS.names()
 
 
@@ -119,7 +119,9 @@ def parse_transport(name: str | TransportConfig) -> TransportConfig:
     if isinstance(name, TransportConfig):
         return name
     if not isinstance(name, str):
-        raise ConfigError(f"transport must be a name or a configuration of one, got {name!r}")
+        raise ConfigError(
+            f"transport must be the name of a transport or a TransportConfig, got {name!r}"
+        )
     if not name.startswith("{"):
         return config_type(name)()
     try:
@@ -135,19 +137,19 @@ def create_transport(
     """Start a transport.
 
     Args:
-        config: its configuration.
+        config: configuration of the transport.
         towards: URL of the controller; see `TransportConfig.create`.
         memory_at: an address in the memory that will be registered. If it is GPU memory, the
-            transport is started for that GPU, whatever the configuration says.
+            transport is started for that GPU, even if `config` has another.
 
     Raises:
-        ConfigError: the memory is on a GPU, and the transport moves host memory only.
+        ConfigError: the memory is on a GPU, and the transport can only write host memory.
         ConfigError, PeerUnreachable, TransportUnavailable: see `TransportConfig.create`.
     """
     gpu = gpu_of(memory_at) if memory_at else -1
     if gpu >= 0 and MemoryType.CUDA not in config.memory:
         raise ConfigError(
             f"transport: must be cuda_ipc (within one host), nixl or mooncake for weights on GPU "
-            f"{gpu}, got {config.name}, which moves host memory"
+            f"{gpu}, got {config.name}, which writes only host memory"
         )
     return config.create(towards=towards, gpu=gpu)

@@ -1,4 +1,4 @@
-"""Copying by several threads that has ended when the call returns or raises."""
+"""Share jobs, such as copies, between several threads, and wait for all of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from concurrent.futures import Executor
 
 
 def share(jobs: Iterable[Callable[[], object]], threads: Executor, num_helpers: int) -> None:
-    """Run all jobs in this thread and in up to `num_helpers` threads of the executor.
+    """Run all jobs, in this thread and in up to `num_helpers` threads of the executor.
 
-    Returns or raises once every started job has ended. After a job raises, no further job starts.
-    If the executor cannot start a thread, it may still have queued the call. A helper that runs
-    late finds no job left.
+    Returns or raises once all started jobs have ended. After a job raises, no further job starts. A
+    helper thread that begins late finds no job left.
 
     Raises:
         BaseException: the exception of the first job that raised.
@@ -45,7 +44,7 @@ def share(jobs: Iterable[Callable[[], object]], threads: Executor, num_helpers: 
     try:
         for _ in range(num_helpers):
             threads.submit(work)
-    # The executor can start no thread or is closed. Run with fewer helpers.
+    # The executor cannot start a thread, or is closed. Run with fewer helpers.
     except RuntimeError:
         pass
     work()

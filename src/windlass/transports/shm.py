@@ -1,12 +1,12 @@
-"""Writes within one host through shared memory: this process allocates it, peers map it and copy.
+"""Writes within one host through shared memory: the receiver allocates it, and writers map it and copy.
 
-One-sided like `cma`, but without ptrace permission. In exchange, peers can write only memory that
-came from `allocate`. Other memory may be registered as a source.
+Writes are one-sided as with `cma`, and need no ptrace permission. But peers can only write memory
+that came from `allocate`. Other memory may be registered as a source.
 
-A segment is a memory file without a name (memfd), sealed against shrinking. Without the seal the
-owner could shrink it, and a peer would be killed by SIGBUS in the middle of a copy. Peers open it
-as a descriptor of the owner's process, which the kernel allows for processes of the same user. The
-segment ends with its owner.
+A segment is an anonymous memory file (memfd), sealed against shrinking. Without the seal its owner
+could shrink it during a copy of a peer, and SIGBUS would kill the peer. Peers open the segment
+through the owner's /proc/PID/fd, which the kernel allows for processes of the same user. A segment
+is freed when its owner ends and no peer maps it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from windlass.transports.traits import (
 )
 
 MAX_COPY_NBYTES = 512 << 20
-"""Bytes per copy: limits how far one copy can exceed a deadline. Large, because libc bypasses the
-cache for large copies, which is nearly twice as fast."""
+"""Largest number of bytes per copy; it limits how far one copy can exceed a deadline. It is large,
+because libc bypasses the cache for large copies, which is nearly twice as fast."""
 SMALL_NBYTES = 128 << 10
-"""Bytes of a piece below which the copy keeps the GIL. If another Python thread is busy, taking the
-GIL back after each small piece would cost more than the copy."""
+"""Size of a piece below which the copy keeps the GIL. If another Python thread is busy, waiting for
+the GIL after each small piece would cost more than the copy."""
 _KEY = re.compile(r"(\d{1,9}):([0-9a-f]{16}):(\d{1,19})", re.ASCII)
 
 
@@ -136,8 +136,8 @@ class ShmTransport(RegionTransport):
             self._processes.check(batch.endpoint)
             targets, mapped = self._translate(batch)
             _copy(batch.local_addresses, targets, batch.nbytes, deadline)
-            # The references keep the segments mapped until here; another thread may drop them from
-            # the cache.
+            # These references keep the segments mapped until here, even if another thread drops them
+            # from the cache.
             del mapped
             check_alive(batch.endpoint)
         except PeerUnreachable:
@@ -145,7 +145,7 @@ class ShmTransport(RegionTransport):
             raise
 
     def _translate(self, batch: WriteBatch) -> tuple[UInt64Array, list[_MappedSegment]]:
-        """Return the local addresses of the pieces in the mapped segments of the peer, and the segments."""
+        """Map the peer's segments; return the address of each remote piece in this process, and the segments."""
         regions = sorted(batch.regions, key=attrgetter("address"))
         starts = np.array([r.address for r in regions], np.uint64)
         slot = np.searchsorted(starts, batch.remote_addresses, side="right") - 1
@@ -173,9 +173,9 @@ class _OwnedSegment:
     """Zeroed memory of this process that only processes of the same user can open.
 
     Attributes:
-        descriptor: descriptor of the file. Peers open it by this number while it is open here.
-        token: random part of the file's name, which tells it from a later file with the same
-            number.
+        descriptor: file descriptor of the memory file. Peers open the file by this number.
+        token: random part of the file's name, which distinguishes it from a later file with the same
+            descriptor.
         address: address of its first byte in this process.
     """
 
@@ -186,7 +186,7 @@ class _OwnedSegment:
         available = _available_nbytes()
         if nbytes > available:
             raise TransportUnavailable(
-                f"shm: {available} bytes are available on this host, got nbytes {nbytes}"
+                f"shm: nbytes must be at most {available}, the memory available on this host, got {nbytes}"
             )
         self.nbytes, self.token = nbytes, secrets.token_hex(8)
         try:
@@ -194,7 +194,7 @@ class _OwnedSegment:
                 f"windlass-{self.token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
             )
         except OSError as error:
-            raise TransportUnavailable(f"shm: no memory file can be made: {error}") from error
+            raise TransportUnavailable(f"shm: a memory file cannot be created: {error}") from error
         try:
             # Allocate all pages now.
             os.posix_fallocate(self.descriptor, 0, nbytes)
@@ -203,11 +203,13 @@ class _OwnedSegment:
             self._mapping: mmap.mmap | None = mmap.mmap(self.descriptor, nbytes)
         except OSError as error:
             os.close(self.descriptor)
-            raise TransportUnavailable(f"shm: no room for {nbytes} bytes: {error}") from error
+            raise TransportUnavailable(
+                f"shm: {nbytes} bytes cannot be allocated: {error}"
+            ) from error
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     def close(self) -> None:
-        """Close it. The kernel frees the memory once no peer maps it."""
+        """Close the segment. The kernel frees the memory once no peer maps it."""
         os.close(self.descriptor)
         self._mapping = None
 
@@ -222,8 +224,8 @@ class _MappedSegment:
     """Segment of a peer, mapped here. Unmapped when the last reference to it is dropped.
 
     Attributes:
-        path: path of the owner's descriptor.
-        target: file that `path` refers to until the owner releases the segment.
+        path: path of the owner's file descriptor in /proc.
+        target: target of the link `path` until the owner releases the segment.
         address: address of its first byte in this process.
     """
 
@@ -248,8 +250,8 @@ class _PeerSegments:
     def map(self, region: RemoteRegion) -> tuple[_MappedSegment, int]:
         """Return the mapped segment of a region, and the region's offset in it.
 
-        The segment stays mapped while the returned object exists. Of the region, only the endpoint
-        is trusted; everything else is checked.
+        The segment stays mapped while the returned object exists. The caller has checked the endpoint of
+        the region; this method checks everything else.
 
         Raises:
             PeerUnreachable: the owner's process has ended.
@@ -270,24 +272,24 @@ class _PeerSegments:
         with self._lock:
             found = self._mapped.get((path, target))
             if found is None or found.is_released:
-                # Mappings can accumulate only when a new one is added, so drop released ones here.
+                # Drop released mappings whenever a new one is added, so that they do not accumulate.
                 self.forget_released()
                 try:
                     found = self._mapped[path, target] = _open(path, target)
                 except RegionError:
-                    # If the owner's process has ended, report that instead.
+                    # If the owner's process has ended, raise PeerUnreachable instead.
                     check_alive(region.endpoint)
                     raise
         if offset + region.nbytes > len(found.mapping):
             raise RegionError(
-                f"shm: segment at {path} must have {offset + region.nbytes} bytes, has "
+                f"shm: segment at {path} must have at least {offset + region.nbytes} bytes, got "
                 f"{len(found.mapping)}"
             )
         return found, offset
 
     def forget_released(self) -> None:
-        """Unmap segments that their owners released, also by ending."""
-        # A copy under way in another thread holds a reference, so nothing is unmapped under it.
+        """Unmap segments that their owners have released, and segments of ended processes."""
+        # A running copy in another thread has a reference, so its segments stay mapped.
         with self._lock:
             self._mapped = {k: seg for k, seg in self._mapped.items() if not seg.is_released}
 
@@ -314,8 +316,8 @@ def _open(path: str, target: str) -> _MappedSegment:
         if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise RegionError(f"shm: the segment at {path} must be sealed against shrinking")
         found = os.fstat(handle)
-        # Touching a missing page would allocate it here, and the owner chooses how many are
-        # missing.
+        # Touching a missing page would allocate it for this process. Otherwise a malicious owner could
+        # make this process allocate any amount.
         if found.st_blocks * 512 < found.st_size:
             raise RegionError(f"shm: the segment at {path} must have all of its pages")
         # One pass over the page tables now replaces a page fault per page in the first write.

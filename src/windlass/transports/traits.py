@@ -1,4 +1,4 @@
-"""Capabilities of a transport, used to choose one and to connect with it."""
+"""Capabilities of a transport, from which the controller chooses a transport for each link."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CEILING_BYTES_PER_S: Mapping[str, float] = {
     # A NIC with 10 Gbit/s.
     "tcp": 1.2e9,
 }
-"""Highest throughput of one link, by wire. Only the order of these figures matters. Transports from
-other packages state their own."""
+"""Wire -> highest throughput of one link. Only the order of these figures matters. A transport of
+another package has its own figure."""
 
 
 class MemoryType(StrEnum):
@@ -38,8 +38,8 @@ class WireReport(msgspec.Struct, frozen=True):
 
     Attributes:
         transport: registry name.
-        protocol: the wire in use: `process_vm_writev`, `posix-shm`, `tcp`, `rdma`, `memory`.
-        detail: version, device and similar facts for a person.
+        protocol: wire in use: `process_vm_writev`, `posix-shm`, `tcp`, `rdma`, `memory`.
+        detail: version, device and similar facts, for status and reports.
     """
 
     transport: str
@@ -51,15 +51,16 @@ class TransportTraits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Capabilities of a running transport, as sent to the controller.
 
     Attributes:
-        same_host: peers must share the host, the PID namespace and the network namespace.
-        one_sided: a write completes even if the target's process is stopped.
+        same_host: whether both processes must share the host, the PID namespace and the network
+            namespace.
+        one_sided: whether a write completes even if the target's process is stopped.
         ceiling_bytes_per_s: highest throughput of one link; see `CEILING_BYTES_PER_S`.
-        gpu: ordinal of the GPU whose memory it registers; -1 for host memory.
-        strided_stores: kernels of the source store each element at its final address, so the target
-            does not unpack.
-        notifies: the source tells the target which bytes have arrived while it still writes.
-        allocates: peers can write only memory from the transport's `allocator`; regions of other
-            memory have an empty key.
+        gpu: ordinal of the GPU whose memory the transport registers; -1 for host memory.
+        strided_stores: whether kernels of the source write each element at its final address, so that
+            the target need not unpack.
+        notifies: whether the source tells the target, while it still writes, which bytes have arrived.
+        allocates: whether peers can only write memory from the transport's `allocator`; regions of
+            other memory have an empty key.
     """
 
     same_host: bool

@@ -1,1 +1,1 @@
-"""Mooncake TransferEngine as a transport."""
+"""Transport that uses Mooncake's TransferEngine."""

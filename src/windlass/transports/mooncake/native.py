@@ -1,10 +1,10 @@
 """Start of Mooncake's TransferEngine, and detection of the wire that it uses.
 
 The published wheels ignore the `protocol` argument of `initialize`. The engine uses RDMA if it
-finds a NIC with a configured name and TCP otherwise, returns 0 in both cases and does not report
-its choice. Its `get_local_topology` answers for an engine without those names. So the choice is
-forced where possible, and always checked afterwards against the devices that the kernel lists as
-opened by this process.
+finds a NIC with a configured name, and TCP otherwise. It returns 0 in both cases and does not report
+its choice, and `get_local_topology` ignores the configured names. So this module forces the choice
+where it can, and always checks it afterwards: the kernel lists the RDMA devices that this process
+has opened.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from windlass.transports.liveness import listen_on
 from windlass.wording import install_command
 
 MAX_PIECES = 1024
-"""Pieces per call. With more than 2048 pieces waiting at one peer, every later call to it fails
-permanently. Even below that, an error can leave pieces behind that arrive a second later."""
+"""Largest number of pieces per call. If more than 2048 pieces wait for one peer, all later calls to it
+fail. Even below that, pieces of a failed call can arrive a second after the error."""
 
 _MINIMUM = (0, 3, 12, 1)
-"""Oldest supported version. Before 0.3.12.post1 a TCP write returned when it was sent, not when it
-was visible."""
+"""Oldest supported version. Before 0.3.12.post1, a TCP write returned when its bytes were sent, and not when
+they were visible at the peer."""
 WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
-"""Package that does not need CUDA."""
+"""Package of Mooncake that does not need CUDA."""
 _DISTRIBUTIONS = (
     WITHOUT_CUDA,
     "mooncake-transfer-engine",
@@ -43,8 +43,8 @@ _DISTRIBUTIONS = (
 )
 _DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
-    # One connection per peer keeps writes in order. Only that order tells an error from an unknown
-    # outcome (see `transport.py`). 1, 2 and 4 connections are equally fast on loopback.
+    # With one connection per peer, writes keep their order, which shows whether a failed write has ended
+    # (see `transport.py`). 1, 2 and 4 connections are equally fast on loopback.
     "MC_TCP_LANES_PER_PEER": "1",
     # Soft-RoCE treats the engine's 7 retries as unlimited, so a call to a dead peer would never
     # end.
@@ -59,7 +59,7 @@ _DEVICE_ATTR_NBYTES = 4096
 
 
 class MooncakeProtocol(StrEnum):
-    """Wire that Mooncake must use. AUTO accepts either and reports the one in use."""
+    """Wire that Mooncake must use. AUTO accepts both wires."""
 
     AUTO = "auto"
     TCP = "tcp"
@@ -67,7 +67,7 @@ class MooncakeProtocol(StrEnum):
 
 
 class NativeEngine(Protocol):
-    """The methods of `mooncake.engine.TransferEngine` in use. Each int is a return code; 0 is success."""
+    """Methods of `mooncake.engine.TransferEngine` that Windlass uses. An int result is a return code; 0 is success."""
 
     def initialize(self, host: str, metadata: str, protocol: str, device: str, /) -> int: ...
     def get_rpc_port(self) -> int: ...
@@ -86,13 +86,14 @@ class Started:
     """A running engine.
 
     Attributes:
+        engine: native engine.
         wire: `tcp` or `rdma`, as detected.
-        ordered: whether it has one TCP connection per peer, which handles writes in order.
-        detail: package, version, NICs.
-        ports: ports on which it listens.
-        num_nics: number of NICs that it writes through; 0 over TCP.
-        max_registration_nbytes: largest range that the engine registers at once over verbs; 0 for
-            no limit.
+        ordered: whether the wire is TCP with one connection per peer, so that writes keep their order.
+        detail: package, version and NICs, for reports.
+        max_registration_nbytes: largest range that the engine can register at once over RDMA; 0 for no
+            limit.
+        ports: ports on which the engine listens.
+        num_nics: number of NICs that the engine uses; 0 over TCP.
     """
 
     engine: NativeEngine
@@ -123,7 +124,7 @@ def start_engine(host: str, device: str, protocol: MooncakeProtocol) -> Started:
     detail = _installed_version()
     chosen = {"MC_FORCE_TCP": "1"} if forced else {}
     if ":" in host:
-        # Without it the engine listens and connects over IPv4 only.
+        # Without this variable the engine listens and connects only over IPv4.
         chosen["MC_USE_IPV6"] = "1"
     values = set_defaults(_DEFAULTS | chosen)
     force_tcp = environment_value("MC_FORCE_TCP")
@@ -133,12 +134,12 @@ def start_engine(host: str, device: str, protocol: MooncakeProtocol) -> Started:
         from mooncake.engine import TransferEngine
     except ImportError as error:
         raise TransportUnavailable(
-            f"mooncake: cannot be loaded ({error}); libibverbs.so.1 comes with the system package "
-            "libibverbs1"
+            f"mooncake: cannot be loaded ({error}); the system package libibverbs1 contains "
+            "libibverbs.so.1"
         ) from error
     engine = cast("NativeEngine", TransferEngine())
     asked = "tcp" if protocol is MooncakeProtocol.AUTO else protocol.value
-    # Start one engine at a time, so that devices opened during its start are its own.
+    # Start one engine at a time, so that all devices and ports opened during its start belong to it.
     with OPENING:
         _open_devices(mark=True)
         listened = listening_ports()
@@ -169,20 +170,20 @@ def _check_chosen(device: str, protocol: MooncakeProtocol, wire: str, nics: list
     """Raise if the engine chose another wire or other NICs than the configured ones."""
     if protocol is not MooncakeProtocol.AUTO and wire != protocol.value:
         raise TransportUnavailable(
-            f"mooncake: protocol must be {protocol.value}, the engine chose {wire} "
-            f"(NICs it opened: {', '.join(nics) or 'none'})"
+            f"mooncake: protocol must be {protocol.value}, but the engine chose {wire} "
+            f"(NICs that it opened: {', '.join(nics) or 'none'})"
         )
     wanted = {name.strip() for name in device.split(",") if name.strip()}
     if wire == "rdma" and wanted and wanted != set(nics):
         raise TransportUnavailable(
-            f"mooncake: device must be {device}, the engine opened {', '.join(nics)}"
+            f"mooncake: device must be {device}, but the engine opened {', '.join(nics)}"
         )
 
 
 def _registration_limit(nics: list[str]) -> int:
     """Return the largest range to register at once; 0 for no limit.
 
-    The engine splits larger ranges itself and then refuses pieces that cross a border of two parts.
+    The engine registers a larger range as several parts itself, and then refuses each piece that is in two of them.
     """
     asked = environment_value("MC_MAX_MR_SIZE") or ""
     limits = [max_registration_nbytes(nic) for nic in nics]
@@ -209,7 +210,7 @@ def _installed_version() -> str:
         )
     if len(found) > 1:
         raise TransportUnavailable(
-            f"mooncake: one distribution must own the package, found {' and '.join(found)}"
+            f"mooncake: exactly one of its distributions must be installed, got {' and '.join(found)}"
         )
     match = re.search(r" (\d+)\.(\d+)\.(\d+)(?:\.post(\d+))?", found[0])
     if match is None or tuple(int(part or 0) for part in match.groups()) < _MINIMUM:
@@ -218,18 +219,18 @@ def _installed_version() -> str:
 
 
 def _open_devices(*, mark: bool) -> set[str]:
-    """Return the RDMA devices that this process has opened and that have no mark yet.
+    """Return the RDMA devices that this process has opened and not yet marked.
 
-    The mark is a signal number that is set on the open file and never sent. A descriptor number
-    does not identify a device: while another thread destroys an engine, its device closes and a new
-    one can get the same number.
+    The mark is a signal number that is set on the open file (F_SETSIG) and never sent. File descriptor
+    numbers cannot be used instead: if another thread destroys an engine, the descriptor of its device is
+    closed, and a new device can get the same number.
 
     Args:
-        mark: mark the devices that are returned.
+        mark: whether to mark the returned devices.
     """
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
-        # Closed since the listing, as the listing's own descriptor is.
+        # A descriptor may be closed after the listing, as that of the listing itself is.
         with contextlib.suppress(OSError):
             target, number = str(entry.readlink()), int(entry.name)
             if not target.startswith(_VERBS) or fcntl.fcntl(number, fcntl.F_GETSIG) == _MARK:
@@ -246,7 +247,7 @@ def _device_name(verbs: str) -> str:
 
 
 def max_registration_nbytes(device: str) -> int:
-    """Return the largest memory region of a device in bytes (`max_mr_size`), from the system's libibverbs.
+    """Return `max_mr_size` of an RDMA device, its largest memory region in bytes, from the system's libibverbs.
 
     Raises:
         TransportUnavailable: libibverbs or the device is missing, or the query failed.
@@ -276,7 +277,7 @@ def max_registration_nbytes(device: str) -> int:
     finally:
         verbs.ibv_free_device_list(devices)
     raise TransportUnavailable(
-        f"mooncake: device must be one that libibverbs lists, got {device!r}"
+        f"mooncake: device must be a device that libibverbs lists, got {device!r}"
     )
 
 

@@ -1,16 +1,18 @@
-"""Mooncake's TransferEngine: RDMA if there is a NIC, otherwise TCP.
+"""Transport that uses Mooncake's TransferEngine: RDMA if there is a NIC, otherwise TCP.
 
-Over TCP it is one-sided only for the writer: the target's process must be running. This module adds
-missing parts of the engine: it checks sources (TCP reads any), limits calls to 1024 pieces and a
-few hundred megabytes, detects a process that restarted on the same port, and keeps deadlines.
+Over TCP a write needs no code of the caller at the target, but the target's process must be running.
+This module adds what the engine lacks: it checks that sources are registered (over TCP the engine
+reads any address), limits calls to 1024 pieces and 256 MB, detects a process that restarted on the
+same port, and keeps deadlines.
 
-Native calls take no deadline (they give up after 30 to 62 s, or never), so each runs in a thread of
-its peer. Every failure returns -1, and bytes may arrive after it. A failed write is known to have
-ended in one case only: the wire is TCP with one connection per peer, and the call returned long
-before the engine's own timeouts. The engine's queue to a peer is then first-in first-out, and the
-peer acknowledges each entry before the next is sent. So if a read queued behind the failed write
-succeeds, no byte of that write is still in flight. After a timeout this does not hold: the engine
-dropped a connection with bytes in it, and a read over a new connection proves nothing about them.
+Native calls have no deadline (they return an error after 30 to 62 s, or never), so a thread for each
+peer makes them. Every failure has code -1, and bytes may arrive after it. Only in one case is a
+failed write known to have ended: the wire is TCP with one connection per peer, and the call returned
+long before the engine's timeouts. The engine then sends to a peer in first-in first-out order, and
+the peer acknowledges each entry before the next is sent. So if a read that was queued behind the
+failed write succeeds, no byte of the write arrives later. After a timeout this does not hold: the
+engine has dropped a connection that may contain bytes, and a read over a new connection shows nothing
+about them.
 """
 
 from __future__ import annotations
@@ -63,35 +65,35 @@ from windlass.wording import install_command
 
 TOKEN_NBYTES = 16
 KEPT_PAGES = 64
-"""Returned pages above which the oldest is used again."""
+"""Number of unused pages above which the oldest is used again."""
 PROMPT_S = 2.0
-"""Seconds of a call that cannot have met a timeout of the engine: all its timeouts are >= 5 s."""
+"""Duration of a call in seconds below which no timeout of the engine can have passed: all are >= 5 s."""
 JOIN_S = 1.0
 IDLE_S = 10.0
 READS = 4
 MAX_CALL_NBYTES = 256 << 20
 REQUEST_NBYTES = 1 << 20
-"""Bytes per piece if there are several NICs. The engine sends each piece through one NIC, chosen at
-random."""
+"""Largest size of a piece if there are several NICs: the engine sends each piece through a NIC that it chooses at
+random, so only small pieces use all NICs."""
 _OVERLAP = -7
 _OTHER_PROCESS = 1
 _MAX_KEY_CHARS = 20
 _PAGE = 4096
-"""Smallest accepted step, so that a peer's key cannot make this process cut a piece into single
-bytes."""
+"""Smallest registration step that a peer's key may contain. Smaller steps could make this process cut pieces into
+single bytes."""
 _NO_PIECES = np.empty(0, np.uint64)
 _INCARNATION = re.compile(r"([0-9a-f]{32})@([0-9a-f]{1,16}):([0-9]{1,5})")
-"""Incarnation of a peer: a random token, the address at which peers read it, and the port of the
-liveness listener."""
+"""Incarnation of a peer: a random token, the address at which the token can be read, and the port of the liveness
+listener."""
 
 
 class MooncakeConfig(NetworkConfig, frozen=True, tag="mooncake"):
     """Configuration of Mooncake's TransferEngine.
 
     Attributes:
-        protocol: required wire. The transport does not start if Mooncake uses another one.
+        protocol: required wire. The transport does not start if Mooncake uses another wire.
 
-    `max_registration_nbytes` 0 means the minimum of the NICs' limits and MC_MAX_MR_SIZE.
+    If `max_registration_nbytes` is 0, the limit is the smallest of the NICs' limits and MC_MAX_MR_SIZE.
     """
 
     remedy: ClassVar[str] = f"{install_command('mooncake')}, and the package libibverbs1"
@@ -108,7 +110,7 @@ class MooncakeConfig(NetworkConfig, frozen=True, tag="mooncake"):
 
 @final
 class _Engine:
-    """A native engine, the peer it contacted at each address, and pages that peers returned."""
+    """A native engine, the last peer that it contacted at each address, and registered pages for tokens of peers."""
 
     def __init__(self, started: Started) -> None:
         self.started = started
@@ -116,7 +118,7 @@ class _Engine:
         self.pages: deque[UInt8Array] = deque()
 
     def acquire_page(self) -> UInt8Array:
-        """Return a registered page for the token of one peer.
+        """Return a registered page into which the token of one peer is read.
 
         Peers do not share pages, because bytes of a failed read may arrive late.
 
@@ -132,29 +134,31 @@ class _Engine:
         return page
 
     def pin(self, steps: Sequence[tuple[int, int]]) -> int:
-        """Register steps (start, stop) and return the engine's code; if it is not 0, none is registered.
+        """Register ranges (start, stop); return the engine's code. If it is not 0, no range is registered.
 
-        Over verbs the engine registers with several threads.
+        One call for all ranges is faster: over RDMA the engine uses several threads for it.
         """
         starts, sizes = [start for start, _ in steps], [stop - start for start, stop in steps]
         code = self.started.engine.batch_register_memory(starts, sizes)
-        # The engine stops half way on errors, except that it checks for overlaps before it begins.
+        # The engine checks for overlaps before it begins. After another error some ranges are registered.
         if code not in (0, _OVERLAP):
             self.unpin(starts)
         return code
 
     def unpin(self, starts: list[int]) -> None:
-        """Unregister the steps that begin at `starts`."""
+        """Unregister the ranges that begin at `starts`."""
         for start in starts:
             self.started.engine.unregister_memory(start)
 
 
 @final
 class _Call(NativeCall):
-    """Native call that waits for the peer's thread or runs in it.
+    """Native call that the peer's thread runs, after the calls that were queued before.
 
     Args:
-        run: makes the call and returns its code.
+        run: function that makes the call and returns its code.
+        local: addresses of the local memory that the call uses.
+        nbytes: sizes of this memory.
     """
 
     def __init__(self, run: Callable[[], int], local: UInt64Array, nbytes: UInt64Array) -> None:
@@ -175,7 +179,7 @@ class _Call(NativeCall):
         return self.cancelled
 
     def come_back(self, code: int) -> None:
-        """Record the code and wake the waiting thread."""
+        """Record the return code, and wake the waiting thread."""
         self.code, self.error = code, f"code {code}"
         if self.wake >= 0:
             os.eventfd_write(self.wake, 1)
@@ -187,11 +191,11 @@ class _Call(NativeCall):
 
 @final
 class MooncakePeer(NetworkPeer):
-    """See `NetworkPeer`. One thread makes the calls in order and ends when it has been idle.
+    """See `NetworkPeer`. One thread makes the calls in order; it ends after `IDLE_S` without a call.
 
     Args:
         engine: engine that has not contacted an earlier process at this address, because an engine
-            keeps the data port of that process for ever.
+            never forgets the data port of that process.
     """
 
     outlives_process = False
@@ -222,7 +226,7 @@ class MooncakePeer(NetworkPeer):
         return int(key)
 
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:  # noqa: ARG002
-        """See `NetworkPeer.confirm`. After the peer cuts a connection, two reads fail before it is replaced."""
+        """See `NetworkPeer.confirm`. If the peer has cut the connection, two reads fail before the engine reconnects."""
         code: int | None = None
         for _ in range(READS):
             with self.held(deadline):
@@ -232,7 +236,7 @@ class MooncakePeer(NetworkPeer):
             if outcome is Outcome.DONE:
                 return
             with self.lock:
-                # The call writes nothing, so it does not matter whether it had begun.
+                # The call only reads a token, so it does not matter whether it had begun.
                 call.cancel()
                 self.refuse_open(deadline)
             code = call.code
@@ -249,12 +253,12 @@ class MooncakePeer(NetworkPeer):
             if not self._answered:
                 break
         raise PeerUnreachable(
-            f"{deadline.purpose}: {self.endpoint.address} is gone or was restarted (code {code}); "
+            f"{deadline.purpose}: {self.endpoint.address} has ended or was restarted (code {code}); "
             "nothing was sent"
         )
 
     def close(self) -> None:
-        """See `NetworkPeer.close`. A native call that hangs is left running."""
+        """See `NetworkPeer.close`. If a native call hangs, its thread continues."""
         super().close()
         with self.lock:
             thread, stuck = self._thread, bool(self._given_up)
@@ -273,7 +277,7 @@ class MooncakePeer(NetworkPeer):
         )
 
     def _has_refused(self, call: NativeCall, deadline: Deadline) -> bool:
-        """Return whether a read behind the failed call proves that it has ended; see the module."""
+        """Return whether a read that was queued behind the failed call proves its end; see the module."""
         if not isinstance(call, _Call) or call.seconds >= PROMPT_S:
             return False
         with self.lock:
@@ -294,8 +298,8 @@ class MooncakePeer(NetworkPeer):
     def _read_token(self) -> int:
         engine = self._engine.started.engine
         if not self._answered:
-            # The first contact with a peer that never answers holds a lock in the engine for a
-            # minute, which blocks first contacts with other peers. A probe holds no lock.
+            # If a peer never answers, the first read from it keeps a lock of the engine for a minute,
+            # which blocks first reads from other peers. A probe takes no lock.
             code = engine.send_probe(self.endpoint.address)
             if code != 0:
                 return code
@@ -309,7 +313,7 @@ class MooncakePeer(NetworkPeer):
         return code
 
     def _queue(self, run: Callable[[], int], local: UInt64Array, nbytes: UInt64Array) -> _Call:
-        """Queue a call behind the waiting ones. The caller holds the lock and later calls `_end`."""
+        """Queue a call for the peer's thread. The caller holds the lock, and must call `_end` later."""
         try:
             if self._thread is None:
                 # Daemon thread: a native call that hangs must not block the exit of the
@@ -318,18 +322,18 @@ class MooncakePeer(NetworkPeer):
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 thread.start()
                 self._thread = thread
-            # Created last, because it opens a descriptor.
+            # Create the call last, because it opens a file descriptor.
             call = _Call(run, local, nbytes)
         except (OSError, RuntimeError) as error:
             raise TransferFailed(
-                f"mooncake: {self.endpoint.address}: not begun: {error}"
+                f"mooncake: {self.endpoint.address}: the write did not begin: {error}"
             ) from error
         self._open.add(call)
         self._calls.put(call)
         return call
 
     def _serve(self) -> None:
-        """Make calls until none has come for `IDLE_S`: most peers end without notice."""
+        """Make calls until there was none for `IDLE_S`. The thread ends then, because the peer may have ended."""
         while True:
             try:
                 call = self._calls.get(timeout=IDLE_S)
@@ -347,7 +351,7 @@ class MooncakePeer(NetworkPeer):
             try:
                 if call.begun:
                     code = call.run()
-            # If `run` raises, the waiting thread gets code -1 and need not wait for its deadline.
+            # If `run` raises, the waiting thread gets code -1 at once, and not only its deadline.
             finally:
                 with self.lock:
                     call.seconds = time.monotonic() - start
@@ -402,7 +406,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         )
 
     def report(self) -> WireReport:
-        """See `OneSidedTransport.report`. The wire was detected after the start."""
+        """See `OneSidedTransport.report`. The report contains the wire that was detected."""
         return WireReport("mooncake", self._started.wire, self._started.detail)
 
     def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
@@ -434,7 +438,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
             engine.unpin(self._starts(address, nbytes))
 
     def fence(self, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.fence`. Over TCP this closes connections; over RDMA nothing needs a fence."""
+        """See `OneSidedTransport.fence`. Over TCP, close all connections of peers; over RDMA, do nothing."""
         if not self._is_rdma():
             ports = frozenset[int]().union(*(engine.started.ports for engine in self._engines))
             deadline = Deadline.after(deadline_s, "mooncake fence")
@@ -457,8 +461,8 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
     def _engine_for(self, endpoint: PeerEndpoint) -> _Engine:
         """Return an engine that has not contacted another process at this address.
 
-        An engine keeps the data port of each address for ever. A process that restarted on the same
-        port is reachable only through another engine.
+        An engine never forgets the data port of an address. A process that restarted on the same port
+        can be reached only through another engine.
         """
         for engine in self._engines:
             if engine.contacted.get(endpoint.address, endpoint) == endpoint:
@@ -467,13 +471,15 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         engine = _Engine(start_engine(config.host, config.device, config.protocol))
         steps = self._steps(self._table.spans())
         if steps and (code := engine.pin(steps)) != 0:
-            raise RegionError(f"mooncake: memory cannot be registered again (code {code})")
+            raise RegionError(
+                f"mooncake: memory cannot be registered with another engine (code {code})"
+            )
         self._engines.append(engine)
         return engine
 
 
 def _parse(endpoint: PeerEndpoint) -> tuple[str, int, str]:
-    """Return a peer's token in hex, the token's address there, and the address of the liveness listener."""
+    """Return the token of a peer in hex, the token's address in the peer's process, and its listener's address."""
     match = _INCARNATION.fullmatch(endpoint.incarnation)
     if match is None:
         raise PeerUnreachable(

@@ -1,1 +1,1 @@
-"""NIXL as a transport."""
+"""Transport that uses NIXL."""

@@ -1,7 +1,7 @@
 """Start of a NIXL agent, and detection of the wire that UCX uses.
 
-NIXL reports only that it uses UCX, and UCX chooses a wire per peer. So UCX is told which wires it
-may use and writes its choices to its log (`UCX_PROTO_INFO`), which this module reads.
+NIXL only reports that it uses UCX, and UCX chooses a wire for each peer. So this module limits the
+wires that UCX may use, and reads the chosen wires from UCX's log (`UCX_PROTO_INFO`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from windlass.transports.inbound import (
 
 
 class NixlWire(StrEnum):
-    """Wire that UCX must write through. AUTO accepts any and reports the one in use."""
+    """Wire that UCX must use for writes. AUTO accepts any wire."""
 
     AUTO = "auto"
     CMA = "cma"
@@ -53,10 +53,10 @@ class NixlWire(StrEnum):
 
 _TLS = {
     NixlWire.AUTO: "all",
-    # cma cannot set up a connection by itself.
+    # cma cannot set up a connection; tcp does.
     NixlWire.CMA: "cma,tcp,self",
     NixlWire.TCP: "tcp,self",
-    # ud sets up the connection.
+    # rc cannot set up a connection; ud does.
     NixlWire.RC: "rc,ud,self",
     NixlWire.UD: "ud,self",
 }
@@ -71,7 +71,7 @@ _STAGING = "cuda_copy"
 """UCX component that copies between a GPU and its host for wires that cannot access GPU memory."""
 _PROGRESS_REST_US = 100
 TCP_MARK = new_mark()
-"""Mark of every TCP connection of UCX in this process, opened or accepted."""
+"""Number of SYN retries that marks all TCP connections of UCX in this process, see `new_mark`."""
 _FENCES = threading.Lock()
 _OF_AGENTS_WITH_THEMSELVES: dict[TcpFence, frozenset[Connection]] = {}
 _BUILDS = ("nixl_cu12", "nixl_cu13")
@@ -82,7 +82,7 @@ _WIRE = re.compile(r"([a-z]+[a-z0-9_]*)/([\w.:-]+)")
 
 
 class NativeAgent(Protocol):
-    """The methods of `nixl._api.nixl_agent` in use. Not thread-safe: its owner holds a lock."""
+    """Methods of `nixl._api.nixl_agent` that Windlass uses. Not thread-safe, so the transport holds its lock."""
 
     def create_backend(self, backend: str, parameters: dict[str, str], /) -> None: ...
     def get_reg_descs(self, regions: list[tuple[int, int, int, str]], kind: str, /) -> object: ...
@@ -103,12 +103,12 @@ class NativeAgent(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class PutWire:
-    """A wire that UCX writes through.
+    """A wire through which UCX writes.
 
     Attributes:
-        name: UCX's name: `cma`, `tcp`, `rc_verbs`, ...
-        device: `rxe0:1`, `lo`, `memory`.
-        emulated: whether the target's own threads copy, because the wire has no remote write.
+        name: UCX's name of the wire: `cma`, `tcp`, `rc_verbs`, ...
+        device: UCX's name of the device: `rxe0:1`, `lo`, `memory`, ...
+        emulated: whether threads of the target copy the bytes, because the wire has no remote write.
     """
 
     name: str
@@ -117,15 +117,16 @@ class PutWire:
 
     @property
     def one_sided(self) -> bool:
-        """True if a write completes while the target's process is stopped."""
+        """Whether a write completes while the target's process is stopped."""
         return self.name in _ONE_SIDED and not self.emulated
 
 
 class WireLog:
-    """UCX's log of its choices for one agent. All agents of a process share one file.
+    """Reader of the wires that UCX has logged for one agent. All agents of a process share one log file.
 
     Args:
-        name: the agent's name, which is in the header of each table.
+        name: name of the agent, which is in the header of each table of the log.
+        path: path of the log file.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -133,7 +134,7 @@ class WireLog:
         self._path = path
 
     def put_wires(self) -> frozenset[PutWire]:
-        """Return every wire that UCX has chosen for remote writes of this agent.
+        """Return all wires that UCX has chosen for remote writes of this agent.
 
         Raises:
             TransportUnavailable: the log cannot be read.
@@ -159,7 +160,7 @@ class WireLog:
         return frozenset(found)
 
     def complaints(self) -> str:
-        """Return the last errors and warnings of UCX in this process; empty if it wrote none."""
+        """Return the last errors and warnings that UCX has logged in this process; empty if there are none."""
         with contextlib.suppress(OSError):
             text = self._path.read_text(errors="replace")
             return " / ".join(_COMPLAINT.findall(text)[-_NUM_COMPLAINTS:])
@@ -169,14 +170,14 @@ class WireLog:
         """Check, after a first write, that UCX chose the configured wire.
 
         Raises:
-            TransportUnavailable: UCX chose another wire or does not name it.
+            TransportUnavailable: UCX chose another wire, or the log does not contain its name.
         """
         allowed, wires = _ALLOWED.get(wire, frozenset[str]()), self.put_wires()
         strange = sorted({taken.name for taken in wires} - allowed)
         if (allowed and strange) or not wires:
             raise TransportUnavailable(
-                f"nixl: wire must be {wire.value}, UCX chose "
-                f"{', '.join(strange) or 'one that it does not name'}; nothing was sent"
+                f"nixl: wire must be {wire.value}, but UCX chose "
+                f"{', '.join(strange) or 'a wire that its log does not name'}; nothing was sent"
             )
 
 
@@ -186,7 +187,7 @@ def may_use_tcp(wire: NixlWire) -> bool:
 
 
 def may_use_verbs(wire: NixlWire) -> bool:
-    """Return whether memory will be pinned for a NIC."""
+    """Return whether UCX may use RDMA verbs, for which registration pins memory."""
     return wire in {NixlWire.RC, NixlWire.UD} or (wire is NixlWire.AUTO and _has_nics())
 
 
@@ -196,7 +197,7 @@ def _has_nics() -> bool:
 
 
 def native_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that NIXL's calls raise. Call it after the package was loaded."""
+    """Return the types of exceptions that NIXL's calls raise. Call this after NIXL was loaded."""
     classes = [
         value for name, value in vars(_module("_bindings")).items() if name.endswith("Error")
     ]
@@ -206,7 +207,7 @@ def native_errors() -> tuple[type[Exception], ...]:
 def start_agent(
     name: str, wire: NixlWire, device: str, gpu: int
 ) -> tuple[NativeAgent, WireLog, str]:
-    """Start an agent with a UCX backend; return the agent, its log, and its version for people.
+    """Start an agent with a UCX backend; return the agent, its log, and a text with NIXL's version.
 
     Args:
         name: name of the agent.
@@ -225,13 +226,13 @@ def start_agent(
         ) from error
     settings = {"UCX_PROTO_INFO": "y", "NIXL_LOG_LEVEL": "ERROR"}
     if not _has_nics():
-        # The `ib` module loads the wheel's own libnl-route, which crashes when the process exits.
+        # UCX's `ib` module loads the wheel's copy of libnl-route, which crashes when the process exits.
         settings["UCX_MODULES"] = "^ib"
     set_defaults(settings)
-    # NIXL's own parameter for UCX settings cuts values at the first comma, so set the environment.
+    # NIXL has a parameter for UCX settings, but cuts values at the first comma. So set the environment.
     wires = _TLS[wire]
     if gpu >= 0:
-        # Without it UCX does not support GPU memory.
+        # Without `cuda_copy`, UCX does not support GPU memory.
         wires += f",{_STAGING}"
     settings = {"UCX_TLS": wires, "UCX_TCP_SYN_CNT": str(TCP_MARK)}
     if device:
@@ -239,7 +240,8 @@ def start_agent(
         settings["UCX_MAX_RMA_RAILS"] = str(device.count(",") + 1)
     if wire is NixlWire.AUTO:
         del settings["UCX_TLS"]
-    # Start one agent at a time: UCX opens its log when the first one starts.
+    # Start one agent at a time, because the environment is changed during the start. UCX opens its log
+    # when the first agent starts.
     with OPENING:
         path = settings["UCX_LOG_FILE"] = _log_file()
         with temporary_values(settings):
@@ -271,7 +273,7 @@ def _native_agent(name: str, wire: NixlWire, device: str) -> NativeAgent:
 def _log_file() -> str:
     """Return the path of UCX's log in this process: the user's choice, or a file in a private folder.
 
-    In a shared folder another user could plant a link under that name to a file of this user.
+    In a shared folder, another user could create a link of this name that leads to a file of this user.
     """
     if chosen := environment_value("UCX_LOG_FILE"):
         return chosen
@@ -287,7 +289,7 @@ def _remove_folder(folder: str, owner: int) -> None:
 
 
 def memory_kind(gpu: int) -> str:
-    """Return NIXL's name for the memory of a GPU, or of the host for -1."""
+    """Return NIXL's name for the memory of GPU `gpu`, or for host memory if `gpu` is -1."""
     return "DRAM" if gpu < 0 else "VRAM"
 
 
@@ -296,7 +298,8 @@ def new_write(
 ) -> object:
     """Return a transfer that has not begun.
 
-    NIXL releases it when the object is dropped, so the caller keeps it while it is in flight.
+    NIXL releases the transfer when the returned object is dropped, so the caller keeps it while bytes are in
+    flight.
 
     Args:
         agent: agent that writes.
@@ -317,10 +320,10 @@ def new_write(
 
 @contextlib.contextmanager
 def _patient_progress() -> Iterator[None]:
-    """Let UCX's progress thread sleep between two looks while an agent starts.
+    """Make agents that start in the block let their UCX progress thread sleep between two polls.
 
-    NIXL's Python layer sets the sleep to 0, which keeps a core busy for each idle agent. The only
-    way to change it is to replace the layer's configuration type for one call.
+    NIXL's Python layer sets this sleep to 0, so that each idle agent keeps a core busy. The sleep can only be
+    changed by replacing the layer's configuration type during the start.
     """
     bindings = _module("_bindings")
     original = bindings.nixlAgentConfig
@@ -337,9 +340,9 @@ def _patient_progress() -> Iterator[None]:
 
 
 def _module(name: str) -> Any:
-    """Return a module of the one installed NIXL build.
+    """Return a module of the installed NIXL build.
 
-    The package `nixl` imports torch to find the build, so use a single installed build directly.
+    The package `nixl` would import torch to choose a build. If only one build is installed, use it directly.
     """
     builds = [build for build in _BUILDS if find_spec(build) is not None]
     return import_module(f"{builds[0] if len(builds) == 1 else 'nixl'}.{name}")
@@ -347,12 +350,12 @@ def _module(name: str) -> Any:
 
 @final
 class TcpFence:
-    """Closes TCP connections over which this process's NIXL agents receive, except each agent's own.
+    """Closes the TCP connections of this process's NIXL agents, except each agent's connection to itself.
 
-    An agent connects to itself once, when it starts. Every registration goes through that
-    connection, because NIXL loads the key of a registered region as a peer would. An agent that
-    lost the connection could register nothing more, and the only error would be NIXL_ERR_BACKEND
-    (1.5.1, 2026-11-22). Create this object before its agent starts.
+    Each agent connects to itself at its start, and needs this connection for every registration,
+    because NIXL loads the key of a registered region as a peer would. Without it the agent could not
+    register memory any more, and the only error would be NIXL_ERR_BACKEND (1.5.1, 2026-11-22).
+    Create this object before its agent starts.
 
     Args:
         mark: mark of the agents' sockets (`new_mark`), the same in the whole process.
@@ -363,21 +366,21 @@ class TcpFence:
         self._listened = listening_ports()
 
     def spare_own_connections(self) -> None:
-        """Record the agent's connection to itself as one to keep.
+        """Record the agent's connection to itself, so that `cut` keeps it.
 
-        Call this after the agent has registered memory and before a peer learns its address. Both
-        ends of such a connection belong to this process. A connection that a peer opened is not
-        kept, even if the peer is another agent of this process that started in between.
+        Call this after the agent has registered memory and before a peer learns its address. The
+        connection is found because this process opened it to a port of the agent. Connections that
+        peers opened are not kept, even if the peer is another agent of this process.
         """
         found = connections_to(listening_ports() - self._listened)
         with _FENCES:
             _OF_AGENTS_WITH_THEMSELVES[self] = found | {(peer, own) for own, peer in found}
 
     def cut(self, deadline: Deadline) -> int:
-        """Close all other connections of this process's agents; return their number.
+        """Close all connections of this process's agents that must not be kept; return their number.
 
         Raises:
-            TransferFailed: UCX still reads one after `deadline`.
+            TransferFailed: UCX has not closed the socket of a connection by the deadline.
         """
         with _FENCES:
             spared = frozenset[Connection]().union(*_OF_AGENTS_WITH_THEMSELVES.values())
@@ -389,6 +392,6 @@ class TcpFence:
         return end_connections(is_meant, deadline)
 
     def close(self) -> None:
-        """Stop keeping the connections of the agent, which has ended. Idempotent."""
+        """Forget the agent's connection to itself, after the agent has ended. Idempotent."""
         with _FENCES:
             _OF_AGENTS_WITH_THEMSELVES.pop(self, None)

@@ -1,14 +1,14 @@
-"""NIXL over UCX: cross memory attach, TCP, verbs, or CUDA IPC between GPUs, as UCX chooses.
+"""Transport that uses NIXL over UCX. UCX chooses cross memory attach, TCP, RDMA verbs, or CUDA IPC between GPUs.
 
 This module adds what NIXL lacks. NIXL's transfers have no deadline, and its calls are not
-thread-safe. Releasing a handle in flight does not stop the bytes, so a transfer that exceeds its
-deadline is kept with its descriptors until it ends. Unregistering memory at the target does not
-stop a peer that has its key: UCX keeps the pages registered, so memory that a peer may still write
-must stay mapped.
+thread-safe. Releasing the handle of a running transfer does not stop its bytes, so a transfer that
+exceeds its deadline is kept with its descriptors until it ends. If the target unregisters memory,
+UCX keeps the pages registered, and a peer that has the key can still write. So memory that a peer
+may still write must stay allocated.
 
-Over TCP, bytes of an ended process may still arrive, so `fence` closes every TCP connection of UCX
-in both directions, because UCX writes over a connection in both. If the wire may be TCP, a writer
-sends a small probe write first. If the probe fails, the writer connects again.
+Over TCP, bytes of an ended process may still arrive, so `fence` closes all TCP connections of UCX:
+UCX writes over a connection in both directions, whichever side opened it. If the wire may be TCP, a
+writer first sends a small probe write, which finds a closed connection; it then connects again.
 """
 
 from __future__ import annotations
@@ -70,23 +70,24 @@ from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, Wir
 
 LIMITS = Limits(num_pieces=8192, nbytes=128 << 20, piece_nbytes=128 << 20)
 OWN_PINNED_NBYTES = 128 << 20
-"""Bytes that UCX may pin for itself over verbs: 66 MB per agent were measured."""
+"""Bytes allowed for memory that UCX pins for itself over verbs; 66 MB per agent were measured."""
 CONNECTIONS = 3
-"""Connections to one peer that one write tries before the peer counts as unreachable."""
+"""Number of connections to a peer that one write tries before the peer counts as unreachable."""
 _MAX_KEY_CHARS = 1 << 20
 _WORD_NBYTES = np.array([8], np.uint64)
 _STRANDED: list[object] = []
-"""Agents with transfers that never ended. Freeing one would free memory under a late write."""
+"""Agents whose transfers had not ended when they were closed. Freeing such an agent would free memory that a late
+transfer may use."""
 
 
 class NixlConfig(NetworkConfig, frozen=True, tag="nixl"):
     """Configuration of NIXL with its UCX backend.
 
     Attributes:
-        wire: required wire. A write is refused if UCX chooses another one.
+        wire: required wire. A write is refused if UCX chooses another wire.
 
-    `device` takes UCX's names (`mlx5_0:1`, `eth0`), and `max_registration_nbytes` 0 means one
-    registration per region.
+    `device` contains UCX's names (`mlx5_0:1`, `eth0`). If `max_registration_nbytes` is 0, each region is one
+    registration.
     """
 
     remedy: ClassVar[str] = "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
@@ -105,10 +106,10 @@ class NixlKey(msgspec.Struct, frozen=True, array_like=True):
     """NIXL's metadata for one region, and the address for a peer's probe writes.
 
     Attributes:
-        metadata: NIXL's metadata.
-        scratch: address that probe writes may overwrite.
-        step_nbytes: bytes per registration of the region (the last may be smaller); 0 if it was
-            registered at once.
+        metadata: NIXL's metadata of the region.
+        scratch: address at which peers may write probes.
+        step_nbytes: size of each registration of the region (the last may be smaller); 0 if the region is
+            one registration.
         gpu: ordinal of the region's GPU; -1 for host memory.
     """
 
@@ -119,12 +120,12 @@ class NixlKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_keys(keys: Sequence[NixlKey]) -> str:
-    """Return the keys in the form of `RemoteRegion.key`."""
+    """Encode keys as text for `RemoteRegion.key`."""
     return base64.b64encode(msgspec.msgpack.encode(keys)).decode()
 
 
 def decode_keys(region: RemoteRegion) -> list[NixlKey]:
-    """Return the keys of a region; at least one.
+    """Decode the keys of a region; return at least one.
 
     Raises:
         RegionError: the key is malformed.
@@ -139,21 +140,23 @@ def decode_keys(region: RemoteRegion) -> list[NixlKey]:
     steps = [key.step_nbytes for key in keys]
     if not steps or any(0 < step < mmap.PAGESIZE or step < 0 for step in steps):
         raise RegionError(
-            f"nixl: key of {region.address:#x} must name steps of 0 or >= {mmap.PAGESIZE}, got {steps}"
+            f"nixl: key of {region.address:#x} must have steps of 0 or >= {mmap.PAGESIZE} bytes, got {steps}"
         )
     return keys
 
 
 @dataclass
 class NixlAgent:
-    """The native agent of a transport. Its calls are made under the transport's lock.
+    """Native agent of a transport. A caller of its methods holds the transport's lock.
 
     Attributes:
-        native: NIXL's agent. The transport deletes it at `close`; other objects must not use it
-            then.
-        gpu: GPU whose memory it registers; -1 for host memory.
-        wire: wire that UCX is limited to.
-        scratch: address of a registered word of this process, the source of probe writes.
+        native: NIXL's agent. `NixlTransport.close` deletes this attribute, so that no other object can
+            keep the agent alive.
+        log: reader of UCX's log.
+        errors: types of exceptions that NIXL raises.
+        gpu: ordinal of the GPU whose memory the agent registers; -1 for host memory.
+        wire: configured wire.
+        scratch: address of a registered word in this process, the source of probe writes.
     """
 
     native: NativeAgent
@@ -166,7 +169,7 @@ class NixlAgent:
 
 @final
 class _Transfer(NativeCall):
-    """A native transfer. The constructor begins it; if NIXL refuses to prepare it, it never begins."""
+    """A native transfer, which the constructor begins. If NIXL raises an error while preparing it, it never begins."""
 
     def __init__(self, agent: NixlAgent, peer: str, pieces: Pieces, gpus: tuple[int, int]) -> None:
         local, _, nbytes = pieces
@@ -211,12 +214,12 @@ class NixlPeer(NetworkPeer):
         super().__init__(endpoint, liveness, lock)
         self._agent = agent
         self._keys: dict[str, tuple[NixlKey, ...]] = {}
-        """Keys of the regions that NIXL has loaded, by `RemoteRegion.key`."""
+        """`RemoteRegion.key` -> decoded keys, for all regions whose keys NIXL has loaded."""
         self._confirmed = False
-        """True once a probe write has arrived over the configured wire."""
+        """Whether a probe write has arrived over the configured wire."""
         self._connection = 1
         self._words: list[_Transfer] = []
-        """Late probe writes, which no thread waits for."""
+        """Probe writes that did not end by their deadline."""
 
     @property
     def is_in_use(self) -> bool:
@@ -233,7 +236,8 @@ class NixlPeer(NetworkPeer):
         """
         self._wait_for_late(deadline)
         if self._keys and may_use_tcp(self._agent.wire):
-            # NIXL loads regions through the connection and never recovers if that fails.
+            # NIXL loads keys through the connection, and does not recover if the connection is closed. So check
+            # the connection first.
             self.reach(deadline)
         with self.held(deadline):
             self.refuse_open(deadline)
@@ -244,11 +248,11 @@ class NixlPeer(NetworkPeer):
             self._confirmed = True
 
     def _wait_for_late(self, deadline: Deadline) -> None:
-        """Wait until earlier transfers that are only late have ended, or the deadline. Takes the lock."""
+        """Wait, at most until the deadline, for the end of earlier transfers that exceeded their deadlines."""
         pause_s = FIRST_PAUSE_S
         while deadline.remaining_s > 0:
             with self.held(deadline):
-                # A transfer that has failed may never end, so do not wait for it.
+                # A failed transfer may never end, so do not wait for it.
                 if not self.is_open() or not all(
                     call.is_late and call.look() is Outcome.PENDING for call in self._given_up
                 ):
@@ -273,10 +277,10 @@ class NixlPeer(NetworkPeer):
             except self._agent.errors as error:
                 raise RegionError(f"nixl: key of {address}: {error}") from error
             if (name.decode() if isinstance(name, bytes) else name) != self.endpoint.incarnation:
-                raise RegionError(f"nixl: key of {address} is of another process")
+                raise RegionError(f"nixl: key of {address} belongs to another process")
 
     def _begin(self, pieces: Pieces) -> _Transfer:
-        # An agent registers only one kind of memory.
+        # All regions of an agent are on the same GPU, or in host memory; the scratch page has gpu -1.
         gpu = max(key.gpu for keys in self._keys.values() for key in keys)
         return self._post(pieces, (self._agent.gpu, gpu))
 
@@ -284,10 +288,10 @@ class NixlPeer(NetworkPeer):
         return _Transfer(self._agent, self.endpoint.incarnation, pieces, gpus)
 
     def reach(self, deadline: Deadline) -> None:
-        """Check the connection with a probe write; connect again if it is cut. Takes the lock.
+        """Check the connection with a probe write; connect again if the probe fails. Takes the lock.
 
         Raises:
-            PeerUnreachable: neither worked; nothing of the batch was sent.
+            PeerUnreachable: no probe write arrived; nothing of the batch was sent.
         """
         for _ in range(CONNECTIONS):
             connection = self._connection
@@ -297,15 +301,16 @@ class NixlPeer(NetworkPeer):
                 break
             self._reconnect(connection, deadline)
         raise PeerUnreachable(
-            f"{deadline.purpose}: no connection holds; nothing of the batch was sent"
+            f"{deadline.purpose}: no probe write arrived over {CONNECTIONS} connections; nothing of the "
+            "batch was sent"
         )
 
     def _word_arrives(self, deadline: Deadline) -> bool:
-        """Return whether a probe write arrives. The peer ignores its bytes, even late ones."""
+        """Return whether a probe write arrives. The peer ignores its bytes, even if they arrive late."""
         (*_, last), *_ = self._keys.values()
         here, there = (np.array([a], np.uint64) for a in (self._agent.scratch, last.scratch))
         with self.held(deadline):
-            # While an earlier write may continue, no new connection may be made.
+            # While an earlier write may continue, the connection must not be replaced.
             self.refuse_open(deadline)
             word = self._post((here, there, _WORD_NBYTES), (-1, -1))
             self._under_way.add(word)
@@ -313,7 +318,7 @@ class NixlPeer(NetworkPeer):
             outcome = self._follow(word, deadline)
             if self.liveness.wait_ended(GRACE_S if outcome is Outcome.FAILED else 0.0):
                 self.refuse_closed(deadline)
-                raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
+                raise PeerUnreachable(f"{deadline.purpose}: the process has ended")
             if outcome is Outcome.PENDING:
                 with self.lock:
                     self._words.append(word)
@@ -328,8 +333,8 @@ class NixlPeer(NetworkPeer):
     def _reconnect(self, connection: int, deadline: Deadline) -> None:
         refused: tuple[type[Exception], ...] = (*self._agent.errors, RegionError)
         with self.held(deadline):
-            # The wait releases the lock to other threads. Removing a peer during a transfer is not
-            # safe.
+            # Wait until no transfer runs, because NIXL cannot safely remove a peer during one. The wait
+            # releases the lock.
             self._ended.wait_for(
                 lambda: not self._under_way or self._connection != connection, deadline.remaining_s
             )
@@ -338,7 +343,9 @@ class NixlPeer(NetworkPeer):
                 # Another thread has reconnected.
                 return
             if self._under_way:
-                raise PeerUnreachable(f"{deadline.purpose}: other writes go on; nothing was sent")
+                raise PeerUnreachable(
+                    f"{deadline.purpose}: other writes to this peer still run; nothing was sent"
+                )
             self.refuse_open(deadline)
             try:
                 self._connection += 1
@@ -353,8 +360,8 @@ class NixlPeer(NetworkPeer):
 class NixlTransport(NetworkTransport[NixlPeer]):
     """`OneSidedTransport` over a NIXL agent with a UCX backend.
 
-    An endpoint's address is the `host:port` of its liveness listener; its incarnation is the
-    agent's random name. A region's key carries NIXL's metadata.
+    The address of an endpoint is the `host:port` of its liveness listener; its incarnation is the
+    agent's random name. The key of a region contains NIXL's metadata.
 
     Raises:
         TransportUnavailable: NIXL is not installed, or UCX does not start with the configured wire.
@@ -366,7 +373,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         self._gpu = None if config.gpu < 0 else Device(config.gpu)
         name = secrets.token_hex(INCARNATION_NBYTES // 2)
         self._fence = TcpFence(TCP_MARK)
-        # UCX looks for GPUs in the thread that starts it.
+        # UCX detects GPUs in the CUDA context of the thread that starts it.
         with self._current():
             native, log, self._detail = start_agent(name, config.wire, config.device, config.gpu)
         self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
@@ -394,7 +401,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
 
     @property
     def traits(self) -> TransportTraits:
-        """Traits of the wires that UCX has chosen, or of the configured wire before the first write."""
+        """Traits of this transport. `one_sided` is False before the first write, because UCX has not chosen a wire."""
         wires = self._agent.log.put_wires()
         return TransportTraits(
             same_host=False,
@@ -404,26 +411,26 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         )
 
     def _ceiling(self) -> float:
-        """Return the throughput between hosts, or within the host if only CMA is allowed."""
+        """Return the highest throughput between hosts, or within the host if the configured wire is CMA."""
         if self._config.wire is NixlWire.CMA:
             return CEILING_BYTES_PER_S["process_vm_writev-ucx"]
         return CEILING_BYTES_PER_S["rdma" if may_use_verbs(self._config.wire) else "tcp"]
 
     def report(self) -> WireReport:
-        """See `OneSidedTransport.report`. The protocol comes from UCX's log; `ucx` before the first write."""
+        """See `OneSidedTransport.report`. The protocol is read from UCX's log; before the first write it is `ucx`."""
         wires = sorted(self._agent.log.put_wires())
         protocol = "+".join(sorted({wire.name for wire in wires})) or "ucx"
         devices = ", ".join(sorted({wire.device for wire in wires})) or "not known before a write"
         return WireReport(
             "nixl",
             protocol,
-            f"{self._detail}, wire {self._config.wire.value} asked for, devices: {devices}",
+            f"{self._detail}, configured wire: {self._config.wire.value}, devices: {devices}",
         )
 
     def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
         agent, gpu = self._agent.native, self._config.gpu
         together = self._register_native(spans, gpu)
-        # Each region gets its own handle, because each is unregistered separately.
+        # Each region needs a separate handle, because regions are unregistered separately.
         try:
             natives = [
                 agent.get_reg_descs(self._parts([span], gpu), memory_kind(gpu)) for span in spans
@@ -436,7 +443,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         return keys
 
     def _unregister(self, region: MemoryRegion) -> Callable[[], None]:
-        """Return a function that unregisters the region, to be called once no write uses the memory."""
+        """Return a function that unregisters the region."""
         return partial(self._deregister, self._native.pop(region.address))
 
     def _deregister(self, native: object) -> None:
@@ -446,12 +453,12 @@ class NixlTransport(NetworkTransport[NixlPeer]):
             raise TransferFailed(f"nixl: memory stays registered: {error}") from error
 
     def fence(self, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.fence`. Over other wires than TCP, a process's writes end with it."""
+        """See `OneSidedTransport.fence`. Does nothing unless the wire may be TCP: other writes end with their process."""
         if may_use_tcp(self._config.wire):
             self._fence.cut(Deadline.after(deadline_s, "nixl fence"))
 
     def _close_library(self, spans: Sequence[tuple[int, int]]) -> None:  # noqa: ARG002
-        """See `NetworkTransport`. An agent with an unfinished write is kept until the process ends."""
+        """See `NetworkTransport`. An agent with an unfinished write is kept until this process ends."""
         peers = list(self._peers.values())
         if any(peer.is_open() or peer.is_in_use for peer in peers):
             _STRANDED.append((self._agent.native, peers, self._page))
@@ -467,7 +474,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         return NixlPeer(self._agent, endpoint, liveness, self._lock)
 
     def _current(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that makes the GPU's context current; a trainer's thread may have its own."""
+        """Return a context manager that makes the GPU's CUDA context current in the calling thread."""
         return contextlib.nullcontext() if self._gpu is None else self._gpu.current()
 
     def _register_native(self, spans: Sequence[tuple[int, int]], gpu: int) -> object:
@@ -484,11 +491,11 @@ class NixlTransport(NetworkTransport[NixlPeer]):
             ) from error
 
     def _parts(self, spans: Sequence[tuple[int, int]], gpu: int) -> list[tuple[int, int, int, str]]:
-        """Return descriptors of the registrations of regions."""
+        """Return NIXL's descriptors (address, size, GPU, "") of the registrations of local regions."""
         return [(start, stop - start, max(gpu, 0), "") for start, stop in self._steps(spans)]
 
     def _key_of(self, native: object, nbytes: int) -> str:
-        """Return a complete key of one region, so that regions can be sent separately and in any order."""
+        """Return the key of one region. It is complete, so that peers can load regions in any order."""
         step = self._step_nbytes if 0 < self._step_nbytes < nbytes else 0
         keys = [
             NixlKey(
