@@ -119,7 +119,7 @@ def test_a_disk_backend_accepts_a_path_object() -> None:
         (lambda: windlass.Controller(token=TOKEN, config={"mode": "staged"}), "config must be ControlConfig, got {'mode'"),  # type: ignore[arg-type]
         (lambda: windlass.Controller(token=TOKEN, staleness=2), "staleness must be StalenessPolicy, got 2"),  # type: ignore[arg-type]
         (lambda: connect({"w": torch.ones(2)}), "module must be a torch.nn.Module, got dict"),
-        (lambda: connect(torch.nn.Linear(2, 2), transport=5), "transport must be a name or .* got 5"),
+        (lambda: connect(torch.nn.Linear(2, 2), transport=5), "transport must be the name of a transport or .* got 5"),
         (lambda: connect(torch.nn.Linear(2, 2), name_map=lambda _: 7), "name or None for 'weight', got 7"),
         (lambda: parse_transport("cmaa"), "transport must be one of .* got 'cmaa'"),
         (lambda: version_number("v1", "publish"), "publish: version must be an integer >= 0, got 'v1'"),  # type: ignore[arg-type]
@@ -347,7 +347,7 @@ def engine(url: str, weight: torch.Tensor) -> Iterator[Hooks]:
 async def test_a_trainer_with_another_transport_fails_before_engines_pause() -> None:
     """Otherwise an engine that is updated in place would end with mixed weights."""
     module, weight = torch.nn.Linear(2, 2, bias=False), torch.ones(2, 2)
-    says = "trainer/0 cannot write engine/0: .* both ends have, got shm here, cma there"
+    says = "trainer/0 cannot write engine/0: .* at both ends, got shm here, cma there"
 
     def update(url: str) -> None:
         with engine(url, weight) as hooks:

@@ -109,7 +109,7 @@ def agent_named(worker: str) -> Agent:
 async def test_a_deaf_agent_is_unreachable_by_the_deadline_of_a_frame() -> None:
     async def converse(socket: web.WebSocketResponse) -> None:
         session = AgentSession(socket, agent_named("engine-a/0"), send_deadline_s=0.3)
-        with pytest.raises(PeerUnreachable, match=r"engine-a/0: .*does not read: waited 0\.3 s"):
+        with pytest.raises(PeerUnreachable, match=r"engine-a/0: .*did not read within 0\.3 s"):
             await session.send(Refused(LARGE))
         # The session stays unreachable.
         with pytest.raises(PeerUnreachable):
@@ -387,7 +387,7 @@ async def test_a_process_stopped_within_a_large_frame_is_cut_off() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments)
     try:
         async with asyncio.timeout(2 * DEADLINE_S):
-            assert await ended == "the peer does not read: waited 1 s"
+            assert await ended == "the peer did not read within 1 s"
     finally:
         process.kill()
         await process.wait()
@@ -440,7 +440,7 @@ def test_the_joiner_drops_an_unfinished_frame() -> None:
         ([MIDDLE + PART], "part c101 after 0 parts"),
         ([FIRST + PART, b"\xc1\x07" + PART], "part c107 after 1 parts"),
         ([b"\xc1"], "part c1 after 0 parts"),
-        ([FIRST + b"short"], f"a part must be of {PART_NBYTES} bytes, got 5"),
+        ([FIRST + b"short"], f"a part must have {PART_NBYTES} bytes, got 5"),
         ([FIRST + PART, MIDDLE + PART, LAST + b"x"], f"at most {2 * PART_NBYTES} bytes, got more"),
     ],
 )

@@ -230,6 +230,6 @@ async def test_a_transport_within_one_host_is_refused_between_hosts(what: str) -
         local_host = "127.0.0.2" if what == "address" else "127.0.0.1"
         told = await publish_beside(evil, controller, fleet, local_host)
         own.close()
-        assert "transport cma: both ranks must be on one host" in told[0]
+        assert "transport cma: both ranks must be on the same host" in told[0]
         assert "use mooncake or nixl" in told[0]
         assert (memory == 255).all()

@@ -131,7 +131,9 @@ async def test_links_take_the_fastest_transport_within_and_between_hosts(
                 SpeedOfLight(report, 1.0, 1).text()
             )
             assert found["near/0"][1].startswith("one host: 6 GB/s at best, faster than mooncake")
-            assert found["far/0"][1].startswith("two hosts: 1.2 GB/s at best, the only one")
+            assert found["far/0"][1].startswith(
+                "two hosts: 1.2 GB/s at best, the only usable transport"
+            )
             await start(undo.close)
 
 
@@ -145,5 +147,7 @@ async def test_an_engine_that_no_trainer_reaches_is_refused_with_the_reason(
             await start(engine_client, controller.url, "other", ("shm",), undo)
             report = await start(publish, controller.url, ("cma",), undo)
             assert report.engines == ("near",)
-            assert "trainer/0 cannot write other/0: transport must be one that both" in caplog.text
+            assert (
+                "trainer/0 cannot write other/0: transport must be available at both" in caplog.text
+            )
             await start(undo.close)

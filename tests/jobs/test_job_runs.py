@@ -142,7 +142,10 @@ def test_the_same_command_continues_a_stopped_job(tmp_path: Path) -> None:
     assert lines(second, "in ")[0].endswith("logs, checkpoints/8")
 
     status, third = launch(job)
-    assert (status, third) == (0, f"nothing to do: the checkpoint {tmp_path}/out/checkpoints/8 has 8 steps already\n")
+    assert (status, third) == (
+        0,
+        f"nothing to do: the checkpoint {tmp_path}/out/checkpoints/8 has 8 steps already\n",
+    )
     job.write_text(job.read_text().replace('resume = "auto"', ""))
     status, other = launch(job)
     assert status == 2
@@ -189,7 +192,10 @@ def test_a_step_with_a_metric_that_is_not_finite_is_neither_published_nor_saved(
     job = write_job(tmp_path, plain(), top="steps = 3", trainer="save_every = 1", script=script)
     status, printed = launch(job)
     assert status == 2, printed
-    assert "step 1: metrics must be finite, got grad_norm nan, loss nan; the weights of this step are" in printed
+    assert (
+        "step 1: metrics must be finite, got grad_norm nan, loss nan; the weights of this step are"
+        in printed
+    )
     assert published(tmp_path) == 0
     assert not (tmp_path / "out/checkpoints").exists()
 
@@ -237,7 +243,9 @@ def test_restarts_of_a_worker_count_only_until_the_job_makes_progress(tmp_path: 
                 kill_worker(process.pid)
         assert process.wait(timeout=120) == 0, printed
     assert killed == 3
-    assert printed.count("worker-0 ended with exit status -9 after 0 restarts; starting it again") == 3
+    assert (
+        printed.count("worker-0 ended with exit status -9 after 0 restarts; starting it again") == 3
+    )
 
 
 def kill_worker(parent: int) -> None:

@@ -97,7 +97,9 @@ def test_a_scheduler_of_another_package_is_found_by_its_name(
     with pytest.raises(ConfigError, match=r"scheduler\.options must be a num_cpus of 1 or more"):
         create_scheduler(PluginSchedulerConfig("slots"), tmp_path)
     two_nodes = write(tmp_path, ('kind = "local"', table), ("world_size = 2", TWO_NODES))
-    with pytest.raises(ConfigError, match=r"trainer\.num_nodes must be 1, because the scheduler has"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.num_nodes must be 1, because the scheduler has"
+    ):
         check_job(load_config(two_nodes))
 
 
@@ -105,7 +107,9 @@ def test_a_replica_is_set_with_the_transport_and_needs_p2p(tmp_path: Path) -> No
     asked = ('transport = "cma"', 'transport = "cma"\nreplica = "host"')
     assert load_config(write(tmp_path, asked)).replica == "host"
     assert load_config(EXAMPLE).replica == "off"
-    with pytest.raises(ConfigError, match=r"backend must be p2p with replica = 'host', got XcclBackend"):
+    with pytest.raises(
+        ConfigError, match=r"backend must be p2p with replica = 'host', got XcclBackend"
+    ):
         load_config(write(tmp_path, asked, ('type = "p2p"', 'type = "xccl"')))
 
 
@@ -389,7 +393,9 @@ def test_check_runs_the_recipe_file_and_names_its_fault(
 def test_a_recipe_that_cannot_be_created_is_refused_with_its_line(tmp_path: Path) -> None:
     body = "class Asks(Recipe):\n    def __init__(self, path): ...\n    tasks = rewards = None\n"
     (tmp_path / "asks.py").write_text(f"from windlass.jobs import Recipe\n{body}")
-    with pytest.raises(ConfigError, match=r"called without arguments, got 'Asks': TypeError: .*path"):
+    with pytest.raises(
+        ConfigError, match=r"called without arguments, got 'Asks': TypeError: .*path"
+    ):
         load_recipe(tmp_path / "asks.py", "Asks")
 
 

@@ -62,7 +62,10 @@ def test_a_job_warns_of_log_probabilities_that_differ_from_its_trainers(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (difference,) = re.findall(rf"{LOGPROB_DIFFERENCE} (\S+)", done.stdout)
-    warned = re.findall(r"warning: log-probabilities of rollouts differ from the trainer's by (\S+) per token", done.stdout)
+    warned = re.findall(
+        r"warning: log-probabilities of rollouts differ from the trainer's by (\S+) per token",
+        done.stdout,
+    )
     if recipe == "CountSevens":
         assert float(difference) < 1e-3
         assert not warned

@@ -195,5 +195,7 @@ async def test_repeated_equal_failures_of_rollouts_end_the_job() -> None:
         rig = Rig(rollouts, Scoring(rollouts, Scored(lambda _: 1.0), CONFIG))
         for _ in range(8):
             rollouts.submit_workflow_group("raises", None, 2, SAMPLING)
-        with pytest.raises(RolloutError, match=r"the last 8 failed without a retry .*KeyError: 'score'"):
+        with pytest.raises(
+            RolloutError, match=r"the last 8 failed without a retry .*KeyError: 'score'"
+        ):
             await rig.next_batch()

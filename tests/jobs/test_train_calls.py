@@ -68,7 +68,7 @@ async def test_actor_and_critic_share_a_server_under_different_names() -> None:
     ]
     for each in both:
         each.mount(server)
-    with pytest.raises(ConfigError, match=r"mounted once, again: GET /v1/train_workers/.*critic"):
+    with pytest.raises(ConfigError, match=r"not exist already, got GET /v1/train_workers/.*critic"):
         both[1].mount(server)
     with pytest.raises(ConfigError, match=r"name must be of .*, got 'a/b'"):
         TrainController(IdleScheduler(), command=command, world_size=1, token=TOKEN, name="a/b")
@@ -178,7 +178,10 @@ async def test_a_rank_of_an_earlier_start_takes_no_place(job: str) -> None:
             await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, 0, 1, job, "leftover")))
             refused = CONTROLLER_FRAMES.decode(await socket.receive_bytes())
         assert isinstance(refused, Refused)
-        assert (refused.final, "job must be the newest start of the ranks" in refused.message) == (True, True)
+        assert (refused.final, "job must be the newest start of the ranks" in refused.message) == (
+            True,
+            True,
+        )
         rank = asyncio.create_task(answer_everything(url, scheduler))
         await starting
         await trainers.close(grace_s=1)

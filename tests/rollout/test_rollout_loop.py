@@ -539,7 +539,9 @@ async def test_the_controller_stops_rollouts_that_will_be_too_old_at_the_engine(
     stats = rig.controller.stats()
     # One sample of the group was too old, so the whole group is dropped.
     assert (stats.stopped_early, stats.dropped, stats.capacity, stats.lost) == (2, 5, 8, 0)
-    with pytest.raises(PeerTimeout, match=r"got 0 \(.*dropped 5, too old 0, stopped early 2,"):
+    with pytest.raises(
+        PeerTimeout, match=r"0 of 1 groups .*\(.*dropped 5, too old 0, stopped early 2,"
+    ):
         await rig.controller.next_batch(1, deadline_s=0.05)
 
 

@@ -139,9 +139,7 @@ def test_a_workflow_gives_one_sample_per_turn_with_the_reward_of_its_rollout() -
         ((1, 2), (3, 4), (6, 6), 0.0),
     ]
     silent = rollout(1, (), **of_workflow)
-    with pytest.raises(
-        ConfigError, match=r"group 5: rollout 0-1 has no generated token"
-    ):
+    with pytest.raises(ConfigError, match=r"group 5: rollout 0-1 has no generated token"):
         training_samples(group(both, silent), [1.0, 0.0])
 
 
@@ -247,7 +245,7 @@ def test_values_of_workflows_and_operations_may_hold_arrays_and_tensors() -> Non
     value = {"reward": np.float32(0.5), "ids": torch.tensor([1, 2]), "ok": np.bool_(True)}
     assert encode_value("value", value) == encode({"reward": 0.5, "ids": [1, 2], "ok": True})
     with pytest.raises(
-        ConfigError, match=r"value: must be msgpack-plain, got dict: object is none"
+        ConfigError, match=r"value: must be msgpack-plain, got dict: object is not a number"
     ):
         encode_value("value", {"tool": object()})
 
@@ -259,7 +257,7 @@ def test_metrics_of_a_step_are_numbers() -> None:
     assert _metrics(None) == {}
     for wrong, says in (
         ({"loss": None}, r"train_step: metric loss must be one number, got None"),
-        ([0.5], r"train_step must return metrics, names to numbers, got \[0\.5\]"),
+        ([0.5], r"train_step must return a mapping of names to numbers, got \[0\.5\]"),
     ):
         with pytest.raises(ConfigError, match=says):
             _metrics(wrong)

@@ -393,11 +393,11 @@ async def test_a_group_that_lasts_three_versions_ends_as_configured(on_stale: On
         case OnStale.RESUBMIT:
             # Each sample is stopped twice, and one more ends the group.
             assert counts.stopped_early == 5
-            with pytest.raises(RolloutError, match=r"dropped, .* after 2 resubmissions"):
+            with pytest.raises(RolloutError, match=r"dropped .* after 2 resubmissions"):
                 bench.groups[0].future.result()
         case OnStale.DROP:
             assert counts.stopped_early == 1
-            with pytest.raises(RolloutError, match=r"dropped, .*\(on_stale=drop"):
+            with pytest.raises(RolloutError, match=r"dropped .*\(on_stale=drop"):
                 bench.groups[0].future.result()
 
 

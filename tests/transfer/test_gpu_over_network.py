@@ -428,7 +428,7 @@ def lose_one_write(sender: Sender) -> None:
     def lose(batch: WriteBatch, *, deadline_s: float) -> None:
         transport.write = write  # type: ignore[method-assign]
         write(batch, deadline_s=deadline_s)
-        raise TransferOutcomeUnknown("bytes may still land")
+        raise TransferOutcomeUnknown("bytes may still arrive")
 
     transport.write = lose  # type: ignore[method-assign]
 

@@ -48,7 +48,7 @@ def manifest(worker: str, role: Role) -> ShardManifest:
 def test_a_transport_of_host_memory_is_refused_for_weights_on_a_gpu(name: str) -> None:
     create_transport(parse_transport(name), memory_at=1 << 20).close()
     with pytest.raises(
-        ConfigError, match=rf"must be cuda_ipc .* on GPU 3, got {name}, which moves"
+        ConfigError, match=rf"must be cuda_ipc .* on GPU 3, got {name}, which writes only"
     ):
         create_transport(parse_transport(name), memory_at=ON_GPU)
 

@@ -85,7 +85,7 @@ def test_a_write_uses_the_transport_of_its_endpoint() -> None:
             here.write(batch_to(target.region, name, source.region), deadline_s=5.0)
             assert (target.bytes == number).all(), name
         foreign = ShmTransport()
-        with Arena(foreign, 4096) as other, pytest.raises(RegionError, match="must be of one of"):
+        with Arena(foreign, 4096) as other, pytest.raises(RegionError, match="must be one of"):
             here.write(batch_to(other.region, "shm", source.region), deadline_s=5.0)
         foreign.close()
     here.close()

@@ -232,9 +232,9 @@ def test_a_peer_of_torchs_allocator_gets_exactly_the_written_bytes(
     expected[64 : 64 + 8192] = held[4096 : 4096 + 8192]
     assert got == expected.tobytes()
     assert beside == 0
-    with pytest.raises(RegionError, match="must lie inside published regions"):
+    with pytest.raises(RegionError, match="must be inside published regions"):
         transport.write(batch(region, [base], [there + (1 << 20) - 8], [16]), deadline_s=1.0)
-    with pytest.raises(RegionError, match="must lie inside local registered memory"):
+    with pytest.raises(RegionError, match="must be inside local registered memory"):
         transport.write(batch(region, [base - 512], [there], [16]), deadline_s=1.0)
     process.kill()
     process.join()

@@ -367,7 +367,7 @@ def test_a_late_mooncake_write_does_not_settle_another_unknown_write(
         last = peer._queue(lambda: 0, local, nbytes)
     assert peer._wait(last, Deadline.after(SECONDS, "the last")) is Outcome.DONE
     assert len(found) == 2
-    with pytest.raises(TransferOutcomeUnknown, match="an earlier write is open"):
+    with pytest.raises(TransferOutcomeUnknown, match="an earlier write may still continue"):
         ends.write(ends.arena, SECONDS)
     ends.arena.close()
     assert ends.memory() is not None
@@ -385,7 +385,7 @@ def test_a_mooncake_write_that_never_began_keeps_no_arena(ends: Ends) -> None:
     local, remote, nbytes = (
         np.array([value], np.uint64) for value in (arena.address, ends.landing.address, NBYTES)
     )
-    with pytest.raises(TransferFailed, match="nothing more was sent"):
+    with pytest.raises(TransferFailed, match="this write did not begin"):
         peer.write((local, remote, nbytes), Deadline.after(0.1, "write"))
     arena.close()
     assert memory() is None
@@ -411,7 +411,7 @@ def test_closing_mooncake_during_a_write_ends_the_write_and_keeps_its_memory(
     ends.source.close()
     thread.join(5.0)
     assert not thread.is_alive()
-    assert "the transport was closed; bytes may still land" in str(found[0])
+    assert "the transport was closed; bytes may still arrive" in str(found[0])
     assert ends.memory() is not None
     ends.native.may_go.set()
     assert ends.native.ended.wait(SECONDS)
@@ -470,6 +470,6 @@ def test_a_mooncake_call_that_gets_no_thread_leaves_no_descriptor(
         patch.setattr(peer, "_thread", None)
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
-            with pytest.raises(TransferFailed, match="not begun"):
+            with pytest.raises(TransferFailed, match="did not begin"):
                 peer.write((local, remote, nbytes), Deadline.after(SECONDS, "write"))
         assert len(os.listdir("/proc/self/fd")) == before

@@ -23,5 +23,7 @@ def test_more_than_the_limit_of_lockable_memory_is_refused_by_name() -> None:
     done = subprocess.run(
         (sys.executable, "-c", SCRIPT), capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.startswith("register: 0x1000: lockable memory must be >= 1048576 bytes")
+    assert done.stdout.startswith(
+        "register: 0x1000: the limit of locked memory must be >= 1048576 bytes"
+    )
     assert "ulimit -l" in done.stdout

@@ -194,7 +194,7 @@ def test_a_peer_is_open_until_each_of_its_lost_writes_is_over(ends: Ends, first:
         arena.close()
     other = Arena(ends.ours, NBYTES)
     lost[first].state = "DONE"
-    with pytest.raises(TransferOutcomeUnknown, match="an earlier write is open"):
+    with pytest.raises(TransferOutcomeUnknown, match="an earlier write may still continue"):
         ends.write(other, 0.3)
     assert memory[first]() is None
     assert memory[1 - first]() is not None
@@ -249,7 +249,7 @@ def test_closing_during_a_write_ends_it_with_an_error_and_keeps_its_memory(
     ends.ours.close()
     thread.join(SECONDS)
     assert not thread.is_alive()
-    assert "the transport was closed; bytes may still land" in str(found[0])
+    assert "the transport was closed; bytes may still arrive" in str(found[0])
     assert len(ends.agent.deregistered) == freed
     assert [ref() is None for ref in memory] == [False, True]
     assert len(stranded) == len(region_transport._KEPT) == 1
@@ -314,7 +314,9 @@ def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) ->
     jobs[0].start()
     assert agent.has_begun.wait(SECONDS)
     agent.state, agent.word = "DONE", "ERR"
-    with pytest.raises(PeerUnreachable, match="other writes go on; nothing was sent"):
+    with pytest.raises(
+        PeerUnreachable, match="other writes to this peer still run; nothing was sent"
+    ):
         ends.write(ends.arenas[1], 2.0)
     assert agent.parted == []
     agent.has_lost_a_word.clear()
@@ -359,5 +361,5 @@ def test_a_write_to_a_peer_removed_by_another_thread_is_unreachable(
     with ends.ours._lock:
         ends.ours._forget_ended()
     column = np.array([ends.arenas[0].address], np.uint64)
-    with pytest.raises(PeerUnreachable, match="the process is gone"):
+    with pytest.raises(PeerUnreachable, match="the process has ended"):
         peer.write((column, column, column), Deadline.after(SECONDS, "write"))

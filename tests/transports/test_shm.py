@@ -101,7 +101,7 @@ class TestShm(ProcessConformance):
     def test_an_allocation_beyond_the_available_memory_is_an_error(self) -> None:
         before = segments_of(os.getpid())
         transport = ShmTransport()
-        with pytest.raises(TransportUnavailable, match="bytes are available"):
+        with pytest.raises(TransportUnavailable, match="the memory available on this host"):
             transport.allocate(1 << 50)
         transport.close()
         assert segments_of(os.getpid()) == before

@@ -167,7 +167,7 @@ def _plain_value(value: object) -> object:
     """Return a numpy or torch value as a Python value; msgspec calls this for each type that it cannot encode."""
     if isinstance(value, ArrayLike):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is not a number, text, bytes, a list, a map or None")
+    raise TypeError(f"{type(value).__name__} is not a number, text, bytes, a list, a map or None")
 
 
 class _Cause(Enum):
