@@ -33,7 +33,7 @@ def take_name(what: str, value: str, kind: type[NameT]) -> NameT:
 def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> None:
     """Replace the names of enumeration members (`mode="staged"`) in settings by the members.
 
-    `__post_init__` calls this, because other code compares members by identity, and a string would equal none.
+    `__post_init__` calls this, because other code compares members with `is`, which is False for a string.
 
     Raises:
         ConfigError: no member has such a name.
@@ -47,16 +47,16 @@ def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> 
 def check_numbers(
     settings: object, least: Mapping[str, float], above: Collection[str] = (), *, where: str = ""
 ) -> None:
-    """Raise an error if a field of a frozen value is not a number, or too small.
+    """Check that fields of an object are numbers and large enough.
 
     Args:
         settings: object that has the fields.
-        least: field -> minimum. If the minimum is an integer, the value must be an integer, too.
+        least: field -> minimum. If the minimum is an integer, the value must be an integer too.
         above: fields that must be greater than 0.
         where: text before the name of the field in an error; empty for the name of the type.
 
     Raises:
-        ConfigError: a field is wrong; names type, field, rule and value.
+        ConfigError: a field is wrong. The message contains the type, the field, the rule and the value.
     """
     for field in (*least, *above):
         value = attrgetter(field)(settings)
@@ -122,11 +122,13 @@ class PhaseDeadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Deadlines of the phases of an update, in seconds.
 
     Attributes:
-        connect_s: bind a plan: register memory, exchange addresses.
-        prepare_s: pack into the arena; engines pause at the same time in `in_place` mode.
-        pause_s: drain or retract running requests, and stop the engine.
-        write_s: move the bytes.
-        verify_s: hash the received bytes. apply_s: unpack, flip, finalise. publish_s: stamp and resume.
+        connect_s: binding a plan: ranks register memory and exchange addresses.
+        prepare_s: trainer ranks pack data into their arenas; in `in_place` mode engines pause at the same time.
+        pause_s: engines end or stop running requests, and pause.
+        write_s: the bytes are written.
+        verify_s: engines hash the received bytes.
+        apply_s: engines unpack the bytes, or make a staged version the live one.
+        publish_s: engines set the new version and resume.
         fleet_s: wait for enough engines before a round begins.
     """
 
@@ -151,11 +153,11 @@ class CollectiveFabric(StrEnum):
 
 
 class RelayShape(StrEnum):
-    """Route of the bytes that several engines need.
+    """Route of bytes that several engines need.
 
-    OFF: every engine receives them from the trainers. CHAIN: one engine receives them from the trainers, and each
-    engine passes them to the next. TREE: two binary trees carry half of the bytes each, so that the depth is
-    logarithmic and no engine sends more than one copy. AUTO: a chain for up to four engines, trees for more.
+    OFF: each engine receives the bytes from the trainers. CHAIN: one engine receives them from the trainers, and each
+    engine sends them to the next. TREE: each of two binary trees of engines transports half of the bytes, so that the
+    depth is logarithmic and no engine sends more than one copy. AUTO: CHAIN for up to four engines, TREE for more.
     """
 
     OFF = "off"
@@ -169,13 +171,14 @@ class BackendTraits:
     """Properties of a backend that the control plane takes into account.
 
     Attributes:
-        one_sided: the ranks' transports move the bytes. They can also send from a replica and write into memory of
+        one_sided: whether transports move the bytes. They can also send from a replica and write into memory of
             another process.
-        collective: sender and receivers both take part in each write, so a rank that fails breaks the group.
-        lands_live: `in_place` writes change live memory before they are verified.
-        catches_up: an engine can send the published version to another engine.
-        relays: engines can pass verified bytes on while further bytes arrive.
-        driven_by_trainer: calls of the trainer move the bytes, instead of a plan.
+        collective: whether sender and receivers both take part in each write, so that a rank that fails breaks the
+            group.
+        lands_live: whether `in_place` writes change live parameters before they are verified.
+        catches_up: whether an engine can send the published version to another engine.
+        relays: whether engines can pass verified bytes on while they receive more.
+        driven_by_trainer: whether the trainer's code sends the bytes itself, without a plan.
     """
 
     one_sided: bool = False
@@ -191,12 +194,11 @@ PUSH_TRAITS = BackendTraits(lands_live=False, driven_by_trainer=True)
 
 
 class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
-    """Backend that writes one-sidedly and directly from the trainer rank that owns the bytes.
+    """Backend with one-sided writes, directly from the trainer rank that has the bytes.
 
     Attributes:
-        relay: route among engines. It applies to engines with the same boxes and the same memory layout on their
-            ranks.
-        relay_chunk_nbytes: bytes that a relay verifies and passes on at a time.
+        relay: route of the bytes among engines whose ranks have the same boxes and the same memory layout.
+        relay_chunk_nbytes: number of bytes that an engine verifies and passes on at a time.
     """
 
     traits: ClassVar[BackendTraits] = BackendTraits(one_sided=True, catches_up=True, relays=True)
@@ -214,8 +216,9 @@ class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):
 
     Attributes:
         fabric: gloo or NCCL.
-        bucket_nbytes: bytes per broadcast. Each rank allocates `num_buffers` buckets.
-        num_buffers: 2 overlaps packing, broadcast and loading; 1 runs them one after another.
+        bucket_nbytes: bytes per broadcast. Each rank allocates `num_buffers` buckets of this size.
+        num_buffers: number of buckets. With 2, packing, broadcast and loading overlap; with 1, they run one after
+            another.
     """
 
     traits: ClassVar[BackendTraits] = BackendTraits(collective=True)
@@ -262,7 +265,7 @@ class PluginBackend(msgspec.Struct, frozen=True, tag="plugin", omit_defaults=Tru
 
     Attributes:
         name: name of the entry point, on the controller and on every rank.
-        options: plain values that sender and receivers get.
+        options: plain values that the backend's sender and receivers receive.
     """
 
     name: str
@@ -309,10 +312,10 @@ UpdateBackend = P2pBackend | XcclBackend | DiskBackend | PluginBackend
 
 
 class RouterKind(StrEnum):
-    """Interface of an external router.
+    """Interface through which the controller notifies an external router.
 
     WORKERS: the `/workers` routes of sglang-router (SGLang's model gateway) and of vllm-router.
-    WEBHOOK: the whole fleet as JSON, posted to one address.
+    WEBHOOK: a POST of all engines as JSON to one address.
     """
 
     WORKERS = "workers"
@@ -346,17 +349,17 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
         mode: target of writes. pause_mode: treatment of running requests.
         backend: backend that moves the bytes. The controller sends it to trainers and engines.
         deadlines: deadline of each phase.
-        max_rewrites: how often a failed or mismatched link is written again in one round.
+        max_rewrites: number of times that a link is written again in one round after a failure or a wrong digest.
         min_engines: number of engines that must be connected before a round begins.
-        compare_share: maximum share of the update time for comparing replicated weights between trainer ranks, in
-            [0, 1]. The first update always compares everything; with 1, every update does.
+        compare_share: largest share of the update time, in [0, 1], that trainer ranks spend on comparing replicated
+            weights. The first update always compares all of them; with 1, every update does.
         unchanged: reaction to a version whose bytes all equal the previous version of the same trainers.
         non_finite: reaction to a version in which a parameter contains NaN or infinity. REFUSE checks all
             parameters before the first byte is sent. WARN checks 4 MiB per rank and update, a different part each
             time.
         heartbeat_s: seconds without an answer to a ping after which a connection counts as dead.
         max_message_nbytes: maximum size of a frame. A larger frame closes its connection.
-        routers: external routers that learn which engines may receive requests.
+        routers: external routers, which the controller tells which engines may receive requests.
     """
 
     mode: UpdateMode = UpdateMode.IN_PLACE

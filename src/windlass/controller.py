@@ -33,10 +33,10 @@ DEFAULT_CONCURRENCY = 256
 
 @final
 class Controller:
-    """The coordinator of weight updates and the rollout controller behind one server.
+    """Coordinator of weight updates and rollout controller behind one server. Enter it with `async with`.
 
-    The two share only the address and the token, so a long update never delays a completion. Use the controller
-    from the asyncio loop that entered it.
+    The two share only the address and the token, so a long update never delays the completion of a rollout. Use the
+    controller in the event loop that entered it.
 
     Args:
         token: shared secret that every trainer, engine and worker sends.
@@ -91,32 +91,32 @@ class Controller:
 
     @property
     def url(self) -> str:
-        """Return the address to which trainers, engines and workers connect.
+        """URL to which trainers, engines and workers connect.
 
         Raises:
             ConfigError: the system has not chosen the port yet, because the controller is not entered.
         """
         if not self._has_port:
             raise ConfigError(
-                "Controller: url is not known before the controller is entered, port=0"
+                "Controller: url is not known before the controller is entered, because port=0"
             )
         return self._server.url
 
     @property
     def server(self) -> ControlServer:
-        """Return the server. Add routes (`TrainController.mount`, for example) before entering the controller."""
+        """HTTP server. Add routes to it (for example with `TrainController.mount`) before entering the controller."""
         return self._server
 
     @property
     def phase(self) -> str:
-        """Return the current phase of an update, or binding; empty if neither runs."""
+        """Text with the current phase of an update, or with the current binding; empty if neither runs."""
         return self._operations.phase
 
     @asynccontextmanager
     async def evaluation(
         self, workflows: Mapping[str, Workflow] | None = None, *, max_concurrent: int = 64
     ) -> AsyncIterator[RolloutController]:
-        """Yield a second rollout controller on the same engines. Its rollouts do not count towards training's limits.
+        """Yield a second rollout controller for the same engines. Its rollouts do not count for the staleness bound.
 
         Write `async with controller.evaluation() as evaluation`, and call `evaluation.submit` and `evaluation.wait`
         inside the block. The second controller runs plain prompts and `workflows` in this event loop.
@@ -149,8 +149,8 @@ class Controller:
 
         Raises:
             ConfigError: `engines` is a string.
-            EngineRefused: a named engine was refused, or could not join; raised at once, quotes the reason.
-            PeerTimeout: an agent is missing after `deadline_s`; names the missing agents.
+            EngineRefused: a named engine was refused or could not join. Raised at once, with the reason.
+            PeerTimeout: a rank is not connected after `deadline_s`; the message names the missing ranks.
         """
         _check_names("wait_for_fleet", engines)
         await self.coordinator.members.wait_for_fleet(
@@ -171,8 +171,8 @@ class Controller:
         Raises:
             ConfigError: `engines` is a string.
             EngineRefused: see `wait_for_fleet`.
-            PeerTimeout: the version is not published, or a named engine does not serve it, after `deadline_s`; names
-                the engines that are behind.
+            PeerTimeout: after `deadline_s` the version is not published, or a named engine does not serve it. The
+                message names the engines that are behind.
         """
         _check_names("wait_for_version", engines)
         await self.coordinator.members.wait_for_version(
@@ -185,7 +185,7 @@ class Controller:
         self._operations.mount(self._server)
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.coordinator.close)
-            # Recover the rollouts of an earlier process first: clients ask for them once the server is open.
+            # Recover the rollouts of an earlier process before the server starts, because workers report theirs then.
             undo.push_async_callback(self.rollouts.close)
             await self.rollouts.__aenter__()
             await self._server.start()

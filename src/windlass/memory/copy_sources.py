@@ -1,7 +1,7 @@
-"""Memory that kernels and copy engines of a GPU read: on that GPU, or host memory over PCIe.
+"""Memory from which kernels and copy engines of a GPU read: memory of the GPU, or host memory over PCIe.
 
-Offloaded weights (FSDP2's CPUOffloadPolicy) are read in place: a kernel loads them over PCIe, casts
-them, and stores them through NVLink into the engine. Nothing is uploaded first.
+Offloaded weights (FSDP2's CPUOffloadPolicy) are not uploaded to the GPU first: a kernel reads them
+over PCIe, casts them, and writes them over NVLink into the engine.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ class SourceMemory:
 
     @property
     def has_pinned(self) -> bool:
-        """True if this object has pinned any memory."""
+        """Whether this object has pinned memory."""
         return bool(self._pinned)
 
     def reach(self, parameters: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the addresses of parameters for kernels. Unpins the memory of an earlier call.
+        """Unpin the memory of an earlier call; return the address of each parameter for kernels.
 
         Args:
-            parameters: address and bytes of each. A parameter without bytes here, because other
-                ranks hold it, may have any address; nothing is read there.
+            parameters: address and size in bytes of each parameter. If the size is 0, because only
+                other ranks have the parameter, the address does not matter.
 
         Raises:
-            RegionError: memory of another GPU, or GPU memory that is not from cudaMalloc.
+            RegionError: a parameter is in memory of another GPU, or in GPU memory that is not from
+                cudaMalloc.
             TransferFailed: the host refuses to pin so much memory.
         """
         self.close()
@@ -70,7 +71,7 @@ class SourceMemory:
             return self._device.device_pointer(address)
         if (ordinal := pointer_device(address)) != self._device.ordinal:
             raise RegionError(
-                f"prepare: parameters must be on GPU {self._device.ordinal} or in host memory, one is "
+                f"prepare: parameters must be on GPU {self._device.ordinal} or in host memory, got one "
                 f"on GPU {ordinal}"
             )
         return address
@@ -83,7 +84,7 @@ class SourceMemory:
 
 
 def covering_pages(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the whole pages that cover pieces of memory, each page once: start and stop, ascending."""
+    """Return the ranges (start, stop) of whole pages that cover pieces of memory, disjoint and ascending."""
     page = mmap.PAGESIZE
     pages = ((0, at // page * page, -(-(at + nbytes) // page) * page) for at, nbytes in memory)
     return [(start, stop) for _, start, stop in joined_ranges(pages)]
@@ -93,8 +94,8 @@ def covering_pages(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 class PinnedArena:
     """Pinned host memory of this process. Peers do not write it, and no transport registers it.
 
-    Memory: owned by the arena from construction to `close`. Several threads touch the pages,
-    because one thread would zero them one after another.
+    Memory: owned by the arena from construction to `close`. Several threads touch the pages, so that
+    the kernel zeroes them in parallel.
 
     Args:
         device: device that accesses it.

@@ -43,11 +43,13 @@ class Buffer(Protocol):
 
 
 class Digests(Protocol[Key]):
-    """Digests of memory, taken any number of times: of links by peer, or of chunks by number.
+    """Prepared digests of memory, which can be computed any number of times.
+
+    A key is the peer of a link, or the number of a chunk.
 
     Attributes:
-        links: tables of a link's pieces by peer, for hashing part by part. Only at the destination
-            on a GPU, otherwise empty. `close` frees them.
+        links: peer -> table of the pieces of the link on the GPU, for hashing part by part. Empty at
+            a source and in host memory. `close` frees the tables.
     """
 
     @property
@@ -57,7 +59,7 @@ class Digests(Protocol[Key]):
     def take(
         self, keys: Iterable[Key], deadline_s: float, threads: Executor | None = None
     ) -> dict[Key, str]:
-        """Read these links or chunks as they are now, and wait for the result.
+        """Compute the digests of these links or chunks from the current bytes, and wait for the result.
 
         Returns:
             key -> digest, hex, in the order of `keys`.
@@ -69,7 +71,7 @@ class Digests(Protocol[Key]):
         ...
 
     def close(self) -> None:
-        """Free the prepared data, unless late kernels may still use it. Idempotent."""
+        """Free the prepared data, unless kernels that exceeded a deadline may still use it. Idempotent."""
         return
 
 
@@ -78,18 +80,20 @@ ChunkDigests = Digests[int]
 
 
 class LinkPack(Protocol):
-    """The payload of a link's ops that must be packed, packed into fixed memory any number of times.
+    """Packs the payload of a link into fixed memory, any number of times.
+
+    Only the ops of the link that cannot be sent directly are packed.
 
     Attributes:
-        turns: parts that are packed together, in the order of the payload. Later turns overwrite
-            earlier ones.
+        turns: for each turn, the parts that it packs, in the order of the payload. The places are used in
+            rotation, so a later turn overwrites an earlier one.
     """
 
     @property
     def turns(self) -> Sequence[Sequence[PackedPart]]: ...
 
     def pack(self, turn: int, deadline_s: float) -> None:
-        """Gather, cast or quantise one turn, and wait for it.
+        """Gather, cast or quantise the parts of one turn, and wait for the end.
 
         Raises:
             TransferFailed: a cast in host memory overflows.
@@ -112,16 +116,16 @@ class LinkPack(Protocol):
 
 
 class MemoryOps(Protocol):
-    """Host memory, or the memory of one GPU. Thread-safe; the objects that it creates are not.
+    """Operations on host memory, or on the memory of one GPU. Thread-safe; the objects that it creates are not.
 
-    `addresses` is always (num_parameters,): the start of each parameter of this rank, in manifest
-    order. The caller closes the objects that it prepared. Preparing raises `TransferFailed` if a
-    GPU has too little memory for the tables, and `UnsupportedLayout` if quantised rows on a GPU
-    have gaps.
+    `addresses` is always (num_parameters,): the start address of each parameter of this rank, in
+    manifest order. The caller closes the objects that it gets. The methods that prepare work raise
+    `TransferFailed` if a GPU has too little memory for the tables, and `UnsupportedLayout` if rows on
+    a GPU that are quantised are not contiguous.
 
     Attributes:
         ordinal: ordinal of the GPU; -1 for host memory.
-        digest_kind: kind of its digests.
+        digest_kind: algorithm of the digests; both ends of a link must use the same.
     """
 
     ordinal: int
@@ -151,14 +155,14 @@ class MemoryOps(Protocol):
     def prepare(
         self, copies: Sequence[StridedCopy], *, beside_transfers: bool = False
     ) -> PreparedCopies:
-        """Prepare copies that run repeatedly. No copy reads what another one stores.
+        """Prepare copies that run repeatedly. No copy may read bytes that another copy writes.
 
-        Source or destination may be pinned host memory.
+        Sources and destinations may be in pinned host memory.
 
         Args:
             copies: the copies.
-            beside_transfers: whether they run while bytes of the same memory are on the wire, and
-                must leave most of a GPU to the transfer.
+            beside_transfers: whether the copies run while a transfer uses the same GPU, and must leave
+                most of the GPU to the transfer.
 
         Raises:
             ConfigError: no cast exists between the dtypes.
@@ -168,36 +172,36 @@ class MemoryOps(Protocol):
     def sent_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array
     ) -> LinkDigests:
-        """Prepare digests of the payloads of links, by peer: in plan order, in the destination's dtype.
+        """Prepare digests of the payload of each peer's link at the source: in plan order, in the destination's dtype.
 
-        Elements are cast as they are read; nothing is stored.
+        Elements are cast while they are read, and are not stored.
         """
         ...
 
     def received_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array, staging_address: int = 0
     ) -> LinkDigests:
-        """Prepare digests of received links. They equal the sent digests if everything has arrived.
+        """Prepare digests of links at the destination. They equal the sent digests if all bytes have arrived.
 
-        `staging_address` is where peers write the payload of staged ops; 0 if they write each
-        element to its final place.
+        `staging_address` is the address to which peers write the payload of staged ops; 0 if they
+        write each element to its final address.
         """
         ...
 
     def chunk_digests(
         self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
     ) -> ChunkDigests:
-        """Prepare digests of chunks of pieces. Equal piece sizes and bytes give equal digests.
+        """Prepare digests of chunks, each a run of pieces. Two chunks with equal piece sizes and bytes have equal digests.
 
         Args:
             addresses: (n,) addresses of the pieces.
-            nbytes: (n,) bytes of each piece, >= 1.
-            chunk_start: (num_chunks + 1,) first piece of each chunk, and n.
+            nbytes: (n,) size of each piece in bytes, >= 1.
+            chunk_start: (num_chunks + 1,) index of the first piece of each chunk, followed by n.
         """
         ...
 
     def least_pack_nbytes(self, program: LinkProgram) -> int:
-        """Return the least bytes of memory for one turn of `pack_link`."""
+        """Return the smallest number of bytes that one place of `pack_link` must have."""
         ...
 
     def pack_link(
@@ -205,22 +209,22 @@ class MemoryOps(Protocol):
     ) -> LinkPack:
         """Prepare to pack a link at its source.
 
-        `places` are the address ranges for turns, used in rotation, all of one length. Every op
+        `places` are address ranges of equal length, which the turns use in rotation. Each packed part
         begins at a multiple of `ALIGNMENT`.
 
         Raises:
-            PlanError: a place has less than the needed `least_pack_nbytes`.
+            PlanError: a place is smaller than `least_pack_nbytes`.
         """
         ...
 
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
     ) -> torch.Tensor:
-        """Return this memory as a tensor of `sizes`. The caller keeps the memory alive and in place."""
+        """Return this memory as a tensor of `sizes`. The caller keeps the memory allocated at this address."""
         ...
 
     def settle(self, deadline_s: float) -> None:  # noqa: ARG002
-        """Wait for work of this process on this memory through any library, such as an optimiser step.
+        """Wait for all work of this process on this memory, also of other libraries, such as an optimiser step.
 
         Raises:
             TransferFailed: the work failed or did not end within `deadline_s`.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Work = TypeVar("Work")
 
 ALIGNMENT = 64
-"""Alignment in bytes of everything that shares an arena."""
+"""Alignment in bytes of each object in an arena."""
 RUN_NBYTES = 1024
 """Shortest run in bytes that is hashed in place; shorter runs are gathered first."""
 GATHER_NBYTES = 1 << 20
@@ -35,7 +35,7 @@ new_digest = xxhash.xxh3_128
 
 
 def aligned(nbytes: int) -> int:
-    """Return the bytes that an object of `nbytes` takes in an arena."""
+    """Return the number of bytes that an object of `nbytes` occupies in an arena."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -50,11 +50,14 @@ class PackedPart(NamedTuple):
 
 @final
 class Turns(Generic[Work]):
-    """Parts of a payload, placed one after another in memory that is packed repeatedly.
+    """Distribution of a payload over turns: one turn fills the packing memory once.
+
+    Args:
+        places: address ranges of packing memory, which the turns use in rotation.
 
     Attributes:
-        parts: parts of each turn, in the order of the payload.
-        work: the work that packs each part.
+        parts: parts of the payload that each turn packs, in the order of the payload.
+        work: for each of these parts, the work that packs it.
     """
 
     def __init__(self, places: Sequence[range]) -> None:
@@ -89,9 +92,9 @@ class StridedCopy:
     """Elements to copy between two strided layouts, cast if the dtypes differ.
 
     Attributes:
-        sizes: elements per dim, each >= 1; at least one dim.
+        sizes: number of elements per dim, each >= 1; at least one dim.
         src_address, dst_address: addresses of the first element.
-        src_strides, dst_strides: bytes per dim, multiples of the item size.
+        src_strides, dst_strides: stride of each dim in bytes, a multiple of the item size.
         src_dtype, dst_dtype: the same dtype, or a pair of `CASTS`.
         tensor: name of the tensor, for errors.
     """
@@ -142,7 +145,7 @@ class PreparedCopies(Protocol):
     """Copies between fixed addresses that can be run any number of times."""
 
     def run(self) -> None:
-        """Copy everything, or queue it: `MemoryOps.finish` then waits, and `check` reports errors.
+        """Run all copies. On a GPU this only queues them: `MemoryOps.finish` waits, and `check` raises errors.
 
         Raises:
             TransferFailed: a cast in host memory overflowed.
@@ -164,7 +167,7 @@ class PreparedCopies(Protocol):
 
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
-    """Return raw memory as a writable buffer. The caller keeps the memory alive and in place."""
+    """Return raw memory as a writable buffer. The caller keeps the memory allocated at this address."""
     view: memoryview = _memoryview_from_memory(address, nbytes, _PYBUF_WRITE)
     return view
 
@@ -172,10 +175,10 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
 def split_inner(
     sizes: Sequence[int], strides_bytes: Sequence[int], itemsize: int
 ) -> tuple[int, int]:
-    """Return how far elements in row-major order are contiguous in memory.
+    """Find the inner dims whose elements, in row-major order, are contiguous in memory.
 
     Returns:
-        (number of outer dims that step over gaps, bytes of one contiguous run).
+        (number of the other, outer dims; size of one contiguous run in bytes).
     """
     step, outer = itemsize, len(sizes)
     while outer and (sizes[outer - 1] == 1 or strides_bytes[outer - 1] == step):

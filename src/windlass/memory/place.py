@@ -11,7 +11,7 @@ from windlass.memory.ops import MemoryOps
 
 
 def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
-    """Return the memory that contains all of a rank's parameters; the address of an empty one is 0.
+    """Return the `MemoryOps` for a rank's parameters. An empty parameter has address 0.
 
     Raises:
         PlanError: the parameters are on several GPUs, or both on a GPU and in host memory.
@@ -27,7 +27,7 @@ def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
 
 
 def memory_on(ordinal: int) -> MemoryOps:
-    """Return the memory of this process's GPU `ordinal`; host memory for -1.
+    """Return the `MemoryOps` of GPU `ordinal`, or of host memory if `ordinal` is -1.
 
     Raises:
         TransportUnavailable: kernels cannot be compiled for the GPU.

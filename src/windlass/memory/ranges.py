@@ -1,4 +1,4 @@
-"""Pieces of a write: merging, cutting, and grouping into native calls."""
+"""Merge and cut the pieces of a write, and group them into native calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def split_pieces(
 
 
 def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[slice]:
-    """Yield slices of pieces, one per native call, each as long as the limits allow; at least one piece."""
+    """Yield a slice of pieces for each native call: as many pieces as the limits allow, at least one."""
     ends = np.cumsum(nbytes)
     start, done = 0, 0
     while start < len(nbytes):
@@ -48,16 +48,16 @@ def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[
 
 
 def edges_of(address: int, nbytes: int, step_nbytes: int) -> list[int]:
-    """Return the borders between registrations of a region registered in steps; none for a step of 0."""
+    """Return the addresses at which a region is cut if it is registered in steps; none for a step of 0."""
     if not 0 < step_nbytes < nbytes:
         return []
     return list(range(address + step_nbytes, address + nbytes, step_nbytes))
 
 
 def cut_at_edges(pieces: Pieces, *, local: list[int], remote: list[int]) -> Pieces:
-    """Cut pieces that cross a border between two registrations, on either side.
+    """Cut pieces that cross a border between two registrations of the local or the remote memory.
 
-    `local` and `remote` are start addresses of registrations, in any order, with duplicates.
+    `local` and `remote` are start addresses of registrations, in any order; duplicates are allowed.
     """
     if local:
         pieces = _cut(pieces, pieces[0], np.unique(np.array(local, np.uint64)))
@@ -83,7 +83,10 @@ def _cut(pieces: Pieces, addresses: UInt64Array, edges: UInt64Array) -> Pieces:
 
 
 def joined_ranges(rows: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return sorted (owner, start, stop) ranges, joined if they touch. An owner may be a parameter."""
+    """Sort (owner, start, stop) ranges, and join ranges of the same owner that touch or overlap; return them.
+
+    An owner is any number, for example the index of a parameter.
+    """
     joined: list[tuple[int, int, int]] = []
     for owner, start, stop in sorted(rows):
         if joined and joined[-1][0] == owner and start <= joined[-1][2]:

@@ -119,7 +119,9 @@ def gpu_of(address: int) -> int:
         return -1
     ordinal = _attribute_of(address, _POINTER_DEVICE_ORDINAL)
     if ordinal is None:
-        raise TransferFailed(f"cuda_ipc: the driver does not tell which GPU {address:#x} is on")
+        raise TransferFailed(
+            f"cuda_ipc: the driver does not report the GPU of address {address:#x}"
+        )
     return ordinal
 
 
@@ -132,7 +134,7 @@ def pointer_device(address: int) -> int:
     ordinal = _attribute_of(address, _POINTER_DEVICE_ORDINAL)
     capable = _attribute_of(address, _POINTER_IS_LEGACY_IPC_CAPABLE)
     if ordinal is None or capable is None:
-        raise RegionError(f"cuda_ipc: {address:#x} is no GPU memory")
+        raise RegionError(f"cuda_ipc: {address:#x} is not in GPU memory")
     if not capable:
         raise RegionError(
             f"cuda_ipc: memory at {address:#x} cannot be opened by another process: it must come from "
@@ -151,7 +153,7 @@ class Stream:
         device.call("cuStreamCreate", ctypes.byref(self.handle), _NON_BLOCKING)
 
     def record(self) -> Event:
-        """Return an event that follows everything in the stream now."""
+        """Return an event that is reached after all work that is in the stream now."""
         return Event(self._device, self.handle)
 
     def close(self) -> None:
@@ -187,7 +189,7 @@ class Event:
 
 @final
 class Device:
-    """The primary context of one GPU, shared with torch in this process.
+    """Primary CUDA context of one GPU, which torch uses too in this process.
 
     Raises:
         TransportUnavailable: the GPU does not exist.
@@ -214,7 +216,7 @@ class Device:
         self.call("cuCtxSynchronize")
 
     def record(self, stream: int) -> Event:
-        """Return an event after everything queued in another library's stream; 0 for the default stream."""
+        """Return an event that is reached after all work queued in another library's stream; 0 is the default stream."""
         return Event(self, ctypes.c_void_p(stream))
 
     def call(self, name: str, *arguments: object) -> None:
@@ -254,8 +256,8 @@ class Device:
         source = (ctypes.c_char * len(view)).from_buffer_copy(view)
         with self.current():
             _call("cuMemcpyHtoD_v2", _u64(address), source, _size(len(view)))
-            # The call returns once the bytes are staged, and non-blocking streams do not wait for
-            # the rest.
+            # cuMemcpyHtoD may return before the bytes are on the device, and non-blocking streams would not
+            # wait for them.
             _call("cuStreamSynchronize", None)
 
     def download(self, address: int, nbytes: int, stream: Stream | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""One GPU, the kernels compiled for it, and the stream that they are queued in."""
+"""One GPU, the kernels compiled for it, and the stream in which they are queued."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Gpu:
 
     Args:
         ordinal: ordinal of the GPU.
-        num_multiprocessors: most multiprocessors that kernels use; 0 for all.
+        num_multiprocessors: largest number of multiprocessors that kernels use; 0 for all.
 
     Raises:
         TransportUnavailable: the NVIDIA driver, the GPU or NVRTC is missing.
@@ -36,7 +36,7 @@ class Gpu:
 
     @property
     def is_late(self) -> bool:
-        """True if queued work exceeded a deadline and may continue without limit."""
+        """Whether queued work exceeded a deadline and may still continue."""
         return bool(self._late)
 
     def wait(self, event: Event, deadline_s: float) -> None:
@@ -60,7 +60,7 @@ class Gpu:
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from error
 
     def wait_or_leave(self, event: Event, deadline_s: float) -> None:
-        """Wait as `wait` does, but leave late work to the caller, so the GPU does not count as late.
+        """Wait as `wait` does, but raise `TransferFailed` at the deadline, so that the GPU does not count as late.
 
         Raises:
             TransferFailed: queued work failed, `event` was not reached within `deadline_s`, or no
@@ -70,12 +70,12 @@ class Gpu:
         self._wait_for(event.wait, deadline_s, "queued work was")
 
     def settle(self, deadline_s: float, step: Event | None = None) -> float:
-        """Wait for work of this process on the GPU through any library, such as a training step.
+        """Wait for all work of this process on the GPU, also of other libraries, such as a training step.
 
         With `step`, wait only for this event and not for other streams or later work.
 
         Returns:
-            Seconds that the driver waited, without the time until the wait began.
+            Seconds that the driver call took.
 
         Raises:
             TransferFailed: the work failed or did not end within `deadline_s`; this library had
@@ -103,7 +103,7 @@ class Gpu:
             ) from error
 
     def distrust(self, reason: str) -> None:
-        """Record that queued work may continue without limit."""
+        """Record that queued work may continue and its end is unknown; `is_late` is then True."""
         self._late = reason
 
     def refuse_late(self) -> None:
@@ -121,7 +121,7 @@ class Gpu:
 
 
 def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
-    """Wait for queued work after `error`, so that the caller can raise `error`.
+    """Wait for queued work after `error`. If it returns, the work has ended, and the caller can raise `error`.
 
     Raises:
         TransferOutcomeUnknown: the work did not end, or its end cannot be determined.
@@ -174,7 +174,7 @@ class _Waits:
             except TransferFailed as error:
                 failure = error
             waited_s = time.perf_counter() - began
-            # Before the future is done, so that the next caller finds this thread idle.
+            # Mark the thread as idle before the future is done, so that the next caller can use it.
             self._idle.append(calls)
             if failure is None:
                 over.set_result(waited_s)

@@ -1,4 +1,4 @@
-"""The put kernels: they take a table of pieces and store into peer memory."""
+"""Kernels of `put.cu`: they copy the pieces of a table, also into memory of a peer."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ SMALL_BLOCK, LARGE_BLOCK = 128, 512
 THREADS_PER_MULTIPROCESSOR = 2048
 
 PART_NBYTES = 1 << 30
-"""Least bytes that one part of a table stores. The last part is hashed after the wire has become
-idle. With 1 GiB that takes 0.5 ms, and storing is as fast as in one part (H200, 2026-11-21)."""
+"""Smallest size of one part of a table. The last part is hashed after all bytes are sent; with 1 GiB this
+takes 0.5 ms, and the parts are written as fast as one whole table (H200, 2026-11-21)."""
 
 
 def raw_pieces(
@@ -125,8 +125,8 @@ class Kernels:
     """Kernels compiled for one device.
 
     Args:
-        num_multiprocessors: most multiprocessors that a launch uses, which leaves the rest to the
-            engine; 0 for all.
+        num_multiprocessors: largest number of multiprocessors that a launch uses, so that the engine
+            can use the others; 0 for all.
 
     Raises:
         TransportUnavailable: NVRTC is missing.
@@ -149,9 +149,9 @@ class Kernels:
         part: range | None = None,
         num_multiprocessors: int = 0,
     ) -> None:
-        """Queue the stores; with `digest_address`, add their digest to the two words there.
+        """Queue the copies of a table; with `digest_address`, add their digest to the two words there.
 
-        If a cast overflows, the third word becomes 1 + a position in the payload of its piece.
+        If a cast overflows, the third word becomes 1 + the position of an overflowing piece in the payload.
 
         `part` is a range of the table's pieces; all by default. `num_multiprocessors` limits this
         launch; 0 for the limit of the constructor.

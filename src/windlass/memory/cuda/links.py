@@ -1,4 +1,4 @@
-"""Prepared data on a GPU: tables of pieces, and the words that collect digests."""
+"""Prepared data on a GPU: tables of pieces, and words into which kernels add digests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ Item = TypeVar("Item")
 
 DIGEST_NBYTES = 16
 WORDS_NBYTES = DIGEST_NBYTES + 8
-"""Bytes of a link's words: a digest, and a word for the position of a cast that overflowed."""
+"""Size in bytes of the words of a link: its digest, and a word for the position of a cast that overflowed."""
 
 
 class GpuTables:
-    """Tables and words of one preparation in a GPU's memory, freed together.
+    """Base class of objects with tables and words in a GPU's memory, which are freed together.
 
-    Derived classes create theirs inside `_building`. The constructor refuses while kernels are
-    late.
+    A derived class creates its tables inside `_building`.
 
     Raises:
         TransferOutcomeUnknown: kernels exceeded a deadline.

@@ -1,8 +1,9 @@
-"""Ops cut into blocks of rows, the pieces that a device kernel stores; the same at both ends.
+"""Cut ops into pieces (blocks of rows), which kernels copy.
 
-Both ends of a link cut the same ops in the same way, so their digests agree. If kernels store into
-the peer, they store strided and cast on the way: nothing is packed or staged, whatever the op's
-mode is. If a NIC carries the bytes, kernels store the pieces packed.
+Both ends of a link cut the same ops in the same way, because the digest depends on the pieces. If
+kernels write into the peer's memory, they write each element to its final address and cast it, and
+nothing is packed or staged, whatever the mode of the op is. If a NIC transports the bytes, kernels
+pack the pieces.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def join_tables(
     parts: dict[PieceKind, list[StructuredArray]] = {}
     for kind, pieces in found:
         parts.setdefault(kind, []).append(pieces)
-    # As opaque rows: numpy would compare the fields of every two arrays that it joins.
+    # Join the rows as opaque bytes: with fields, numpy would compare the dtypes of each two arrays, which is slow.
     row = np.dtype((np.void, PIECE.itemsize))
     return {
         kind: np.concatenate([each.view(row) for each in pieces]).view(PIECE)
@@ -278,9 +279,9 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
 
 
 def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -> Int64Array:
-    """Return the piece counts at which the payload may be cut: (n,), ascending.
+    """Return the numbers of pieces, ascending, after which the payload may be cut.
 
-    No piece before such a cut reaches beyond it.
+    The pieces before such a cut contain no bytes behind it.
     """
     itemsize = found.op.dst_dtype.itemsize
     # A piece of scales is a block at the source but one element in the payload.
@@ -299,7 +300,7 @@ def _ends_at(cuts: Int64Array, starts: Int64Array, nbytes: int) -> Int64Array:
 
 
 def least_packed_nbytes(program: LinkProgram) -> int:
-    """Return the least bytes that hold any uncut unit of a link: a piece or a quantised row of blocks."""
+    """Return the size in bytes of the largest unit of a link that cannot be cut: a piece, or a quantised row of blocks."""
     rows_of_blocks = (
         BLOCK * op.packed_strides[0]
         for op in program.ops
