@@ -244,5 +244,5 @@ def test_a_peer_of_torchs_allocator_gets_exactly_the_written_bytes(
 
 def test_host_memory_is_refused(transport: CudaIpcTransport) -> None:
     memory = np.zeros(64, np.uint8)
-    with pytest.raises(RegionError, match="is no GPU memory"):
+    with pytest.raises(RegionError, match="is not in GPU memory"):
         transport.register(memory.ctypes.data, memory.nbytes)

@@ -1,4 +1,4 @@
-"""Requests of commands to a running controller, and the options for its address."""
+"""Requests that commands send to a running controller, and the command-line options for its address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.net.sockets import connection_error, open_http
 from windlass.observability.operations import HEARTBEAT_S
 
 _OF_AN_OVERVIEW = {"published_version", "engines", "links", "rounds", "rollouts", "staleness"}
-"""Keys of every controller's answer."""
+"""Keys that every answer of a controller contains."""
 
 
 def add_controller(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +54,8 @@ async def follow_overview(
 ) -> AsyncGenerator[dict[str, Any]]:
     """Yield the overviews that `/v1/events` of a controller sends. The end of the stream is an error.
 
-    `deadline_s` bounds the first answer. Then the controller sends data at least every `HEARTBEAT_S`; after
-    three times that without data the stream has failed.
+    The first answer must arrive within `deadline_s`. Then the controller sends data at least every `HEARTBEAT_S`; the
+    stream has failed after three times this interval without data.
 
     Raises:
         WindlassError: as `fetch_overview`, or the controller ended the stream.

@@ -34,12 +34,12 @@ _EXTRAS = {
 _OWN_EXTRAS = {"demo": "demo"}
 """Command with its own extra -> that extra."""
 _NEXT: Mapping[type[WindlassError], str] = {
-    AuthenticationError: "set WINDLASS_TOKEN to the controller's token, or to one of a role that "
+    AuthenticationError: "set WINDLASS_TOKEN to the controller's token, or to the token of a role that "
     "`windlass token` derives from it",
-    PeerUnreachable: "see that a controller runs there and that this host reaches it; `windlass serve` "
+    PeerUnreachable: "check that a controller runs there and that this host reaches it; `windlass serve` "
     "and `windlass launch` print the address",
-    EngineRefused: "`windlass doctor --engine-python PATH` looks into the engine's environment",
-    TransportUnavailable: "`windlass doctor` says what this machine lacks, and how to mend it",
+    EngineRefused: "`windlass doctor --engine-python PATH` checks the engine's environment",
+    TransportUnavailable: "`windlass doctor` says what this machine lacks, and how to repair it",
 }
 """Error whose text names no remedy -> remedy."""
 
@@ -47,8 +47,8 @@ _NEXT: Mapping[type[WindlassError], str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv`, run one sub-command, return the exit status.
 
-    The command prints an error of Windlass, or a missing package of an extra, as one line. Lines with the error's
-    notes and with what to do next follow. Any other error is a defect and shows its traceback.
+    An error of Windlass, or a missing package of an extra, is printed as one line, followed by the error's notes and
+    by advice. Any other exception is a defect; Python prints its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), "")

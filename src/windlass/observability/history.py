@@ -18,7 +18,7 @@ MAX_STRETCHES = 600
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Counts at one moment; totals since the start, except the last three.
+    """Counts at one time. All are totals since the start, except the last three.
 
     Attributes:
         at_s: seconds since the start.
@@ -27,8 +27,8 @@ class Point:
         tokens: generated tokens of these samples.
         staleness: sum of the ages of these samples, in versions.
         version: published version.
-        outstanding: rollouts, as in `RolloutStats`.
-        stalest: highest age of a sample since the previous point, in versions.
+        outstanding: number of outstanding rollouts, see `RolloutStats`.
+        stalest: largest age of a sample since the previous point, in versions.
     """
 
     at_s: float = 0.0
@@ -65,7 +65,7 @@ class History:
         return at_s - self._points[-1].at_s >= self.interval_s
 
     def add(self, point: Point) -> None:
-        """Add the current counts; merge them into the newest point if that one came too soon after the one before."""
+        """Add the current counts; merge them into the newest point if its interval has not passed yet."""
         points = self._points
         if len(points) > 1 and points[-1].at_s - points[-2].at_s < self.interval_s:
             points[-1] = _merged(points[-1], point)
@@ -95,8 +95,8 @@ class FleetEvent:
     Attributes:
         at_s: seconds since the start.
         who: name of the engine; empty for an update.
-        what: one line for a person.
-        is_bad: whether a person should look at it.
+        what: description in one line.
+        is_bad: whether an operator should look at the event.
     """
 
     at_s: float
@@ -108,14 +108,14 @@ class FleetEvent:
 @final
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """State of an engine from one moment until its next stretch.
+    """State of an engine during a time, which ends when the next stretch of the engine begins.
 
     Attributes:
-        at_s: seconds since the start.
+        at_s: seconds from the start of the run to the begin of the stretch.
         who: name of the engine.
-        version: version that it served; -1 for no version of this run.
-        status: its status.
-        why: reason why it was left out or disconnected; else empty.
+        version: version that the engine served; -1 for no version of this run.
+        status: status of the engine.
+        why: reason why the engine was left out or disconnected; otherwise empty.
     """
 
     at_s: float
@@ -131,7 +131,7 @@ class FleetEvents:
 
     Attributes:
         newest: at most `MAX_EVENTS` events.
-        stretches: at most `MAX_STRETCHES` of the whole fleet, oldest first.
+        stretches: at most `MAX_STRETCHES` stretches of all engines together, oldest first.
     """
 
     def __init__(self) -> None:

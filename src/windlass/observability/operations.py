@@ -30,18 +30,19 @@ SEND_DEADLINE_S = 10.0
 LAST_ROUNDS = 20
 BINDING = "binding "
 LOOK_AFTER_S = 0.2
-"""Seconds from a change of the fleet to the comparison with the last one, which covers all changes in between."""
+"""Seconds from a change of the fleet to the next comparison of the engines' states, which covers all changes in this
+time."""
 FRAME_PERIOD_S = 0.25
 """Shortest time between two events of a stream."""
 MAX_FRAME_SHARE = 0.05
-"""Largest share of the event loop's time that is spent on making events."""
+"""Largest share of the event loop's time that is used to encode events."""
 MAX_STREAMS = 64
-"""Event streams that a controller serves at once."""
+"""Largest number of event streams that a controller serves at a time."""
 
 
 @final
 class Operations:
-    """Serves the state of a coordinator, its rollouts and its batches. Owned by `Controller`."""
+    """HTTP routes of a `Controller` that show the state of its coordinator, rollouts and batches."""
 
     def __init__(
         self, coordinator: Coordinator, rollouts: RolloutController, batches: BatchQueue
@@ -69,7 +70,7 @@ class Operations:
 
     @property
     def phase(self) -> str:
-        """Current activity of the fleet, for a person; empty between updates."""
+        """Text with the current phase of an update, or with the current binding; empty if neither runs."""
         return self._phase
 
     def mount(self, server: ControlServer) -> None:
@@ -94,14 +95,14 @@ class Operations:
             event.set()
 
     def _notify(self) -> None:
-        """Schedule an event for all open pages. It covers all changes until it is made."""
+        """Schedule an event for all open pages. It covers all changes until it is encoded."""
         if self._open_pages and self._frame_timer is None and not self._closed:
             self._frame_timer = asyncio.get_running_loop().call_at(
                 self._next_frame_at, self._make_frame
             )
 
     def _make_frame(self) -> None:
-        """Encode the overview once, for all open pages. Updates run in this loop, so its share is limited."""
+        """Encode the overview once for all open pages. The time for this is limited, because updates use the same loop."""
         time = asyncio.get_running_loop().time
         began_at, self._frame_timer = time(), None
         self._frame = b"data: " + msgspec.json.encode(self.overview()) + b"\n\n"
@@ -169,7 +170,7 @@ class Operations:
             self._look_timer = asyncio.get_running_loop().call_later(LOOK_AFTER_S, self._look)
 
     def _look(self) -> None:
-        """Compare the engines with the previous look, and send changes to open pages."""
+        """Record changes of engines since the last comparison, and schedule an event for open pages."""
         self._look_timer = None
         self._events.compare(self._now_s(), self._coordinator.fleet.states())
         self._notify()

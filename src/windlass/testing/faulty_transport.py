@@ -23,13 +23,14 @@ from windlass.transports.base import (
 class FaultKind(StrEnum):
     """Kind of an injected fault.
 
-    FAIL_BEFORE: nothing is sent; `TransferFailed`.
-    FAIL_HALFWAY: the first half of the pieces is sent; `TransferFailed`.
-    DROP_PIECE: the last piece is not sent, and the write reports success.
-    FLIP_BYTE: the first byte of the first piece arrives inverted; success.
-    UNKNOWN: nothing is sent; `TransferOutcomeUnknown`.
-    UNKNOWN_LANDED: everything is sent; `TransferOutcomeUnknown` nevertheless.
-    DELAY: sent `delay_s` late; success, or `TransferOutcomeUnknown` past the deadline.
+    FAIL_BEFORE: nothing is sent, and the write raises `TransferFailed`.
+    FAIL_HALFWAY: the first half of the pieces is sent, and the write raises `TransferFailed`.
+    DROP_PIECE: the last piece is not sent, and the write returns as after a success.
+    FLIP_BYTE: the first byte of the first piece arrives inverted, and the write returns as after a success.
+    UNKNOWN: nothing is sent, and the write raises `TransferOutcomeUnknown`.
+    UNKNOWN_LANDED: everything is sent, but the write raises `TransferOutcomeUnknown`.
+    DELAY: everything is sent after `delay_s`; if the deadline passes before, nothing is sent and the write raises
+        `TransferOutcomeUnknown`.
     """
 
     FAIL_BEFORE = "fail_before"
@@ -43,11 +44,11 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One scripted fault.
+    """One fault to inject.
 
     Attributes:
         kind: kind of the fault.
-        delay_s: seconds, for DELAY.
+        delay_s: seconds of the delay for DELAY; otherwise 0.
         endpoint: the fault applies only to writes to this peer; None for any peer.
     """
 
@@ -64,11 +65,11 @@ class Fault:
 
 
 class FaultyTransport(WrappedTransport):
-    """Wraps a transport; all calls except the chosen writes pass through. Thread-safe.
+    """Transport that injects faults into chosen writes and passes all other calls to another transport. Thread-safe.
 
     Args:
-        inner: the real transport. `close` closes it, too.
-        faults: number of the write -> its fault; writes are counted from 0 over all peers.
+        inner: the other transport. `close` closes it too.
+        faults: number of a write -> fault to inject. Writes to all peers are counted together, from 0.
     """
 
     def __init__(self, inner: OneSidedTransport, faults: Mapping[int, Fault]) -> None:

@@ -74,14 +74,14 @@ def digest_of(data: bytes | memoryview) -> str:
 
 @final
 class PeerProcess(Closing):
-    """A child process with one arena, all bytes 0xEE at first.
+    """A child process with one arena, whose bytes are all 0xEE at the start.
 
     Memory: the arena belongs to the child and ends with it.
 
     Args:
         config: transport of the child.
-        nbytes: size of its arena.
-        environment: variables for the child, in addition to those of this process.
+        nbytes: size of its arena in bytes.
+        environment: variables added to the environment that the child inherits.
 
     Raises:
         ProtocolError: the child did not start; its error is on stderr.
@@ -95,11 +95,12 @@ class PeerProcess(Closing):
             config, nbytes, inherited_environment() | dict(environment or {})
         )
         if self._process.stdin is None or self._process.stdout is None:
-            raise ProtocolError("peer process: it has no pipes")
+            raise ProtocolError("peer process: the child must have pipes for stdin and stdout")
         self._input, self._output = self._process.stdin, self._process.stdout
         try:
             self._region = self._answer().region
-        except BaseException:  # whatever it was: no child may be left behind
+        # After any exception, the child must not continue to run.
+        except BaseException:
             self.kill()
             raise
 
@@ -110,11 +111,11 @@ class PeerProcess(Closing):
 
     @property
     def region(self) -> RemoteRegion:
-        """The whole arena, as last registered."""
+        """Right to write the whole arena, from its last registration."""
         return self._region
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes of the arena as the child sees them."""
+        """Return bytes of the arena, which the child reads."""
         return self._ask("read", offset, nbytes).data
 
     def digest(self) -> str:
@@ -122,23 +123,23 @@ class PeerProcess(Closing):
         return self._ask("digest").data.decode()
 
     def fill(self, value: int) -> None:
-        """Set every byte of the arena."""
+        """Set all bytes of the arena to `value`."""
         self._ask("fill", value)
 
     def unregister(self) -> None:
-        """Unregister the arena; `region` is stale from now on."""
+        """Unregister the arena; `region` cannot be used until `register`."""
         self._ask("unregister")
 
     def register(self) -> None:
-        """Register the arena again; `region` is fresh."""
+        """Register the arena again, and update `region`."""
         self._region = self._ask("register").region
 
     def fence(self) -> None:
-        """See `OneSidedTransport.fence`; the arena is as it was."""
+        """Call `OneSidedTransport.fence` in the child."""
         self._ask("fence")
 
     def signal_on_write(self, offset: int, number: signal.Signals) -> None:
-        """Have the child send itself a signal once the byte at `offset` changes."""
+        """Make the child send itself a signal as soon as the byte at `offset` changes."""
         self._ask("signal_on_write", offset, int(number))
 
     def stop(self) -> None:
@@ -161,7 +162,7 @@ class PeerProcess(Closing):
                 pipe.close()
 
     def close(self) -> None:
-        """Let the child end by itself, which it does when its input ends; kill it if it does not."""
+        """Close the child's input, after which it ends by itself; kill it if it does not end within `ANSWER_S`."""
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGCONT)
             self._input.close()
@@ -194,7 +195,7 @@ class PeerProcess(Closing):
 
 
 def _watch(arena: Arena, offset: int, number: int) -> None:
-    """Wait for a byte to change. A one-sided write raises no event: looking is the only way."""
+    """Wait for a byte to change, by polling: a one-sided write causes no event in this process."""
     before = arena.bytes[offset]
     pause = threading.Event()
     while arena.bytes[offset] == before:

@@ -1,4 +1,4 @@
-"""An engine that generates nothing: for tests and benchmarks of updates alone."""
+"""Engine that generates nothing, for tests and benchmarks that only measure updates."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class WrappedTransport(OneSidedTransport):
     """`OneSidedTransport` that passes every call to `inner`; override the calls that must differ.
 
     Args:
-        inner: transport that does the work. `close` closes it, too.
+        inner: transport that does the work. `close` closes it too.
     """
 
     def __init__(self, inner: OneSidedTransport) -> None:
