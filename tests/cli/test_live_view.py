@@ -170,7 +170,7 @@ def test_a_launched_job_leaves_no_frame_and_ends_quietly(
     begun: list[list[str]] = []
 
     def look(terminal: Terminal, _process: subprocess.Popen[bytes]) -> None:
-        if "not there yet" in unwrapped(terminal.shown()) and len(begun) < 10:
+        if "not connected yet" in unwrapped(terminal.shown()) and len(begun) < 10:
             begun.append(terminal.lines())
 
     status, terminal = on_screen(command, *size, cwd=tmp_path, look=look)

@@ -147,7 +147,7 @@ async def test_a_deaf_engine_that_is_cut_off_may_still_be_writing(
             session = coordinator.members.sessions["engine-a/0"]
             if deaf:
                 stop_reading(connection)
-                with pytest.raises(PeerUnreachable, match="does not read"):
+                with pytest.raises(PeerUnreachable, match="did not read"):
                     await session.send(Refused(LARGE))
             else:
                 await connection.close()
