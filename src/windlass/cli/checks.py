@@ -339,11 +339,11 @@ def _logprobs(engine: EngineReleases) -> Finding:
 
 
 def check_flags(command: str, checkpoint: Path | None = None) -> Finding:
-    """Whether an engine may be started with these options.
+    """Report whether updates work with an engine that is started with these options.
 
     Args:
         command: name of the engine and its options, as in a shell: `vllm --enable-sleep-mode`.
-        checkpoint: that the engine would serve; whether it may quantise depends on it.
+        checkpoint: folder of the checkpoint that the engine would serve. The options for quantisation depend on it.
 
     Raises:
         ConfigError: it names no engine, or a quotation does not end.

@@ -17,7 +17,7 @@ class Framework:
     """A framework that has an integration of Windlass.
 
     Attributes:
-        distributions: names of its package; the first that is installed counts.
+        distributions: possible names of the framework's package; the first that is installed is checked.
         releases: text about the releases whose source the integration was written against.
         least: oldest of these releases. below: first release after them.
         module: module of Windlass that the framework loads.

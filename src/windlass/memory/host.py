@@ -173,7 +173,7 @@ class _HostPack:
 
 
 def least_half(program: LinkProgram) -> int:
-    """Return the least bytes of half a ring that holds every part that `split_op` cannot cut."""
+    """Return the smallest size in bytes of a place that can hold each part which `split_op` cannot cut."""
     rows_of_blocks = (
         min(op.nbytes, _row_of_blocks(op))
         for op in program.ops
@@ -183,7 +183,7 @@ def least_half(program: LinkProgram) -> int:
 
 
 def _row_of_blocks(op: BoundOp) -> int:
-    """Return the bytes of one row of blocks in the payload, which is never cut."""
+    """Return the size in bytes of one row of blocks in the payload. A row of blocks is never cut."""
     return op.packed_strides[0] * (1 if op.transform is Transform.FP8_BLOCK_SCALES else BLOCK)
 
 
@@ -254,7 +254,7 @@ def _hash_received(program: LinkProgram, addresses: UInt64Array, staging_address
 
 
 def _hash_ranges(addresses: UInt64Array, nbytes: Int64Array) -> str:
-    """Return the digest of ranges in order. Short ranges of equal size are gathered, many at a time."""
+    """Return the digest of ranges in order. Short ranges of equal size are copied together, many at a time, first."""
     digest = new_digest()
     if len(nbytes) > 1 and nbytes[0] <= SHORT_NBYTES and (nbytes == nbytes[0]).all():
         within = np.arange(int(nbytes[0]), dtype=np.uint64)

@@ -3,8 +3,9 @@
     class TestCma(TransportConformance):
         config = CmaConfig()
 
-Peers are real processes; a transport that lives inside one process overrides `start_peer`.
-Plain `check` calls instead of `assert`, so that it works the same when it is installed.
+Peers are child processes. For a transport that works only inside one process, override `start_peer`.
+The tests call `check` and do not use `assert`: pytest rewrites `assert` only in test modules, and this
+module is also used from an installed package.
 """
 
 from __future__ import annotations
@@ -105,12 +106,12 @@ class Rig:
         )
 
     def write_until(self, batch: WriteBatch, at_s: float) -> None:
-        """Write again and again, so that what happens at the peer falls into a write."""
+        """Write again and again, so that an event at the peer occurs during a write."""
         while time.monotonic() < at_s:
             self.write(batch)
 
     def expected(self, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array) -> UInt8Array:
-        """Return the peer's arena after exactly these pieces have landed in guard bytes."""
+        """Return the bytes of the peer's arena if exactly these pieces have been written between guard bytes."""
         image = np.full(NBYTES, GUARD, np.uint8)
         for source, target, size in zip(
             local.tolist(), remote.tolist(), nbytes.tolist(), strict=True
@@ -137,7 +138,7 @@ class Rig:
         within_s: float | None = None,
         deadline_s: float | None = None,
     ) -> str:
-        """See that the write raises `error` within the time; return the message."""
+        """Check that the write raises `error` within the time; return the message."""
         limit_s = self.prompt_s if within_s is None else within_s
         start = time.monotonic()
         with pytest.raises(error) as caught:
@@ -151,7 +152,7 @@ class Rig:
 def scattered(
     num_pieces: int, max_nbytes: int, seed: int
 ) -> tuple[UInt64Array, UInt64Array, UInt64Array]:
-    """Disjoint pieces of 1 to `max_nbytes` bytes at unrelated odd places on both sides."""
+    """Return disjoint pieces of 1 to `max_nbytes` bytes, at different unaligned offsets on the two sides."""
     rng = np.random.default_rng(seed)
     slot = NBYTES // num_pieces
     nbytes = rng.integers(1, min(max_nbytes, slot - 2) + 1, num_pieces).astype(np.uint64)
@@ -162,7 +163,7 @@ def scattered(
 
 
 class TransportConformance:
-    """Subclass and set `config`; and, on a slow machine, the two times."""
+    """Base class of conformance tests. A subclass sets `config` and, on a slow machine, the two times."""
 
     config: ClassVar[TransportConfig]
     deadline_s: ClassVar[float] = DEADLINE_S
@@ -179,7 +180,7 @@ class TransportConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def shared_rig(cls) -> Iterator[Rig]:
-        """One rig for all tests that leave it as they found it."""
+        """Yield one rig for all tests that do not damage it."""
         rig = _make_rig(cls())
         yield rig
         _close_rig(rig)
@@ -377,7 +378,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("bad", [(0, 16), (64, 0), (2048, 64), (4000, 200)])
     def test_one_range_that_is_refused_registers_none(self, rig: Rig, bad: tuple[int, int]) -> None:
-        """Nothing at address 0, nothing empty, nothing twice, nothing that overlaps another one."""
+        """Refused ranges: at address 0, empty, given twice, or overlapping another range."""
         base = rig.place(np.full(16384, 7, np.uint8))
         start = base + bad[0] if bad[0] else 0
         good = [(base, 32), (base + 2048, 64), (base + 4096, 4096)]
@@ -398,7 +399,7 @@ class TransportConformance:
         check(rig.peer.read(0, 16) == rig.arena.bytes[:16].tobytes(), "written after it came back")
 
     def test_memory_registered_after_a_fence_at_either_end_is_written(self, rig: Rig) -> None:
-        """As an engine's shadow is, which has lost one controller and found another."""
+        """An engine registers its shadow copy after a fence if it has connected to another controller."""
         rig.write(rig.batch([0], [0], [16]))
 
         def fence() -> None:
@@ -445,7 +446,7 @@ class ProcessConformance(TransportConformance):
     """Further conformance tests, for transports between processes."""
 
     def process(self, rig: Rig) -> PeerProcess:
-        """Return the peer of `rig`, as the process that it is."""
+        """Return the peer of `rig` as a `PeerProcess`."""
         if not isinstance(rig.peer, PeerProcess):
             raise TypeError(f"peer must be a PeerProcess, got {type(rig.peer).__name__}")
         return rig.peer
