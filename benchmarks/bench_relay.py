@@ -32,7 +32,7 @@ from tools.plan.simulate_relay import simulate_relay
 from tools.plan.synthesis import engine_manifests, trainer_manifests
 from tools.plan.topology import parse_topology
 from windlass.config import ControlConfig, P2pBackend, PhaseDeadlines, RelayShape, UpdateMode
-from windlass.control.rounds import Phase
+from windlass.control.round_state import Phase
 from windlass.planning.planner import plan_transfer
 from windlass.planning.relay import RelayGroup, stripes_of
 

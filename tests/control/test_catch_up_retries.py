@@ -29,7 +29,7 @@ from windlass.control.messages import (
     Write,
 )
 from windlass.control.recovery import MAX_ATTEMPTS
-from windlass.control.rounds import Phase
+from windlass.control.round_state import Phase
 from windlass.control.session import AgentSession
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType

@@ -51,7 +51,7 @@ from windlass.control.messages import (
     Write,
 )
 from windlass.control.report import RoundOutcome
-from windlass.control.rounds import Phase
+from windlass.control.round_state import Phase
 from windlass.errors import (
     AuthenticationError,
     ConfigError,

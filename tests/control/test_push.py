@@ -21,7 +21,7 @@ from windlass.control.messages import Abort, Apply, Command, Pause, Verify
 from windlass.control.push import PushUpdates
 from windlass.control.push_messages import CallbackRequest, PauseCall
 from windlass.control.report import RoundOutcome, UpdateReport
-from windlass.control.rounds import Phase
+from windlass.control.round_state import Phase
 from windlass.control.routes import status_of
 from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted
 from windlass.layout.dtypes import DType

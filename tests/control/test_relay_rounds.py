@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from round_rules import RoundRules
 
 from windlass.config import ControlConfig, UpdateMode
 from windlass.control.messages import (
@@ -24,14 +25,13 @@ from windlass.control.messages import (
     Write,
 )
 from windlass.control.report import Measure, RoundOutcome
+from windlass.control.round_state import EngineOutcome, Phase
 from windlass.control.rounds import (
     AgentLost,
     DeadlinePassed,
-    EngineOutcome,
     EnterPhase,
     Finish,
     Instruction,
-    Phase,
     Replied,
     RoundMachine,
     RoundSpec,
@@ -69,6 +69,7 @@ class Round:
         self.sent: list[Send] = []
         self.entry = 0
         self.finish: Finish | None = None
+        self.rules = RoundRules()
         self._take(self.machine.start())
 
     def _take(self, instructions: list[Instruction]) -> None:
@@ -78,8 +79,10 @@ class Round:
                     self.sent.append(instruction)
                 case EnterPhase():
                     self.entry = instruction.entry
+                    self.rules.begins(instruction.phase)
                 case Finish():
                     self.finish = instruction
+        assert not self.rules.broken(self.machine)
 
     def answer(self, worker: str, kind: type[Command], result: Result) -> None:
         """Answer the newest command of this kind."""

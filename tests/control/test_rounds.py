@@ -17,6 +17,7 @@ from fake_agents import (
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from round_rules import RoundRules
 
 from windlass.config import (
     PUSH_TRAITS,
@@ -43,15 +44,14 @@ from windlass.control.messages import (
 )
 from windlass.control.push_messages import BeginPush
 from windlass.control.report import Measure, RoundOutcome
+from windlass.control.round_state import EngineOutcome, Phase
 from windlass.control.rounds import (
     AgentLost,
     DeadlinePassed,
-    EngineOutcome,
     EnterPhase,
     Event,
     Finish,
     Instruction,
-    Phase,
     Replied,
     RoundMachine,
     RoundSpec,
@@ -143,6 +143,7 @@ class World:
         self.outbox: dict[str, deque[Replied]] = {w: deque() for w in (*TRAINERS, *ENGINE_OF)}
         self.entry = 0
         self.finish: Finish | None = None
+        self.rules = RoundRules()
         # The driver drops replies of other rounds.
         self.handled_events.clear()
         self.carry_out(self.machine.start())
@@ -156,12 +157,14 @@ class World:
             assert self.finish is None, "nothing may follow Finish"
             if isinstance(instruction, EnterPhase):
                 self.entry = instruction.entry
+                self.rules.begins(instruction.phase)
                 if instruction.phase is Phase.PUBLISH:
                     self.given_out.add(self.version)
             elif isinstance(instruction, Finish):
                 self.conclude(instruction)
             elif instruction.worker in self.alive:
                 self.inbox[instruction.worker].append(instruction)
+        assert not self.rules.broken(self.machine)
         for worker in {i.worker for i in instructions if isinstance(i, Send) and i.expects_reply}:
             if worker not in self.alive and self.finish is None:
                 self.post(AgentLost(worker, "not connected"))
@@ -389,6 +392,7 @@ class Script:
         self.phases: list[Phase] = []
         self.finish: Finish | None = None
         self.entry = 0
+        self.rules = RoundRules()
 
     def good(self, send: Send) -> Result:
         match send.command:
@@ -409,9 +413,11 @@ class Script:
                     waiting.append(instruction)
             elif isinstance(instruction, EnterPhase):
                 self.phases.append(instruction.phase)
+                self.rules.begins(instruction.phase)
                 self.entry = instruction.entry
             else:
                 self.finish = instruction
+        assert not self.rules.broken(self.machine)
         return waiting
 
     def run_to(self, phase: Phase) -> list[Send]:

@@ -35,7 +35,7 @@ from trainer_rank import Order
 import windlass
 from trainers import FSDP, Ranks, training
 from windlass.config import ControlConfig, PauseMode, UpdateMode
-from windlass.control.rounds import Phase
+from windlass.control.round_state import Phase
 from windlass.engines.sglang.orders import HOOK
 from windlass.net.access import Access, role_token
 from windlass.net.addresses import free_port

@@ -175,7 +175,7 @@ BUGS = (
         "a round goes on though the disk is full",
         RoundDriver,
         "_carry_out",
-        "return await self._carry_out(self.machine.handle(blocked))",
+        "return await self._carry_out(self._handle(blocked))",
         "raise",
         52,
     ),

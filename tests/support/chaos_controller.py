@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from chaos_processes import TOKEN, Process
+from round_rules import FleetRounds
 
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
 from windlass.control.coordinator import Coordinator
@@ -55,6 +56,7 @@ class ControllerProcess(Process):
             config, journal_path=world.journal_path, planner=world.planner
         )
         self.server = ControlServer(host="127.0.0.1", port=world.port, token=TOKEN)
+        self.rounds = FleetRounds(self.coordinator)
         mount_updates(self.coordinator, self.server)
         self.policy = StalenessPolicy(
             max_staleness=MAX_STALENESS,

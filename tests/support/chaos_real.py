@@ -30,7 +30,7 @@ from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
 from windlass.control.coordinator import Coordinator
 from windlass.control.journal import JournalEntry, JournalKind
 from windlass.control.report import UpdateReport
-from windlass.control.rounds import Phase
+from windlass.control.round_state import Phase
 from windlass.control.routes import mount_updates, status_of
 from windlass.errors import PeerTimeout, RolloutError
 from windlass.net.server import ControlServer

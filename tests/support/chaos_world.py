@@ -271,6 +271,8 @@ class World:
 
     def on_update(self, report: UpdateReport) -> None:
         self.note(f"report {report.version} {report.outcome} {report.reason} {report.left_out}")
+        if report.reason.startswith("internal error"):
+            self.violate(f"version {report.version}: {report.reason}")
         if self.schedule.only_intruders:
             self._check_undisturbed(report)
         if report.outcome is not RoundOutcome.PUBLISHED:
@@ -323,7 +325,7 @@ class World:
         if coordinator.run.round_id.epoch > MAX_EPOCH:
             self.violate(f"epoch {coordinator.run.round_id.epoch}")
         self._check_engines(None if in_round else published)
-        for rule in self._rules.broken(coordinator.fleet):
+        for rule in (*self._rules.broken(coordinator.fleet), *controller.rounds.broken()):
             self.violate(rule)
         self._steps += 1
         # A loss is permanent, so a check in every 16th step finds it as well.

@@ -46,7 +46,7 @@ from windlass.control.report import (
     told_to_trainers,
 )
 from windlass.control.round_runner import RoundRunner, num_by_pattern
-from windlass.control.rounds import Phase
+from windlass.control.round_state import Phase
 from windlass.control.run import Run
 from windlass.control.session import AgentSession
 from windlass.errors import PeerTimeout, ProtocolError, RoundAborted

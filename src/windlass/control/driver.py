@@ -7,6 +7,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import assert_never, final
 
 import msgspec
@@ -15,6 +16,7 @@ from windlass.config import PhaseDeadlines
 from windlass.control.binding import Binding
 from windlass.control.messages import Pause, Publish, Result
 from windlass.control.report import Measure, wire_by_transport
+from windlass.control.round_state import Phase
 from windlass.control.rounds import (
     AgentLost,
     DeadlinePassed,
@@ -23,7 +25,6 @@ from windlass.control.rounds import (
     Finish,
     GiveUp,
     Instruction,
-    Phase,
     Replied,
     RoundMachine,
     RoundSpec,
@@ -112,9 +113,9 @@ class RoundDriver:
 
     async def _run(self) -> Finish:
         began = self._clock()
-        finish = await self._carry_out(self.machine.start())
+        finish = await self._carry_out(self._next(self.machine.start))
         while finish is None:
-            finish = await self._carry_out(self.machine.handle(await self._events.get()))
+            finish = await self._carry_out(self._handle(await self._events.get()))
         self._leave_phase()
         late = [self._events.get_nowait() for _ in range(self._events.qsize())]
         self.late = tuple(event for event in late if isinstance(event, Replied))
@@ -129,6 +130,21 @@ class RoundDriver:
         )
         return replace(finish, report=report)
 
+    def _handle(self, event: Event) -> list[Instruction]:
+        return self._next(partial(self.machine.handle, event))
+
+    def _next(self, step: Callable[[], list[Instruction]]) -> list[Instruction]:
+        """Return the instructions of the machine's next step.
+
+        After a bug in the machine the round ends like a failed one, because trainers wait for its report, and the
+        fleet must learn which engines were written.
+        """
+        try:
+            return step()
+        except Exception as error:  # noqa: BLE001
+            _log.exception("internal error in phase %s", self.machine.phase)
+            return self.machine.abandon(f"internal error: {type(error).__name__}: {error}")
+
     async def _carry_out(self, instructions: list[Instruction]) -> Finish | None:
         finish: Finish | None = None
         for instruction in instructions:
@@ -140,7 +156,7 @@ class RoundDriver:
                         # The remaining instructions belong to the phase, so the driver sends none of them.
                         reason = f"phase {instruction.phase} cannot be recorded: {error}"
                         blocked = GiveUp(reason, is_blocked=True)
-                        return await self._carry_out(self.machine.handle(blocked))
+                        return await self._carry_out(self._handle(blocked))
                 case Send():
                     await self._send(instruction)
                 case Finish():

@@ -14,7 +14,8 @@ from windlass.control.connect_messages import Hello, Identity
 from windlass.control.engine_state import EngineState, EngineStatus
 from windlass.control.journal import MAX_QUARANTINED
 from windlass.control.messages import Failure, FailureKind, Result
-from windlass.control.rounds import EngineOutcome, Finish, Replied
+from windlass.control.round_state import EngineOutcome
+from windlass.control.rounds import Finish, Replied
 from windlass.errors import ManifestError, ProtocolError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.logs import printable

@@ -38,7 +38,8 @@ from windlass.control.push_messages import (
     ReceiveTensors,
 )
 from windlass.control.report import Measure, RoundOutcome, UpdateReport, report_of
-from windlass.control.rounds import GiveUp, Phase, RoundSpec, Sent, reply_budget_s
+from windlass.control.round_state import Phase
+from windlass.control.rounds import GiveUp, RoundSpec, Sent, reply_budget_s
 from windlass.control.session import RankCaller, describe, failures_of
 from windlass.errors import (
     DECODE_ERRORS,

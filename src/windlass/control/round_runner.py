@@ -22,7 +22,8 @@ from windlass.control.links import Link
 from windlass.control.members import Members
 from windlass.control.messages import Result
 from windlass.control.report import RoundOutcome, UpdateReport
-from windlass.control.rounds import AgentLost, Finish, Phase, RoundSpec, unchanged_reason
+from windlass.control.round_state import Phase
+from windlass.control.rounds import AgentLost, Finish, RoundSpec, unchanged_reason
 from windlass.control.run import Run
 from windlass.control.session import AgentSession
 from windlass.errors import RoundAborted

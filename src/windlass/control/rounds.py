@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from math import inf
 from typing import assert_never
 
@@ -63,42 +62,18 @@ from windlass.control.messages import (
 )
 from windlass.control.push_messages import BeginPush
 from windlass.control.report import Measure, RoundOutcome, UpdateReport
+from windlass.control.round_state import (
+    OUTCOME_TRANSITIONS,
+    PHASE_TRANSITIONS,
+    EngineOutcome,
+    Phase,
+)
 from windlass.errors import ProtocolError
 from windlass.planning.order import staggered
 from windlass.planning.replicated import DIGESTED, Replicated, decode_digested
 from windlass.transfer.bindings import Carried, LinkOutcome, LinkStatus, Relayed, Written
 
 ANSWER_S = 2.0
-
-
-class Phase(StrEnum):
-    """Phase of a round; each phase has its own deadline."""
-
-    PREPARE = "prepare"
-    WRITE = "write"
-    VERIFY = "verify"
-    PAUSE = "pause"
-    APPLY = "apply"
-    PUBLISH = "publish"
-    DONE = "done"
-
-
-class EngineOutcome(StrEnum):
-    """Outcome of the round for one engine.
-
-    Attributes:
-        ACTIVE: still part of the round.
-        LEFT_OUT: serves old weights or none, and gets no traffic until it has the published version.
-        MIXED: stays paused, because its live weights may be of two versions.
-        QUARANTINED: not written again while its process lives, because bytes may still arrive in its memory.
-        PUBLISHED: serves the version.
-    """
-
-    ACTIVE = "active"
-    LEFT_OUT = "left_out"
-    MIXED = "mixed"
-    QUARANTINED = "quarantined"
-    PUBLISHED = "published"
 
 
 def reply_budget_s(deadline_s: float) -> float:
@@ -252,10 +227,21 @@ Instruction = Send | EnterPhase | Finish
 
 @dataclass(slots=True)
 class _Engine:
+    name: str
     workers: tuple[str, ...]
     outcome: EngineOutcome = EngineOutcome.ACTIVE
     reason: str = ""
     mixed: bool = False
+
+    def end(self, outcome: EngineOutcome, reason: str = "") -> None:
+        """Give the engine an outcome. No other code changes it.
+
+        Raises:
+            RuntimeError: the table lacks the transition.
+        """
+        if outcome not in OUTCOME_TRANSITIONS[self.outcome]:
+            raise RuntimeError(f"engine {self.name}: {self.outcome} must not become {outcome}")
+        self.outcome, self.reason = outcome, reason
 
 
 def unchanged_reason(version: int) -> str:
@@ -270,16 +256,17 @@ def unchanged_reason(version: int) -> str:
 class RoundMachine:
     """State machine of one round. Call `start` once, then `handle` for every event until it returns `Finish`.
 
-    Attributes:
-        phase: current phase.
+    An exception of `start` or `handle` is a bug of the machine, for example a transition that `PHASE_TRANSITIONS` or
+    `OUTCOME_TRANSITIONS` lacks. The caller then ends the round with `abandon`.
     """
 
     def __init__(self, spec: RoundSpec) -> None:
         self._spec, self._config = spec, spec.config
         self._version = spec.version
-        self._engines = {name: _Engine(workers) for name, workers in spec.engines.items()}
+        self._engines = {name: _Engine(name, workers) for name, workers in spec.engines.items()}
         self._engine_of = {w: name for name, workers in spec.engines.items() for w in workers}
-        self.phase = self._phase_before = Phase.PREPARE
+        self._phase = self._phase_before = Phase.PREPARE
+        self._is_blocked = self._is_broken = False
         # The agent of an engine that hangs must still report before the deadline that the engine did not resume.
         self._go_on_s = reply_budget_s(spec.config.deadlines.publish_s)
         self._entry = 0
@@ -302,6 +289,16 @@ class RoundMachine:
         self._out: list[Instruction] = []
 
     @property
+    def phase(self) -> Phase:
+        """Current phase."""
+        return self._phase
+
+    @property
+    def outcomes(self) -> dict[str, EngineOutcome]:
+        """Outcome of every engine; `ACTIVE` while it is part of the round."""
+        return {name: engine.outcome for name, engine in self._engines.items()}
+
+    @property
     def waiting_for(self) -> tuple[str, ...]:
         """Workers that have not yet replied to a command."""
         return tuple(worker for worker, _ in self._pending.values())
@@ -317,7 +314,7 @@ class RoundMachine:
 
     def start(self) -> list[Instruction]:
         """Begin the round; return the first instructions."""
-        self._enter(Phase.PREPARE)
+        self._announce_phase()
         for trainer in self._spec.trainers:
             period = self._spec.period if trainer in self._digested else 0
             is_new = self._spec.sent_before is not None
@@ -351,8 +348,7 @@ class RoundMachine:
                 if event.entry == self._entry:
                     self._on_deadline()
             case GiveUp():
-                if event.is_blocked:
-                    self.phase = self._phase_before
+                self._is_blocked = event.is_blocked
                 self._give_up(event.reason)
             case Sent():
                 if self._waits_for_trainer:
@@ -360,6 +356,19 @@ class RoundMachine:
             case _:
                 assert_never(event)
         self._advance()
+        return self._pop_instructions()
+
+    def abandon(self, reason: str) -> list[Instruction]:
+        """End the round after an exception of `start` or `handle`; return the last instructions.
+
+        Nobody knows what the engines hold, so each engine that is still part of the round counts as one with weights
+        of two versions: it stays paused until a round publishes in it. Sources that have not answered a write are
+        `unsettled`, as in every round.
+        """
+        self._is_broken = True
+        kept = (Abort, SkipUpstream)
+        self._out = [i for i in self._out if isinstance(i, Send) and isinstance(i.command, kept)]
+        self._give_up(reason)
         return self._pop_instructions()
 
     # --- replies -----------------------------------------------------------------------------
@@ -628,7 +637,7 @@ class RoundMachine:
         engine = self._engines[name]
         if engine.outcome is not EngineOutcome.ACTIVE:
             if unknown:
-                engine.outcome, engine.reason = EngineOutcome.QUARANTINED, reason
+                engine.end(EngineOutcome.QUARANTINED, reason)
             return
         self._leave(engine, reason, unknown=unknown, lost=lost)
         gone = set(engine.workers)
@@ -637,13 +646,11 @@ class RoundMachine:
     def _leave(
         self, engine: _Engine, reason: str, *, unknown: bool = False, lost: str = ""
     ) -> None:
-        engine.reason, engine.mixed = reason, self._may_be_mixed()
+        engine.mixed = self._is_broken or self._may_be_mixed()
+        outcome = EngineOutcome.MIXED if engine.mixed else EngineOutcome.LEFT_OUT
+        engine.end(EngineOutcome.QUARANTINED if unknown else outcome, reason)
         for worker in engine.workers:
             self._skip_upstream(worker, self._relay.leave(worker, lost=worker == lost))
-        if unknown:
-            engine.outcome = EngineOutcome.QUARANTINED
-        else:
-            engine.outcome = EngineOutcome.MIXED if engine.mixed else EngineOutcome.LEFT_OUT
         for worker in engine.workers:
             if worker != lost:
                 notice = Abort(ABORT_NOTICE, engine.mixed, self._go_on_s)
@@ -653,7 +660,8 @@ class RoundMachine:
         """Return whether an engine that leaves now may hold bytes of two versions in live memory."""
         if self._config.mode is UpdateMode.IN_PLACE and self._spec.traits.lands_live:
             return self._wrote
-        return self.phase in {Phase.APPLY, Phase.PUBLISH}
+        begun = self._phase_before if self._is_blocked else self._phase
+        return begun in {Phase.APPLY, Phase.PUBLISH}
 
     def _give_up(self, reason: str, quarantined: Collection[str] = ()) -> None:
         """End the round for all engines, without a published version."""
@@ -672,7 +680,7 @@ class RoundMachine:
     def _finish_published(self) -> None:
         published = self._active()
         for engine in published:
-            engine.outcome = EngineOutcome.PUBLISHED
+            engine.end(EngineOutcome.PUBLISHED)
         if published:
             self._finish(RoundOutcome.PUBLISHED, "")
         else:
@@ -681,7 +689,6 @@ class RoundMachine:
     def _finish(self, outcome: RoundOutcome, reason: str) -> None:
         for trainer in () if outcome is RoundOutcome.PUBLISHED else self._spec.trainers:
             self._send(trainer, Abort(ABORT_NOTICE), expects_reply=False)
-        self.phase = Phase.DONE
         engines = self._engines.items()
         writing = {s: d for s, d in self._relay.unsettled().items() if d} | self._links.in_flight
         report = UpdateReport(
@@ -693,10 +700,11 @@ class RoundMachine:
             measures={m.value: m.of_ranks(values) for m, values in self._measured.items()},
             digest_ok=self._digest_ok,
         )
+        self._move(Phase.DONE)
         self._out.append(
             Finish(
                 report=report,
-                engines={name: e.outcome for name, e in engines},
+                engines=self.outcomes,
                 mixed=frozenset(name for name, e in engines if e.mixed),
                 unsettled={
                     source: tuple(sorted({self._engine_of[d] for d in destinations}))
@@ -740,9 +748,22 @@ class RoundMachine:
         self._out.append(Send(worker, self._seq, command, expects_reply))
 
     def _enter(self, phase: Phase) -> None:
-        self._phase_before, self.phase = self.phase, phase
+        self._move(phase)
+        self._announce_phase()
+
+    def _move(self, phase: Phase) -> None:
+        """Change the phase. No other code changes it.
+
+        Raises:
+            RuntimeError: the table lacks the transition.
+        """
+        if phase not in PHASE_TRANSITIONS[self._phase]:
+            raise RuntimeError(f"phase {self._phase} must not become {phase}")
+        self._phase_before, self._phase = self._phase, phase
+
+    def _announce_phase(self) -> None:
         self._entry += 1
-        self._out.append(EnterPhase(phase, self._entry))
+        self._out.append(EnterPhase(self._phase, self._entry))
 
     def _pop_instructions(self) -> list[Instruction]:
         out, self._out = self._out, []

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from windlass.control.coordinator import Coordinator
 from windlass.control.report import Measure, RoundOutcome, UpdateReport
-from windlass.control.rounds import Phase
+from windlass.control.round_state import Phase
 from windlass.control.routes import status_of
 from windlass.net.server import ControlServer
 from windlass.observability.history import FleetEvents, History, Point

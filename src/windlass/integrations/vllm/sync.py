@@ -15,7 +15,7 @@ import msgspec
 
 from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.control.report import UpdateReport
-from windlass.control.rounds import Phase
+from windlass.control.round_state import Phase
 from windlass.controller import Controller
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.integrations.hosted import HostAddress, HostedController, TrainerRanks

@@ -17,7 +17,7 @@ from typing import final
 import msgspec
 
 from windlass.control.report import UpdateReport
-from windlass.control.rounds import Phase
+from windlass.control.round_state import Phase
 from windlass.controller import Controller
 from windlass.engines.spec import ENGINES
 from windlass.errors import WindlassError
