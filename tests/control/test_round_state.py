@@ -16,6 +16,7 @@ from test_rounds import ENGINES, Script, make_spec
 
 from windlass.config import ControlConfig, UpdateMode
 from windlass.control import rounds
+from windlass.control.engine_state import TRANSITIONS
 from windlass.control.messages import Failure, FailureKind
 from windlass.control.report import RoundOutcome
 from windlass.control.round_state import OUTCOME_TRANSITIONS, PHASE_TRANSITIONS, Phase
@@ -132,8 +133,9 @@ async def test_fleet_survives_a_bug_in_the_machine(mode: UpdateMode) -> None:
     [
         ("phase", PHASE_TRANSITIONS),
         ("outcome", OUTCOME_TRANSITIONS),
+        ("state", TRANSITIONS),
     ],
-    ids=["phase", "outcome"],
+    ids=["phase", "outcome", "state"],
 )
 def test_documentation_shows_the_transitions(
     heading: str, table: Mapping[StrEnum, frozenset[StrEnum]]
@@ -144,7 +146,6 @@ def test_documentation_shows_the_transitions(
         if not row.startswith("|"):
             break
         first, following = row.strip("|").split("|")[:2]
-        shown[first.strip(" `")] = set(re.findall("`([^`]+)`", following))
-    assert shown == {
-        state.value: {each.value for each in following} for state, following in table.items()
-    }
+        named = set(re.findall("`([^`]+)`", following))
+        shown[first.strip(" `")] = set(table) - named if "all" in following else named
+    assert shown == {state: set(following) for state, following in table.items()}

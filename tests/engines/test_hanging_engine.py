@@ -16,6 +16,7 @@ from small_pair import connect_small_pair
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.control import recovery
 from windlass.control.coordinator import Coordinator
+from windlass.control.engine_state import EngineStatus
 from windlass.control.report import RoundOutcome
 from windlass.control.routes import mount_updates
 from windlass.engines.engine_rank import EngineApi
@@ -115,7 +116,9 @@ async def test_an_engine_with_a_hanging_server_is_published_and_rests_until_it_a
         assert report.left_out == {}
         assert coordinator.routable() == ()
         assert (hooks.failed[0], hooks.paused) == (hangs_at, True)
-        assert not any(group.mixed_weights for group in coordinator.fleet.engines())
+        assert [engine.status for engine in coordinator.fleet.states()] == [
+            EngineStatus.NOT_RESUMED
+        ]
         assert bytes(pair.served) == bytes(pair.trained)
         os.kill(process.pid, signal.SIGCONT)
         await coordinator.changes.until(

@@ -94,9 +94,9 @@ BUGS = (
     Bug(
         "an engine with mixed weights is routed",
         Fleet,
-        "serves",
-        "engine.complete and not engine.mixed_weights and engine.version",
-        "engine.complete and engine.version",
+        "note_round",
+        "group.version, now = -1, EngineStatus.MIXED_WEIGHTS",
+        "now = EngineStatus.MIXED_WEIGHTS",
         6,
     ),
     Bug(
@@ -151,8 +151,8 @@ BUGS = (
         "mixed engines are forgotten at the end of a round",
         Fleet,
         "note_round",
-        "group.mixed_weights |= name in finish.mixed",
-        "pass",
+        "elif name in finish.mixed:",
+        "elif False:",
         6,
     ),
     Bug(

@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from windlass.control.connect_messages import Identity
 from windlass.control.engine_state import TRANSITIONS, EngineStatus
-from windlass.control.fleet import Fleet
+from windlass.control.fleet import Fleet, Group
+
+NEED_NO_REASON = {EngineStatus.SERVING, EngineStatus.WAITING, EngineStatus.INCOMPLETE}
 
 
 class FleetRules:
     """Checks the fleet of a controller each time that `broken` is called."""
 
     def __init__(self) -> None:
-        self._fleet: Fleet | None = None
-        self._last: dict[str, tuple[frozenset[Identity], EngineStatus]] = {}
+        self._last: dict[str, tuple[Group, EngineStatus]] = {}
 
     def broken(self, fleet: Fleet) -> list[str]:
         """Return the rules that the fleet breaks now or has broken since the last call."""
-        # A new fleet belongs to another controller.
-        if fleet is not self._fleet:
-            self._fleet, self._last = fleet, {}
-        found, seen = [], dict[str, tuple[frozenset[Identity], EngineStatus]]()
+        found, seen = [], dict[str, tuple[Group, EngineStatus]]()
         for group, state in zip(fleet.engines(), fleet.states(), strict=True):
-            status, processes = state.status, group.identities
-            known, before = self._last.get(group.name, (processes, status))
-            if known == processes and status not in TRANSITIONS[before]:
-                found.append(f"{group.name}: {before} became {status}")
-            if not processes:
-                found.append(f"{group.name}: is known and has no rank")
+            name, status = group.name, state.status
+            known, before = self._last.get(name, (group, status))
+            if known is group and status not in TRANSITIONS[before]:
+                found.append(f"{name}: {before} became {status}")
+            if not group.agents:
+                found.append(f"{name}: is known and has no rank")
             if any(fleet.find(agent.hello.worker) is not agent for agent in group.agents.values()):
-                found.append(f"{group.name}: a rank is not found by its name")
-            whole = group.complete and not (group.mixed_weights or group.silent)
-            current = fleet.published >= 0 and state.version == fleet.published
-            if state.routable and not (whole and current and not group.not_resumed):
-                found.append(f"{group.name}: is routable and not whole, current and resumed")
-            silent = {EngineStatus.SERVING, EngineStatus.WAITING, EngineStatus.INCOMPLETE}
-            if not state.reason and status not in {*silent, EngineStatus.MIXED_WEIGHTS}:
-                found.append(f"{group.name}: {status} without a reason")
-            seen[group.name] = processes, status
+                found.append(f"{name}: a rank is not found by its name")
+            ranks = group.agents.values()
+            works = len(ranks) == group.world_size
+            works &= not any(rank.silent or rank.not_resumed for rank in ranks)
+            holds = (group.version, group.lineage) == (fleet.published, fleet.lineage)
+            if state.routable != (works and holds and fleet.published >= 0):
+                found.append(f"{name}: is {status}, and works {works} and holds {holds}")
+            if state.reason.startswith("internal error"):
+                found.append(f"{name}: {state.reason}")
+            if not state.reason and status not in NEED_NO_REASON:
+                found.append(f"{name}: {status} without a reason")
+            seen[name] = group, status
         self._last = seen
         return found

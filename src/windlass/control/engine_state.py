@@ -1,7 +1,7 @@
 """States of an engine, and the transitions between them. No I/O.
 
-The fleet has one state per engine. Page, terminal, metrics, events and routers show it, and an engine gets traffic only
-in the state `SERVING`.
+An engine of the fleet has one state, which `fleet.Group.move` changes. Page, terminal, metrics, events and routers show
+it, and an engine gets traffic only in the state `SERVING`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class EngineStatus(StrEnum):
         SERVING: serves the published version and generates: it may get traffic.
         WAITING: connected and in order, and does not serve the published version yet.
         INCOMPLETE: some of its ranks are not connected.
-        NOT_RESUMED: did not generate again after an update.
+        NOT_RESUMED: has the published version, and did not generate again after an update.
         LEFT_OUT: the last round that included it left it out.
         MIXED_WEIGHTS: its weights may be of two versions.
-        QUARANTINED: bytes of a write with an unknown outcome may still arrive in its memory.
+        QUARANTINED: bytes of a write with an unknown outcome may still arrive in its memory, so no round writes it.
         SILENT: a rank has not answered by a deadline.
         GONE: no rank is connected any more.
     """
@@ -38,26 +38,25 @@ class EngineStatus(StrEnum):
     GONE = "gone"
 
 
-_COMPLETE = frozenset(EngineStatus) - {EngineStatus.INCOMPLETE, EngineStatus.GONE}
+_ALL = frozenset(EngineStatus)
 TRANSITIONS: Mapping[EngineStatus, frozenset[EngineStatus]] = {
-    EngineStatus.SERVING: _COMPLETE,
-    EngineStatus.WAITING: _COMPLETE,
-    EngineStatus.NOT_RESUMED: _COMPLETE,
-    EngineStatus.LEFT_OUT: _COMPLETE,
-    # Only a new process makes an engine complete.
-    EngineStatus.INCOMPLETE: frozenset(EngineStatus)
-    - {EngineStatus.SERVING, EngineStatus.WAITING, EngineStatus.GONE},
+    EngineStatus.SERVING: _ALL,
+    EngineStatus.WAITING: _ALL,
+    EngineStatus.NOT_RESUMED: _ALL,
+    # Rounds include only complete engines, so none leaves this one out.
+    EngineStatus.INCOMPLETE: _ALL - {EngineStatus.LEFT_OUT},
+    # The reason stays until the engine serves, also while a rank is away.
+    EngineStatus.LEFT_OUT: _ALL - {EngineStatus.INCOMPLETE},
+    EngineStatus.SILENT: _ALL - {EngineStatus.INCOMPLETE, EngineStatus.WAITING},
     # Only a round that publishes makes the weights whole again.
-    EngineStatus.MIXED_WEIGHTS: _COMPLETE - {EngineStatus.LEFT_OUT},
-    # A quarantine lasts as long as the process. The engine may serve, with weights that the write cannot reach.
-    EngineStatus.QUARANTINED: frozenset(
-        {EngineStatus.QUARANTINED, EngineStatus.SILENT, EngineStatus.SERVING}
-    ),
-    EngineStatus.SILENT: frozenset(EngineStatus) - {EngineStatus.GONE},
-    EngineStatus.GONE: frozenset(EngineStatus),
+    EngineStatus.MIXED_WEIGHTS: _ALL - {EngineStatus.LEFT_OUT, EngineStatus.INCOMPLETE},
+    # Only another process ends a quarantine, and nobody knows what the other ranks hold then. The engine may serve, with
+    # weights that the write cannot reach.
+    EngineStatus.QUARANTINED: _ALL
+    - {EngineStatus.LEFT_OUT, EngineStatus.INCOMPLETE, EngineStatus.WAITING},
+    EngineStatus.GONE: _ALL - {EngineStatus.LEFT_OUT, EngineStatus.SILENT},
 }
-"""State -> possible next states while the engine's processes stay the same. When a process joins or leaves, the engine
-may be in any state afterwards."""
+"""State -> possible next states."""
 
 
 class EngineState(msgspec.Struct, frozen=True):

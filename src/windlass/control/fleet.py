@@ -1,7 +1,8 @@
-"""Registry of the connected ranks: their weights, their state, and the engines that may get traffic. No I/O."""
+"""Registry of the connected ranks: their weights, and the state of every engine. No I/O."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import msgspec
 
 from windlass.control.binding import Binding
 from windlass.control.connect_messages import Hello, Identity
-from windlass.control.engine_state import EngineState, EngineStatus
+from windlass.control.engine_state import TRANSITIONS, EngineState, EngineStatus
 from windlass.control.journal import MAX_QUARANTINED
 from windlass.control.messages import Failure, FailureKind, Result
 from windlass.control.round_state import EngineOutcome
@@ -23,6 +24,7 @@ from windlass.net.messages import MustWait, RoundId, check_version
 from windlass.transfer.bindings import LinkStatus, Relayed, Written
 from windlass.transports.base import PeerEndpoint
 
+_log = logging.getLogger(__name__)
 MAX_REASON_LENGTH = 2000
 """Number of characters of an engine's reason that the controller keeps."""
 QUARANTINE_REASON = (
@@ -82,15 +84,20 @@ class _Hold:
 class Group:
     """The ranks of one engine or of the trainer job.
 
+    An engine has one state, and only the state decides whether it gets traffic. The facts about its ranks are kept apart
+    from the state, because they outlast it: an engine with mixed weights stays one while a rank is away or silent, and
+    which rank is silent, quarantined or not resumed says only that rank. The binder and the rounds ask these facts whom
+    they can write.
+
     Attributes:
         name: name of the group.
         role: trainer or engine.
         world_size: number of its ranks, connected or not.
         agents: rank -> agent, for connected ranks.
-        version: version that every rank serves; -1 for none.
+        version: version that every rank holds; -1 for none, or if the weights may be of two versions.
         lineage: lineage of the run that published the version.
-        mixed_weights: whether live weights may be of two versions.
-        left_out: reason why it does not serve the version of its last round; else empty.
+        status: state of the engine; `move` changes it.
+        reason: cause of the state; empty while nothing is known to be wrong.
     """
 
     name: str
@@ -99,8 +106,23 @@ class Group:
     agents: dict[int, Agent]
     version: int = -1
     lineage: str = ""
-    mixed_weights: bool = False
-    left_out: str = ""
+    status: EngineStatus = EngineStatus.GONE
+    reason: str = ""
+
+    def move(self, status: EngineStatus, reason: str = "") -> None:
+        """Give the engine a state. No other code changes it.
+
+        A transition that `TRANSITIONS` lacks is a bug. The engine then counts as one with mixed weights: it gets no
+        traffic until a round publishes in it.
+        """
+        if status not in TRANSITIONS[self.status]:
+            reason = f"internal error: {self.status} must not become {status}"
+            status = EngineStatus.MIXED_WEIGHTS
+        if reason and reason != self.reason:
+            _log.warning("engine %s: %s: %s", self.name, status, printable(reason))
+        if status is EngineStatus.MIXED_WEIGHTS:
+            self.version = -1
+        self.status, self.reason = status, reason
 
     @property
     def complete(self) -> bool:
@@ -157,7 +179,7 @@ class Fleet:
     """Registry of the connected ranks. The coordinator is its only writer.
 
     Attributes:
-        published: the version that the fleet serves; -1 before the first.
+        published: the version that the fleet serves; -1 before the first. `publish` changes it.
         published_by: processes of the trainers that published it.
         lineage: lineage of the run that the published version belongs to. Versions of other runs do not count.
         job: job of the trainer ranks that are connected or were connected last; None before the first.
@@ -180,6 +202,74 @@ class Fleet:
         self._trainer_group = ""
         self.job: str | None = None
         self._past_jobs: dict[str, None] = {}
+
+    # --- the state of an engine --------------------------------------------------------------
+
+    def publish(self, version: int, lineage: str) -> None:
+        """Record the version that the fleet serves, -1 for none, and the run that it belongs to."""
+        self.published, self.lineage = version, lineage
+        for engine in self.engines():
+            self._update_state(engine)
+
+    def note_silent(self, agent: Agent, command: str) -> None:
+        """Record the command that a rank did not answer by the deadline; empty after it has answered a probe."""
+        agent.silent = command
+        self._update_state_of(agent)
+
+    def note_not_resumed(self, agent: Agent, reason: str) -> None:
+        """Record why a rank does not generate although the controller told it to resume; empty if it generates."""
+        agent.not_resumed = reason
+        self._update_state_of(agent)
+
+    def _update_state_of(self, agent: Agent) -> None:
+        group = self._groups.get(agent.hello.group)
+        if group is not None:
+            self._update_state(group)
+
+    def _update_state(self, engine: Group) -> None:
+        """Give an engine its next state, after a fact about one of its ranks or the published version has changed."""
+        if engine.role is Role.ENGINE:
+            engine.move(*self._next_state(engine, engine.status, engine.reason))
+
+    def _next_state(
+        self, engine: Group, now: EngineStatus, reason: str
+    ) -> tuple[EngineStatus, str]:
+        """Return the state that follows `now`.
+
+        Args:
+            engine: the engine.
+            now: the present state, or the one in which a round has left the engine.
+            reason: cause of `now`.
+        """
+        is_kept = now in {EngineStatus.MIXED_WEIGHTS, EngineStatus.QUARANTINED}
+        if engine.silent and not is_kept:
+            return EngineStatus.SILENT, engine.silent
+        if self._is_current(engine) and not engine.silent:
+            status = EngineStatus.NOT_RESUMED if engine.not_resumed else EngineStatus.SERVING
+            return status, engine.not_resumed
+        is_known = is_kept or now in {EngineStatus.LEFT_OUT, EngineStatus.SILENT}
+        if engine.quarantined:
+            return EngineStatus.QUARANTINED, reason if is_known else QUARANTINE_REASON
+        if is_kept:
+            # After a quarantine the processes that remain may hold other bytes than the new ones.
+            return EngineStatus.MIXED_WEIGHTS, reason
+        if is_known:
+            return EngineStatus.LEFT_OUT, reason
+        if not engine.complete:
+            return EngineStatus.INCOMPLETE, ""
+        return EngineStatus.WAITING, engine.not_resumed
+
+    def _is_current(self, engine: Group) -> bool:
+        """Return whether all ranks are connected and hold exactly the published version."""
+        holds = engine.version == self.published >= 0 and engine.lineage == self.lineage
+        return holds and engine.complete
+
+    @staticmethod
+    def serves(engine: Group) -> bool:
+        """Return whether an engine has the published version and answers, and so can bring up other engines."""
+        return engine.status in {EngineStatus.SERVING, EngineStatus.NOT_RESUMED}
+
+    # --- ranks that come and go --------------------------------------------------------------
 
     def find(self, worker: str) -> Agent | None:
         """Return the connected rank with this name, or None."""
@@ -284,7 +374,6 @@ class Fleet:
         )
         if not group.agents:
             group.version, group.lineage = hello.served_version, hello.lineage
-            group.mixed_weights, group.left_out = False, ""
         agent = Agent(hello, manifest, not_resumed=hello.not_resumed[:MAX_REASON_LENGTH])
         if hello.worker in self._quarantine_on_return:
             del self._quarantine_on_return[hello.worker]
@@ -305,10 +394,13 @@ class Fleet:
             del self._quarantined[past]
         group.agents[hello.rank] = self._agents[hello.worker] = agent
         self._endpoints.update(offer.endpoint for offer in hello.offers)
-        group.mixed_weights |= hello.mixed_weights
         group.version = min(group.version, hello.served_version)
         if group.lineage != hello.lineage:
             group.version = -1
+        if hello.mixed_weights and hello.role is Role.ENGINE:
+            reason = f"{hello.worker}: its weights may be of two versions"
+            group.move(EngineStatus.MIXED_WEIGHTS, reason)
+        self._update_state(group)
         return agent
 
     def _note_mesh(self, hello: Hello) -> None:
@@ -328,8 +420,11 @@ class Fleet:
             if hello.role is Role.TRAINER:
                 # This form of subtraction removes jobs with a count of zero.
                 self._num_of_job -= Counter([hello.job])
-        if not group.agents:
+        if group.agents:
+            self._update_state(group)
+        else:
             del self._groups[group.name]
+            group.move(EngineStatus.GONE)
         return group
 
     @property
@@ -374,6 +469,7 @@ class Fleet:
         for group in self._groups.values():
             for agent in group.agents.values():
                 agent.quarantined |= agent.identity in self._quarantined
+            self._update_state(group)
 
     def _quarantine(self, engines: Iterable[Identity]) -> None:
         self._quarantined |= dict.fromkeys(engines)
@@ -473,42 +569,20 @@ class Fleet:
 
     def routable(self) -> tuple[EngineInfo, ...]:
         """Return engines that may get traffic: they serve the published version and generate."""
-        engines = filter(self._is_routable, self.engines())
+        engines = filter(_is_routable, self.engines())
         return tuple(EngineInfo(g.name, g.url, g.version) for g in engines)
 
     def states(self) -> tuple[EngineState, ...]:
         """Return the state of every engine with a connected rank, in the order of `engines`."""
-        return tuple(self._state_of(group) for group in self.engines())
-
-    def _state_of(self, group: Group) -> EngineState:
-        status, reason = self._status_of(group)
-        return EngineState(
-            group.name, group.url, self._version_of(group), status, printable(reason)
+        return tuple(
+            EngineState(g.name, g.url, self._version_of(g), g.status, printable(g.reason))
+            for g in self.engines()
         )
-
-    def _status_of(self, group: Group) -> tuple[EngineStatus, str]:
-        """Return the state of an engine, which alone decides whether it gets traffic, and the reason."""
-        if self.serves(group) and not group.not_resumed:
-            return EngineStatus.SERVING, ""
-        if group.silent:
-            return EngineStatus.SILENT, group.silent
-        if group.quarantined:
-            return EngineStatus.QUARANTINED, group.left_out or QUARANTINE_REASON
-        if group.mixed_weights:
-            return EngineStatus.MIXED_WEIGHTS, group.left_out
-        if group.left_out:
-            return EngineStatus.LEFT_OUT, group.left_out
-        if group.not_resumed:
-            return EngineStatus.NOT_RESUMED, group.not_resumed
-        return (EngineStatus.WAITING if group.complete else EngineStatus.INCOMPLETE), ""
-
-    def _is_routable(self, group: Group) -> bool:
-        return self._status_of(group)[0] is EngineStatus.SERVING
 
     @property
     def unserved(self) -> str:
         """Reason why no engine can answer although a version is published; empty if an engine serves it."""
-        if self.published < 0 or any(map(self._is_routable, self.engines())):
+        if self.published < 0 or any(map(_is_routable, self.engines())):
             return ""
         return f"no engine serves version {self.published}"
 
@@ -532,14 +606,6 @@ class Fleet:
             elif not group.complete:
                 found[name] = f"{name} ({len(group.agents)} of {group.world_size} ranks)"
         return found
-
-    def serves(self, engine: Group) -> bool:
-        """Return whether an engine holds exactly the published version, and answers; none does before the first."""
-        return (
-            (engine.complete and not engine.mixed_weights and engine.version == self.published >= 0)
-            and engine.lineage == self.lineage
-            and not engine.silent
-        )
 
     def note_round(
         self,
@@ -566,13 +632,17 @@ class Fleet:
             # The group may have new processes under the same names, which took no part in the round.
             if group is None or group.identities != bound:
                 continue
-            group.mixed_weights |= name in finish.mixed
-            group.left_out = finish.report.left_out.get(name, "")
+            now, reason = group.status, finish.report.left_out.get(name, "")
             if outcome is EngineOutcome.PUBLISHED:
                 group.version, group.lineage = finish.report.version, lineage
-                group.mixed_weights = False
+                now = EngineStatus.WAITING
                 for agent in group.agents.values():
                     agent.num_late = 0
+            elif name in finish.mixed:
+                group.version, now = -1, EngineStatus.MIXED_WEIGHTS
+            elif now is not EngineStatus.MIXED_WEIGHTS:
+                now = EngineStatus.LEFT_OUT
+            group.move(*self._next_state(group, now, reason))
         incarnations = dict(binding.signature)
         for source, engines in finish.unsettled.items():
             reached = binding.identities_of(
@@ -588,6 +658,10 @@ class Fleet:
 def signature_of(groups: Iterable[Group]) -> frozenset[Identity]:
     """Return the processes behind these groups. A binding is valid only for the processes that it was made for."""
     return frozenset[Identity]().union(*(group.identities for group in groups))
+
+
+def _is_routable(engine: Group) -> bool:
+    return engine.status is EngineStatus.SERVING
 
 
 def _unknown_of(result: Result) -> set[str] | None:

@@ -320,7 +320,7 @@ class Members:
         session.on_reply(reply.call_id, reply.result)
         self._events.replied(session, reply)
         if reply.seq == PROBE_SEQ and session.agent.silent:
-            session.agent.silent = ""
+            self._fleet.note_silent(session.agent, "")
             self._changes.notify()
             self._events.settle()
         if self._fleet.settle(session.agent.identity, reply.round_id, reply.seq, reply.result):
@@ -395,8 +395,7 @@ class Members:
 
     def set_aside(self, session: AgentSession, reason: str) -> None:
         """Leave an engine rank out of everything until it answers a probe."""
-        _log.warning("%s", reason)
-        session.agent.silent = reason
+        self._fleet.note_silent(session.agent, reason)
         self._changes.notify()
         self._tasks.spawn(session.probe(self._run.round_id))
 

@@ -30,6 +30,7 @@ from windlass.control.changes import Changes, Tasks
 from windlass.control.connect_messages import Identity
 from windlass.control.connector import Connector
 from windlass.control.engine_channel import WELCOME_SEQ
+from windlass.control.engine_state import EngineStatus
 from windlass.control.fleet import PROBE_SEQ, Agent, Group
 from windlass.control.journal import JournalKind
 from windlass.control.members import Members
@@ -210,9 +211,8 @@ class CatchUps:
         if self._fleet.serves(newcomer):
             self._attempts.pop(newcomer.name, None)
             return
-        attempts = self._attempts_of(
-            newcomer.name, newcomer.identities, clean=not newcomer.mixed_weights
-        )
+        is_mixed = newcomer.status is EngineStatus.MIXED_WEIGHTS
+        attempts = self._attempts_of(newcomer.name, newcomer.identities, clean=not is_mixed)
         # Before the first version no engine can be a donor. A search per engine would cost their number squared.
         donors = filter(self._fleet.serves, self._fleet.engines()) if version >= 0 else ()
         trainers = self._fleet.trainers()
@@ -224,12 +224,10 @@ class CatchUps:
             return
         if asyncio.get_running_loop().time() < attempts.due_s:
             return
-        if (
-            newcomer.mixed_weights
-            and not attempts.clean
-            and (trainers is None or not trainers.complete)
-        ):
-            return  # an absent trainer may still be writing into this engine
+        is_writer_away = trainers is None or not trainers.complete
+        if is_mixed and not attempts.clean and is_writer_away:
+            # The absent trainer may still be writing into this engine.
+            return
         truth = trainers.manifests if trainers is not None else ()
         if not self._config.backend.traits.catches_up:
             return
@@ -338,7 +336,8 @@ class ResumeRetries:
         is_repeated = reply.round_id <= (agent.hello.epoch, agent.hello.round)
         if reply.seq == PROBE_SEQ or (is_repeated and reply.seq != WELCOME_SEQ):
             return False
-        before, agent.not_resumed = agent.not_resumed, result.not_resumed
+        before = agent.not_resumed
+        self._run.fleet.note_not_resumed(agent, result.not_resumed)
         if not agent.not_resumed:
             self.forget(agent.identity)
         elif agent.identity not in self._retrying:

@@ -168,7 +168,7 @@ class RoundRunner:
         is_new = spec.sent_before is not None
         # A copy between engines may be of another run's version, and a job of this run may have joined since.
         if is_published and spec.lineage == self._run.lineage:
-            self._fleet.published, self._fleet.lineage = report.version, self._run.lineage
+            self._fleet.publish(report.version, self._run.lineage)
         self._members.set_silent_aside(driver.sessions, finish.silent, report.left_out)
         self._fleet.note_round(finish, binding, driver.round_id, spec.lineage, driver.late)
         self._run.record_quarantine()

@@ -110,14 +110,14 @@ class Run:
             known &= fleet.published < 0 or hello.lineage == fleet.lineage
         if known and version > fleet.published:
             _log.info("%s says that version %s is published", hello.worker, version)
-            fleet.published, fleet.lineage = version, hello.lineage
+            fleet.publish(version, hello.lineage)
             self.reserved = max(self.reserved, version)
 
     def forget_past(self) -> None:
         """Discard the published version that trainers of a previous run reported."""
         if self.fleet.lineage != self.lineage:
-            self.fleet.published = self.reserved = -1
-            self.fleet.lineage = self.lineage
+            self.reserved = -1
+            self.fleet.publish(-1, self.lineage)
 
     # --- on record ---------------------------------------------------------------------------
 
