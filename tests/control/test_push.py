@@ -288,7 +288,7 @@ async def test_a_push_appears_in_every_record_of_updates(monkeypatch: pytest.Mon
             assert status_of(rig.coordinator)["updates"] == 1
             overview = operations.overview()
             metrics = operations._metrics.render(
-                version=3, engines={}, routable=1, connected=1, rollouts={}
+                version=3, engines=rig.coordinator.fleet.states(), rollouts={}
             )
     assert (report.version, report.outcome) == (3, RoundOutcome.PUBLISHED)
     assert report.engines == ("a",)
@@ -302,6 +302,8 @@ async def test_a_push_appears_in_every_record_of_updates(monkeypatch: pytest.Mon
     assert (overview["phase"], len(overview["rounds"])) == ("", 1)
     assert b'windlass_rounds_total{outcome="published"} 1.0' in metrics
     assert b"windlass_round_pause_seconds_count 1.0" in metrics
+    assert b'windlass_engines{state="serving"} 1.0' in metrics
+    assert b'windlass_engines{state="silent"} 0.0' in metrics
     began, publishing, published = (
         JournalKind.ROUND_BEGAN,
         JournalKind.PUBLISHING,

@@ -140,12 +140,14 @@ async def test_fleet_survives_a_bug_in_the_machine(mode: UpdateMode) -> None:
 def test_documentation_shows_the_transitions(
     heading: str, table: Mapping[StrEnum, frozenset[StrEnum]]
 ) -> None:
-    shown = dict[str, set[str]]()
+    shown, states = dict[str, set[str]](), {state.value for state in table}
     rows = PAGE.read_text().partition(f"| {heading} | next |")[2].splitlines()[2:]
     for row in rows:
         if not row.startswith("|"):
             break
         first, following = row.strip("|").split("|")[:2]
         named = set(re.findall("`([^`]+)`", following))
-        shown[first.strip(" `")] = set(table) - named if "all" in following else named
-    assert shown == {state: set(following) for state, following in table.items()}
+        shown[first.strip(" `")] = states - named if "all" in following else named
+    assert shown == {
+        state.value: {each.value for each in following} for state, following in table.items()
+    }

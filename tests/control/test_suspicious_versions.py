@@ -269,7 +269,7 @@ def test_metrics_count_suspicious_versions() -> None:
                 non_finite=found,
             )
         )
-    text = metrics.render(version=1, engines={}, routable=0, connected=0, rollouts={}).decode()
+    text = metrics.render(version=1, engines=(), rollouts={}).decode()
     assert "windlass_unchanged_versions_total 2.0" in text
     assert "windlass_non_finite_tensors_total 4.0" in text
 

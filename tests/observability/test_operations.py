@@ -65,7 +65,7 @@ def test_links_are_counted_by_their_transport() -> None:
     metrics = ControllerMetrics()
     for version in range(2):
         metrics.observe_round(report(version))
-    text = metrics.render(version=1, engines={}, routable=0, connected=0, rollouts={}).decode()
+    text = metrics.render(version=1, engines=(), rollouts={}).decode()
     assert 'windlass_link_bytes_total{transport="cma"} 2.469134e+06' in text
     assert 'windlass_link_wire_seconds_total{transport="cma"} 0.5' in text
 

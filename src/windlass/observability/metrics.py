@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter as Counts
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from windlass.control.engine_state import EngineState, EngineStatus
 from windlass.control.report import Measure, RoundOutcome, UpdateReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -59,6 +61,7 @@ class ControllerMetrics:
         self._connected = Gauge(
             "windlass_engines_connected", "Engines of which a rank is connected", registry=registry
         )
+        self._states = Gauge("windlass_engines", "Engines by state", ["state"], registry=registry)
         self._rollouts = Gauge(
             "windlass_rollouts", "Rollouts by state since the start", ["state"], registry=registry
         )
@@ -88,18 +91,20 @@ class ControllerMetrics:
         self,
         *,
         version: int,
-        engines: Mapping[str, int],
-        routable: int,
-        connected: int,
+        engines: Sequence[EngineState],
         rollouts: Mapping[str, int],
     ) -> bytes:
         """Return the text of `/metrics`, with the gauges set to these values."""
         self._version.set(version)
-        self._routable.set(routable)
-        self._connected.set(connected)
+        routable = [engine for engine in engines if engine.routable]
+        self._routable.set(len(routable))
+        self._connected.set(len(engines))
         self._engine_version.clear()
-        for name, served in engines.items():
-            self._engine_version.labels(name).set(served)
+        for engine in routable:
+            self._engine_version.labels(engine.name).set(engine.version)
+        num_in = Counts(engine.status for engine in engines)
+        for status in EngineStatus:
+            self._states.labels(status).set(num_in[status])
         for state, count in rollouts.items():
             self._rollouts.labels(state).set(count)
         return generate_latest(self._registry)

@@ -211,12 +211,9 @@ class Operations:
 
     async def _serve_metrics(self, _request: web.Request) -> web.Response:
         coordinator = self._coordinator
-        routable = coordinator.routable()
         body = self._metrics.render(
             version=coordinator.fleet.published,
-            engines={engine.name: engine.version for engine in routable},
-            routable=len(routable),
-            connected=len(coordinator.fleet.states()),
+            engines=coordinator.fleet.states(),
             rollouts=msgspec.to_builtins(self._rollouts.stats()),
         )
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
