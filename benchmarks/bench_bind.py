@@ -116,7 +116,7 @@ class Trainer:
     def publish(self, version: int) -> tuple[str, ...]:
         for name, whole in truth(version).items():
             self.weights[name][:] = whole[self.rows[name]]
-        return self.client.publish(version, deadline_s=DEADLINE_S).engines
+        return self.client.publish(version, deadline_s=DEADLINE_S).result().engines
 
 
 class Engine:

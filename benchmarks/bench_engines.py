@@ -102,7 +102,7 @@ def measure(
                             model.parameters(), models[index].parameters(), strict=True
                         ):
                             mine.copy_(value)
-                    ours.append(trainer.publish(run + 1))
+                    ours.append(trainer.publish(run + 1).result())
                 else:
                     theirs[method].append(other.update(method, index))
                 held = server.digests()

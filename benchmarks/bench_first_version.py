@@ -266,7 +266,7 @@ def run_rank(setting: Setting, role: Role, index: int, url: str, pipe: Connectio
                 weights.fill(version)
                 pipe.send(None)
             case "publish", int(version) if trainer is not None:
-                pipe.send(trainer.publish(version, deadline_s=DEADLINE_S))
+                pipe.send(trainer.publish(version, deadline_s=DEADLINE_S).result())
             case "holds", int(version):
                 pipe.send(weights.holds(version))
             case "steps":

@@ -69,7 +69,7 @@ def run_trainer(pipe: Connection, url: str, count: int, device: str, rank: int) 
         while (version := pipe.recv()) is not None:
             for index, tensor in enumerate(tensors):
                 tensor.copy_(value(index, version, device))
-            done = trainer.publish(version, deadline_s=DEADLINE_S)
+            done = trainer.publish(version, deadline_s=DEADLINE_S).result()
             times = []
             # After this call a rank prepares the boxes of the next turn.
             digests.take(version - 1, period)

@@ -128,7 +128,7 @@ def trainer(index: int, parts: int, rate: float, url: str, token: str, num_rows:
         assert isinstance(version, int)
         memory[...] = values(version, first, stop)
         try:
-            report = clients[0].publish(version, deadline_s=120)
+            report = clients[0].publish(version, deadline_s=120).result()
         except windlass.WindlassError as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return {"write_s": report.phase_s["write"], "update_s": report.update_s, "left_out": report.left_out}  # fmt: skip

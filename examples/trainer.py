@@ -44,14 +44,14 @@ def main() -> None:
         windlass.connect_trainer(model, controller=url, token=secret) as trainer,
         windlass.BatchClient(url, secret) as batches,
     ):
-        show(trainer.publish(0))
+        show(trainer.publish(0).result())
         for step in range(args.steps):
             batch = batches.next_batch(step, dist.get_rank(), dist.get_world_size(), deadline_s=600)
             loss = policy_gradient(model, batch.samples)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-            show(trainer.publish(step + 1))
+            show(trainer.publish(step + 1).result())
     dist.destroy_process_group()
 
 

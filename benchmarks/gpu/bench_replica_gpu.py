@@ -4,8 +4,8 @@
 
 One trainer rank and one engine rank have a GPU each; the controller is in this process. The shapes are `--layers` layers
 of Qwen3-30B-A3B (16: 21 GB). In one run, `publish` without a replica returns when the engine serves the version.
-`begin_publish` with a replica returns when the weights are copied, to pinned host memory or within the GPU. The ceilings
-are plain copies of the same bytes in the same process. After `begin_publish` the trainer changes every byte at once.
+`publish(copy=True)` with a replica returns when the weights are copied, to pinned host memory or within the GPU. The ceilings
+are plain copies of the same bytes in the same process. After `publish(copy=True)` the trainer changes every byte at once.
 After every update each byte of the engine is compared.
 """
 
@@ -67,7 +67,7 @@ class ReplicaRank(Rank):
             self.trainer.publish(version, deadline_s=DEADLINE_S)
             stood = time.perf_counter() - began
             return stood, 0.0, stood, 0
-        pending = self.trainer.begin_publish(version, deadline_s=DEADLINE_S)
+        pending = self.trainer.publish(version, deadline_s=DEADLINE_S, wait=False, copy=True)
         stood = time.perf_counter() - began
         self.memory.bitwise_xor_(FLIP)
         pending.result(deadline_s=DEADLINE_S)

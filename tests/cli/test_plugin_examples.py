@@ -112,7 +112,7 @@ def running(command: tuple[str, ...]) -> Iterator[subprocess.Popen[bytes]]:
 def published(chances: torch.Tensor, controller: str, version: int) -> windlass.UpdateReport:
     weights = torch.nn.ParameterDict({"bigrams": chances.clone()})
     with windlass.connect_trainer(weights, controller=controller, token=TOKEN) as trainer:
-        return trainer.publish(version)
+        return trainer.publish(version).result()
 
 
 async def asked(url: str, input_ids: list[int], count: int) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def publish_gyre(
             stack.enter_context(engine_of(engine, served, controller))
         trainers = [stack.enter_context(rank_of(rank, expected, controller)) for rank in range(TP)]
         with ThreadPoolExecutor(TP) as pool:
-            reports = list(pool.map(lambda trainer: trainer.publish(1), trainers))
+            reports = list(pool.map(lambda trainer: trainer.publish(1).result(), trainers))
         assert all(report.engines == engines for report in reports)
     return held, expected
 

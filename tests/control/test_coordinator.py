@@ -101,22 +101,22 @@ async def test_every_engine_serves_exactly_the_published_payload(mode: UpdateMod
                 assert (rank.live == expected).all()
 
 
-async def test_begin_publish_publishes_the_weights_of_waiting_trainers() -> None:
+async def test_publish_publishes_the_weights_of_waiting_trainers() -> None:
     async with FakeFleet(quick()) as rig:
         await rig.start({"a": 1})
         waiting = rig.channels["trainer/1"]
         assert isinstance(waiting, TrainerChannel)
         told = waiting.expect(3)
-        update = rig.coordinator.begin_publish(3, deadline_s=20.0)
+        update = rig.coordinator.publish(3, deadline_s=20.0)
         report = await update.report
         assert (report.outcome, report.version, report.engines) == ("published", 3, ("a",))
         assert update.copied.is_set()
         assert (await asyncio.wrap_future(told)).attempt == 0
         assert (await rig.publish(4)).outcome is RoundOutcome.PUBLISHED
-        stale = await rig.coordinator.begin_publish(4, deadline_s=20.0).report
+        stale = await rig.coordinator.publish(4, deadline_s=20.0).report
         assert "stale version" in stale.reason
         await asyncio.to_thread(rig.channels.pop("trainer/1").close)
-        alone = rig.coordinator.begin_publish(5, deadline_s=0.2)
+        alone = rig.coordinator.publish(5, deadline_s=0.2)
         assert (await alone.report).reason == (
             "publish: all trainer ranks must be connected within 0.2 s, missing: trainer/1"
         )

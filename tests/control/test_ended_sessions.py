@@ -52,7 +52,7 @@ async def test_a_dismissed_rank_joins_a_collective_step_before_it_raises() -> No
             with pytest.raises(PeerUnreachable, match="sent away"):
                 await asyncio.to_thread(client.prepare_publish, 1)
             with pytest.raises(PeerUnreachable, match="sent away"):
-                await asyncio.to_thread(lambda: client.publish_soon(2).result(10))
+                await asyncio.to_thread(lambda: client.publish(2, wait=False).result(deadline_s=10))
             assert made_whole == ["whole"] * 3
 
 

@@ -280,7 +280,7 @@ async def test_real_engines_that_leave_release_all_their_resources(
         await coordinator.members.wait_for_fleet(
             num_trainers=1, engines=[name], deadline_s=WITHIN_S
         )
-        report = await asyncio.to_thread(trainer.publish, version)
+        report = (await asyncio.to_thread(trainer.publish, version)).result()
         assert (report.outcome, report.engines) == (RoundOutcome.PUBLISHED, (name,))
         assert bytes(served) == bytes(trained)
         del served

@@ -59,7 +59,7 @@ async def published(
                 )
                 trained = dict(model.named_parameters())
                 for version in range(2):
-                    reports.append(trainer.publish(version, deadline_s=20))
+                    reports.append(trainer.publish(version, deadline_s=20).result())
                     for name, tensor in held.items():
                         want = trained[name].detach() if name in trained else before[name]
                         assert torch.equal(tensor, want), name

@@ -78,7 +78,7 @@ def publish(url: str, names: Sequence[str], undo: ExitStack) -> UpdateReport:
     )
     undo.callback(client.close)
     undo.callback(arena.close)
-    return client.publish(0, deadline_s=DEADLINE_S)
+    return client.publish(0, deadline_s=DEADLINE_S).result()
 
 
 def found_s(links: Sequence[LinkWire], destination: str) -> float:

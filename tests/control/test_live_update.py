@@ -65,7 +65,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             # The step may still run on the GPU.
-            report = trainer.publish(version)
+            report = trainer.publish(version).result()
             full = {
                 name: parameter.full_tensor().detach().cpu()
                 for name, parameter in model.named_parameters()

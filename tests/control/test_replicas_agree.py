@@ -103,9 +103,11 @@ class Fleet:
     def _publish(self, trainer: windlass.TrainerClient, version: int) -> str:
         try:
             if self.replica:
-                report = trainer.begin_publish(version, deadline_s=60).result(deadline_s=60)
+                report = trainer.publish(version, deadline_s=60, wait=False, copy=True).result(
+                    deadline_s=60
+                )
             else:
-                report = trainer.publish(version, deadline_s=60)
+                report = trainer.publish(version, deadline_s=60).result()
             if trainer is self.trainers[0]:
                 self.reports.append(report)
         except RoundAborted as error:

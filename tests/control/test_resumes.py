@@ -333,7 +333,7 @@ async def test_a_version_whose_resume_fails_is_published_and_its_engine_resumes_
     try:
         await coordinator.members.wait_for_fleet(num_trainers=1, engines=["a"], deadline_s=WITHIN_S)
         hooks.num_failures = 4
-        report = await asyncio.to_thread(pair.trainer.publish, 0)
+        report = (await asyncio.to_thread(pair.trainer.publish, 0)).result()
         assert (report.outcome, report.engines) == (RoundOutcome.PUBLISHED, ("a",))
         await until_routable(coordinator, {"a"})
         assert (hooks.resumes, hooks.paused, hooks.version) == (5, False, 0)

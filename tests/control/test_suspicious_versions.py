@@ -143,7 +143,7 @@ async def test_a_version_that_changes_nothing_is_refused_if_configured(
                 trainer.publish(version, deadline_s=20)
         assert serves(held[0], model)
         model.step()
-        assert trainer.publish(3, deadline_s=20).engines == ("engine",)
+        assert trainer.publish(3, deadline_s=20).result().engines == ("engine",)
         assert serves(held[0], model)
 
     reports = await scripted(
@@ -167,11 +167,11 @@ async def test_an_unchanged_version_is_found_when_an_engine_joins_between_versio
                 windlass.connect_trainer(model, controller=controller.url, token=TOKEN) as trainer,
                 more,
             ):
-                found = [trainer.publish(0, deadline_s=20).unchanged]
+                found = [trainer.publish(0, deadline_s=20).result().unchanged]
                 more.enter_context(flat_engine(controller.url, TOKEN, like, name="two"))
-                found.append(trainer.publish(1, deadline_s=20).unchanged)
+                found.append(trainer.publish(1, deadline_s=20).result().unchanged)
                 model.step()
-                found.append(trainer.publish(2, deadline_s=20).unchanged)
+                found.append(trainer.publish(2, deadline_s=20).result().unchanged)
                 return found
 
         assert await asyncio.to_thread(run) == [0, 1, 0]
@@ -253,7 +253,7 @@ async def test_gaps_and_tensors_that_no_engine_takes_may_contain_anything() -> N
                 flat_engine(controller.url, TOKEN, tensors),
                 windlass.connect_trainer(model, controller=controller.url, token=TOKEN) as trainer,
             ):
-                return trainer.publish(0, deadline_s=20)
+                return trainer.publish(0, deadline_s=20).result()
 
         assert (await asyncio.to_thread(run)).non_finite == {}
 

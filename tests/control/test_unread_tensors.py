@@ -203,9 +203,9 @@ async def test_write_to_an_unread_buffer_does_not_stop_the_update_under_way() ->
                 ) as trainer,
             ):
                 for version in range(3):
-                    pending = trainer.publish_soon(version, deadline_s=20)
+                    pending = trainer.publish(version, deadline_s=20, wait=False)
                     model.counts.add_(1.0)
-                    pending.result(20)
+                    pending.result(deadline_s=20)
 
         await asyncio.to_thread(run)
 
@@ -244,9 +244,9 @@ async def test_tensors_that_no_engine_takes_may_differ_between_ranks(change: Cha
                 held = undo.enter_context(flat_engine(controller.url, TOKEN, like))
                 ranks = [connect_rank(m, controller.url, i, undo) for i, m in enumerate(models)]
                 for version in range(2):
-                    pending = [rank.publish_soon(version, deadline_s=20) for rank in ranks]
+                    pending = [rank.publish(version, deadline_s=20, wait=False) for rank in ranks]
                     for each in pending:
-                        assert each.result(20).compared
+                        assert each.result(deadline_s=20).compared
                     for name, tensor in held.items():
                         assert torch.equal(tensor, models[0].get_parameter(name).detach())
                     for model in models:
@@ -264,9 +264,9 @@ async def test_tensors_that_an_engine_takes_must_not_differ_between_ranks() -> N
                 like = {name: models[0].get_parameter(name).detach() for name in READ}
                 undo.enter_context(flat_engine(controller.url, TOKEN, like))
                 ranks = [connect_rank(m, controller.url, i, undo) for i, m in enumerate(models)]
-                pending = [rank.publish_soon(0, deadline_s=20) for rank in ranks]
+                pending = [rank.publish(0, deadline_s=20, wait=False) for rank in ranks]
                 for each in pending:
                     with pytest.raises(RoundAborted, match="hold the same box"):
-                        each.result(20)
+                        each.result(deadline_s=20)
 
         await asyncio.to_thread(run)

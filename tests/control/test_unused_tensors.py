@@ -68,7 +68,7 @@ async def published(
                     )
                 )
                 try:
-                    report = trainer.publish(1, deadline_s=30)
+                    report = trainer.publish(1, deadline_s=30).result()
                 except RoundAborted:
                     assert all((t == 1).all() for tensors in held for t in tensors.values())
                     raise
@@ -158,7 +158,7 @@ async def test_an_engine_that_leaves_does_not_make_its_tensors_unused() -> None:
             ):
                 with flat_engine(controller.url, TOKEN, like, name="draft"):
                     trainer.publish(1, deadline_s=30)
-                return trainer.publish(2, deadline_s=30)
+                return trainer.publish(2, deadline_s=30).result()
 
         report = await asyncio.to_thread(update)
         assert report.engines == ("plain",)

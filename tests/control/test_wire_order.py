@@ -196,10 +196,11 @@ async def test_receivers_get_their_bytes_at_the_speed_of_their_links(
             trainers = [await asyncio.to_thread(connect_trainer, i) for i in range(num)]
             for trainer in trainers:
                 stack.callback(trainer.close)
-            reports = await asyncio.gather(
+            done = await asyncio.gather(
                 *(asyncio.to_thread(partial(t.publish, 0, deadline_s=60)) for t in trainers)
             )
             await asyncio.to_thread(stack.close)
+    reports = [update.result() for update in done]
     assert all(report.digest_ok for report in reports)
     assert all(np.array_equal(memory, values) for memory in served)
     at_link_speed_s = num_rows * ROW_NBYTES / LINK_BYTES_PER_S

@@ -162,7 +162,7 @@ async def test_publish_sends_only_the_adapter_and_updates_it(
                             for name, parameter in model.named_parameters():
                                 if "lora" in name:
                                     parameter.mul_(-1.5)
-                        report = trainer.publish(version)
+                        report = trainer.publish(version).result()
                         assert report.nbytes == sum(
                             m.nbytes for e in engines for m in e.memory.values()
                         )

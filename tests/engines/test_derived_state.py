@@ -727,7 +727,7 @@ async def test_a_fleet_answers_as_a_fresh_engine_or_refuses_the_version(
             with windlass.connect_trainer(
                 trainer, controller=controller.url, token=TOKEN
             ) as client:
-                assert client.publish(version).digest_ok
+                assert client.publish(version).result().digest_ok
 
         def join() -> None:
             settings = rank.capture(controller.url)

@@ -165,7 +165,7 @@ async def test_a_rank_keeps_its_name(rank: Rank) -> None:
 
 def publish(trainer: torch.nn.ParameterDict, url: str, version: int) -> UpdateReport:
     with windlass.connect_trainer(trainer, controller=url, token=TOKEN) as client:
-        return client.publish(version)
+        return client.publish(version).result()
 
 
 def leave(rank: Rank) -> None:

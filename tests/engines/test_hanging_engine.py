@@ -111,7 +111,7 @@ async def test_an_engine_with_a_hanging_server_is_published_and_rests_until_it_a
     pair = await asyncio.to_thread(connect_small_pair, server.url, TOKEN, hooks, hooks.url)
     try:
         await coordinator.members.wait_for_fleet(num_trainers=1, engines=["a"], deadline_s=WITHIN_S)
-        report = await asyncio.to_thread(pair.trainer.publish, 0)
+        report = (await asyncio.to_thread(pair.trainer.publish, 0)).result()
         assert (report.outcome, report.engines) == (RoundOutcome.PUBLISHED, ("a",))
         assert report.left_out == {}
         assert coordinator.routable() == ()

@@ -74,8 +74,8 @@ async def update(server: Server, models: Sequence[Any], served: list[Sample]) ->
         try:
             for version, model in enumerate(models, 1):
                 trained.load_state_dict(model.state_dict())
-                report = await asyncio.to_thread(client.publish, version)
-                assert report.digest_ok
+                done = await asyncio.to_thread(client.publish, version)
+                assert done.result().digest_ok
                 served += [
                     await asyncio.to_thread(server.sample, PROMPT, NUM_TOKENS) for _ in range(2)
                 ]

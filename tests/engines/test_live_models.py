@@ -106,7 +106,7 @@ async def test_a_trainer_publishes_a_model_without_a_name_map(
                 with windlass.connect_trainer(
                     model, controller=controller.url, token=TOKEN
                 ) as client:
-                    assert client.publish(1).digest_ok
+                    assert client.publish(1).result().digest_ok
 
             await asyncio.to_thread(update)
             held, fresh = server.digests(), server.digests_of_fresh_load(tmp_path / "3")

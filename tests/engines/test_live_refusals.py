@@ -67,7 +67,7 @@ async def publish(
 
         def update() -> None:
             with windlass.connect_trainer(model, controller=controller.url, token=TOKEN) as client:
-                assert client.publish(version).digest_ok
+                assert client.publish(version).result().digest_ok
 
         await asyncio.to_thread(update)
 
@@ -147,7 +147,7 @@ async def test_a_server_answers_as_a_fresh_server_after_a_failed_load(
                     with windlass.connect_trainer(
                         model, controller=controller.url, token=TOKEN
                     ) as client:
-                        assert client.publish(version).digest_ok
+                        assert client.publish(version).result().digest_ok
 
                 if fails_after >= 0:
                     with pytest.raises(WindlassError, match="told to fail"):

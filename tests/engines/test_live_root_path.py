@@ -64,7 +64,7 @@ async def test_a_server_under_a_root_path_is_updated_and_refuses_strangers(
                     assert status_of(server, f"{ROOT_PATH}/generate", body) == 200
                 model = build("dense", 2)
                 with windlass.connect_trainer(model, controller=url, token=TOKEN) as client:
-                    assert client.publish(1).digest_ok
+                    assert client.publish(1).result().digest_ok
                 assert server.digests() == server.digests_of_fresh_load(
                     save("dense", 2, tmp_path / "new")
                 )

@@ -53,7 +53,7 @@ async def test_a_custom_engine_serves_and_labels_the_trained_weights() -> None:
             windlass.connect_trainer(trained, controller=url, token=TOKEN) as trainer,
         ):
             for version in range(3):
-                report = trainer.publish(version)
+                report = trainer.publish(version).result()
                 assert report.engines == ("own",)
                 for mine, theirs in zip(
                     trained.parameters(), served.model.parameters(), strict=True

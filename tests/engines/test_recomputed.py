@@ -651,7 +651,7 @@ class Fleeting:
 
 def publish(trainer: torch.nn.Module, url: str, version: int) -> None:
     with windlass.connect_trainer(trainer, controller=url, token=TOKEN) as client:
-        assert client.publish(version).digest_ok
+        assert client.publish(version).result().digest_ok
 
 
 def trainer_of(held: dict[str, torch.Tensor]) -> torch.nn.Module:

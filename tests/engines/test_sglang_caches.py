@@ -219,7 +219,7 @@ class Trainer:
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(loaded[name])
         self.version += 1
-        assert self.client.publish(self.version).digest_ok
+        assert self.client.publish(self.version).result().digest_ok
 
 
 @asynccontextmanager

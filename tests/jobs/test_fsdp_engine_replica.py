@@ -99,7 +99,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def published(controller: windlass.Controller, engine: FsdpEngine, version: int) -> None:
     assert await asyncio.to_thread(engine.prepare_publish, version)
-    update = controller.coordinator.begin_publish(version, deadline_s=SECONDS)
+    update = controller.coordinator.publish(version, deadline_s=SECONDS)
     assert (await update.report).outcome is windlass.RoundOutcome.PUBLISHED
 
 
@@ -119,7 +119,7 @@ async def test_a_step_runs_while_the_previous_weights_are_published(held: None) 
             copied = weight_of(engine)
             HeldTransport.go.clear()
             assert await asyncio.to_thread(engine.prepare_publish, version)
-            update = controller.coordinator.begin_publish(version, deadline_s=SECONDS)
+            update = controller.coordinator.publish(version, deadline_s=SECONDS)
             async with asyncio.timeout(SECONDS):
                 await update.copied.wait()
             await asyncio.to_thread(engine.train_step, version + 1, GROUPS)
@@ -143,7 +143,7 @@ async def test_an_engine_prepares_the_next_version_after_a_failed_update(held: N
         await published(controller, engine, 0)
         HeldTransport.error = "no wire"
         await asyncio.to_thread(engine.prepare_publish, 1)
-        report = await controller.coordinator.begin_publish(1, deadline_s=SECONDS).report
+        report = await controller.coordinator.publish(1, deadline_s=SECONDS).report
         assert report.outcome is windlass.RoundOutcome.ABORTED
         assert "no wire" in report.reason
         HeldTransport.error = ""

@@ -148,7 +148,7 @@ async def test_a_real_prometheus_scrapes_a_controller_and_answers_every_panel(
             ):
                 for version in range(16):
                     done = await asyncio.to_thread(pair.trainer.publish, version, deadline_s=30)
-                    assert done.outcome is RoundOutcome.PUBLISHED
+                    assert done.result().outcome is RoundOutcome.PUBLISHED
                     controller.observe_samples([sample(version - 1)] * 4)
                     await asyncio.sleep(0.5)
                 for title, expression, labels in expressions():

@@ -207,7 +207,7 @@ async def test_a_real_browser_shows_a_saved_page_of_a_real_update_and_real_rollo
         pair = await asyncio.to_thread(connect_small_pair, running.url, TOKEN, RestingEngine(), url)
         try:
             done = await asyncio.to_thread(pair.trainer.publish, 0, deadline_s=30)
-            assert done.outcome is RoundOutcome.PUBLISHED
+            assert done.result().outcome is RoundOutcome.PUBLISHED
             running.rollouts.run_here({})
             sampling = windlass.SamplingParams(max_new_tokens=2)
             for _ in range(3):

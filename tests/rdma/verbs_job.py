@@ -79,7 +79,7 @@ def run_trainer(
             if rank == 0:
                 for name, full in truth.items():
                     np.save(Path(folder, f"{version}.{name}.npy"), full.bfloat16().float().numpy())
-            report = trainer.publish(version, deadline_s=PATIENCE_S * 2)
+            report = trainer.publish(version, deadline_s=PATIENCE_S * 2).result()
             if rank == 0:
                 print(f"version {version}: {report}", flush=True)
         # The test reads the queue pairs while the trainers live.

@@ -212,7 +212,7 @@ def run_trainer(pipe: Connection, index: int, url: str) -> None:
         for name, values in part.of(version).items():
             memory[name][...] = values
         try:
-            report = trainer.publish(version, deadline_s=60)
+            report = trainer.publish(version, deadline_s=60).result()
         except RoundAborted as error:
             pipe.send(("aborted", str(error), ()))
         except windlass.WindlassError as error:

@@ -246,7 +246,7 @@ def run_trainer(url: str, transport_name: str, rows: int, index: int, parts: int
     def publish(version: int, deadline_s: float) -> dict[str, Any]:
         for name, whole in truth(version, rows).items():
             memory[name][...] = whole[places[name]]
-        report = trainer.publish(version, deadline_s=deadline_s)
+        report = trainer.publish(version, deadline_s=deadline_s).result()
         return {
             "left_out": sorted(report.left_out),
             "phase_s": {str(phase): s for phase, s in report.phase_s.items()},

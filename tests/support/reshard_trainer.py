@@ -88,7 +88,7 @@ def run(pipe: Connection, settings: TrainerSettings) -> None:
             if not has_replica:
                 trainer.publish(version)
                 continue
-            pending = trainer.begin_publish(version)
+            pending = trainer.publish(version, wait=False, copy=True)
             # The optimizer's next step does not wait for the engines.
             with torch.no_grad():
                 for parameter in model.parameters():

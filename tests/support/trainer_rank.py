@@ -69,7 +69,7 @@ def main() -> None:
         if rank == 0:
             shutil.copy(folder / "config.json", order.checkpoint)
         with trained.connect(order.url, order.transport) as client:
-            report = client.publish(order.version)
+            report = client.publish(order.version).result()
         os.write(1, msgspec.json.encode({"digest_ok": report.digest_ok}) + b"\n")
     dist.destroy_process_group()
 

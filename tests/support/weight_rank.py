@@ -277,7 +277,7 @@ def run_trainer(pipe: Connection, settings: RankSettings) -> None:
                 memory[name].copy_(torch.from_numpy(values))
             before = written(transport)
             try:
-                report = client.publish(version, deadline_s=60)
+                report = client.publish(version, deadline_s=60).result()
                 answer = "published", sorted(report.left_out)
             except windlass.WindlassError as error:
                 answer = type(error).__name__, [str(error)]

@@ -26,7 +26,7 @@ class Row:
 
     Attributes:
         ddp, optimizer: arguments of Megatron's two configurations.
-        way: `publish`, `begin_publish` or `update_weights`.
+        way: `publish`, `copy` or `update_weights`.
         unsynced: publish without making weights whole.
         freed: offload the parameters' buffers as Megatron does.
         main_params: publish the optimizer's fp32 copies.
@@ -95,7 +95,7 @@ def published(row: Row, url: str, token: str) -> dict[str, Any]:
         vocab_size=row.case.spec.vocab_size,
         controller=url,
         token=token,
-        replica=ReplicaPlace.AUTO if row.way == "begin_publish" else ReplicaPlace.OFF,
+        replica=ReplicaPlace.AUTO if row.way == "copy" else ReplicaPlace.OFF,
     ) as trainer:
         if row.unsynced:
             trainer._weights = dataclasses.replace(trainer._weights, make_whole=None)
@@ -107,11 +107,13 @@ def published(row: Row, url: str, token: str) -> dict[str, Any]:
                 buffer.param_data_cpu = buffer.param_data.clone()
                 buffer.offload_to_cpu(move_grads=False)
             try:
-                if row.way == "begin_publish":
-                    trainer.begin_publish(version, deadline_s=60).result(deadline_s=60)
+                if row.way == "copy":
+                    trainer.publish(version, deadline_s=60, wait=False, copy=True).result(
+                        deadline_s=60
+                    )
                 elif row.way == "update_weights":
                     with RolloutCallback(url, token, client=trainer) as callback:
-                        callback.update_weights(version, deadline_s=60).result(60)
+                        callback.update_weights(version, deadline_s=60).result(deadline_s=60)
                 else:
                     trainer.publish(version, deadline_s=60)
             except WindlassError as error:

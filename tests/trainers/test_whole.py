@@ -45,7 +45,7 @@ def row(name: str, **how: Any) -> Row:
 WHOLE = [
     row("eager"),
     row("lazy", ddp=LAZY),
-    row("lazy_replica", ddp=LAZY, way="begin_publish"),
+    row("lazy_replica", ddp=LAZY, way="copy"),
     row("lazy_update_weights", ddp=LAZY, way="update_weights"),
     row("lazy_aligned", ddp={**LAZY, "align_param_gather": True}),
     row("lazy_bf16", ddp=LAZY, dtype=torch.bfloat16),
@@ -53,7 +53,7 @@ WHOLE = [
 ]
 REFUSED = {
     row("unsynced", ddp=LAZY, unsynced=True): "must hold the same bytes",
-    row("unsynced_replica", ddp=LAZY, unsynced=True, way="begin_publish"): "the same bytes",
+    row("unsynced_replica", ddp=LAZY, unsynced=True, way="copy"): "the same bytes",
     row("freed", freed=True): "its memory is freed",
     row("freed_lazy", ddp=LAZY, freed=True): "its memory is freed",
     row("fp8_gathered", ddp={"fp8_param_gather": True}): "fp8_param_gather must be False",

@@ -102,7 +102,7 @@ def move(wrapper: Any) -> None:
 async def test_weights_that_change_before_they_are_read_are_not_published(
     name: str, change: Callable[[Any], None], tmp_path: Path
 ) -> None:
-    """`merge_adapter`, `publish_soon`, `unmerge_adapter` used to publish the base without an error."""
+    """`merge_adapter`, `publish(wait=False)`, `unmerge_adapter` used to publish the base without an error."""
     setting = settings(tmp_path)[name]
 
     def work(url: str) -> None:
@@ -114,13 +114,13 @@ async def test_weights_that_change_before_they_are_read_are_not_published(
             before = {n: t.clone() for n, t in served.state_dict().items()}
             wrapper.merge_adapter()
             go.clear()
-            pending = trainer.publish_soon(1, deadline_s=WAIT_S)
+            pending = trainer.publish(1, deadline_s=WAIT_S, wait=False)
             change(wrapper)
             go.set()
             with pytest.raises(
-                RoundAborted, match=r"weight' changed .*publish_soon.*begin_publish"
+                RoundAborted, match=r"weight' changed .*once the update has ended.*copy=True"
             ):
-                pending.result(WAIT_S)
+                pending.result(deadline_s=WAIT_S)
             assert all(torch.equal(t, before[n]) for n, t in served.state_dict().items())
             trainer.publish(2, deadline_s=WAIT_S)
             assert served_equals(served, merged(wrapper))
@@ -153,7 +153,7 @@ async def test_engines_serve_copied_weights_unchanged_by_later_training(
             for version in range(3):
                 wrapper.merge_adapter()
                 want = merged(wrapper)
-                pending = trainer.begin_publish(version, deadline_s=WAIT_S)
+                pending = trainer.publish(version, deadline_s=WAIT_S, wait=False, copy=True)
                 change(wrapper)
                 pending.result(deadline_s=WAIT_S)
                 assert served_equals(served, want)
@@ -175,7 +175,7 @@ async def test_weights_may_change_between_two_versions() -> None:
         ):
             for version in range(3):
                 wrapper.merge_adapter()
-                trainer.publish_soon(version, deadline_s=WAIT_S).result(WAIT_S)
+                trainer.publish(version, deadline_s=WAIT_S, wait=False).result(deadline_s=WAIT_S)
                 assert served_equals(served, merged(wrapper))
                 wrapper.unmerge_adapter()
                 step(wrapper)

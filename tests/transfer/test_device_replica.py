@@ -500,7 +500,7 @@ async def test_a_trainer_trains_while_its_copy_is_published_over_a_network(
             for version in range(3):
                 go.clear()
                 held.refill(version)
-                pending = trainer.begin_publish(version)
+                pending = trainer.publish(version, wait=False, copy=True)
                 held.poison()
                 assert not pending.done()
                 # Tensors that are cast or cut are packed. The replica holds the others.

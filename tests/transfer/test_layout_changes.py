@@ -96,11 +96,11 @@ class Setting:
     arena_nbytes: int = 0
 
     def publish(self, trainer: TrainerClient, url: str, version: int) -> None:
-        if self.name == "begin_publish":
-            trainer.begin_publish(version, deadline_s=20).result(deadline_s=20)
+        if self.name == "copy":
+            trainer.publish(version, deadline_s=20, wait=False, copy=True).result(deadline_s=20)
         elif self.name == "callback":
             with windlass.RolloutCallback(url, TOKEN, client=trainer) as callback:
-                callback.update_weights(version, deadline_s=20).result(20)
+                callback.update_weights(version, deadline_s=20).result(deadline_s=20)
         else:
             trainer.publish(version, deadline_s=20)
 
@@ -116,7 +116,7 @@ def settings(folder: Path) -> dict[str, Setting]:
             Setting("publish"),
             Setting("staged", ControlConfig(mode=UpdateMode.STAGED)),
             Setting("replica", replica=True),
-            Setting("begin_publish", replica=True),
+            Setting("copy", replica=True),
             Setting("callback"),
             Setting("xccl", backend(XcclBackend())),
             Setting("disk", backend(DiskBackend(str(folder)))),
@@ -258,7 +258,7 @@ def move(model: Model) -> None:
     [register_anew, swap_gate_and_up, swap_their_weights, reverse_the_modules, move],
     ids=lambda change: change.__name__,
 )
-@pytest.mark.parametrize("name", ["publish", "begin_publish", "xccl"])
+@pytest.mark.parametrize("name", ["publish", "copy", "xccl"])
 async def test_moved_parameters_are_found_by_name(
     change: Callable[[Model], None], name: str, tmp_path: Path
 ) -> None:

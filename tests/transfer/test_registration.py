@@ -314,7 +314,7 @@ async def test_an_update_reports_registration_time_and_serves_moved_weights() ->
                     if version == 2:
                         for parameter in trained.parameters():
                             parameter.data = parameter.data.clone()
-                took.append(trainer.publish(version).measure(Measure.REGISTER_S))
+                took.append(trainer.publish(version).result().measure(Measure.REGISTER_S))
                 for name, parameter in trained.named_parameters():
                     assert torch.equal(parameter, module.get_parameter(name)), (version, name)
                 if version < 2:

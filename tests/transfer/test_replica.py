@@ -210,7 +210,7 @@ async def test_engines_serve_copied_weights_unchanged_by_later_training(
                 go.clear()
                 # The weights move to new addresses.
                 memory.refill(version)
-                pending = trainer.begin_publish(version)
+                pending = trainer.publish(version, wait=False, copy=True)
                 memory.destroy()
                 assert not pending.done()
                 with pytest.raises(ConfigError, match="must wait for the end of the one under way"):
@@ -239,7 +239,7 @@ async def test_a_failed_update_without_a_waiter_is_logged(
         memory.refill(0)
         engine, _ = connect_engine(url)
         with engine, connect(url, memory, go, error="no wire") as trainer:
-            trainer.begin_publish(0).when_done(ended.set)
+            trainer.publish(0, wait=False, copy=True).when_done(ended.set)
             go.set()
             assert ended.wait(30)
 
@@ -264,8 +264,8 @@ async def test_two_ranks_continue_independently_after_their_copies() -> None:
                 for memory in memories:
                     memory.refill(version)
                 with ThreadPoolExecutor(1) as other:
-                    begun = other.submit(second.begin_publish, version)
-                    pending = first.begin_publish(version)
+                    begun = other.submit(second.publish, version, wait=False, copy=True)
+                    pending = first.publish(version, wait=False, copy=True)
                     memories[0].destroy()
                     later = begun.result(30)
                 memories[1].destroy()
@@ -276,7 +276,7 @@ async def test_two_ranks_continue_independently_after_their_copies() -> None:
     await with_controller(ControlConfig(mode=UpdateMode.STAGED), work)
 
 
-async def test_begin_publish_without_a_replica_fails_at_once() -> None:
+async def test_publish_with_a_copy_needs_a_replica() -> None:
     go = threading.Event()
     go.set()
 
@@ -286,7 +286,7 @@ async def test_begin_publish_without_a_replica_fails_at_once() -> None:
         engine, served = connect_engine(url)
         with engine, connect(url, memory, go, replica=ReplicaPlace.OFF) as trainer:
             with pytest.raises(ConfigError, match="needs a replica when connecting"):
-                trainer.begin_publish(0)
+                trainer.publish(0, wait=False, copy=True)
             trainer.publish(0)
             served.check(0)
 
@@ -296,7 +296,7 @@ async def test_begin_publish_without_a_replica_fails_at_once() -> None:
         engine, _ = connect_engine(url)
         with engine, connect(url, memory, go, arena_nbytes=256) as trainer:
             with pytest.raises(RoundAborted, match="with a replica it must be 0 or at least"):
-                trainer.begin_publish(0, deadline_s=30)
+                trainer.publish(0, deadline_s=30, wait=False, copy=True)
             with pytest.raises(RoundAborted, match="with a replica it must be 0 or at least"):
                 trainer.publish(0, deadline_s=30)
 
@@ -306,7 +306,7 @@ async def test_begin_publish_without_a_replica_fails_at_once() -> None:
         refused = pytest.raises(RoundAborted, match="XcclBackend reads parameters where they lie")
         engine, _ = connect_engine(url)
         with engine, connect(url, memory, go) as trainer, refused:
-            trainer.begin_publish(0, deadline_s=30)
+            trainer.publish(0, deadline_s=30, wait=False, copy=True)
 
     await with_controller(ControlConfig(), no_replica)
     await with_controller(ControlConfig(), small_arena)
@@ -321,11 +321,11 @@ async def test_a_version_without_a_waiter_copies_nothing() -> None:
         with connect(url, memory, go) as trainer:
             # No engine is connected.
             with pytest.raises(PeerTimeout, match="version 0"):
-                trainer.begin_publish(0, deadline_s=0.2)
+                trainer.publish(0, wait=False, copy=True, deadline_s=0.2)
             memory.refill(1)
             engine, served = connect_engine(url)
             with engine:
-                trainer.begin_publish(1, deadline_s=30).result(deadline_s=30)
+                trainer.publish(1, deadline_s=30, wait=False, copy=True).result(deadline_s=30)
                 served.check(1)
 
     await with_controller(ControlConfig(), work)
@@ -572,7 +572,7 @@ async def test_a_version_is_given_up_after_its_last_copy_stops_reading(
             connect(url, memory, go) as trainer,
             ThreadPoolExecutor(1) as other,
         ):
-            begun = other.submit(trainer.begin_publish, 0, deadline_s=2.0)
+            begun = other.submit(trainer.publish, 0, wait=False, copy=True, deadline_s=2.0)
             assert asked.wait(30)
             assert not wait([begun], 4.0).done
             read.set()
@@ -592,9 +592,9 @@ async def test_a_version_with_a_failing_step_stream_does_not_block_the_next() ->
             weights = trainer._weights
             trainer._weights = dataclasses.replace(weights, step_stream=lambda: 1 // 0)
             with pytest.raises(ZeroDivisionError):
-                trainer.begin_publish(0)
+                trainer.publish(0, wait=False, copy=True)
             trainer._weights = weights
-            trainer.begin_publish(0).result(deadline_s=30)
+            trainer.publish(0, wait=False, copy=True).result(deadline_s=30)
             served.check(0)
 
     await with_controller(ControlConfig(), work)

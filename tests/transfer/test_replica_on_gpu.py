@@ -66,7 +66,7 @@ def train(
                 stepped = CUDA.Event()
                 stepped.record()
                 was_running = not stepped.query()
-                pending = trainer.begin_publish(version)
+                pending = trainer.publish(version, wait=False, copy=True)
                 kept = _keep(model)
                 _overwrite(model, free=replica is ReplicaPlace.HOST)
                 CUDA._sleep(NEXT_STEP_CYCLES)

@@ -49,7 +49,7 @@ def trainer(url):
     memory = (ParameterMemory(arena.address, 4096),)
     weights = TrainerWeights(manifest=manifest("trainer/0", Role.TRAINER), parameters=lambda: memory)
     with TrainerClient(weights, transport=transport, controller=url, token=TOKEN, registered=[arena.region]) as client:
-        return client.publish(0, deadline_s=30)
+        return client.publish(0, deadline_s=30).result()
 
 async def main():
     async with windlass.Controller(token=TOKEN) as controller:

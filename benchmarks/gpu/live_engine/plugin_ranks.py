@@ -156,7 +156,7 @@ class Rank:
 
     def send(self, order: Order) -> Done:
         if self._sync is None:
-            report = self._client.publish(order.version)
+            report = self._client.publish(order.version).result()
         else:
             report = self._sync.send_weights(order.version).report
         if report.left_out or not report.digest_ok:

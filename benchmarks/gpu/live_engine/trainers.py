@@ -87,7 +87,7 @@ class TrainerRank:
         self.client.close()
 
     def publish(self, version: int) -> windlass.UpdateReport:
-        return self.client.publish(version)
+        return self.client.publish(version).result()
 
     def gather(self) -> int:
         """Gather all full tensors on rank 0, as the engines' own transfers need them."""

@@ -192,7 +192,7 @@ class Coordinator:
             report = msgspec.structs.replace(report, attempt=frame.attempt)
             self.tasks.spawn(self.members.report_to(session.agent.identity, report))
 
-    def begin_publish(self, version: int, *, deadline_s: float) -> CalledUpdate:
+    def publish(self, version: int, *, deadline_s: float) -> CalledUpdate:
         """Publish a version on behalf of the controller's own process, while all trainer ranks wait.
 
         Args:

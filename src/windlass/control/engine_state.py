@@ -50,8 +50,8 @@ TRANSITIONS: Mapping[EngineStatus, frozenset[EngineStatus]] = {
     EngineStatus.SILENT: _ALL - {EngineStatus.INCOMPLETE, EngineStatus.WAITING},
     # Only a round that publishes makes the weights whole again.
     EngineStatus.MIXED_WEIGHTS: _ALL - {EngineStatus.LEFT_OUT, EngineStatus.INCOMPLETE},
-    # Only another process ends a quarantine, and nobody knows what the other ranks hold then. The engine may serve, with
-    # weights that the write cannot reach.
+    # Another process ends a quarantine. The weights of the remaining ranks are unknown then. A quarantined engine may
+    # serve weights that the write cannot reach.
     EngineStatus.QUARANTINED: _ALL
     - {EngineStatus.LEFT_OUT, EngineStatus.INCOMPLETE, EngineStatus.WAITING},
     EngineStatus.GONE: _ALL - {EngineStatus.LEFT_OUT, EngineStatus.SILENT},

@@ -326,5 +326,5 @@ class TrainerAgent:
 def _too_early(name: str) -> str:
     return (
         f"parameter {name!r} changed while its version was published; step the optimizer and take merged adapters out "
-        "once `publish_soon`'s future is done, or publish by `begin_publish` (`replica='auto'`), which copies"
+        "once the update has ended, or publish with `copy=True` (`replica='auto'`)"
     )

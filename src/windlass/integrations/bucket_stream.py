@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
@@ -44,7 +43,7 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.net.access import Access
 from windlass.net.addresses import url_of
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import PendingUpdate, TrainerClient, TrainerWeights
 from windlass.transfer.arena import Arena, memory_of
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import OneSidedTransport
@@ -276,7 +275,7 @@ class BucketSender:
     async def _send(self, weights: AsyncIterator[tuple[str, torch.Tensor]]) -> StreamReport:
         filler, report = BucketFiller(self._bucket_nbytes), StreamReport()
         began = asked = time.perf_counter()
-        sending: Future[UpdateReport] | None = None
+        sending: PendingUpdate | None = None
         async for name, tensor in weights:
             for entry in filler.place(name, tensor):
                 if entry is None:
@@ -304,12 +303,12 @@ class BucketSender:
         )
 
     async def _next(
-        self, sending: Future[UpdateReport] | None, end: bytes, report: StreamReport
-    ) -> Future[UpdateReport]:
+        self, sending: PendingUpdate | None, end: bytes, report: StreamReport
+    ) -> PendingUpdate:
         """Publish the full bucket after the previous bucket is delivered, and switch to the other bucket.
 
         Returns:
-            The report of the round that now sends the full bucket.
+            The update that now sends the full bucket.
         """
         import torch
 
@@ -324,10 +323,11 @@ class BucketSender:
         self._sending = self._places[self._slot]
         self._slot = (self._slot + 1) % NUM_SLOTS
         self._version += 1
-        return self._client.publish_soon(self._version, deadline_s=2 * self._settings.deadline_s)
+        deadline_s = 2 * self._settings.deadline_s
+        return self._client.publish(self._version, wait=False, deadline_s=deadline_s)
 
-    async def _delivered(self, sending: Future[UpdateReport], report: StreamReport) -> None:
-        done = await asyncio.wrap_future(sending)
+    async def _delivered(self, sending: PendingUpdate, report: StreamReport) -> None:
+        done = await sending
         report.add(done)
         gone = sorted({*self._members} - {*done.engines})
         if gone:

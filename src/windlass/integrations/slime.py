@@ -199,7 +199,7 @@ class WeightUpdater:
         """
         if self._trainer is None:
             raise ProtocolError("update_weights: connect_rollout_engines must come first")
-        report = self._trainer.publish(self.weight_version + 1, deadline_s=DEADLINE_S)
+        report = self._trainer.publish(self.weight_version + 1, deadline_s=DEADLINE_S).result()
         self.weight_version += 1
         for name, reason in report.left_out.items():
             _log.warning("server %s does not serve version %s: %s", name, report.version, reason)

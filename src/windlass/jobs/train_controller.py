@@ -284,7 +284,7 @@ class TrainController:
         await self._finish_update(deadline)
         left_s = max(deadline.remaining_s, 0.1)
         answers = await self._collective([PreparePublish(version)] * len(self._ranks), left_s)
-        self._under_way = self._coordinator.begin_publish(version, deadline_s=left_s)
+        self._under_way = self._coordinator.publish(version, deadline_s=left_s)
         if self._is_served and all(answer.sends_copies for answer in answers):
             await self._wait_for(_copied(self._under_way), deadline)
         else:

@@ -36,7 +36,6 @@ from windlass.control.push_messages import (
     ReadFiles,
     ReceiveTensors,
 )
-from windlass.control.report import UpdateReport
 from windlass.envs import check_token
 from windlass.errors import (
     AuthenticationError,
@@ -51,7 +50,7 @@ from windlass.net.access import authorization
 from windlass.net.addresses import check_url, own_address
 from windlass.net.blocking_http import BlockingHttp, HttpReply
 from windlass.net.clock import Backoff, Deadline
-from windlass.trainers.client import TrainerClient, version_number
+from windlass.trainers.client import PendingUpdate, TrainerClient, version_number
 from windlass.transfer.bindings import GroupOffer, WireTensor
 from windlass.transfer.collective_group import Rendezvous, join_group
 from windlass.transfer.push import signature_of_group, wire_offsets
@@ -182,17 +181,16 @@ class RolloutCallback(Closing):
         """Make every engine rank read its boxes from a checkpoint folder. Return a future at once."""
         return self._start(ReadFiles(folder), deadline_s)
 
-    def update_weights(
-        self, version: int, *, deadline_s: float | None = None
-    ) -> Future[UpdateReport]:
-        """Publish with `TrainerClient.publish_soon`, through the controller's backend. No pause is needed.
+    def update_weights(self, version: int, *, deadline_s: float | None = None) -> PendingUpdate:
+        """Publish with `TrainerClient.publish(wait=False)`, through the controller's backend. No pause is needed.
 
         Raises:
-            ConfigError: the callback was made without a client; see also `TrainerClient.publish_soon`.
+            ConfigError: the callback was made without a client; see also `TrainerClient.publish`.
         """
         if self._client is None:
             raise ConfigError("update_weights: the callback was made without a client")
-        return self._client.publish_soon(version, deadline_s=deadline_s or self._deadline_s)
+        deadline_s = deadline_s or self._deadline_s
+        return self._client.publish(version, wait=False, deadline_s=deadline_s)
 
     def close(self) -> None:
         """Stop the threads. Calls that wait for an answer end at their deadline at the latest. Idempotent."""

@@ -6,17 +6,18 @@ with windlass.connect_trainer(model, controller=url, token=token) as trainer:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Any, final
 
 from windlass.closing import Closing
 from windlass.config import ReplicaPlace
@@ -58,13 +59,13 @@ def version_number(version: int, what: str) -> int:
 
 @final
 class PendingUpdate:
-    """A version whose weights are copied and that is being published; made by `TrainerClient.begin_publish`.
+    """A version that is being published, or was; `TrainerClient.publish` returns it. Coroutines may await its report.
 
     Attributes:
         version: number of the version.
-        stood_s: seconds that `begin_publish` took.
-        copy: seconds of `stood_s` that went into the end of the optimizer step and into the copy. The rest went into
-            packing, new link tables and messages to the fleet.
+        stood_s: seconds that `publish` took.
+        copy: seconds of `stood_s` that went into the end of the optimizer step and into the copy, with `copy=True`. The
+            rest went into packing, new link tables and messages to the fleet.
     """
 
     def __init__(self, version: int, report: Future[UpdateReport]) -> None:
@@ -72,6 +73,9 @@ class PendingUpdate:
         self.stood_s = 0.0
         self.copy = CopyTimes()
         self._report = report
+
+    def __await__(self) -> Generator[Any, None, UpdateReport]:
+        return asyncio.wrap_future(self._report).__await__()
 
     def done(self) -> bool:
         """Return whether `result` would return or raise at once."""
@@ -87,7 +91,7 @@ class PendingUpdate:
         Raises:
             RoundAborted: the version was not published; quotes the reason. The engines continue to serve the old one.
             PeerTimeout: the round did not end within `deadline_s`, and the caller may call again; or the deadline of
-                `begin_publish` has passed.
+                `publish` has passed.
         """
         if not wait([self._report], deadline_s).done:
             raise PeerTimeout(f"version {self.version}: no end of the round within {deadline_s} s")
@@ -112,7 +116,7 @@ class TrainerWeights:
             version counts as not sent.
         make_whole: see `TrainerClient.make_whole`; None if weights are whole after every optimizer step.
         step_stream: returns the CUDA stream in which the calling thread queues its optimizer steps. The copy of
-            `begin_publish` waits for this stream; if None, it waits for all work of the GPU.
+            `publish` waits for this stream; if None, it waits for all work of the GPU.
         allow_unused, keep: see `connect_trainer`.
     """
 
@@ -211,7 +215,7 @@ class TrainerClient(Closing):
             undo.pop_all()
 
     def make_whole(self) -> None:
-        """Gather the results of the last optimizer step on every rank. Every publishing method calls this first.
+        """Gather the results of the last optimizer step on every rank. `publish` calls this first.
 
         Collective: every trainer rank calls it. Some frameworks gather stepped parameters lazily, in the next forward
         pass; for them this call gathers the parameters now. For other frameworks it does nothing.
@@ -219,57 +223,57 @@ class TrainerClient(Closing):
         if self._weights.make_whole is not None:
             self._weights.make_whole()
 
-    def publish(self, version: int, *, deadline_s: float = 600.0) -> UpdateReport:
-        """Publish the weights as they are now; return once the fleet serves them.
+    def publish(
+        self, version: int, *, wait: bool = True, copy: bool = False, deadline_s: float = 600.0
+    ) -> PendingUpdate:
+        """Publish the weights as they are now, as one version of the whole fleet.
 
         Collective: every trainer rank calls it with the same version.
-        Memory: the weights must not change until it returns.
-        Blocking: until the round ends. The controller's phase deadlines limit the duration.
+        Memory: the weights must not change until the round has ended; with `copy` until this call returns. If they
+        change (an optimizer steps, PEFT unmerges adapters), the version is not published.
+        Blocking: with `wait` until the round has ended; the controller's phase deadlines limit the duration. Without
+        `wait` it returns after `make_whole`, and with `copy` once the fleet is complete and this rank's part is copied
+        and packed. On a GPU the copy runs after the work that this thread has queued in its current
+        stream, and does not wait for other streams. Packing for a network and comparing replicas with other ranks
+        wait for all streams. Work that is queued after the return runs after the copy.
 
         Args:
             version: greater than every version published before.
-            deadline_s: seconds to wait for the end of the round.
+            wait: whether to return after the end of the round. If not, the caller must wait for the result before the
+                next call.
+            copy: whether to send a copy of the weights. They may change, move or be freed as soon as this rank's call
+                returns, also without `wait`. It needs a `replica` when connecting.
+            deadline_s: seconds from now within which the round must end.
 
         Raises:
-            ConfigError: `version` is not an integer >= 0, or another version is still being published.
+            ConfigError: `version` is not an integer >= 0, another version is still being published, or `copy` is set
+                and `connect_trainer` was called without `replica`.
             RoundAborted: the version was not published; quotes the reason. The engines continue to serve the old one.
-            PeerTimeout: no answer within `deadline_s`; the weights must still not change.
-        """
-        return self._begin("publish", version, deadline_s)()
-
-    def publish_soon(self, version: int, *, deadline_s: float = 600.0) -> Future[UpdateReport]:
-        """Publish as `publish` does, but return at once. The weights must not change until the future is done.
-
-        If the weights change (an optimizer steps, PEFT unmerges adapters), the version is not published, and the
-        future raises RoundAborted. This call runs `make_whole` in the calling thread before it returns.
-
-        Raises:
-            ConfigError: `version` is not an integer >= 0, or a version is still being published.
+                Without `wait` only `result` raises it, unless the round ended before the weights were copied.
+            PeerTimeout: no end, or no copy, within `deadline_s`. Without `copy` the weights must still not change. With
+                `copy` they may: if a copy was running at the deadline, the error is raised after its end.
             ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
-        return self._background.submit(self._begin("publish_soon", version, deadline_s))
+        if copy:
+            return self._publish_copy(version, wait=wait, deadline_s=deadline_s)
+        began = time.perf_counter()
+        until_over = self._begin("publish", version, deadline_s)
+        if wait:
+            report = Future[UpdateReport]()
+            report.set_result(until_over())
+        else:
+            report = self._background.submit(until_over)
+        pending = PendingUpdate(version, report)
+        pending.stood_s = time.perf_counter() - began
+        return pending
 
-    def begin_publish(self, version: int, *, deadline_s: float = 600.0) -> PendingUpdate:
-        """Publish as `publish` does, but return once the weights are copied. They may then change, move or be freed.
-
-        Each rank may continue as soon as its own call returns. Before the next `begin_publish` or `publish`, the
-        caller must wait for the result. The round must end within `deadline_s` from now.
-        Blocking: until the fleet is complete and this rank's part is copied and packed. On a GPU the copy runs after
-        the work that this thread has queued in its current stream, and does not wait for other streams. Packing for
-        a network and comparing replicas with other ranks wait for all streams. Work that is queued after the return
-        runs after the copy.
-
-        Raises:
-            ConfigError: `connect_trainer` was called without `replica`, `version` is not an integer >= 0,
-                or a version is still being published.
-            RoundAborted: the round was aborted before the weights were copied. The weights may change.
-            PeerTimeout: the weights were not copied within `deadline_s`. If a copy was running then, the error is
-                raised after its end. The weights may change.
-        """
+    def _publish_copy(self, version: int, *, wait: bool, deadline_s: float) -> PendingUpdate:
         if self._sender.replica is None:
-            raise ConfigError("begin_publish: needs a replica when connecting, got replica=off")
+            raise ConfigError(
+                "publish: copy=True needs a replica when connecting, got replica=off; connect with replica='auto'"
+            )
         began, copied = time.perf_counter(), threading.Event()
-        until_over = self._begin("begin_publish", version, deadline_s, copied)
+        until_over = self._begin("publish", version, deadline_s, copied)
         pending = PendingUpdate(version, self._background.submit(until_over))
         pending.when_done(copied.set)
         if not (in_time := copied.wait(deadline_s + MARGIN_S)):
@@ -277,6 +281,8 @@ class TrainerClient(Closing):
             self._sender.end_version()
         if not in_time or pending.done():
             pending.result(deadline_s=MARGIN_S)
+        if wait:
+            pending.result(deadline_s=deadline_s + MARGIN_S)
         pending.stood_s, pending.copy = time.perf_counter() - began, self._sender.copy_times
         return pending
 
@@ -308,7 +314,7 @@ class TrainerClient(Closing):
         deadline_s: float | None,
         copied: threading.Event | None = None,
     ) -> Callable[[], UpdateReport]:
-        """Begin to publish and return a function that ends it. Every publishing method calls this.
+        """Begin to publish and return a function that ends it.
 
         Args:
             what: name of the method, for errors.
@@ -320,8 +326,8 @@ class TrainerClient(Closing):
         number = version_number(version, what)
         if not self._publishing.acquire(blocking=False):
             raise ConfigError(
-                f"{what}: version {number} must wait for the end of the one under way: "
-                "`result` of begin_publish, or publish in another thread"
+                f"{what}: version {number} must wait for the end of the one under way; call `result` of its "
+                "PendingUpdate first"
             )
         self._agent.hold(number)
         try:

@@ -203,7 +203,7 @@ def connect_trainer(
             `stacked`, a transformers model is published as `save_pretrained` writes it: the same names, and the
             same tensors fused or split.
         replica: place of a copy of the sent weights (`ReplicaPlace` or its name), which takes as much memory as they
-            do. With a copy, `begin_publish` need not wait for the fleet, and parameters are never registered.
+            do. With a copy, `publish(copy=True)` need not wait for the fleet, and parameters are never registered.
             HOST: host memory, pinned if the weights are on a GPU (`cuda_ipc`). DEVICE: the weights' GPU. AUTO: the
             weights' kind of memory. OFF: no copy.
         allow_unused: patterns (`fnmatch`) of tensors that no engine needs to take, such as a value head, or the

@@ -178,7 +178,7 @@ class WeightSync:
                 self._ranks.tell(going, reason=str(error))
                 raise
             self._ranks.tell(going)
-        report = self._trainer.publish(version, deadline_s=self._deadline_s)
+        report = self._trainer.publish(version, deadline_s=self._deadline_s).result()
         left_out = {
             url: report.left_out.get(name) or reasons.get(url) or "not in the fleet"
             for name, url in self._urls.items()
