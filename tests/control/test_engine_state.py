@@ -7,11 +7,19 @@ from collections.abc import Collection
 
 import msgspec
 import pytest
+from chaos_bugs import Bug
 from fake_agents import engine_manifest, fake_hello
 from fleet_rules import FleetRules
-from hypothesis import settings
+from hypothesis import Phase, assume, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from windlass.control.binding import Binding
 from windlass.control.engine_state import EngineState, EngineStatus
@@ -24,6 +32,8 @@ from windlass.net.messages import RoundId
 ENGINES = ("a", "b")
 NUM_RANKS = 2
 RUN = "run"
+VERSIONS = st.sampled_from((0, 0, 0, 1, -1))
+"""Versions, so drawn that engines often serve."""
 
 
 def join(
@@ -100,7 +110,12 @@ class Fleets(RuleBasedStateMachine):
         self.checks = FleetRules()
         self.binding: Binding | None = None
         self.numbers = itertools.count(1)
-        self.agents: dict[str, Agent] = {}
+        self.fleet.publish(0, RUN)
+        self.agents = {
+            f"{name}/{rank}": join(self.fleet, name, rank, version=0)
+            for name in ENGINES
+            for rank in range(NUM_RANKS)
+        }
 
     def away(self) -> list[str]:
         names = (f"{name}/{rank}" for name in ENGINES for rank in range(NUM_RANKS))
@@ -112,9 +127,9 @@ class Fleets(RuleBasedStateMachine):
     @precondition(lambda self: self.away())
     @rule(
         data=st.data(),
-        version=st.integers(-1, 3),
-        mixed=st.booleans(),
-        not_resumed=st.sampled_from(("", "", "no server")),
+        version=VERSIONS,
+        mixed=st.sampled_from((False, False, False, True)),
+        not_resumed=st.sampled_from(("", "", "", "no server")),
     )
     def rank_joins(self, data: st.DataObject, version: int, mixed: bool, not_resumed: str) -> None:
         worker = data.draw(st.sampled_from(self.away()))
@@ -147,12 +162,14 @@ class Fleets(RuleBasedStateMachine):
         self.fleet.note_not_resumed(agent, reason)
 
     @precondition(lambda self: self.here())
-    @rule(data=st.data())
-    def rank_is_quarantined(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), number=st.integers(1, 4))
+    def rank_is_quarantined(self, data: st.DataObject, number: int) -> None:
+        # A quarantine lasts as long as the process, so it must be rare.
+        assume(number == 1)
         agent = self.agents[data.draw(st.sampled_from(self.here()))]
         self.fleet.quarantine([agent.identity])
 
-    @rule(version=st.integers(-1, 3))
+    @rule(version=VERSIONS)
     def trainers_say_what_is_published(self, version: int) -> None:
         self.fleet.publish(version, RUN)
 
@@ -279,3 +296,49 @@ def test_engine_in_a_forbidden_transition_is_written_again_before_it_serves(
     assert FleetRules().broken(fleet) == [f"a: {state.reason}"]
     end_round(fleet, 1, {"a": EngineOutcome.PUBLISHED})
     assert state_of(fleet).status is EngineStatus.SERVING
+
+
+BUGS = (
+    Bug(
+        "an engine with mixed weights is only left out",
+        Fleet,
+        "_next_state",
+        "return EngineStatus.MIXED_WEIGHTS, reason",
+        "return EngineStatus.LEFT_OUT, reason",
+    ),
+    Bug(
+        "an engine that did not resume serves",
+        Fleet,
+        "_next_state",
+        "EngineStatus.NOT_RESUMED if engine.not_resumed else EngineStatus.SERVING",
+        "EngineStatus.SERVING",
+    ),
+    Bug(
+        "an engine serves although a rank is silent",
+        Fleet,
+        "note_silent",
+        "self._update_state_of(agent)",
+        "pass",
+    ),
+    Bug(
+        "an engine serves although a rank has left",
+        Fleet,
+        "remove",
+        "self._update_state(group)",
+        "pass",
+    ),
+    Bug(
+        "an engine that waits for the new version still serves",
+        Fleet,
+        "publish",
+        "self._update_state(engine)",
+        "pass",
+    ),
+)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_check_of_fleets_finds_a_broken_fleet(bug: Bug) -> None:
+    few = settings(TestFleets.settings, phases=[Phase.generate], derandomize=True, database=None)
+    with bug.planted(), pytest.raises(AssertionError):
+        run_state_machine_as_test(Fleets, settings=few)
