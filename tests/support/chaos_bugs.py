@@ -339,7 +339,7 @@ INTRUDER_BUGS = (
     Bug(
         "versions of another run count",
         Fleet,
-        "serves",
+        "_is_current",
         "and engine.lineage == self.lineage",
         "and True",
         100025,
