@@ -301,11 +301,11 @@ async def test_a_controller_leaves_a_file_that_is_not_a_journal_unchanged(
 
 async def test_a_controller_accepts_a_journal_with_a_torn_first_line(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    for torn in (b"", b'{"ki', b'{"kind":"started","epo'):
+    for torn in (b"", b'{"ty', b'{"type":"started","epo'):
         path.write_bytes(torn)
         async with windlass.Controller(token=TOKEN, journal_path=path):
             pass
-        assert path.read_bytes().startswith(b'{"kind":"started"')
+        assert path.read_bytes().startswith(b'{"type":"started"')
 
 
 class Hooks:

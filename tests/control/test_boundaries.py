@@ -24,7 +24,7 @@ from windlass.control.client import AgentChannel
 from windlass.control.report import RoundOutcome
 from windlass.control.session import AgentSession
 from windlass.errors import ConfigError, PeerTimeout, RolloutError
-from windlass.net import line_file as lines
+from windlass.net import journal_file
 from windlass.rollout import RolloutConfig, SamplingParams
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import StaticEngines
@@ -115,7 +115,7 @@ async def test_a_journal_that_cannot_be_written_is_closed(
     journal.open(0)
     journal.add(VersionReached(1))
     with monkeypatch.context() as patch:
-        patch.setattr(lines, "_write_all", full)
+        patch.setattr(journal_file, "_write_all", full)
         with pytest.raises(OSError, match="No space left"):
             await journal.close()
     again = RolloutJournal(RolloutConfig(journal=tmp_path / "journal"))

@@ -142,7 +142,7 @@ def test_inputs_that_fuzzing_found_are_decoded_or_refused(what: str) -> None:
         b"[" * 100_000,
         b"\n" * 1000,
         b"\xff\xfe" * 1000,
-        b'{"kind":"started","epoch":' + b"9" * 6000 + b"}\n",
+        b'{"type":"started","epoch":' + b"9" * 6000 + b"}\n",
     ],
     ids=[
         "nested",

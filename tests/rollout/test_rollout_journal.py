@@ -7,14 +7,16 @@ import errno
 import itertools
 import os
 import tempfile
+import threading
 from pathlib import Path
+from stat import S_ISDIR
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from windlass.errors import ConfigError, RolloutError
-from windlass.net.line_file import read_lines
+from windlass.net.journal_file import read_entries
 from windlass.rollout import (
     GroupHandle,
     OnStale,
@@ -407,7 +409,7 @@ async def test_handing_out_ends_a_rollout_unless_the_owner_acknowledges_itself(
 
 def journal_entries(path: Path) -> list[Entry]:
     entries: list[Entry]
-    entries, _ = read_lines(path, Entry)  # type: ignore[arg-type]
+    entries, _ = read_entries(path, Entry)  # type: ignore[arg-type]
     return entries
 
 
@@ -542,6 +544,75 @@ async def test_a_line_with_changed_content_fails_its_checksum(tmp_path: Path) ->
     path.write_bytes(path.read_bytes().replace(b'"version":5', b'"version":4'))
     with pytest.raises(ConfigError, match="checksum"):
         RolloutJournal(RolloutConfig(journal=path)).open(0)
+
+
+async def test_a_start_is_on_disk_before_its_ids_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal"
+    calls: list[str] = []
+    real_replace, real_fsync = Path.replace, os.fsync
+
+    def replace(self: Path, target: Path) -> Path:
+        calls.append("replace")
+        return real_replace(self, target)
+
+    def fsync(descriptor: int) -> None:
+        calls.append("fsync" if S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        real_fsync(descriptor)
+
+    await Process(path, World(path)).journal.close()
+    monkeypatch.setattr(Path, "replace", replace)
+    monkeypatch.setattr(os, "fsync", fsync)
+    second = Process(path, World(path))
+    # A power cut could restore the file of the first process, and the third process would use the ids of the second.
+    assert calls[-2:] == ["replace", "fsync"]
+    await second.journal.close()
+
+
+async def test_lines_written_during_a_sync_are_synced_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RolloutConfig(journal=tmp_path / "journal", journal_sync_s=0.001)
+    journal = RolloutJournal(config)
+    journal.open(0)
+    loop, may_end = asyncio.get_running_loop(), threading.Event()
+    syncs: asyncio.Queue[None] = asyncio.Queue()
+    real = os.fdatasync
+
+    def fdatasync(descriptor: int) -> None:
+        loop.call_soon_threadsafe(syncs.put_nowait, None)
+        assert may_end.wait(10)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    async with asyncio.timeout(10):
+        journal.add(VersionReached(1))
+        journal.flush()
+        await syncs.get()
+        journal.add(VersionReached(2))
+        journal.flush()
+        may_end.set()
+        await syncs.get()
+    await journal.close()
+
+
+async def test_closing_a_journal_syncs_its_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = RolloutJournal(RolloutConfig(journal=tmp_path / "journal", journal_sync_s=60.0))
+    journal.open(0)
+    journal.add(VersionReached(1))
+    sizes: list[int] = []
+    real = os.fdatasync
+
+    def fdatasync(descriptor: int) -> None:
+        sizes.append(os.fstat(descriptor).st_size)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    await journal.close()
+    assert sizes == [(tmp_path / "journal").stat().st_size]
 
 
 async def test_compaction_of_a_journal_removes_ended_rollouts(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.routes import status_of
 from windlass.errors import ConfigError, WindlassError
 from windlass.layout.manifest import ShardManifest
-from windlass.net import line_file as lines
+from windlass.net import journal_file
 from windlass.net.addresses import free_port
 from windlass.net.listener import STRANGER_S
 from windlass.planning.plan import TransferPlan
@@ -175,10 +175,10 @@ class World:
     @contextmanager
     def disk(self) -> Iterator[None]:
         """Simulate the disk of this world inside the block."""
-        original = lines._write_all
-        limits = journal.COMPACT_AFTER, journal.KEPT_ENTRIES
+        original = journal_file._write_all
+        limits = journal.COMPACT_NBYTES, journal.KEPT_ENTRIES
         # Compact the journal every few rounds.
-        journal.COMPACT_AFTER, journal.KEPT_ENTRIES = 23, 7
+        journal.COMPACT_NBYTES, journal.KEPT_ENTRIES = 3000, 7
         kept, members_module.KEPT_REFUSALS = members_module.KEPT_REFUSALS, KEPT_REFUSALS
 
         def write_all(descriptor: int, data: bytes) -> None:
@@ -189,13 +189,13 @@ class World:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             original(descriptor, data)
 
-        lines._write_all = write_all
+        journal_file._write_all = write_all
         try:
             yield
         finally:
-            lines._write_all = original
+            journal_file._write_all = original
             members_module.KEPT_REFUSALS = kept
-            journal.COMPACT_AFTER, journal.KEPT_ENTRIES = limits
+            journal.COMPACT_NBYTES, journal.KEPT_ENTRIES = limits
 
     def note(self, text: str) -> None:
         line = f"{self.loop.time():9.4f} {text}"

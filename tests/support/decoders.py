@@ -33,7 +33,7 @@ from windlass.control.push_messages import CallbackRequest, PauseCall
 from windlass.errors import DECODE_ERRORS, WindlassError
 from windlass.jobs import train_worker as train
 from windlass.layout.manifest import ShardManifest
-from windlass.net.line_file import add_checksum, read_lines
+from windlass.net.journal_file import add_checksum, read_entries
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
 from windlass.net.sockets import PartJoiner
 from windlass.planning.plan import TransferPlan
@@ -129,7 +129,7 @@ def _read_rollouts(data: bytes) -> object:
     with tempfile.NamedTemporaryFile() as file:
         file.write(_with_checksums(data))
         file.flush()
-        entries, _ = read_lines(Path(file.name), RolloutEntry)  # type: ignore[var-annotated,arg-type]
+        entries, _ = read_entries(Path(file.name), RolloutEntry)  # type: ignore[var-annotated,arg-type]
         state = PersistedState.of(entries)
         return None if state is None else (list(state.submissions()), list(state.entries()))
 

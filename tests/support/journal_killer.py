@@ -19,10 +19,10 @@ from windlass.control import journal
 from windlass.control.journal import Journal, JournalEntry, JournalKind
 
 CALLS = ("open", "write", "fdatasync", "fsync", "ftruncate", "close", "replace", "unlink")
-NUM_ENTRIES = 40
+NUM_ENTRIES = 60
 FIRST = 20
 """Entries before calls are counted, so that some compactions are already complete."""
-journal.COMPACT_AFTER, journal.KEPT_ENTRIES = 9, 2
+journal.COMPACT_NBYTES, journal.KEPT_ENTRIES = 900, 2
 
 
 def entry(number: int) -> JournalEntry:

@@ -19,15 +19,14 @@ import msgspec
 
 from windlass.control.messages import MAX_COUNT
 from windlass.errors import ConfigError
-from windlass.net.line_file import LineFile
+from windlass.net.journal_file import JournalFile
 from windlass.net.messages import MAX_NAME_NBYTES
 
 _log = logging.getLogger(__name__)
-COMPACT_AFTER = 4096
-"""Number of entries after which the journal is compacted; a round takes three."""
+COMPACT_NBYTES = 1 << 20
+"""Size above which the journal is compacted. A round of 8 engines takes about 600 bytes."""
 KEPT_ENTRIES = 256
 """Number of newest entries that a compaction keeps unchanged, for readers of the journal."""
-FIRST_LINE = b'{"kind":"started"'
 MAX_QUARANTINED = 4096
 """Number of newest quarantined processes that the journal keeps."""
 
@@ -49,7 +48,7 @@ class JournalKind(StrEnum):
     NOT_RESUMED = "not_resumed"
 
 
-class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kind": "type"}):
     """One line of the journal. Numbers and names have the same bounds as in messages.
 
     Attributes:
@@ -127,7 +126,7 @@ class JournalSummary:
 class Journal:
     """Journal file, append-only between compactions. Without a path the journal is only in memory.
 
-    A compaction after `COMPACT_AFTER` entries writes a new file: the summary, then the newest `KEPT_ENTRIES` entries.
+    A compaction of a file above `COMPACT_NBYTES` writes a new file: the summary, then the newest `KEPT_ENTRIES` entries.
     The new file is on disk before it replaces the old file, so a crash at any moment leaves one of the two.
 
     Attributes:
@@ -139,12 +138,11 @@ class Journal:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._file = None if path is None else LineFile(path, JournalEntry, first_line=FIRST_LINE)
+        self._file: JournalFile[JournalEntry] | None = None
         self.summary = JournalSummary()
         self.recent: deque[JournalEntry] = deque(maxlen=KEPT_ENTRIES)
-        self._num_lines = 0
-        self._compact_at = COMPACT_AFTER
-        if self._file is not None:
+        if path is not None:
+            self._file = JournalFile(path, JournalEntry, compact_nbytes=COMPACT_NBYTES)
             for entry in self._file.found:
                 self._note(entry)
             self._file.found = []
@@ -183,29 +181,22 @@ class Journal:
             OSError: the entry cannot be written; journal and summary are unchanged.
         """
         if self._file is not None:
-            self._file.check_path()
             self._file.write([self._file.encode(entry)])
             self._file.sync()
         self._note(entry)
-        if self._file is not None and self._num_lines >= self._compact_at:
+        if self._file is not None and self._file.is_long:
             self._compact(self._file)
 
     def _note(self, entry: JournalEntry) -> None:
         self.summary.add(entry)
         self.recent.append(entry)
-        self._num_lines += 1
 
-    def _compact(self, file: LineFile[JournalEntry]) -> None:
+    def _compact(self, file: JournalFile[JournalEntry]) -> None:
         """Compact the file. After a failure the long file is still correct, and a later entry tries again."""
-        entries = [*self.summary.entries(), *self.recent]
         try:
-            file.write_replacement(entries)
-            file.replace(file.nbytes)
-            self._num_lines = len(entries)
-            file.sync()
+            file.rewrite([*self.summary.entries(), *self.recent])
         except (OSError, ConfigError) as error:
             _log.warning("journal %s is not compacted: %s", file.path, error)
-        self._compact_at = self._num_lines + COMPACT_AFTER
 
     def close(self) -> None:
         """Close the file. Idempotent."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,15 +24,15 @@ import msgspec
 
 from windlass.control.changes import Changes
 from windlass.errors import ConfigError, RolloutError
-from windlass.net.line_file import LineFile
+from windlass.net.journal_file import JournalFile
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import RolloutOutcome, Work
 from windlass.rollout.table import Record
 from windlass.rollout.workflows import encode_value
 
 logger = logging.getLogger(__name__)
-CHECK_PATH_EVERY_S = 0.05
-"""Seconds between checks of the file's name: a check takes longer than a write, and each completion writes four
+RECHECK_PATH_S = 0.05
+"""Seconds between checks of the file's path: a check takes longer than a write, and each completion writes four
 times."""
 WRITE_AGAIN_S = 1.0
 """Seconds from a failed write to the next try: no event signals that a disk has room again."""
@@ -219,16 +218,15 @@ class RolloutJournal:
         self.on, self.keep_delivered = config.journal is not None, config.acknowledge
         self._path = None if config.journal is None else Path(config.journal)
         self._config = config
-        self._file: LineFile[Entry] | None = None
+        self._file: JournalFile[Entry] | None = None
         self._added: list[bytes] = []
         self._flush_scheduled = False
         self.broken = ""
-        self._check_path_at = 0.0
         self._changes = Changes()
         self._unacknowledged: dict[str, tuple[str, ...]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._upkeep: asyncio.Task[None] | None = None
-        self._compact_at = config.journal_compact_nbytes
+        self._has_unsynced = False
 
     def open(self, start_version: int) -> PersistedState:
         """Read the state that an earlier process left, and record the start of this one.
@@ -243,20 +241,20 @@ class RolloutJournal:
         fresh = PersistedState(started)
         if self._path is None:
             return fresh
-        # `LineFile` also takes a union, which is no `type` for the type checker.
+        # `JournalFile` also takes a union, which is no `type` for the type checker.
         entry: Any = Entry
-        file = self._file = LineFile(self._path, entry, first_line=b'{"type":"started"')
+        compact_nbytes = self._config.journal_compact_nbytes
+        file = self._file = JournalFile(self._path, entry, compact_nbytes=compact_nbytes)
         try:
             persisted = PersistedState.of(file.found)
             file.found = []
             if persisted is not None:
                 persisted.started.run += 1
-            file.write_replacement((persisted or fresh).entries())
-            file.replace(file.nbytes)
+            # On disk before the first attempt: a later process would otherwise use this one's ids again.
+            file.rewrite((persisted or fresh).entries())
         except OSError as error:
             file.close()
             raise ConfigError(f"journal {self._path}: cannot be used: {error}") from error
-        self._compact_at = max(self._config.journal_compact_nbytes, 2 * file.nbytes)
         return persisted or fresh
 
     def on_change(self, listener: Callable[[], None]) -> None:
@@ -350,10 +348,7 @@ class RolloutJournal:
         if self._file is None or not self._added:
             return
         try:
-            if (now := time.monotonic()) >= self._check_path_at:
-                self._file.check_path()
-                self._check_path_at = now + CHECK_PATH_EVERY_S
-            self._file.write(self._added)
+            self._file.write(self._added, recheck_path_s=RECHECK_PATH_S)
         except OSError as error:
             was_broken, self.broken = self.broken, f"cannot be written: {error}"
             if not was_broken:
@@ -368,7 +363,11 @@ class RolloutJournal:
             self.broken = ""
             logger.warning("journal %s: is written again", self._path)
             self._changes.notify()
-        if self._timer is None and self._upkeep is None:
+        self._has_unsynced = True
+        self._schedule_upkeep()
+
+    def _schedule_upkeep(self) -> None:
+        if self._has_unsynced and self._timer is None and self._upkeep is None and self._file:
             self._timer = asyncio.get_running_loop().call_later(
                 self._config.journal_sync_s, self._begin_upkeep
             )
@@ -382,41 +381,42 @@ class RolloutJournal:
         self._upkeep = None
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("journal %s: upkeep failed: %s", self._path, error)
+        self._schedule_upkeep()
 
     async def _keep_up(self) -> None:
         """Sync the file to disk outside the loop, and rewrite it if it has grown."""
         file = self._file
         if file is None:
             return
+        # Lines that the loop writes while the thread syncs are for the next time.
+        self._has_unsynced = False
         await asyncio.to_thread(file.sync)
-        upto = file.nbytes
-        if upto < self._compact_at:
-            return
-        # A failed rewrite is tried again only at twice this size.
-        self._compact_at = 2 * upto
-        await asyncio.to_thread(_write_anew, file, upto)
-        file.replace(upto)
-        self._compact_at = max(self._config.journal_compact_nbytes, 2 * file.nbytes)
+        if file.is_long:
+            upto = file.nbytes
+            await asyncio.to_thread(file.write_replacement, _entries_of_state(file, upto))
+            file.replace(upto)
+            self._has_unsynced = True
 
     async def close(self) -> None:
-        """Write added entries; outstanding tasks stay for the next process. Idempotent."""
+        """Write added entries to disk; outstanding tasks stay for the next process. Idempotent."""
+        if self._upkeep is not None:
+            await asyncio.gather(self._upkeep, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._upkeep is not None:
-            await asyncio.gather(self._upkeep, return_exceptions=True)
         file, self._file = self._file, None
         if file is not None:
             try:
                 if self._added:
-                    file.check_path()
                     file.write(self._added)
+                if self._added or self._has_unsynced:
+                    await asyncio.to_thread(file.sync)
             finally:
                 file.close()
 
 
-def _write_anew(file: LineFile[Entry], upto_nbytes: int) -> None:
-    """Write the replacement of the journal file: the same state, without the entries of ended tasks."""
+def _entries_of_state(file: JournalFile[Entry], upto_nbytes: int) -> Iterator[Entry]:
+    """Yield entries of the same state as the first `upto_nbytes` of the file, without those of ended tasks."""
     persisted = PersistedState.of(file.read(upto_nbytes))
     if persisted is not None:
-        file.write_replacement(persisted.entries())
+        yield from persisted.entries()

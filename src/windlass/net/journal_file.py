@@ -1,8 +1,11 @@
-"""An append-only file of JSON lines. A crash can damage only its end.
+"""File of a journal: append-only JSON lines, each with a checksum. A crash can damage only the end of the file.
 
-Each line is an object. Its last member is the XXH3 (64 bits) of the line without that member, so
-that a damaged line is detected. Used by the journal of rounds, which is on disk before the
-controller acts on it, and by the journal of rollouts, which is written in batches.
+Each line is an object with the entry's type as first member. The first entry is of type "started". The last member is
+the XXH3 (64 bits) of the line without that member, so that a damaged line is detected. ADR 0011 says why this is not
+an SQLite database.
+
+Both journals of a controller use this file. The journal of rounds syncs each entry to disk before the controller acts
+on it. The journal of rollouts writes entries in batches and syncs them later.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Generic, TypeVar, final
@@ -22,34 +26,37 @@ from windlass.errors import DECODE_ERRORS, ConfigError
 
 CHECKSUM = b',"xxh3":"%016x"}\n'
 CHECKSUM_NBYTES = len(CHECKSUM % 0)
+FIRST_LINE = b'{"type":"started"'
+"""First bytes of every journal. A torn first line is cut off only if it begins like this."""
 
 EntryT = TypeVar("EntryT")
 
 
 @final
-class LineFile(Generic[EntryT]):
-    """File of JSON lines with one writer at a time: the file is locked while it is open.
+class JournalFile(Generic[EntryT]):
+    """Journal file with one writer at a time: the file is locked while it is open.
 
-    An incomplete last line, left by a crash, is cut off when the file is opened.
+    Opening the file cuts off an incomplete last line, which a crash left.
 
     Args:
         path: path of the file, which is created with its folders if it does not exist.
-        kind: type of an entry, or a union of tagged types.
-        first_line: first bytes of every such file; empty for no rule.
+        entry_type: type of an entry, or a union of tagged types.
+        compact_nbytes: size below which the file is never `long`.
 
     Attributes:
-        found: entries of the file when it was opened. A caller that has used them may clear the
-            list.
+        found: entries of the file when it was opened. A caller that has used them may clear the list.
         nbytes: size of the file.
 
     Raises:
-        ConfigError: the file cannot be opened, another process has it open, a complete line is
-            damaged or not an entry, or the first line does not begin with `first_line`.
+        ConfigError: the file cannot be opened, another process has it open, or it has a complete line that is damaged
+            or not an entry, or an incomplete first line of another kind of file.
     """
 
-    def __init__(self, path: Path, kind: type[EntryT], *, first_line: bytes = b"") -> None:
+    def __init__(self, path: Path, entry_type: type[EntryT], *, compact_nbytes: int = 0) -> None:
         self.path = path = Path(path)
-        self._kind = kind
+        self._entry_type = entry_type
+        self._compact_nbytes = self._compact_at = compact_nbytes
+        self._path_checked_at = float("-inf")
         self._encoder = msgspec.json.Encoder()
         self._descriptor = -1
         self._torn = False
@@ -57,7 +64,7 @@ class LineFile(Generic[EntryT]):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = _lock(path)
-            self.found, self.nbytes = read_lines(path, kind, first_line=first_line)
+            self.found, self.nbytes = read_entries(path, entry_type)
             # The next line must not continue an incomplete one.
             os.ftruncate(self._descriptor, self.nbytes)
             _sync_directory(path.parent)
@@ -78,23 +85,27 @@ class LineFile(Generic[EntryT]):
         """Return an entry in the form that `write` takes."""
         return self._encoder.encode(entry)
 
-    def check_path(self) -> None:
-        """Check that the next process would find the written lines.
+    @property
+    def is_long(self) -> bool:
+        """Whether to compact the file: it exceeds `compact_nbytes` and has doubled since the last try to compact it."""
+        return self.nbytes >= self._compact_at
 
-        Raises:
-            OSError: the file was removed or replaced.
-        """
-        _check_is(self.path, os.fstat(self._descriptor))
-
-    def write(self, encoded: Iterable[bytes]) -> None:
+    def write(self, encoded: Iterable[bytes], *, recheck_path_s: float = 0.0) -> None:
         """Write a line for each entry to the system, in one call.
 
         The lines then survive the end of this process, but not a power cut.
 
+        Args:
+            encoded: entries, as `encode` returns them.
+            recheck_path_s: seconds for which an earlier check of the path is trusted.
+
         Raises:
-            OSError: for example, the disk is full. No entry counts as written: the next call cuts
-                off any partial lines.
+            OSError: the file was removed or replaced, so that the next process would not find the lines; or, for
+                example, the disk is full. No entry counts as written: the next call cuts off any partial lines.
         """
+        if (now := time.monotonic()) >= self._path_checked_at + recheck_path_s:
+            _check_is(self.path, os.fstat(self._descriptor))
+            self._path_checked_at = now
         data = b"".join(map(add_checksum, encoded))
         if self._torn:
             os.ftruncate(self._descriptor, self.nbytes)
@@ -116,7 +127,19 @@ class LineFile(Generic[EntryT]):
         Raises:
             OSError, ConfigError: the file cannot be read, or a line is not an entry.
         """
-        return read_lines(self.path, self._kind, upto_nbytes)[0]
+        return read_entries(self.path, self._entry_type, upto_nbytes)[0]
+
+    def rewrite(self, entries: Iterable[EntryT]) -> None:
+        """Replace all entries by `entries`. The new file is on disk when this returns.
+
+        A crash at any moment leaves either the old file or the new one.
+
+        Raises:
+            OSError, ConfigError: the file cannot be written. It has the old entries, or the new ones.
+        """
+        self.write_replacement(entries)
+        self.replace(self.nbytes)
+        self.sync()
 
     def write_replacement(self, entries: Iterable[EntryT]) -> None:
         """Write a file with these entries to disk under another name, for `replace`.
@@ -126,9 +149,11 @@ class LineFile(Generic[EntryT]):
         Raises:
             OSError, ConfigError: the file cannot be written; this file is unchanged.
         """
+        # If this fails, the file must double before the next try.
+        self._compact_at = 2 * self.nbytes
         # A process that was killed here may have left its file.
         self._replacement.unlink(missing_ok=True)
-        file = LineFile(self._replacement, self._kind)
+        file = JournalFile(self._replacement, self._entry_type)
         try:
             file.write(map(file.encode, entries))
             file.sync()
@@ -138,9 +163,8 @@ class LineFile(Generic[EntryT]):
     def replace(self, upto_nbytes: int) -> None:
         """Continue with the replacement, which stands for the first `upto_nbytes` of this file.
 
-        Lines written after those are appended to it; then it takes the name of this file. The new
-        file survives a power cut only after the next `sync`. Before that, a power cut may restore
-        the old file.
+        Lines written after those are appended to it; then it takes the name of this file. The new file survives a
+        power cut only after the next `sync`. Before that, a power cut may restore the old file.
 
         Raises:
             OSError: both files are unchanged.
@@ -158,6 +182,7 @@ class LineFile(Generic[EntryT]):
         os.close(self._descriptor)
         self._descriptor, self.nbytes = descriptor, os.fstat(descriptor).st_size
         self._torn, self._moved = False, True
+        self._compact_at = max(self._compact_nbytes, 2 * self.nbytes)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -208,24 +233,23 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def read_lines(
-    path: Path, kind: type[EntryT], upto_nbytes: int | None = None, *, first_line: bytes = b""
+def read_entries(
+    path: Path, entry_type: type[EntryT], upto_nbytes: int | None = None
 ) -> tuple[list[EntryT], int]:
-    """Return the entries and their size in bytes. An incomplete last line was left by a crash.
+    """Return the entries of a journal file and their size in bytes, without an incomplete last line.
 
     Raises:
-        ConfigError: a complete line is damaged or not an entry, or the first line does not begin
-            with `first_line`.
+        ConfigError: a complete line is damaged or not an entry, or an incomplete first line is of another kind of file.
     """
     entries: list[EntryT] = []
-    decoder = msgspec.json.Decoder(kind)
+    decoder = msgspec.json.Decoder(entry_type)
     nbytes = 0
     with path.open("rb") as file:
         for number, line in enumerate(file):
             is_torn, is_sound = not line.endswith(b"\n"), _has_checksum(line[:-1] + b"\n")
             if nbytes == upto_nbytes or (is_torn and not is_sound):
                 # Otherwise any file, even a foreign one, would be cut off here.
-                if number == 0 and line[: len(first_line)] != first_line[: len(line)]:
+                if number == 0 and line[: len(FIRST_LINE)] != FIRST_LINE[: len(line)]:
                     raise ConfigError(
                         f"journal {path}: must be a journal, begins with {line[:20]!r}"
                     )
