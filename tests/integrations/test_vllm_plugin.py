@@ -404,6 +404,7 @@ def expect(answers: Sequence[Sent], version: int, urls: Sequence[str], may: str 
         assert set(urls) <= set(sent.servers) <= {*urls, may}, sent
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_updated_adapter_equals_one_that_a_fresh_server_loads(tmp_path: Path) -> None:
     """The base model keeps its weights. The fresh server has the plugin too: its workers make the fingerprints."""
     source = checkpoint(1, tmp_path / "source")
