@@ -107,7 +107,7 @@ def test_a_long_call_logs_the_place_of_the_loop(
 
 def test_a_call_to_a_stuck_loop_fails_by_its_deadline(core: Core) -> None:
     core.held.clear()
-    with pytest.raises(PeerTimeout, match=r"windlass_quiesce: not within 0\.05 s"):
+    with pytest.raises(PeerTimeout, match=r"windlass_quiesce did not end within 0\.05 s"):
         core.calls.call("windlass_quiesce", ["p"], 0.05)
 
 

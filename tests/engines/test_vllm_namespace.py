@@ -90,7 +90,7 @@ def test_no_two_cores_share_a_namespace() -> None:
 
 
 def test_a_worker_without_a_namespace_refuses_to_pause() -> None:
-    with pytest.raises(ConfigError, match="must keep caches apart by version"):
+    with pytest.raises(ConfigError, match="must separate its caches by version"):
         WindlassExtension().windlass_quiesce("1.1")
-    with pytest.raises(ConfigError, match="must keep caches apart by version"):
+    with pytest.raises(ConfigError, match="must separate its caches by version"):
         WindlassExtension().windlass_quiesce("1.1", "1.0")

@@ -150,7 +150,7 @@ def test_wrong_settings_are_refused_with_the_reason(model: Path) -> None:
     refused = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     assert refused == {
         "servers": "servers: must be a sequence of one URL or more, got []",
-        "twice": "servers: each must be given once, got ['http://a:1', 'http://a:1']",
+        "twice": "servers: each URL must occur once, got ['http://a:1', 'http://a:1']",
         "ranks": "weight_transfer: a trainer of 2 ranks must be attached: call attach(trainer) on every rank "
         "before train()",
     }

@@ -1,1 +1,1 @@
-"""vLLM, unmodified: a worker extension, and its own HTTP routes."""
+"""Integration of unmodified vLLM: a worker extension, a scheduler class, and vLLM's own HTTP routes."""

@@ -1,7 +1,7 @@
-"""A vLLM server in the fleet: `python -m windlass.engines.vllm --name a --model DIR --port 8000`.
+"""Start a vLLM server that joins a fleet: `python -m windlass.engines.vllm --name a --model DIR --port 8000`.
 
-Everything else on the command line goes to vLLM's API server. Run it with the interpreter of vLLM's
-environment; the token is read from WINDLASS_TOKEN.
+All other options are passed to vLLM's API server. Run this with the Python of vLLM's environment. The token
+is read from WINDLASS_TOKEN.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Capture the slot of the LoRA adapter that a vLLM worker serves.
 
-Layers that vLLM wraps for adapters have their low-rank weights in tuples of tensors, one row per slot. These
-tensors are neither parameters nor buffers. vLLM fills them from a folder, multiplies B by alpha / rank, splits and
+vLLM wraps layers for adapters. The wrappers have the low-rank weights in tuples of tensors, one row per adapter
+slot; these tensors are neither parameters nor buffers. vLLM fills them from a folder, multiplies B by alpha / rank, splits and
 pads them. Windlass captures their layout in the same way as a model's layout.
 """
 
@@ -91,7 +91,7 @@ def capture_adapter(
 
 
 def keep_adapter(worker: Any) -> None:
-    """Pin the adapter to its slot, so that vLLM does not overwrite the slot with its own copy.
+    """Pin the adapter to its slot, so that vLLM never fills the slot from its own copy in host memory.
 
     Called before every update. The update then overwrites anything that vLLM wrote to the slot before.
 
@@ -105,6 +105,6 @@ def _the_only(worker: Any) -> int:
     numbers: set[int] = worker.list_loras()
     if len(numbers) != 1:
         raise UnsupportedLayout(
-            f"adapter: the engine must serve one, from its start on, got {sorted(numbers)}"
+            f"adapter: the engine must serve exactly one from its start, got the ids {sorted(numbers)}"
         )
     return next(iter(numbers))

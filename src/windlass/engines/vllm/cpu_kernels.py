@@ -26,7 +26,7 @@ def multiply_by_parameters(applies: Callable[[], bool] = lambda: True) -> None:
     Raises:
         UnsupportedLayout: raised later, while the model is loaded, if vLLM packed the weight of a convolution
             (AVX512-BF16). The convolution kernels need the packed weight, and they also read a copy that vLLM
-            makes once and does not renew when weights are loaded again.
+            makes once and that no later load renews.
     """
     if "vllm" not in sys.modules:
         return
@@ -49,8 +49,8 @@ def multiply_by_parameters(applies: Callable[[], bool] = lambda: True) -> None:
         pack(layer, remove_weight)
         if layer.weight.data_ptr() != place:
             raise UnsupportedLayout(
-                "vLLM packs the weights of convolutions on CPUs with AVX512-BF16, and what it reads "
-                "besides would keep old weights: recurrent layers are updated on this machine with `--dtype float32` only"
+                "vLLM packs the weights of convolutions on CPUs with AVX512-BF16, and also reads a copy that no "
+                "load renews; on this machine, recurrent layers can be updated only with `--dtype float32`"
             )
 
     utils.dispatch_cpu_unquantized_gemm = dispatch

@@ -1,13 +1,13 @@
-"""Windlass's additions to vLLM's EngineCore: caches separated by version, versions of tokens, and calls from its own rank.
+"""Additions to vLLM's EngineCore: caches separated by version, versions of tokens, and calls from a rank in its process.
 
 `--scheduler-cls windlass.engines.vllm.engine_core._scheduler`, or the plugin
 `windlass.integrations.vllm.plugin`, makes vLLM import this module in every EngineCore process, before the
 first request. The patched functions were read in vLLM 0.24 and 0.32.
 
 Hold. While weights change, the core holds its workers between two steps. A hold starts like vLLM's own
-pause that keeps requests (`AsyncLLM.pause_generation`), but does not pass through the API server and does not
-sleep for 20 ms at the end. The core schedules nothing, reads the results of running steps, and sends them
-out. Therefore tokens made before the update do not wait for it, and every later token is of the new version.
+pause that keeps requests (`AsyncLLM.pause_generation`), but needs no request to the API server and does not
+sleep for 20 ms at the end. The core first stops scheduling and sends out the results of running steps.
+Therefore tokens made before the update do not wait for it, and every later token is of the new version.
 
 Prefix cache. The core salts the block hashes of a request with a namespace, and every update begins a new
 namespace. The namespace begins in the core's loop, in the same call that then quiesces or holds the workers,
@@ -24,8 +24,8 @@ an output, the scheduler runs the encoder again. The cache of multimodal process
 not depend on the version.
 
 Versions of tokens, in releases that do not report them (0.24). The scheduler records the version in every
-step that it schedules, and the span of tokens that each version made for a request. A step that was scheduled
-before a pause and read after it keeps its own version. The spans leave with the last output of a request in
+step that it schedules, and for each request the spans of tokens that each version generated. A step that was
+scheduled before a pause and read after it keeps its own version. The spans leave with the last output of a request in
 `kv_transfer_params`, the only field that vLLM's server passes on unchanged (connectors, which use it too, are
 refused). The version comes from the agents in the ranks: a loop that was blocked for an update returns it
 before the core schedules the next step. vLLM 0.32 sets the version itself in the core's loop. A hold sets it
@@ -35,7 +35,7 @@ WINDLASS_VLLM_OWN_VERSIONS=1, 0.32 behaves as 0.24.
 Calls. A server of one rank runs the rank in the core's process. `/collective_rpc` would reach it through the
 event loop of the API server, behind all rollout requests that arrive when a trainer step ends, and the update
 is due at that moment. Therefore the rank puts its call into the core's own queue, and the core runs it
-between two steps, like a call of that route.
+between two steps, like a call through `/collective_rpc`.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ BACKEND = "windlass"
 """Value for `--weight-transfer-config`."""
 SCHEDULER = "windlass.engines.vllm.engine_core._scheduler"
 """Value for `--scheduler-cls`."""
-OUTSIDE = "what was computed with older weights stays in caches outside the engine"
-"""Reason to refuse connectors for keys, values and outputs of encoders: not all of them use the salt."""
+OUTSIDE = "caches outside the engine would keep keys and values of older weights"
+"""Reason to refuse connectors for keys and values or for encoder outputs: some of them ignore the cache salt."""
 QUIESCES = "windlass_quiesce"
 """Method of workers that the EngineCore calls with an additional argument: the namespace that it has begun.
 
-A worker that receives no namespace refuses the pause: this core would mix the versions of its caches.
+A worker that receives no namespace refuses the pause, because the core would mix versions in its caches.
 """
 _TELLING_CALLS = frozenset({QUIESCES, "windlass_set_version"})
-"""Methods of workers that return the version to record from now on, or None."""
+"""Worker methods that return the version to record for later tokens, or None."""
 _HOLDS = "update_weights"
-"""vLLM's own call of workers, which our weight-transfer backend turns into a hold; its argument is a dict."""
+"""vLLM's own worker method. With our weight-transfer backend the core holds its workers during this call."""
 WHOLE = "whole"
-"""Key in that dict for an update without `/start_weight_update` and `/finish_weight_update`; the core sets the
-version."""
+"""Key in the `update_info` of that method. If True, the client calls neither `/start_weight_update` nor
+`/finish_weight_update`, and the core sets the version."""
 _LOADS = "windlass_capture"
 ORDERS = "windlass_order"
 """Method of workers with our weight-transfer backend; its first argument is a `RankStep`."""
@@ -83,7 +83,7 @@ SPANS = "weight_versions"
 """Key in `kv_transfer_params`: a list of spans in the form of vLLM 0.32 and SGLang."""
 _NOTED, _KEPT = "windlass_weight_version", "windlass_weight_versions"
 SLOW_S = 0.1
-"""Seconds that no step should exceed; a call that waits longer is logged."""
+"""Longest expected step in seconds. A call that waits longer for the core's loop is logged."""
 NUM_FRAMES = 8
 _CALL = object()
 """Marker of our calls in the core's queue, where vLLM puts the kind of a client's request."""
@@ -114,7 +114,7 @@ class Namespace:
         return self._name + (own or "")
 
     def enter(self, request: Any) -> None:
-        """Hash the blocks of a vLLM `Request` again if their namespace is older. The request must not hold blocks.
+        """Salt and hash the blocks of a vLLM `Request` again if its namespace is older. It must own no cache blocks yet.
 
         Do nothing if no request was ever salted: Windlass does not update this engine.
         """
@@ -128,7 +128,7 @@ class Namespace:
 
 @final
 class CoreCalls:
-    """Calls of this process's EngineCore by the one rank that runs in it. Created in the core's loop.
+    """Calls from a server's only rank to the EngineCore in the same process. Create it in the core's loop.
 
     Args:
         core: vLLM's `EngineCoreProc`.
@@ -138,7 +138,7 @@ class CoreCalls:
         self._core, self._loop = core, threading.get_ident()
 
     def call(self, method: str, args: list[object], deadline_s: float | None) -> None:
-        """Run a method of the worker in the core's loop and return when it has ended. Call this in another thread.
+        """Run a method of the worker in the core's loop and return when it has ended. Call this from another thread.
 
         `deadline_s` is None only for a call that lasts as long as a pause.
 
@@ -149,7 +149,7 @@ class CoreCalls:
         self._run(method, lambda core: core.collective_rpc(method, args=tuple(args)), deadline_s)
 
     def hold(self, blocked: Callable[[], int]) -> None:
-        """Hold the core between two steps while `blocked` runs in its loop. Call this in another thread.
+        """Hold the core between two steps while `blocked` runs in its loop. Call this from another thread.
 
         `blocked` returns the version that the engine serves afterwards; < 0 for none.
 
@@ -176,11 +176,13 @@ class CoreCalls:
             frame = sys._current_frames().get(self._loop)
             frames = traceback.extract_stack(frame)[-NUM_FRAMES:] if frame else []
             where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames[::-1])
-            _log.warning("%s waits for vLLM's core, whose loop is in %s", method, where)
+            _log.warning(
+                "%s waits for the loop of vLLM's EngineCore, which is now in %s", method, where
+            )
         try:
             error = done.exception(deadline_s)
         except concurrent.futures.TimeoutError:
-            raise PeerTimeout(f"vLLM's core: {method}: not within {deadline_s} s") from None
+            raise PeerTimeout(f"vLLM's core: {method} did not end within {deadline_s} s") from None
         if error is not None:
             raise PeerUnreachable(
                 f"vLLM's core: {method}: {type(error).__name__}: {error}"
@@ -192,7 +194,7 @@ class _Core:
 
     Attributes:
         version: newest version that the workers reported.
-        calls: set once a layout has been captured; None in an engine that has no loop of its own.
+        calls: calls into this core, set when the first capture begins; None in an EngineCore without its own loop.
     """
 
     namespace = Namespace()
@@ -204,7 +206,7 @@ _own = _Core()
 
 
 def core_calls() -> CoreCalls | None:
-    """Return the calls into this process's core; None before a capture, and without a core."""
+    """Return the calls into this process's core; None before the first capture, and in a process without a core."""
     return _own.calls
 
 
@@ -228,7 +230,7 @@ def _scheduler(**made_with: Any) -> object:
 
     config = made_with["vllm_config"]
     if vars(config).get("diffusion_config") is not None:
-        raise ConfigError("vLLM: updates of models that generate by diffusion have not been shown")
+        raise ConfigError("vLLM: updates of models that generate by diffusion have not been tested")
     keep_caches_apart()
     made = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
     return (_noting(made) if stamps_tokens() else made)(**made_with)
@@ -277,7 +279,7 @@ def keep_caches_apart() -> None:
     def handle_client_request(core: Any, kind: Any, *request: Any) -> Any:
         return request[0]() if kind is _CALL else handle(core, kind, *request)
 
-    # vLLM 0.33 passes a limit.
+    # vLLM 0.33 passes a limit as an additional argument.
     def get_computed_blocks(manager: Any, request: Any, *limits: Any) -> Any:
         namespace.enter(request)
         return look_up(manager, request, *limits)
@@ -315,10 +317,10 @@ def _receive(worker: Any, info: dict[str, object]) -> int:
 
 
 def _hold(core: Any, held: Callable[[str], int]) -> None:
-    """Quiesce vLLM's `EngineCore` while `held` holds its workers; see the module. Called in the core's loop.
+    """Quiesce vLLM's `EngineCore` and run `held`, which blocks its workers. Called in the core's loop.
 
-    `held` receives the namespace that was begun, and returns the version that is served afterwards, < 0 for
-    none.
+    `held` gets the new cache namespace and returns the version that the engine then serves, < 0 for none. See
+    "Hold" in the module docstring.
     """
     with _quiesced(core):
         _drop_encoder_outputs(core)
@@ -356,10 +358,10 @@ def _drop_encoder_outputs(core: Any) -> None:
 
 
 def _noting(scheduler: Any) -> Any:
-    """Return a scheduler class that records versions, derived from one of vLLM's (0.24, 0.32)."""
+    """Return a subclass of a vLLM scheduler class (0.24, 0.32) that records the version of every token."""
 
     class NotingScheduler(scheduler):  # type: ignore[misc]
-        """Scheduler that records versions and schedules as its base class does."""
+        """Scheduler that records the version of each step, and otherwise does what its base class does."""
 
         def schedule(self, throttle_prefills: bool = False) -> Any:
             step = super().schedule(throttle_prefills)
@@ -385,7 +387,7 @@ def _noting(scheduler: Any) -> Any:
 
 
 def add_tokens(spans: list[Span], num_tokens: int, version: int) -> None:
-    """Add the tokens of one step to the spans of a request."""
+    """Add the tokens that one step generated with `version` to the spans of a request."""
     start = spans[-1]["end"] if spans else 0
     if spans and spans[-1]["version"] == version:
         spans[-1]["end"] = start + num_tokens

@@ -40,8 +40,8 @@ _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE:
 class VllmApi:
     """`EngineApi` over the routes of `VLLM_SERVER_DEV_MODE=1`.
 
-    `can_block` and `stamps` are the results of `_can_block` and `stamps_tokens`. `core` is this process's
-    core if the engine has no other; its rank is then called there, and otherwise through `/collective_rpc`.
+    `can_block` and `stamps` are the results of `_can_block` and `stamps_tokens`. If the server has one rank,
+    `core` calls it through the EngineCore of this process. Without `core`, `/collective_rpc` calls all ranks.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class VllmApi:
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """Pause: `abort` ends running requests; `in_place` keeps requests and their blocks.
 
-        vLLM does not clear its caches, which are separated by version: with `keep`, vLLM 0.32 would compute
-        the keys and values of all running requests again.
+        The request has `clear_cache=false`, because caches are separated by version. If vLLM 0.32 cleared them
+        with `keep`, it would compute the keys and values of all running requests again.
         """
         if mode not in _MODES:
             raise ConfigError(f"vLLM: pause_mode must be one of {list(_MODES)}, got {mode}")
@@ -65,7 +65,7 @@ class VllmApi:
         return True
 
     def blocks(self, mode: PauseMode) -> bool:
-        """See `EngineApi.blocks`: /pause sleeps for 20 ms after it is done (0.24, 0.32)."""
+        """See `EngineApi.blocks`. A block replaces `/pause`, which sleeps for 20 ms at its end (0.24, 0.32)."""
         return mode is PauseMode.IN_PLACE and self._can_block
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
@@ -82,7 +82,7 @@ class VllmApi:
     def set_version(self, version: int, deadline_s: float) -> None:
         """Set the version of later tokens, see `EngineApi.set_version`.
 
-        If Windlass records versions, a blocked loop returns the version to the core at its end.
+        If Windlass records versions, a blocked loop needs no call: it returns the version to the core when it continues.
         """
         if not self._stamps:
             self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
@@ -109,7 +109,7 @@ def own_api(worker: Worker, settings: AgentSettings, secrets: Secrets) -> VllmAp
 
 
 class WindlassExtension:
-    """Methods added to every worker. vLLM refuses clashes of names."""
+    """Methods added to every worker. vLLM refuses a name that its worker class already has."""
 
     @cached_property
     def windlass_engine_rank(self) -> EngineRank:
@@ -117,11 +117,11 @@ class WindlassExtension:
         return EngineRank()
 
     def windlass_capture(self, encoded: str, folder: str) -> None:
-        """Capture the layout, before `windlass_join`. A refused layout changes nothing.
+        """Capture the layout. If capture refuses the layout, the model does not change. `windlass_join` comes later.
 
         Args:
             encoded: `AgentSettings` as JSON.
-            folder: folder of the launcher, where the rank reports a `CapturedLayout`; see `carry_out`.
+            folder: folder of the launcher, to which the rank writes its `CapturedLayout`; see `carry_out`.
         """
         settings = msgspec.json.decode(encoded, type=AgentSettings)
         worker: Worker = self
@@ -134,7 +134,7 @@ class WindlassExtension:
         carry_out(folder, self.windlass_rank(), capture, server_url=settings.url)
 
     def windlass_join(self, encoded: str, folder: str) -> None:
-        """Join the fleet, once the captured layouts of all ranks were accepted. Arguments as `windlass_capture`."""
+        """Join the fleet, after the launcher has accepted all ranks' layouts. Arguments: see `windlass_capture`."""
         settings, rank = msgspec.json.decode(encoded, type=AgentSettings), self.windlass_rank()
 
         def join(secrets: Secrets) -> bytes:
@@ -153,15 +153,15 @@ class WindlassExtension:
         """Quiesce the main loop: mark a paused loop as quiesced, or block a running one until the pause ends.
 
         `blocked_s` is the deadline of `QuiesceGate.block`; empty if the loop is paused. `namespace` is the
-        cache namespace that the EngineCore has begun. Return the version that is served after a block; None
-        if the rank serves no fleet's version.
+        cache namespace that the EngineCore began for this pause. Return the version that the rank serves after
+        a block; None if the loop was not blocked or the rank serves no version of a fleet.
 
         Raises:
-            ConfigError: the core has begun no namespace.
+            ConfigError: the EngineCore sent no cache namespace.
         """
         if not namespace:
             raise ConfigError(
-                "vLLM: its core must keep caches apart by version, and began no namespace"
+                "vLLM: the EngineCore must separate its caches by version, but sent no cache namespace"
             )
         rank = self.windlass_engine_rank
         if blocked_s and torch.cuda.is_available():
@@ -186,11 +186,11 @@ class WindlassExtension:
 
 
 def _can_block(parallel: Any) -> bool:
-    """Return whether the loop of a rank may be blocked between two steps while weights change.
+    """Return whether the main loop of a rank may be blocked between two steps while weights change.
 
-    It may not with pipeline stages, nor with several replicas of experts (for dense models vLLM says one):
-    another rank may be inside a step then, and wait for this one. It may not where vLLM stamps tokens (0.32):
-    vLLM sets the version in the core's loop, which waits for the blocked ranks.
+    False with pipeline stages or with replicas that share experts (vLLM reports one replica for dense models):
+    another rank may then be in a step that waits for this rank. Also False if vLLM records the versions of tokens
+    (0.32): it sets the version in the core's loop, which waits for the blocked ranks.
     """
     shared = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1
     return not shared and stamps_tokens()

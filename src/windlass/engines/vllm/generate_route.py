@@ -68,7 +68,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class GenerateRoute:
-    """ASGI middleware that answers `POST /generate` through `/inference/v1/generate`; it passes on all else."""
+    """ASGI middleware that answers `POST /generate` through `/inference/v1/generate` and forwards all other requests."""
 
     path: ClassVar[str] = "/inference/v1/generate"
     """Path of the vLLM route that answers the request."""
@@ -96,7 +96,7 @@ class GenerateRoute:
             return
         body = await body_of(receive, MAX_BODY_NBYTES)
         if len(body) > MAX_BODY_NBYTES:
-            reason = f"body must be at most {MAX_BODY_NBYTES} bytes, got more"
+            reason = f"body: must have at most {MAX_BODY_NBYTES} bytes, got more"
             await answer(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason.encode())
             return
         try:
@@ -125,8 +125,8 @@ class GenerateRoute:
 class CompletionsRoute(GenerateRoute):
     """ASGI middleware that answers `POST /generate` through `/v1/completions`.
 
-    An aborted answer has no tokens: vLLM ends it without the weight versions of its tokens, so the worker
-    requests those tokens again.
+    The answer to an aborted request has no tokens: vLLM omits their weight versions, so the rollout worker must
+    request the tokens again.
     """
 
     path = "/v1/completions"
@@ -157,7 +157,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _sampling(request: _Request) -> dict[str, object]:
-    """Return the sampling parameters, which both routes name in the same way."""
+    """Return the sampling parameters under vLLM's names, which are the same in both routes."""
     sampling = request.sampling_params
     return {
         "max_tokens": sampling.max_new_tokens,
@@ -172,7 +172,7 @@ def _sampling(request: _Request) -> dict[str, object]:
 
 
 def _named(request: _Request) -> dict[str, object]:
-    """Return the adapter and the id of a request, where the request gives them."""
+    """Return the adapter and the id of a request, if the request has them."""
     return {
         **({"model": request.lora_path} if request.lora_path else {}),
         **({"request_id": request.rid} if request.rid else {}),

@@ -1,6 +1,6 @@
-"""`python -m windlass.engines.vllm.headless OPTIONS`: `vllm serve --headless`, on other nodes than a server's first.
+"""`python -m windlass.engines.vllm.headless OPTIONS`: `vllm serve --headless`, for every node of a server except the first.
 
-vLLM's command asks for the version of a package that its wheel for CPUs is not called.
+The `vllm` command itself reads the version of the package `vllm`, and fails because vLLM's wheel for CPUs has another name.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _set_aside(
 def _reload_draft(
     worker: Worker, draft: torch.nn.Module, weights: list[tuple[str, torch.Tensor]]
 ) -> None:
-    """Load the draft model as vLLM's `reload_weights` loads the target (0.24, 0.32), except modules that both share."""
+    """Load the draft model as vLLM's `reload_weights` loads the target (0.24, 0.32), except modules that draft and target share."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.layerwise import (
         finalize_layerwise_reload,
@@ -188,11 +188,12 @@ def _on_every_rank(mine: bool) -> bool:
 
 @final
 class _DirectCopies(TorchFunctionMode):
-    """Torch function mode that passes a model's direct copies into parameters to vLLM's reload.
+    """Torch function mode for models that copy tensors into parameters without a weight loader.
 
     During a reload by vLLM (0.32, `model_loader/reload/layerwise.py`), parameters have no memory, and their weight
     loaders buffer the tensors that they get. A copy that bypasses the weight loaders would be lost (gpt-oss:
-    experts, sinks). The mode ignores the copies that vLLM makes to count the elements of a weight loader.
+    experts, sinks); the mode passes it to the reload. The mode ignores copies that vLLM makes only to count the
+    elements that a weight loader writes.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -203,7 +204,7 @@ class _DirectCopies(TorchFunctionMode):
 
     @contextmanager
     def where_needed(self) -> Iterator[None]:
-        """Use the mode inside the block, unless an earlier load made no direct copies: a load with it takes seconds longer."""
+        """Use the mode inside the block, unless an earlier load made no direct copies: the mode slows a load by seconds."""
         if not self._is_needed:
             yield
             return
@@ -237,7 +238,7 @@ class _DirectCopies(TorchFunctionMode):
                 for name, parameter in module.named_parameters(recurse=False)
             }
         module, name = self._places[id(target)]
-        # The parameter's own loader would require the number of an expert.
+        # The parameter's own loader would need the number of an expert as an argument.
         target.weight_loader = default_weight_loader
         make_online_process_loader(module, name)(target, value)
 
@@ -250,11 +251,11 @@ _NUMBER_IN_PATH = re.compile(r"\.\d+\.")
 
 @contextmanager
 def _counted_once(known: _Known) -> Iterator[None]:
-    """Cache vLLM's count of the elements that a weight loader copies, so that equal calls are counted once.
+    """Cache vLLM's count of the elements that a weight loader copies: count calls with equal arguments only once.
 
     vLLM's reload (0.24, 0.32) processes a layer when all of its elements have arrived. It therefore calls every
-    weight loader twice, first on a parameter without memory to count the copied elements. This takes a third of
-    the reload. Identical layers have equal counts. With a wrong count, vLLM would process a layer before its last
+    weight loader twice, the first time on a parameter without memory, to count the copied elements. Counting takes
+    a third of the reload. Identical layers have equal counts. With a wrong count, vLLM would process a layer before its last
     tensors arrive, and the layer would fail the proof of the capture.
     """
     from vllm.model_executor.model_loader.reload import layerwise
@@ -299,7 +300,7 @@ def _key_of(loader: Any, arguments: inspect.BoundArguments) -> tuple[object, ...
 
 _DATA = vars(torch._C.TensorBase)["data"].__get__
 _OF_KERNELS = ("moe_kernel", "moe_quant_config")
-"""Attributes that refer to tensors of experts: the kernel, and the configuration with its block scales."""
+"""Attributes through which a layer refers to tensors of its experts: the kernel, and the configuration with block scales."""
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
 

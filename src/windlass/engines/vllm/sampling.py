@@ -5,7 +5,7 @@ model's own log-probabilities (`--logprobs-mode raw_logprobs`). The sampler draw
 temperature, `top_p` or `top_k` are set.
 
 The launcher passes both settings as options (`sampling_options`). `set_defaults` changes both defaults for a server that a
-user started with our weight-transfer backend. A value that the user names wins.
+user started with our weight-transfer backend. A value that the user passes takes precedence.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from windlass.engines.options import options_of
 PROCESSED = "processed_logprobs"
 _SEED, _LOGPROBS_MODE = "--seed", "--logprobs-mode"
 _BITS = 31
-"""Bits of a seed; numpy takes 32."""
+"""Bits of a seed; numpy accepts at most 32."""
 _ONE_PROCESS_PER_RANK = "external_launcher"
 
 
 def sampling_options(rest: Sequence[str], meeting_place: str = "") -> tuple[str, ...]:
-    """Return options for vLLM's command line. The user's own options come after them, and win.
+    """Return options for vLLM's command line. The user's own options follow them and take precedence.
 
     Args:
         rest: options that the user gave.
-        meeting_place: address where the nodes of a server meet: their ranks need one seed. Empty on one node.
+        meeting_place: address where the nodes of a server meet. The seed is derived from it, because all ranks
+            must sample with the same seed. Empty for a server on one node.
     """
     file = dict(options_of(rest)).get("--config", "")
     names_seed = file and re.search(r"^\s*seed\s*:", Path(file).read_text(), re.MULTILINE)
@@ -41,7 +42,7 @@ def sampling_options(rest: Sequence[str], meeting_place: str = "") -> tuple[str,
 
 
 def new_seed(meeting_place: str = "") -> int:
-    """Return a seed that no other server has. Processes that give the same place get the same seed."""
+    """Return a random seed, or one derived from `meeting_place`, so that all nodes of a server get the same."""
     if meeting_place:
         digest = hashlib.sha256(meeting_place.encode()).digest()
         return int.from_bytes(digest[:4], "big") >> (32 - _BITS)
@@ -58,7 +59,7 @@ def set_defaults(args: Any) -> None:
 
 
 def _has_one_process(args: Any) -> bool:
-    """Return whether one process makes the configuration of all ranks; ranks must sample with one seed."""
+    """Return False if every rank creates its own configuration: each rank would then draw another seed."""
     return bool(args.distributed_executor_backend != _ONE_PROCESS_PER_RANK)
 
 

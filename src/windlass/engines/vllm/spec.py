@@ -66,37 +66,35 @@ RELEASES = EngineReleases(
             "`/update_weight_version`, weight version per token",
             since=(0, 32),
             missing_in=(0, 24),
-            without="Windlass notes the versions of tokens, and only what answers `/generate` says them",
+            without="Windlass records the versions of tokens, and only answers of `/generate` have them",
         ),
         Feature(
             "`--enable-scale-out`: `/inference/v1/generate` with token ids beside logprobs",
             since=(0, 32),
             missing_in=(0, 24),
-            without="`/generate`, which rollout workers ask, is answered by `/v1/completions`; an answer "
+            without="`/v1/completions` answers `/generate`, the route of rollout workers; an answer "
             "that an abort pause ends is generated again from its prompt",
         ),
     ),
 )
 
-_REPLICAS = "only replicas of one server, all on its host, switch together: --dp N"
-_ONE_SLOT = (
-    "--adapter NAME=FOLDER says which one adapter is served and updated, in a slot of its own"
-)
+_REPLICAS = "only replicas of one server on one host switch versions together; use --dp N"
+_ONE_SLOT = "use --adapter NAME=FOLDER, which serves and updates one adapter in its own slot"
 _OFFLOADED = "weights are copied to the GPU for every step"
-_EVICTED = "an adapter that shares slots can be evicted and is then read again from its folder"
-_NODES = "--nnodes, --node-rank and --dist-init-addr of the launcher say so"
+_EVICTED = "vLLM may evict an adapter that shares slots, and would then read its old weights from its folder"
+_NODES = "use --nnodes, --node-rank and --dist-init-addr of the launcher"
 _EXPERTS_LEAVE = "ranks come and go, and experts move with them"
 _LORA = "lora_config"
 _SCHEDULER = Rule(
     "--scheduler-cls",
     (SCHEDULER,),
-    "Windlass gives its own, with which caches are kept apart by version",
+    "Windlass passes its own scheduler, which separates caches by version",
     ("scheduler_config.scheduler_cls",),
 )
 _LOGPROBS = Rule(
     "--logprobs-mode",
     (PROCESSED,),
-    "rollouts carry log-probabilities of the distribution that was sampled; leave it out",
+    "rollouts need log-probabilities of the distribution that tokens are sampled from; leave it out",
     ("model_config.logprobs_mode",),
 )
 _ADAPTERS = Rule("--enable-lora", (None,), _ONE_SLOT, (_LORA,))
@@ -106,19 +104,21 @@ _PLAIN_ADAPTERS = replace(
 )
 _OF_ADAPTERS = (
     Rule("", (1,), _EVICTED, (f"{_LORA}.max_loras", f"{_LORA}.max_cpu_loras")),
-    Rule("", (False,), "adapters that are cut along their rank have not been shown",
+    Rule("", (False,), "adapters that are split along their rank have not been tested",
          (f"{_LORA}.fully_sharded_loras",)),
     Rule("", (None,), _ONE_SLOT, (f"{_LORA}.default_mm_loras",)),
     Rule("", (1,), "adapters on stages have not been shown", ("parallel_config.pipeline_parallel_size",)),
 )  # fmt: skip
 """Further rules for a rank whose adapter gets updates."""
 _PLAIN_SCHEDULER = replace(
-    _SCHEDULER, allowed=(None, SCHEDULER), why="caches are kept apart by version in vLLM's own"
+    _SCHEDULER,
+    allowed=(None, SCHEDULER),
+    why="Windlass's plugin separates caches by version in vLLM's own scheduler",
 )
 RULES = (
-    Rule("--enable-sleep-mode", (False,), "weights move and lose their registration when it sleeps",
+    Rule("--enable-sleep-mode", (False,), "when the engine sleeps, its weights move and lose their registration",
          ("model_config.enable_sleep_mode",)),
-    Rule("", ("mtp",), "of models that draft, the layers for further tokens (MTP) of the served checkpoint follow alone",
+    Rule("", ("mtp",), "the only draft model that updates reach is the checkpoint's own layers for multi-token prediction (MTP)",
          ("speculative_config.method",)),
     Rule("--data-parallel-rank", (), _REPLICAS, aliases=("-dpn",)),
     Rule("--data-parallel-start-rank", (), _REPLICAS, aliases=("-dpr",)),
@@ -131,16 +131,16 @@ RULES = (
     Rule("--enable-elastic-ep", (False,), _EXPERTS_LEAVE, ("parallel_config.enable_elastic_ep",)),
     Rule("--enable-eplb", (False,), "experts move between ranks while it serves",
          ("parallel_config.enable_eplb",)),
-    Rule("--prefill-context-parallel-size", (1,), "its ranks have not been shown",
+    Rule("--prefill-context-parallel-size", (1,), "updates of its ranks have not been tested",
          ("parallel_config.prefill_context_parallel_size",), ("-pcp",)),
     Rule("--master-addr", (), _NODES, aliases=("--master-port", "--headless", "-n", "-r")),
-    Rule("--quantization-config", (), "it has vLLM quantise while it loads"),
+    Rule("--quantization-config", (), "with it, vLLM quantises weights while it loads them"),
     _ADAPTERS,
     Rule("--lora-modules", (), _ONE_SLOT),
     Rule("--default-mm-loras", (), _ONE_SLOT),
     Rule("--max-loras", (), _EVICTED),
     Rule("--max-cpu-loras", (), _EVICTED),
-    Rule("--fully-sharded-loras", (), "adapters that are cut along their rank have not been shown"),
+    Rule("--fully-sharded-loras", (), "adapters that are split along their rank have not been tested"),
     Rule("--cpu-offload-gb", (0,), _OFFLOADED,
          ("cache_config.cpu_offload_gb", "offload_config.uva.cpu_offload_gb")),
     Rule("--offload-backend", (), _OFFLOADED),
@@ -222,8 +222,8 @@ def adapter_options(
         return ()
     if pp * dp > 1:
         raise ConfigError(
-            f"--adapter: --pp and --dp must be 1, got {pp} and {dp}: adapters on stages and on "
-            f"replicas have not been shown"
+            f"--adapter: --pp and --dp must be 1, got {pp} and {dp}: adapters on pipeline stages and "
+            f"replicas have not been tested"
         )
     refuse_runtime_adapters()
     options = (
@@ -283,7 +283,7 @@ def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = T
         config: vLLM's `VllmConfig`.
         adapter: whether updates go to the rank's adapter and not to its model.
         is_launched: whether Windlass started the server, with `SCHEDULER`, which separates caches by version.
-            If not, vLLM's own scheduler is required, which the plugin supports.
+            Otherwise the server must use vLLM's own scheduler, for which the plugin separates them.
 
     Raises:
         ConfigError: an update would be wrong with a setting; names the setting and the reason.
@@ -299,18 +299,19 @@ def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = T
 
     if vars(config)["speculative_config"] is not None:
         if adapter:
-            raise ConfigError("vLLM: speculative_config must be None with adapters: not shown")
+            raise ConfigError(
+                "vLLM: speculative_config must be None with --adapter: draft models with adapters have not been tested"
+            )
         rules = [
-            Rule("", (setting("model_config.model"),), "updates are of one checkpoint", ("speculative_config.model",)),
-            Rule("", (1,), "the last stage alone drafts, which has not been shown", ("parallel_config.pipeline_parallel_size",)),
+            Rule("", (setting("model_config.model"),), "updates reach one checkpoint only, so target and draft must share it", ("speculative_config.model",)),
+            Rule("", (1,), "only the last stage drafts, and this has not been tested", ("parallel_config.pipeline_parallel_size",)),
         ]  # fmt: skip
         refuse_settings("vLLM", rules, setting)
     rules = [rule for rule in RULES if not (adapter and _LORA in rule.settings)]
     if adapter:
         rules += _OF_ADAPTERS
     if not is_launched:
-        # The owner of a plain server reads its log-probabilities and may have chosen another mode on
-        # purpose.
+        # The person who started the server may use another mode on purpose, so any mode is allowed.
         plain = {_SCHEDULER: _PLAIN_SCHEDULER, _ADAPTERS: _PLAIN_ADAPTERS}
         rules = [plain.get(rule, rule) for rule in rules if rule is not _LOGPROBS]
     refuse_settings("vLLM", rules, setting)
@@ -339,7 +340,7 @@ ENGINE = EngineSpec(
         *("--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "64"),
         *("--max-num-seqs", "256", "--max-num-batched-tokens", "4096"),
         # With a fixed cache size vLLM does not measure free memory; the measurement fails when another
-        # process allocates meanwhile.
+        # process allocates memory at the same time.
         *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)),
     ),
 )

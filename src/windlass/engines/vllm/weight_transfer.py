@@ -46,6 +46,8 @@ from windlass.errors import ConfigError, WindlassError
 
 logger = logging.getLogger(__name__)
 LEAVE_S = 1.0
+"""Seconds that `shutdown` waits for the old controller to disconnect."""
+"""Seconds that `shutdown` waits for the old controller to disconnect."""
 
 
 @dataclass(kw_only=True)
@@ -54,8 +56,8 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     Attributes:
         version: the version that the trainer is about to publish.
-        deadline_s: seconds within which its round must reach this worker.
-        namespace: cache namespace that the EngineCore has begun; see `windlass.engines.vllm.engine_core`.
+        deadline_s: seconds within which the round of this version must reach this worker.
+        namespace: cache namespace that the EngineCore began for this update; see `engine_core.Namespace`.
     """
 
     version: int
@@ -65,7 +67,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @final
 class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Weight-transfer engine of one worker. vLLM calls it in the worker's loop, after every earlier step."""
+    """Weight-transfer engine of one worker. vLLM calls its methods in the worker's main loop, between two steps."""
 
     init_info_cls = WeightTransferInitInfo
     update_info_cls = UpdateInfo
@@ -91,28 +93,28 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         )
 
     def start_weight_update(self) -> None:
-        """Do nothing: bytes are written to the memory that serves them."""
+        """Do nothing: the agent writes the weights, and vLLM's loader has nothing to prepare."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """Call `receive_weights`; vLLM's own implementation would also need a GPU."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo, load_weights: object = None) -> None:
-        """Hold this worker between two steps until the round of this version is over.
+        """Block this worker's main loop between two steps until the round of this version has ended.
 
-        The round may end with the old weights: the report of the round tells the trainer so. If no round
-        reaches this worker, it is held for `deadline_s`. If its weights may belong to two versions, it is
-        held until the fleet has repaired them.
+        The round may leave the old weights in place; its report tells the trainer. If no round reaches this
+        worker within `deadline_s`, the loop continues. If the weights may be of two versions, the loop stays
+        blocked until a later round has repaired them.
 
         Raises:
-            ConfigError: the EngineCore has not begun a namespace.
+            ConfigError: the EngineCore sent no cache namespace.
         """
         # vLLM 0.24 passes this argument.
         del load_weights
         if not update_info.namespace:
             raise ConfigError(
-                "vLLM: its core must keep caches apart by version, and began no namespace: "
-                "is the plugin excluded by VLLM_PLUGINS?"
+                "vLLM: the EngineCore must separate its caches by version, but sent no cache namespace; "
+                "check that VLLM_PLUGINS does not exclude Windlass's plugin"
             )
         if self.served_version >= update_info.version:
             # The round is already over.
@@ -125,31 +127,32 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return self.rank.served_version
 
     def finish_weight_update(self) -> None:
-        """Do nothing: the agent has finalised the version already."""
+        """Do nothing: the agent has already finalised the weights in its round."""
 
     def shutdown(self) -> None:
         """Leave the trainer's fleet. The server continues with its current weights."""
         try:
             self.rank.leave(LEAVE_S)
         except WindlassError as error:
-            logger.warning("shutdown: %s", error)
+            logger.warning("shutdown: the server has not left the fleet: %s", error)
 
     @staticmethod
     def trainer_send_weights(_iterator: object, _trainer_args: object) -> None:
-        """Refuse vLLM 0.24's way of sending, in which trainers have no class of their own.
+        """Refuse the sending function of vLLM 0.24, which has no class for trainers.
 
         Raises:
-            ConfigError: always; this way gathers every tensor on one rank.
+            ConfigError: always. The function takes whole tensors, so the trainer would have to gather them.
         """
-        raise ConfigError("trainer_send_weights: use windlass.integrations.vllm.WeightSync")
+        raise ConfigError(
+            "trainer_send_weights: not supported; use windlass.integrations.vllm.WeightSync"
+        )
 
 
 @final
 class _CoreApi:
-    """`EngineApi` of a server of one rank, whose core runs in this process: the agent holds the core without a route.
+    """`EngineApi` of a server with one rank. Its EngineCore runs in this process, so the agent holds it without HTTP.
 
-    In a pause mode that does not keep requests in place, the trainer pauses the server itself and then holds
-    it.
+    In a pause mode other than `in_place`, the trainer itself calls `/pause` and then `/update_weights`.
     """
 
     def __init__(self, core: CoreCalls, worker: Worker) -> None:
@@ -178,7 +181,7 @@ class _CoreApi:
 
 
 def _block(worker: Worker, pause_id: str, deadline_s: float) -> None:
-    """Hold the loop of this worker; see `QuiesceGate.block`."""
+    """Wait for the GPU, then block this worker's main loop; see `QuiesceGate.block`."""
     rank: EngineRank = worker.windlass_engine_rank
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -215,7 +218,7 @@ class PlainRank(WindlassExtension):
             answer = RankAnswer(failed=True)
         # An exception would leave the answers of other ranks unread.
         except Exception as error:
-            logger.exception("rank %s", rank)
+            logger.exception("rank %s cannot join the trainer's fleet", rank)
             answer = RankAnswer(failed=True, said=f"rank {rank}: {reason_of(error)}")
         return msgspec.json.encode(answer).decode()
 
@@ -226,7 +229,7 @@ def _carry_out(worker: Worker, order: RankOrder, rank: int) -> str:
     if order.step is RankStep.JOIN:
         own.join(settings, rank, order.secrets.token)
         return ""
-    # An update is open only if a trainer died during it.
+    # End an update that a dead trainer left open. vLLM raises RuntimeError if none is open.
     with contextlib.suppress(RuntimeError):
         worker.finish_weight_update()
     refuse_expandable_segments()
@@ -281,5 +284,5 @@ def _extend_worker() -> None:
                 setattr(VllmWorker, name, member)
 
 
-# vLLM imports this module in each worker of this backend while it loads the model.
+# vLLM imports this module in every worker with this backend while the worker loads the model.
 _extend_worker()

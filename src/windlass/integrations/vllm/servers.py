@@ -45,7 +45,7 @@ def server_urls(urls: Sequence[str]) -> tuple[str, ...]:
     for url in found:
         check_url(url, "servers")
     if len({*found}) < len(found):
-        raise ConfigError(f"servers: each must be given once, got {list(found)}")
+        raise ConfigError(f"servers: each URL must occur once, got {list(found)}")
     return found
 
 
@@ -90,12 +90,12 @@ class VllmServers:
             if not listens_within_s or not isinstance(error.__cause__, ConnectionRefusedError):
                 raise
             raise PeerUnreachable(
-                f"{url}: must listen within {listens_within_s:g} s, and did not; see that the server runs and "
-                f"what its log says: {error}"
+                f"{url}: the server did not listen within {listens_within_s:g} s; check that it runs, and read "
+                f"its log: {error}"
             ) from error
         except NoSuchRoute as error:
             raise PeerUnreachable(
-                f"{url}: must be started with VLLM_SERVER_DEV_MODE=1 in its environment: {error}"
+                f"{url}: the server must be started with VLLM_SERVER_DEV_MODE=1 in its environment: {error}"
             ) from error
         return msgspec.json.decode(answer, type=_WorldSize).world_size
 

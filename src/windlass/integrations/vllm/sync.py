@@ -35,7 +35,7 @@ REASON_S = 1.0
 CALL_S = 30.0
 """Deadline in seconds of routes that answer quickly."""
 PROBE_S = 2.0
-"""Seconds that `send_weights` waits for a dead server to answer again."""
+"""Seconds within which a server outside the fleet must answer before `send_weights` continues without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ def _engine_name(url: str) -> str:
 
 @final
 class _Fleet:
-    """Controller of rank 0, and the calls of the servers' routes during its rounds."""
+    """Controller in trainer rank 0, and its calls of the servers' routes in every round."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class _Fleet:
         kept = PauseMode.IN_PLACE if self._pause is None else PauseMode.ABORT
         config = msgspec.structs.replace(config, pause_mode=kept)
         self._held_s = config.deadlines.pause_s
-        # First phase in which engines wait until their loops are held.
+        # First phase that requires held main loops: the routes are called when it begins.
         self._holds_in = Phase.PAUSE if config.mode is UpdateMode.STAGED else Phase.PREPARE
         self._joined: set[str] = set()
         # Set when the newest round ends.
@@ -314,7 +314,7 @@ class _Fleet:
             except WindlassError as error:
                 reasons[self._urls[name]] = f"{type(error).__name__}: {error}"
         if len(reasons) == len(self._urls):
-            raise PeerUnreachable(f"servers: none is there: {'; '.join(reasons.values())}")
+            raise PeerUnreachable(f"servers: none could join: {'; '.join(reasons.values())}")
         return reasons
 
     def _listen(self, controller: Controller) -> None:
@@ -334,14 +334,14 @@ class _Fleet:
         for name in self._joined - served:
             if self._pause is None and self._comes_to_rest(name):
                 continue
-            # A server that only catches up with the published version needs a hold between two steps, but no pause.
+            # A server that only catches up with the published version is held between two steps, but not paused.
             pause = self._pause if is_news else None
             held = self._holding[name].submit(self._hold, name, version, pause, over)
             if pause is not None:
                 self._paused[name] = held
 
     def _comes_to_rest(self, name: str) -> bool:
-        """Return whether a server's own agent holds its loop. Called in the controller's loop."""
+        """Return whether a server's own agent holds its main loop, so that no route is needed. Called in the controller's loop."""
         group = self._coordinator.fleet.group_of(name)
         first = None if group is None else group.agents.get(0)
         return first is not None and first.hello.comes_to_rest

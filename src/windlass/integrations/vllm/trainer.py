@@ -108,18 +108,18 @@ class WindlassTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         rank = TrainerRanks().rank
         if init_info.rank != rank:
             raise ConfigError(
-                f"rank: must be {rank}, as torch.distributed has it, got {init_info.rank}"
+                f"rank: must be {rank}, the rank in torch.distributed, got {init_info.rank}"
             )
         if not isinstance(source, ModuleShards):
             raise ConfigError(
-                "source: must be windlass.integrations.vllm.ModuleShards(model), of which no tensor is "
-                f"gathered, got {type(source).__name__}"
+                "source: must be windlass.integrations.vllm.ModuleShards(model), which gathers no tensor, "
+                f"got {type(source).__name__}"
             )
         servers = init_info.servers
         if not servers:
             if not isinstance(client, HTTPVLLMWeightSyncClient):
                 raise ConfigError(
-                    "client: must be an HTTPVLLMWeightSyncClient where `servers` are not given, "
+                    "client: must be an HTTPVLLMWeightSyncClient if `servers` is empty, "
                     f"got {type(client).__name__}"
                 )
             servers = (client.base_url,)
