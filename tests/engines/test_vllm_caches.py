@@ -277,7 +277,7 @@ async def updating(
             lambda: windlass.connect_trainer(weights, controller=controller.url, token=TOKEN)
         )
         try:
-            yield trainer.publish
+            yield lambda version: trainer.publish(version).result()
         finally:
             await asyncio.to_thread(trainer.close)
 
