@@ -47,7 +47,7 @@ def test_an_adapter_in_the_folder_of_a_model_is_not_read(tmp_path: Path) -> None
 
 def test_folder_with_only_an_adapter_contains_no_model(tmp_path: Path) -> None:
     save(tmp_path, "adapter_model.safetensors", b=1)
-    with pytest.raises(ConfigError, match="must hold safetensors files"):
+    with pytest.raises(ConfigError, match="must contain safetensors files"):
         read(tmp_path)
 
 

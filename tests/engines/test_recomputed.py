@@ -470,8 +470,11 @@ def test_buffers_contain_the_checkpoint_of_the_engines_start(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("compute", "message"),
     [
-        (lambda state, given: given["w"] + len(state), "otherwise each time"),
-        (lambda state, given: (given["w"] * 0.1).floor() + 3, "not from the checkpoint alone"),
+        (lambda state, given: given["w"] + len(state), "differently in two equal loads"),
+        (
+            lambda state, given: (given["w"] * 0.1).floor() + 3,
+            "does not compute from the checkpoint alone",
+        ),
     ],
     ids=["differs_with_every_load", "random_values_do_not_show"],
 )

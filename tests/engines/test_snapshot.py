@@ -292,7 +292,9 @@ def test_a_tensor_that_only_a_load_makes_is_refused() -> None:
         for layer in model.rows:
             vars(layer)["transposed"] = layer.weight.t().contiguous()
 
-    with pytest.raises(UnsupportedLayout, match=r"2 of 'layers\.\*\.transposed': .*had not before"):
+    with pytest.raises(
+        UnsupportedLayout, match=r"2 of 'layers\.\*\.transposed': .*did not exist before"
+    ):
         capture(model, SPECS, load, worker="e/0")
     assert torch.equal(model(X), answer)
 

@@ -52,7 +52,7 @@ ELEMENT = Line(1, 1)
 
 @dataclass(slots=True)
 class _Items:
-    """Boxes that still grow: (n, dims) starts, sizes, strides and (n,) places."""
+    """Boxes that are still being joined: starts, sizes and strides, (n, dims), and places, (n,)."""
 
     start: Int64Array
     size: Int64Array
@@ -74,7 +74,7 @@ def boxes_of(
     limit: int,
     line: Line = ELEMENT,
 ) -> tuple[PlacedBox, ...]:
-    """Join lines into boxes, dim by dim from the last, and return the boxes.
+    """Join lines of elements into boxes, one dim at a time from the last, and return the boxes.
 
     Args:
         shape: shape of the tensor.

@@ -10,9 +10,9 @@ proof; the loader computes them again after each update (`recompute`).
 
 One load of random values is a proof if all of these conditions are true. Otherwise capture makes a second one:
 
-- Every tensor that changes holds the value of its element at every place. No earlier load used these values,
-  and neither did the engine's start, so this load wrote the place from that element. A place with a wrong
-  element passes by chance once in 768 for bfloat16 and once in 2^24 for float32, independently of other
+- In every tensor that changes, each place contains the random value of the element that the layout predicts. No
+  earlier load used these values, and neither did the engine's start, so this load wrote the place from that
+  element. A place with a wrong element passes by chance once in 768 for bfloat16 and once in 2^24 for float32, independently of other
   places, and a wrong layout is wrong in rows or whole tensors. A tensor that has an assumed layout and
   fewer than `FEW` elements therefore needs the second load.
 - Digits and random values have the same layout in every tensor that capture read. A region that equals a copy
@@ -20,8 +20,8 @@ One load of random values is a proof if all of these conditions are true. Otherw
   loads the identical layers.
 - Padding holds the same bytes after digits as after random values, in the layers that capture read and in
   the identical ones. It then depends on no checkpoint value.
-- The loads have changed every parameter. Before the second load, capture marks the memory of the others, to
-  see whether the loader writes them at all.
+- The loads have changed every parameter. Before a second load, capture fills parameters that did not change with a
+  mark, to see whether the loader writes them at all.
 
 vLLM's sharded weight transfer also runs a loader on tensors that record their origin. Capture stores the
 origin in the values instead, so it does not depend on the operators that the loader uses.
@@ -66,17 +66,17 @@ from windlass.layout.naming.patterns import patterns_of
 _Found = TypeVar("_Found")
 EXACT_NUMEL = 1 << 20
 FEW = 4
-"""Elements below which one load proves no assumed layout: this many match by chance with 768^-4 in bfloat16."""
+"""Least number of elements for which one load proves an assumed layout: in bfloat16, four match by chance with 768^-4."""
 NUM_SAMPLES = 8
 """Sampled places per tensor: a wrong layout matches all of them with a probability of about 100^-8."""
 _NOT_REPEATED = (
-    "loading the engine's own checkpoint again gives other bytes than its start gave: the engine "
-    "does not repeat its post-processing, or was not started from it"
+    "a second load of the engine's own checkpoint gives other bytes than the engine had at its start: the "
+    "loader does not repeat its post-processing, or the engine was started from another checkpoint"
 )
 _SEEDS = itertools.count(4)
 """Seeds of random values, unique per load in this process, so that no load repeats values of an earlier one."""
 CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types that updates cast into one another."""
+"""Types between which updates cast."""
 MAX_EXACT_NUMEL = 1 << 30
 """Largest tensor, in elements, that capture reads place by place: its element numbers take 8 GiB."""
 
@@ -99,7 +99,7 @@ def capture(
     Capture restores bytes, tensor addresses, and the contents of modules, tensors and other objects of
     the engine (`Snapshot`). If `load` fails, it must itself restore any other state that it changed.
     The caller has quiesced the engine. Capture calls no collective. It needs memory for a copy of every
-    tensor of the model (on the tensor's device if it has room, else on the host), and for `exact_numel`.
+    tensor of the model (on the tensor's device if it has room, else on the host), and 8 bytes for each of `exact_numel` elements.
 
     Args:
         model: the model of this rank.
@@ -167,7 +167,7 @@ def capture(
     # The description needs the addresses of the restored tensors; the last load may have made others.
     now = held()
     made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
-    refuse(made, "tensors that the engine had not before its loader made them")
+    refuse(made, "tensors that did not exist before the engine's loader made them")
     if reference is not None:
         with _timed(seconds, "own checkpoint"):
             _require_samples(reference, codes, replace(seen, holdings=now), apart)
@@ -301,7 +301,7 @@ class _Loads:
 
 
 def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) -> dict[str, float]:
-    """Return the likely factor of each tensor that the loader multiplies; the proof confirms it later."""
+    """Load ones and return the likely factor of each tensor that the loader multiplies; the proof confirms it later."""
     found: dict[str, float] = {}
     if others := [factor for factor in factors if factor != 1.0]:
         load(codes.constant(1.0))
@@ -317,7 +317,7 @@ def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) 
 
 
 def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen, Recompute | None]:
-    """Observe the loader until each changed tensor is proven to be a copy or known to be computed."""
+    """Repeat `_observe` until each changed tensor is proven to be a copy or known to be computed."""
     scattered = frozenset(loads.factors)
     layers = Layers.alike(loads.codes, loads.held()) if not loads.factors else None
     while True:
@@ -424,7 +424,7 @@ def _observe(
 
 
 def _counted(before: Mapping[str, Number], loads: _Loads) -> frozenset[str]:
-    """Return the paths of numbers that a load has changed, and of the same numbers in all other layers."""
+    """Return the paths of Python numbers that a load has changed, and of the same numbers in all other layers."""
     changed = patterns_of(differing(before, loads.held.all_numbers()))
     if not changed:
         return frozenset()
@@ -500,7 +500,7 @@ def _read(loads: _Loads, placed: frozenset[str]) -> frozenset[str]:
     others = frozenset(spec.name for spec in loads.codes.specs if spec.numel) - placed
     if not others:
         return frozenset()
-    # Include a tensor that the loader certainly reads: if no read is seen, the loader reads in another thread.
+    # Include a tensor that the loader certainly reads. If even this read is not recorded, the loader reads in another thread.
     try:
         return _watched(loads, others.union(sorted(placed)[:1])).read(others)
     except Exception:  # noqa: BLE001 - a loader may raise anything if tensors are missing
@@ -514,14 +514,14 @@ def _watched(loads: _Loads, names: frozenset[str]) -> _Reading:
 
 
 def _must_stay(holding: Holding) -> bool:
-    """Return whether to refuse a tensor that every load moves. HELD tensors are restored instead."""
+    """Return whether capture must refuse this tensor if every load moves it. HELD tensors are copied back instead."""
     if holding.kind is Kind.HELD:
         return False
     return holding.kind is not Kind.ATTRIBUTE or holding.tensor.device.type != "cpu"
 
 
 def _is_received(holding: Holding, codes: Codes) -> bool:
-    """Return whether updates can write this copy directly. The loader makes copies of other types, and numbers."""
+    """Return whether updates can write this tensor directly. The loader fills tensors of other types, and numbers."""
     is_module = holding.kind in (Kind.PARAMETER, Kind.BUFFER)
     return is_module or holding.tensor.dtype in (*codes.dtypes, *CAST_DTYPES)
 
@@ -660,8 +660,8 @@ def _refuse_numbers(loads: _Loads, before: Mapping[str, Number]) -> None:
     hidden = differing(start, before) - differing(start, now) - loads.counted
     refuse(
         sorted(hidden & now.keys()),
-        "numbers that the engine takes from its checkpoint, and that random values do not change; have the engine "
-        "compute them from its weights at every step",
+        "numbers that the engine takes from its checkpoint, and that random values do not change; change the engine's "
+        "code to compute them from its weights at every step",
     )
 
 

@@ -2,7 +2,7 @@
 
 Every element of every checkpoint tensor gets a number, from 0 on. A load contains one digit of it plus 1, as a
 small integer that each type of the checkpoint represents exactly: base 128, or base 16 if any tensor is
-float8. Such a load never contains 0, so zero padding reads as "no element". After one load per digit, capture knows
+float8. A load of digits never contains 0, so zero padding reads as "no element". After one load per digit, capture knows
 the checkpoint element at every place in the engine's memory.
 """
 
@@ -36,7 +36,7 @@ FLOAT8_DIGIT_BITS = 4
 """Bits per digit if a tensor is float8. Loads contain 1 .. 16; e4m3 represents no odd integer above 15."""
 
 LOUDNESS = 16.0
-"""Factor of values that must also show in a maximum over other values."""
+"""Factor of values that must exceed others, so that they change even a maximum over several tensors."""
 
 
 def chunk_on(device: torch.device) -> int:
@@ -189,16 +189,20 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
 
     files = _files(folder)
     if not files:
-        raise ConfigError(f"checkpoint: {folder} must hold safetensors files, found none")
+        raise ConfigError(f"checkpoint: {folder} must contain safetensors files, got none")
     with ExitStack() as stack:
         stored: dict[str, Any] = {}
         for file in files:
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
             except FileNotFoundError as error:
-                raise ConfigError(f"checkpoint: {file} must be there: {INDEX} names it") from error
+                raise ConfigError(
+                    f"checkpoint: {file} does not exist, but {INDEX} names it"
+                ) from error
             except SafetensorError as error:
-                raise ConfigError(f"checkpoint: {file} is no safetensors file: {error}") from error
+                raise ConfigError(
+                    f"checkpoint: {file} is not a safetensors file: {error}"
+                ) from error
             stored |= dict.fromkeys(opened.keys(), opened)
         yield stored
 

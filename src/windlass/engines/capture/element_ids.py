@@ -28,11 +28,11 @@ Parts = list[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]
 """Boxes of each checkpoint tensor in one of the engine's tensors."""
 
 _NOTHING = -(1 << 58)
-"""Value added for a place without a digit: further digits leave the sum negative, and it never wraps around."""
+"""Value added for a place without a digit. The sum stays negative whatever digits are added, and never wraps around."""
 
 
 def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply as an engine does, in the type of the tensor; return the same tensor if the factor is 1."""
+    """Multiply in the type of the tensor, as an engine does. Return the tensor itself if the factor is 1."""
     return values if factor == 1.0 else values * factor
 
 
@@ -54,7 +54,7 @@ def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1
 def parts_of(
     codes: Codes, numbers: Int64Array, places: Int64Array, limit: int, line: Line = ELEMENT
 ) -> Parts:
-    """Return the boxes of lines, tensor by tensor: `numbers` has their first elements, `places` their places."""
+    """Return the boxes of each checkpoint tensor. Line i starts with the element `numbers[i]` at `places[i]` in memory."""
     return [
         (spec, boxes_of(spec.shape, flat, lies, limit=limit, line=line))
         for spec, flat, lies in _by_tensor(codes, numbers, places)
@@ -78,7 +78,7 @@ def _by_tensor(
 
 
 def _grid_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return groups, rows and width of a tensor, whatever the order of its dims.
+    """Return groups, rows and width of a tensor, with dims ordered by stride.
 
     Return None if the tensor has gaps or fewer than two dims longer than 1.
     """
@@ -147,7 +147,7 @@ class ElementIds:
         return self._shape[2] == 1
 
     def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
-        """Add the digit at `position`, read from the tensor, which the loader multiplies by `factor`."""
+        """Read the digit at `position` from the tensor and add it. `factor` is the loader's factor of the tensor."""
         memory, bits = holding.memory(), codes.digit_bits
         heads, firsts = self._heads.view(-1), memory[:: self._shape[2]]
         step = chunk_on(heads.device)
@@ -160,7 +160,7 @@ class ElementIds:
 
     @property
     def origin(self) -> ElementIds:
-        """Numbers read from a tensor: the source of `moved` for derived numbers, else this object."""
+        """Object whose numbers were read from a tensor: the source of a copy that `moved` made, else this object."""
         return self if self._like is None else self._like[0]
 
     @property

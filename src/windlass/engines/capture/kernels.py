@@ -1,4 +1,4 @@
-"""Kernels of `capture.cu` for GPU memory. They read it once; the same work in torch reads it about twenty times."""
+"""Kernels of `capture.cu` for GPU memory. They read the memory once; the same operations in torch read it about twenty times."""
 
 from __future__ import annotations
 

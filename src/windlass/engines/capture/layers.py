@@ -64,7 +64,7 @@ class Layers:
             members.items(), key=lambda item: (item[0][1] not in here, item[0])
         ):
             if indices[-1] - indices[0] + 1 != len(indices):
-                # Tensors of other layers are between these, so no single shift maps one layer to another.
+                # Other layers have tensors between these, so adding one offset to the element numbers does not map this layer to another.
                 continue
             specs = [codes.specs[index] for index in indices]
             names = len(f"{prefix}{number}")

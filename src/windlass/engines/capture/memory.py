@@ -86,7 +86,7 @@ def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Ma
 
 
 def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
-    """Return the distinct tensors of a walk, as `held_by` describes."""
+    """Return the tensors that a walk has found, as `held_by` describes."""
     counts = found.num_parameters, found.num_buffers, found.num_attributes
     direct = (Kind.PARAMETER, Kind.BUFFER, Kind.ATTRIBUTE)
     kinds = (kind for kind, count in zip(direct, counts, strict=True) for _ in range(count))
@@ -138,7 +138,7 @@ def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 _LARGEST_NUMBER = 1 << 40
-"""Bound below which integers count as numbers. Larger ones are addresses and hashes."""
+"""Integers from this size on are ignored, because they are addresses or hashes."""
 
 
 @final
@@ -235,7 +235,7 @@ def fingerprint(memory: torch.Tensor) -> int:
 
 
 def places_sum(values: torch.Tensor, places: torch.Tensor) -> int:
-    """Return the share of these words in a fingerprint. `values` and `places` are (n,) integers each."""
+    """Return what the words `values` at the word indices `places` add to a fingerprint; (n,) integers each."""
     return _mixed_sum(values, places * _STEP)
 
 

@@ -1,11 +1,11 @@
 """Copies of weights that no load refreshes: the engine makes them when it starts, or at its first forward pass.
 
-A load does not change such a tensor, so only its values show where they come from. If every row of it equals a row of a weight, in the tensor's
-own type, then it is a copy, cast, slice, transposition or concatenation of weights, and every update fills it from these
-weights again. A tensor that only correlates with a weight of its shape (a product, a quantised copy) follows from the
-weight too, but only the engine's code knows how. Such a tensor is refused.
+A load does not change such a tensor, so only the tensor's values show their source. If every row of it equals a row of a weight, after a cast to the
+tensor's type, then it is a copy, cast, slice, transposition or concatenation of weights, and every update fills it from
+these weights again. A tensor that only correlates with a weight of its shape (a product, a quantised copy) also depends on
+the weight, but only the engine's code knows how. Capture refuses such a tensor.
 
-The search compares a few elements of a row, on the device that holds them. It compares whole rows only where these agree.
+The search compares a few elements of a row, on the device that holds them. It compares whole rows only where these elements are equal.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from windlass.engines.capture.memory import Holding, Kind, Watched, refuse
 from windlass.engines.capture.reach import Number, Signature
 
 FEW = 4
-"""Least length of a row or piece that is searched for. Shorter ones are found by chance."""
+"""Least length of a row or piece that the search looks for. Shorter ones would match some weight by chance."""
 NUM_KEYS = 4
 """Elements of a row that the search compares first."""
 NUM_SAMPLES = 4096
 """Elements of a tensor that enter a correlation."""
 LEAST_CORRELATED = 16
-"""Fewer elements may correlate by chance."""
+"""Least number of elements of a tensor for a correlation; fewer may correlate by chance."""
 CORRELATION = 0.99
 MAX_PIECES = 64
 NUM_NEAR, NEAR_NUMEL = 16, 1 << 22
@@ -39,7 +39,7 @@ _WIDE = (torch.float32, torch.float64)
 @final
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of a tensor, and rows of a weight that they equal. `places`, `rows`: their numbers; None for all."""
+    """Rows `places` of `target`, which equal rows `rows` of the weight `source`; None stands for all rows."""
 
     target: torch.Tensor
     source: torch.Tensor
@@ -47,7 +47,7 @@ class Part:
     rows: torch.Tensor | None = None
 
     def refill(self) -> None:
-        """Copy the weight's rows."""
+        """Copy the weight's rows into the target."""
         if self.places is None or self.rows is None:
             self.target.copy_(self.source)
         else:
@@ -57,7 +57,7 @@ class Part:
 @final
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """A tensor that is made of rows of weights. `sources`: the weights' names."""
+    """A tensor that consists of rows of weights. `sources` has the names of these weights."""
 
     name: str
     sources: tuple[str, ...]
@@ -71,7 +71,7 @@ class Found:
 
     Attributes:
         mirrors: tensors that can be filled again, by name.
-        derived: all others, by name: how they follow from weights.
+        derived: name of each other value -> how it depends on a weight.
     """
 
     mirrors: Mapping[str, Mirror]
@@ -83,9 +83,9 @@ class Found:
             name, how = next(iter(self.derived.items()))
             refuse(
                 self.derived,
-                "must be made again by the engine's loader or at every step, since they follow from weights "
-                f"({name} {how}), got values that neither a load nor an update changes; change the engine's code, "
-                "or delete them when weights change",
+                "values that depend on weights, but that neither a load nor an update changes "
+                f"({name} {how}); change the engine's code to compute them in its loader or at every step, or "
+                "delete them when weights change",
             )
 
 
@@ -114,7 +114,7 @@ def find_mirrors(
 
 
 def _rival(holding: Holding, mirror: Mirror, sources: list[Holding]) -> str | None:
-    """Return another weight, equally near, with the values of the weight that a mirror copies; None if there is none."""
+    """Return a second weight that the mirror may copy instead: with equal values and an equally near name; else None."""
     if len(mirror.sources) > 1:
         return None
     (name,) = mirror.sources
@@ -134,7 +134,7 @@ def _rival(holding: Holding, mirror: Mirror, sources: list[Holding]) -> str | No
 
 
 def _common(one: str, other: str) -> int:
-    """Return how many parts two paths share. The nearest of several equal weights counts."""
+    """Return the number of leading parts that two paths share. Of equal weights, the search takes the one with most."""
     parts = zip(one.split("."), other.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], parts))
 
@@ -144,20 +144,20 @@ def _nearest(holding: Holding, sources: Iterable[Holding]) -> list[Holding]:
 
 
 def _varies(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's first rows hold several values."""
+    """Return whether a tensor's first rows contain more than one value."""
     some = tensor.detach()
     some = _comparable(some.reshape(1, 1) if not some.dim() else some[:64].reshape(-1)[: 1 << 16])
     return bool((some != some.reshape(-1)[0]).any())
 
 
 def _comparable(values: torch.Tensor) -> torch.Tensor:
-    """Return values in a type that torch compares."""
+    """Cast float8 values to float32, because torch cannot compare float8."""
     is_float8 = values.is_floating_point() and values.element_size() == 1
     return values.float() if is_float8 else values
 
 
 def _equal(held: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Compare elements with a weight's, in their own type or in the weight's type."""
+    """Compare elements with a weight's elements, cast to the type of `held`; wide types also in the weight's type."""
     equal = _comparable(source.to(held.dtype)) == _comparable(held)
     if held.dtype in _WIDE and source.dtype is not held.dtype:
         equal |= _comparable(held.to(source.dtype)) == _comparable(source)
@@ -165,7 +165,7 @@ def _equal(held: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _forms(tensor: torch.Tensor, width: int | None = None) -> Iterator[torch.Tensor]:
-    """Yield a tensor's rows and its columns as matrices that share its memory; of that width, if one is given."""
+    """Yield the tensor and its transposition as matrices that share its memory; with `width`, only those of this width."""
     if tensor.dim() == 0 or (width is not None and width not in tensor.shape[-2:]):
         return
     tensor = tensor.detach()
@@ -207,7 +207,7 @@ def _spread(size: int, count: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _from_rows(holding: Holding, rows: torch.Tensor, sources: list[Holding]) -> Mirror | None:
-    """Return a mirror if every row that is not zero is a row of a weight, in an order that slices have."""
+    """Return a mirror if every nonzero row is a row of a weight and the row numbers are in the order of a slice."""
     width = rows.shape[1]
     alike = [(source, matrix) for source in sources for matrix in _forms(source.tensor, width)]
     samples = [rows[at] for at in sorted({0, len(rows) // 2, len(rows) - 1})]
@@ -250,9 +250,9 @@ def _from_all_rows(
 
 
 def _is_slice(places: torch.Tensor, found: torch.Tensor) -> bool:
-    """Return whether row numbers have few changes of step, or are a permutation of a block.
+    """Return whether row numbers rise in few different steps, or are a permutation of a contiguous block.
 
-    A forward pass gathers rows of an embedding in any order. Such rows are no slice.
+    A forward pass gathers rows of an embedding in any order. Such rows are not a slice of it.
     """
     steps = torch.stack([places.diff(), found.diff()])
     changes = int((steps[:, 1:] != steps[:, :-1]).any(0).sum()) if len(found) > 2 else 0
@@ -274,7 +274,7 @@ def _part(
 
 
 def _rows_in(rows: torch.Tensor, places: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return the number of the row of a matrix that equals each of these rows, -1 for none."""
+    """Return, for each row in `places`, the number of an equal row of the matrix; -1 if there is none."""
     width = rows.shape[1]
     columns = _spread(width, min(width, 8), rows)
     kind = rows.dtype if rows.dtype not in _WIDE else matrix.dtype
@@ -296,7 +296,7 @@ def _hashes(values: torch.Tensor) -> torch.Tensor:
 
 
 def _from_pieces(holding: Holding, near: list[Holding]) -> Mirror | None:
-    """Return a mirror if a vector consists of pieces of vectors, or of matrices from the beginning of a row."""
+    """Return a mirror if a vector consists of pieces of weights; in a matrix, a piece starts at the start of a row."""
     vector = holding.tensor.detach()
     at, parts = 0, list[Part]()
     names: dict[str, None] = {}
@@ -343,7 +343,7 @@ def _longest(
 
 
 def _starts(rest: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return where a vector may begin in a weight: at the beginning of a row, or anywhere in a vector."""
+    """Return where the first elements of `rest` occur: anywhere in a weight of one row, else at the start of a row."""
     windows = matrix[0].unfold(0, FEW, 1) if len(matrix) == 1 else matrix[:, :FEW]
     return _equal(rest[:FEW], windows).all(1)
 
@@ -384,7 +384,7 @@ def _correlated(holding: Holding, sources: list[Holding]) -> str | None:
 
 
 def _correlation(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the larger of two correlations, of values and of ranks. Ranks of a sorted tensor do not count."""
+    """Return the larger of the correlations of values and of ranks. For a sorted tensor, only values count."""
     count = min(one.numel(), NUM_SAMPLES)
     at = _places(_spread(one.numel(), count, one), one.shape)
     values = torch.stack([_comparable(one[at]).double(), _comparable(other[at]).double()])
@@ -439,7 +439,7 @@ def _uncommon(value: Number) -> float | None:
 
 
 _NUM_FULL_LOOKS = 2
-"""Looks that also compare tensors that were there before, since the engine may have filled them since."""
+"""Calls of `look` that also search tensors that already existed, because the engine may have filled them later."""
 _TRIES = 3
 
 
@@ -475,11 +475,11 @@ class Later:
         self.mirrors = {**mirrors}
 
     def look(self) -> None:
-        """Look again. The engine is quiesced, and nothing of the next version is written.
+        """Search for new values. The caller has quiesced the engine, and no byte of the next version is written yet.
 
         Raises:
-            UnsupportedLayout: a tensor that updates write has moved; or a value follows from weights in a way that only
-                the engine knows. The message names all of them.
+            UnsupportedLayout: a tensor that updates write has moved; or a value depends on weights in a way that only
+                the engine's code knows. The message names all of them.
         """
         if self._is_unchanged():
             return
@@ -536,8 +536,8 @@ class Later:
         raise AssertionError
 
     def refill(self) -> None:
-        """Fill the mirrors from weights, and wait for it."""
-        with torch.inference_mode():  # as tensors that were made in it demand
+        """Fill the mirrors from weights, and wait until GPUs have done so."""
+        with torch.inference_mode():  # tensors made in inference mode can be written only in it
             for mirror in self.mirrors.values():
                 for part in mirror.parts:
                     part.refill()
@@ -550,7 +550,7 @@ _State = tuple[int | None, int]
 
 
 def _state(holding: Holding) -> _State:
-    """Return how often torch has counted writes to a tensor, None where it does not count them, and the address."""
+    """Return torch's count of writes to a tensor (None for inference tensors, which have no count) and its address."""
     is_counted = not holding.tensor.is_inference()
     return (holding.tensor._version if is_counted else None), holding.address
 

@@ -1,4 +1,4 @@
-"""Walk all objects that a model reaches: modules, tensors, containers, objects, functions.
+"""Walk all objects that a model refers to: modules, tensors, containers, functions, other objects.
 
 Engines keep values that they derive from weights in many places besides parameters: in dicts, objects, closures, attributes
 of tensors, numpy arrays. Discovery and `Snapshot` use the same walk, so that discovery sees every tensor that a snapshot restores.
@@ -109,7 +109,7 @@ class Node:
 
     Attributes:
         holder: the object through which the walk reached it first; None for modules of the model and for globals.
-        join, key: how `holder` holds it.
+        join, key: kind of the reference in `holder`, and its name, index or key.
         is_global: whether it belongs to a class or to a Python module, which other models may use as well.
     """
 
@@ -360,7 +360,7 @@ class _Walk:
                 self._add(tensor, _shape_of(tensor), node, Join.ITEM, name, joined(module.path, Join.ATTRIBUTE, name))  # fmt: skip
 
     def enter_others(self, begin: int) -> None:
-        """Enter every node from index `begin` on, including new ones, then classes and globals."""
+        """Enter every node from index `begin` on, including nodes that this adds, then the classes of modules and globals."""
         nodes = self._found.nodes
         at, num_classes = begin, 0
         while True:
@@ -510,7 +510,7 @@ def contents_of(cell: CellType) -> Iterator[tuple[str, object]]:
 
 
 def slots_of(item: object, shape: Shape) -> dict[MemberDescriptorType, object]:
-    """Return values in `__slots__`, of classes that were made in Python."""
+    """Return the values in the `__slots__` of an object, for classes that were made in Python."""
     return {m: v for m in shape.members if (v := value_of(m, item)) is not _UNSET}
 
 

@@ -153,11 +153,11 @@ class Recompute:
             earlier = found
         else:
             raise UnsupportedLayout(
-                f"{said(self.names)}: the engine's loader, which failed before, leaves other bytes "
+                f"{said(self.names)}: after a failure, the engine's loader leaves different bytes "
                 f"with every load of the same tensors"
             )
         stale = sorted(n for n, p in {**before, **self._constants}.items() if found.get(n) != p)
-        why = "tensors that the engine's loader, which failed before, has changed and must not"
+        why = "tensors that must stay, but that the engine's loader has changed after an earlier failure"
         refuse(stale, why)
 
     def _load_once(self) -> None:
@@ -227,7 +227,7 @@ class Search:
         """
         every = frozenset(spec.name for spec in self.codes.specs)
         deaf = sorted(self.base.keys() - self._changed(every))
-        refuse(deaf, "tensors that the engine computes, and not from the checkpoint alone")
+        refuse(deaf, "tensors that the engine does not compute from the checkpoint alone")
         patterns = patterns_of(spec.name for spec in self.codes.specs)
         kinds = [tuple(names) for names in patterns.values()]
         members = frozenset().union(*self._mattering(kinds, known=True))
@@ -312,7 +312,10 @@ def plan_recompute(
     base = prints()
     load(codes.random(0))
     unsteady = sorted(name for name, value in prints().items() if base.get(name) != value)
-    refuse({*unsteady} - held.numbers, "tensors that the engine computes, and otherwise each time")
+    refuse(
+        {*unsteady} - held.numbers,
+        "tensors that the engine computes differently in two equal loads",
+    )
     # A number that differs after two equal loads counts something. It does not follow from weights.
     ignored = {*unsteady} | _saturated(base, codes, load, held)
     held.numbers -= ignored
@@ -329,13 +332,13 @@ def plan_recompute(
         if bad and wider != sources:
             sources = wider
             bad = part.disturbed(sources)
-    wrong = "tensors that the engine's loader does not leave right when it computes"
+    wrong = "tensors with wrong values after the engine's loader computes"
     refuse(bad, f"{wrong} {said(computed)} again")
     return part.recompute(sources)
 
 
 def _saturated(base: Mapping[str, int], codes: Codes, load: Load, held: Watched) -> frozenset[str]:
-    """Return numbers that other checkpoint values do not change, such as counters that reached their limit.
+    """Return the computed numbers that stay the same for other checkpoint values, such as counters at their limit.
 
     Raises:
         UnsupportedLayout: digits change a number, but the values of a search do not. The message names
@@ -350,7 +353,7 @@ def _saturated(base: Mapping[str, int], codes: Codes, load: Load, held: Watched)
         load(codes.digits(0))
         now = prints_of(held())
         hidden = sorted(n for n in deaf if now.get(n) != base[n])
-        refuse(hidden, "numbers that the engine takes from weights, in a way that few values show")
+        refuse(hidden, "numbers that depend on weights, but that most weight values do not change")
     return deaf
 
 
@@ -432,7 +435,7 @@ class _Part:
         )
 
     def _unwritten(self, sources: frozenset[str]) -> dict[str, int]:
-        """Return `Recompute.unwritten`, without tensors with old values that the loader uses."""
+        """Return `Recompute.unwritten`, except for tensors whose old values the loader reads."""
         held = self.held()
         names = {
             n
