@@ -114,7 +114,10 @@ def test_doctor_names_refused_engine_options_with_the_reason(
     assert "lose their registration" in refused.found
     assert check_flags("sglang --enable-memory-saver").status is Status.FAILS
     assert check_flags("vllm --logprobs-mode processed_logprobs").status is Status.WORKS
-    assert "distribution that was sampled" in check_flags("vllm --logprobs-mode raw_logprobs").found
+    assert (
+        "distribution that tokens are sampled from"
+        in check_flags("vllm --logprobs-mode raw_logprobs").found
+    )
     assert check_flags("vllm --quantization fp8").status is Status.LIMITED
     assert check_flags("vllm --quantization fp8", tmp_path).status is Status.FAILS
     assert main(["doctor", "--engine-flags", "nothing"]) == 2

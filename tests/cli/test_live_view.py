@@ -178,7 +178,7 @@ def test_a_launched_job_leaves_no_frame_and_ends_quietly(
     assert status == 0, lines
     assert begun
     for each in begun:
-        assert unwrapped(each).count("not there yet") == 1, each
+        assert unwrapped(each).count("not connected yet") == 1, each
     assert not any("s of at most" in line for line in lines), "a frame of the start is left"
     assert_log_lines_are_whole(lines)
     text = unwrapped(lines)

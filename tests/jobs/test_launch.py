@@ -168,7 +168,7 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
         printed, _ = job.communicate(timeout=DEADLINE_S)
         assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
     assert [line.split(" ")[0] for line in printed.splitlines()[1:]] == [
-        "resumed",
+        "continues",
         "step",
         "done:",
         "in",
@@ -407,9 +407,7 @@ def test_a_terminal_shows_the_members_that_a_start_waits_for(tmp_path: Path) -> 
         while part := terminal.read(1 << 16):
             shown += part
     assert job.wait(timeout=DEADLINE_S) == 2
-    part = (
-        b"starting trainer ranks, engines beside them: %d s of at most 2 s; not there yet: weights"
-    )
+    part = b"starting trainer ranks, engines beside them: %d s of at most 2 s; not connected yet: weights"
     before_its_end = shown.partition(b"gave up")[0]
     assert {n for n in range(3) if part % n in before_its_end} >= {0, 1}
 
