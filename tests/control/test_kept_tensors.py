@@ -112,7 +112,7 @@ async def test_kept_tensor_that_something_else_changes_refuses_the_update() -> N
         held["visual.blocks.1.weight"][2, 3] = -7.0
 
     with pytest.raises(
-        RoundAborted, match=r"visual.blocks.1.weight.* must be as when the trainers connected"
+        RoundAborted, match=r"visual.blocks.1.weight.* must not change after the trainers connected"
     ):
         await published(["visual.*", "projector.*"], between=write)
 

@@ -108,7 +108,7 @@ async def test_a_failed_pause_leaves_no_engine_paused_and_no_round_waiting() -> 
 
 
 async def test_a_push_that_one_engine_received_incompletely_is_applied_nowhere() -> None:
-    lacking = [PlanError("b/0: 3 tensors did not come")]
+    lacking = [PlanError("b/0: 3 tensors did not arrive")]
 
     def lack_once(command: Command) -> None:
         if isinstance(command, Verify) and lacking:
@@ -116,7 +116,7 @@ async def test_a_push_that_one_engine_received_incompletely_is_applied_nowhere()
 
     async with serving_version_0(lack_once) as (rig, leader):
         await asyncio.to_thread(leader.pause_generation)
-        with pytest.raises(RoundAborted, match="3 tensors did not come"):
+        with pytest.raises(RoundAborted, match="3 tensors did not arrive"):
             await asyncio.to_thread(leader.continue_generation, 1)
         await serves(rig, "a/0", "b/0")
         handled = [name for name in rig.engines["a/0"].handled if name != "ConnectEngine"]

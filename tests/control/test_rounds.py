@@ -860,10 +860,10 @@ def test_engines_keep_the_old_version_when_one_refuses_its_part_of_a_push(
     if phase is Phase.VERIFY:
         script.run_to(Phase.WRITE)
         waiting = sent(script)
-    script.reply(waiting[-1], Failure(FailureKind.FAILED, "3 tensors did not come"))
+    script.reply(waiting[-1], Failure(FailureKind.FAILED, "3 tensors did not arrive"))
     assert script.finish is not None
     assert script.finish.report.outcome is RoundOutcome.ABORTED
-    assert "3 tensors did not come" in script.finish.report.reason
+    assert "3 tensors did not arrive" in script.finish.report.reason
     assert script.aborts() == dict.fromkeys(ENGINE_OF, False)
     assert commands_to(script.sent, Apply) == []
 

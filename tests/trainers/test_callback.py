@@ -142,7 +142,7 @@ def incomplete(url: str) -> None:
         leader.pause_generation()
         made = group(leader, "weights")
         made.broadcast(tensors(0, "embed"))
-        with pytest.raises(RoundAborted, match="3 tensors did not come"):
+        with pytest.raises(RoundAborted, match="3 tensors did not arrive"):
             leader.continue_generation(0)
         made.close()
 
@@ -240,7 +240,7 @@ async def test_a_call_with_a_repeated_request_id_runs_once() -> None:
             assert await asyncio.gather(*(ask(body) for _ in range(5))) == [CallbackAnswer()] * 5
             end = msgspec.msgpack.encode(CallbackRequest("two", "leader", ContinueCall(0), 10.0))
             answers = [await ask(end) for _ in range(3)]
-            assert "did not come" in answers[0].error
+            assert "did not arrive" in answers[0].error
             assert answers == [answers[0]] * 3
 
 

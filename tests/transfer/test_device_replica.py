@@ -285,7 +285,7 @@ def test_an_abandoned_round_sends_no_weights_of_the_next_version(
     pair.sender.prepare(0)
     pair.weights.overwrite(1)
     pair.begin(1, told)
-    with pytest.raises(RoundAborted, match="version must be 1, whose weights these are, got 0"):
+    with pytest.raises(RoundAborted, match="version must be 1, to which the weights belong, got 0"):
         pair.sender.prepare(0)
     # The copy still contains version 0.
     pair.deliver(0)
@@ -305,7 +305,7 @@ def test_weights_copied_after_the_end_of_their_version_are_not_sent(pair: Pair) 
     # The owner gave the version up while it was copied.
     pair.sender.end_version()
     assert pair.write(0).status is LinkStatus.FAILED
-    with pytest.raises(RoundAborted, match="nobody waits for them any more"):
+    with pytest.raises(RoundAborted, match="no longer waits for this version"):
         pair.sender.prepare(0)
     assert pair.served.nothing_arrived()
 

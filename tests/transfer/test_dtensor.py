@@ -253,7 +253,7 @@ def check_meshes_that_do_not_ascend(mesh: DeviceMesh) -> None:
         else:
             # Ranks 0 and 1 hold the same quarter, and no rank holds the second.
             with pytest.raises(
-                UnsupportedLayout, match=r"parameter 'w': .* order their ranks alike"
+                UnsupportedLayout, match=r"parameter 'w': .* must have the same order in all lines"
             ):
                 local_shard("w", layers.up.weight, by_fsdp=True)
         for placements in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2):
@@ -264,7 +264,7 @@ def check_meshes_that_do_not_ascend(mesh: DeviceMesh) -> None:
                 continue
             # Rank 3 is the second of 0 and 3, and of 1 and 3. Rank 1 is the first of 1 and 2.
             with pytest.raises(
-                UnsupportedLayout, match=r"parameter 'w': .* order their ranks alike"
+                UnsupportedLayout, match=r"parameter 'w': .* must have the same order in all lines"
             ):
                 local_shard("w", tensor)
     del mesh
@@ -463,7 +463,7 @@ def test_a_tensor_without_its_own_memory_is_refused_in_its_description() -> None
     module = torch.nn.Module()
     module.register_buffer("values", OfOthers(distinct(4, 4)))
     with pytest.raises(
-        UnsupportedLayout, match=r"'values'.* got a OfOthers without any of its own"
+        UnsupportedLayout, match=r"'values'.* got a OfOthers without memory of its own"
     ):
         describe_module(module, "engine/0", Role.ENGINE)
     assert not describe_module(module, "trainer/0", Role.TRAINER).parameters

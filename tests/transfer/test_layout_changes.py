@@ -199,8 +199,8 @@ REFUSED: dict[Callable[[Model], None], str] = {
     store_transposed: r"parameter 'square.weight': strides must be \(6, 1\).*connect again",
     halve: r"parameter 'gate.weight': dtype must be torch.bfloat16.*got torch.float16: connect again",
     reshape: r"parameter 'gate.weight': shape must be \(6, 8\).*got \(8, 6\): connect again",
-    rename: r"got 1 fewer \['gate.weight'\] and 1 more \['gate_of_old.weight'\]: connect again",
-    add_one: r"got 0 fewer \[\] and 2 more \['more.weight', 'more.bias'\]: connect again",
+    rename: r"got 1 missing \['gate.weight'\] and 1 new \['gate_of_old.weight'\]: connect again",
+    add_one: r"got 0 missing \[\] and 2 new \['more.weight', 'more.bias'\]: connect again",
 }
 
 

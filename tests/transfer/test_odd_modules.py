@@ -13,7 +13,8 @@ from windlass.transfer.dtensor import LiveTensors, describe_module, own_tensors
 def test_a_lazy_parameter_is_refused_by_name() -> None:
     module = torch.nn.Sequential(torch.nn.LazyLinear(4))
     with pytest.raises(
-        UnsupportedLayout, match=r"parameter '0\.weight': must have a shape, got one of a lazy"
+        UnsupportedLayout,
+        match=r"parameter '0\.weight': must have a shape, got a parameter of a lazy",
     ):
         describe_module(module, "trainer/0", Role.TRAINER)
     module(torch.ones(1, 3))

@@ -399,7 +399,7 @@ def test_a_repeated_round_sends_the_copy_or_nothing() -> None:
             links.deliver("b/0", version)
         links.sender.begin_version(lambda: told.append(2))
         links.sender.end_version()
-        with pytest.raises(RoundAborted, match="nobody waits for them any more"):
+        with pytest.raises(RoundAborted, match="no longer waits for this version"):
             links.sender.prepare()
         assert told == [0, 1]
     finally:
@@ -414,7 +414,7 @@ def test_an_abandoned_round_sends_no_weights_of_the_next_version() -> None:
         links.sender.prepare(0)
         links.memory.refill(1)
         links.sender.begin_version(lambda: told.append(1), version=1)
-        with pytest.raises(RoundAborted, match="version must be 1, whose weights these are, got 0"):
+        with pytest.raises(RoundAborted, match="version must be 1, to which the weights belong, got 0"):
             links.sender.prepare(0)
         assert told == [0]
         # The copy still contains version 0.

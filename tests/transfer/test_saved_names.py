@@ -228,7 +228,7 @@ def test_two_parameters_of_one_name_are_refused_before_the_conversion() -> None:
     model = built("mixtral")
     other = "model.layers.1.self_attn.q_proj.weight"
     with pytest.raises(
-        ConfigError, match=r"every tensor must be one parameter.*layers\.0.*layers\.1"
+        ConfigError, match=r"must give each parameter its own name.*layers\.0.*layers\.1"
     ):
         describe_module(
             model,
@@ -395,7 +395,7 @@ def test_a_tensor_that_transformers_computes_is_refused_by_name(
     monkeypatch.setattr(
         conversion_mapping, "get_model_conversion_mapping", lambda *_, **__: [doubled]
     )
-    with pytest.raises(UnsupportedLayout, match=r"computes with aten\.mul.*pass `name_map`"):
+    with pytest.raises(UnsupportedLayout, match=r"must only copy and rearrange.*aten\.mul.*pass `name_map`"):
         describe_module(model, "trainer/0", Role.TRAINER)
     assert describe_module(model, "trainer/0", Role.TRAINER, stacked=()).parameters
 

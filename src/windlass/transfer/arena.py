@@ -1,8 +1,9 @@
-"""Arena: one registered region that is never remapped.
+"""Arena: a registered memory region for packed data, at one address for its whole life.
 
-Its capacity chooses between two designs: a small ring (bounded memory, packed and written in turns)
-or a whole shard (everything packed before the pause). The arena is outside every pool that a
-trainer offloads, so offloading training weights never invalidates its registration.
+Its capacity decides when a rank packs. An arena as large as all packed data is filled before the
+engines pause. A smaller arena bounds the memory: during the writes, one half is packed while the
+other half is written. The arena is outside every pool that a trainer offloads, so offloading
+training weights never invalidates its registration.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def memory_of(transport: OneSidedTransport) -> MemoryOps:
 
 @final
 class Arena(Closing):
-    """Registered memory: page-aligned, pre-touched and zeroed in host memory; not cleared on a GPU.
+    """Registered memory. Host memory is page-aligned, zeroed and already touched; GPU memory is not cleared.
 
     Memory: owned by the arena from construction to `close`; peers may write it during that time.
 

@@ -25,7 +25,7 @@ from windlass.transfer.sender import Sender
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend(RegisteredBackend):
-    """Target of an entry point in `windlass.backends`: a backend of another package.
+    """Backend of another package. An entry point of the group `windlass.backends` refers to it.
 
     Attributes:
         sender: makes the trainer half from `PluginBackend.options`, the rank's sender and the host
@@ -41,13 +41,15 @@ def _registered(name: str) -> Backend:
     found = find_backend(name)
     if not isinstance(found, Backend):
         raise ConfigError(
-            f"backend: entry point {name!r} must lead to a {Backend.__qualname__}, got {found!r}"
+            f"backend: entry point {name!r} must refer to a {Backend.__qualname__}, got {found!r}"
         )
     return found
 
 
 def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBackend:
-    """Return the trainer half, over the parameters of `sender`. `host`: this rank's address for groups.
+    """Return the trainer half of a backend, which sends the parameters of `sender`.
+
+    `host`: address at which the engines of a group can connect to this rank.
 
     Raises:
         ConfigError: the backend is not installed here.
@@ -66,7 +68,9 @@ def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBacken
 
 
 def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> ReceiverBackend:
-    """Return the engine half, over the live parameters of `receiver`. `host`: this rank's address for groups.
+    """Return the engine half of a backend, which fills the live parameters of `receiver`.
+
+    `host`: address at which the other members of a group can connect to this rank.
 
     Raises:
         ConfigError: the backend is not installed here.

@@ -1,10 +1,10 @@
 """Protocols that a backend implements, so that a round does not depend on how bytes travel.
 
 A backend is a pair: `SenderBackend` in the trainer rank and `ReceiverBackend` in the engine rank. If
-the ranks of a backend form groups, both halves also implement `GroupMember`. The round machine calls every pair in
-the same phases. Engines always verify one digest per link: over the link's ops in plan order, in
-the destination's dtype. `LinkOutcome` says how a link ended; `status_of` turns an exception into
-its status.
+the ranks of a backend form groups, both halves also implement `GroupMember`. A round calls every pair in
+the same phases. Engines always verify one digest per link. It covers the elements of the link's ops
+in plan order, in the destination's dtype. `LinkOutcome` says how a link ended; `status_of` turns an
+exception into a link status.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class ParameterMemory:
     """Current memory of a parameter.
 
     Attributes:
-        address: address of the first element; 0 for a parameter that no link reads and that differs
-            from its description.
+        address: address of the first element; 0 for a parameter that no link reads and whose layout
+            is no longer the one in the manifest.
         nbytes: bytes from the first element to the end of the last.
         storage: (address, nbytes) of the host allocation that contains the parameter, such as a
-            torch storage. It is registered once for all parameters in it. None if it is not known,
-            and on a GPU, where the driver knows the allocation.
+            torch storage. It is registered once for all parameters in it. None if the allocation is
+            not known, and on a GPU, where the driver can report it.
     """
 
     address: int
@@ -67,7 +67,10 @@ class SenderBackend(Protocol):
         ...
 
     def prepare(self, version: int) -> None:
-        """Do the work that is possible while engines still generate. The weights do not change from now on."""
+        """Do the work that is possible while engines still generate.
+
+        The trainer does not change the weights between this call and the end of the round.
+        """
         ...
 
     def write(self, version: int, destinations: Sequence[str], deadline_s: float) -> Written:
@@ -90,16 +93,17 @@ class ReceiverBackend(Protocol):
         """Bind a plan part (`TransferPlan.parts`).
 
         Raises:
-            PlanError: the plan is for another layout, or asks for the engine's own loader.
+            PlanError: the plan is for another layout, or needs the engine's own loader and this
+                backend cannot call it.
         """
         ...
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Return sources that have another digest than expected, or no link to this rank."""
+        """Return the expected sources whose bytes have another digest here, or that have no link to this rank."""
         ...
 
     def apply(self) -> None:
-        """Make verified bytes live. Idempotent. The engine must be quiesced."""
+        """Make verified bytes live, while the engine is paused. Idempotent."""
         ...
 
     def close(self) -> None:
@@ -123,13 +127,13 @@ class GroupMember(Protocol):
 
 @runtime_checkable
 class GroupReceiver(GroupMember, Protocol):
-    """Methods of the engine half of such a backend."""
+    """Methods of the engine half of a backend that moves bytes in groups of ranks."""
 
     def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
         """Receive the bytes of a collective write.
 
         Args:
-            groups: source -> all destinations that enter.
+            groups: source -> all destinations that take part in its broadcasts.
             deadline_s: seconds for all groups together.
 
         Raises:
@@ -161,37 +165,37 @@ def is_unknown(error: BaseException) -> bool:
 
 
 def submit(pool: Executor, job: Callable[[*Arguments], T], /, *args: *Arguments) -> Future[T]:
-    """Submit a job like `Executor.submit`, but report a failure to submit through the future.
+    """Submit a job like `Executor.submit`, but put an error of submitting into the future.
 
-    The caller can then wait for jobs that have begun. An executor that cannot start a thread has
-    queued the job anyway, so its outcome is unknown.
+    The caller can so still wait for the jobs that it submitted earlier. An executor that cannot
+    start a thread has queued the job anyway, so the outcome of the job is unknown.
     """
     try:
         return pool.submit(job, *args)
     except RuntimeError as error:
         lost: Future[T] = Future()
-        lost.set_exception(TransferOutcomeUnknown(f"it may be begun later: {error}"))
+        lost.set_exception(TransferOutcomeUnknown(f"the job may still start: {error}"))
         return lost
 
 
 def failed_link(
     destination: str, reason: str, status: LinkStatus = LinkStatus.FAILED
 ) -> LinkOutcome:
-    """Return the outcome of a link that did not deliver."""
+    """Return the outcome of a link whose bytes did not all arrive."""
     return LinkOutcome(destination, status, 0, "", reason)
 
 
 def failed_links(destinations: Sequence[str], reason: str) -> tuple[LinkOutcome, ...]:
-    """Return the outcomes of links that fail together."""
+    """Return the outcomes of links that fail together, for one reason."""
     return tuple(failed_link(name, reason) for name in destinations)
 
 
 def joined_results(
     destinations: Sequence[str], begun: Future[Written], beside: Callable[[], Written]
 ) -> Written:
-    """Send some links in this thread while another thread sends the others; join their results.
+    """Call `beside` to send some links while another thread sends the others (`begun`); join both results.
 
-    If both fail, an unknown outcome is raised rather than another error.
+    If both raise, an error of unknown outcome takes precedence.
     """
     errors: list[BaseException] = []
     results: list[Written] = []

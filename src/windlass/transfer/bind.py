@@ -19,7 +19,9 @@ from windlass.transports.regions import check_inside
 def check_part(
     manifest: ShardManifest, workers: Sequence[str], digests: Sequence[str], argument: str
 ) -> int:
-    """Return the index of a rank among the plan's `workers`.
+    """Return the index of this rank in `workers`, the sources or the destinations of a plan.
+
+    `digests`: manifest digests for which the plan was made, in the same order.
 
     Raises:
         PlanError: the rank is not in the plan, or the plan was made for another layout of it.
@@ -39,7 +41,7 @@ def check_destinations(known: Container[str], destinations: Sequence[str]) -> No
     """Raise for destinations that this rank has no link to.
 
     Raises:
-        RoundAborted: there is such a destination.
+        RoundAborted: this rank has no link to some destination.
     """
     unknown = [name for name in destinations if name not in known]
     if unknown:
@@ -78,7 +80,8 @@ def check_binding(
 ) -> None:
     """Check every address that the link will write, before any engine is paused.
 
-    `staged`: SCATTER ops go to staging memory. Kernels that store strided elements do not need it.
+    `staged`: True if the link writes SCATTER ops packed, into staging memory; False if kernels
+    store each element at its strided place.
 
     Raises:
         PlanError: the destination did not offer a parameter or the staging memory.
@@ -112,7 +115,7 @@ def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
     """Raise for a destination that computes another kind of digest than this rank.
 
     Raises:
-        PlanError: its weights are in another kind of memory.
+        PlanError: one end has its weights on a GPU and the other end in host memory.
     """
     if binding.digest_kind is not kind:
         raise PlanError(
@@ -123,7 +126,7 @@ def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NewLinks:
-    """Links that were just bound, by destination. `stored`: links that GPU kernels store."""
+    """Links that were just bound, by destination. `stored`: links whose bytes GPU kernels store at the destination."""
 
     programs: Mapping[str, LinkProgram]
     bindings: Mapping[str, DestinationBinding]
@@ -132,13 +135,17 @@ class NewLinks:
 
 @dataclass(frozen=True, slots=True)
 class SentLinks:
-    """Links of a sending rank. Bytes are written to the peers in `peers`; GPU kernels store into all others.
+    """Links of a sending rank.
+
+    The transport writes the links to destinations in `peers`. GPU kernels store the bytes of all
+    other links directly into the destination's memory.
 
     Attributes:
         digest_kind: kind of the digests of written links.
-        stored_by: transports with links that kernels store; None for all transports.
-        programs: destination -> link, in the order of their places in the arena.
-        peers: destinations that bytes are written to.
+        stored_by: names of the transports whose links GPU kernels store; None if kernels store all
+            links.
+        programs: destination -> link, in the order of the links' places in the arena.
+        peers: destinations that the transport writes to.
         read_in_place: indices of parameters that are sent from their own memory.
     """
 
@@ -165,7 +172,7 @@ class SentLinks:
     def with_copies(
         self, copies: Mapping[str, LinkProgram], bindings: Mapping[str, DestinationBinding]
     ) -> SentLinks:
-        """Return these links plus written links to members of relay groups."""
+        """Return these links plus `copies`, links that the transport writes to members of relay groups."""
         peers = {name: Peer.bound_to(bindings[name]) for name in copies}
         return replace(self, programs={**self.programs, **copies}, peers={**self.peers, **peers})
 
@@ -176,11 +183,13 @@ class SentLinks:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> tuple[SentLinks, NewLinks]:
-        """Return the links after some were bound and others ended; see `Sender.change_links`.
+        """Return the links after binding those of `plan` and removing those to `gone`, and the new links alone.
+
+        See `Sender.change_links`.
 
         Raises:
             PlanError: the plan was made for another layout, or a destination has no binding.
-            BindingsRefused: the memory that some destinations offer cannot be written, or uses
+            BindingsRefused: some destinations offer memory that cannot be written, or compute
                 another kind of digest.
         """
         added = dict[str, LinkProgram]()

@@ -53,7 +53,7 @@ class BucketPart(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive bytes of a source parameter, and their place in a broadcast.
 
     Attributes:
-        name, dtype, nbytes: of the whole parameter, as in its manifest.
+        name, dtype, nbytes: name, dtype and size of the whole parameter, as in its manifest.
         parameter: index in the source's manifest.
         start, stop: bytes [start, stop) of the parameter.
         bucket: index of the broadcast that carries them.
@@ -71,7 +71,7 @@ class BucketPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WireTensor(msgspec.Struct, frozen=True):
-    """A whole checkpoint tensor that is sent by itself."""
+    """Description of a checkpoint tensor that is sent whole, not as shards."""
 
     name: str
     dtype: DType
@@ -88,7 +88,7 @@ class GroupOffer(msgspec.Struct, frozen=True):
 
     Attributes:
         name: unique name; several groups can exist at the same time.
-        members: workers by rank; the source is rank 0.
+        members: workers in the order of their ranks in the group; the source is rank 0.
         host, port: address of the source's rendezvous store.
         parts: all bytes that are broadcast, in order.
         bucket_nbytes: bytes of each broadcast.
@@ -129,7 +129,7 @@ class Carried(msgspec.Struct, frozen=True):
 
 
 class LinkOutcome(msgspec.Struct, frozen=True):
-    """Result of one source on one link.
+    """Result of the writes of one link, as its source reports it.
 
     Attributes:
         destination: destination worker.
@@ -137,7 +137,7 @@ class LinkOutcome(msgspec.Struct, frozen=True):
         nbytes: bytes written.
         digest: hex digest of the link's payload: its ops in plan order, each op's elements
             row-major over `sizes`, in the destination dtype. The binding names the kind of digest.
-        error: one line when `status` is not OK.
+        error: the reason in one line if `status` is not OK; empty otherwise.
         wire_s: seconds from the start of the link's first write to the end of its last, without
             time spent waiting for packing; 0 if links are not written one by one, as in a
             broadcast.
@@ -152,7 +152,7 @@ class LinkOutcome(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """Trainer rank: result of a write.
+    """Result of a write, as a trainer rank reports it.
 
     Attributes:
         links: outcome of every link that was requested.
@@ -170,7 +170,10 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
 
 
 class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
-    """Engine rank: result of its part of a relay. Every upstream has ended, except those in `unknown_from`.
+    """Result of one engine rank's part in a relay.
+
+    An upstream is a rank that writes to this one. Every upstream has ended, except those in
+    `unknown_from`.
 
     Attributes:
         missing: sources without a complete link to this rank.

@@ -1,13 +1,13 @@
 """Collective broadcast: every trainer rank is the root of one group with the engines that need its bytes.
 
-Nothing is gathered: a rank broadcasts each byte that it owns once. Both halves use two buffers, so
-that packing, broadcasting and loading overlap. An engine in several groups enters them in the order
-of the source names. This order is the same everywhere, so members cannot wait for each other in a
-ring. A failed group is aborted, which releases the other members; the controller forms a new group
-of the remaining members.
+No rank gathers the model: a rank broadcasts each byte of its own shard once. Both halves use several
+buffers (`XcclBackend.num_buffers`), so that packing, broadcasting and loading overlap. An engine in
+several groups enters them in the order of the source names. All engines use this order, so that
+groups cannot deadlock. A failed group is aborted, which releases the other members; the controller
+forms a new group of the remaining members.
 
-A bucket carries raw parameter bytes. Each receiver copies its boxes out of it with the ops of its
-plan part. Bytes that no engine needs are not sent.
+A bucket is the content of one broadcast: raw parameter bytes. Each receiver copies its boxes out of
+the bucket with the ops of its plan part. Bytes that no engine needs are not sent.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class CollectiveSender:
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
         """Join the one group that this rank offered; see `GroupMember.join`."""
         if self._offer is None or tuple(offers) != (self._offer,):
-            raise ProtocolError(f"{self._source.manifest.worker}: asked to join a foreign group")
+            raise ProtocolError(
+                f"{self._source.manifest.worker}: join: must get the group that this rank offered"
+            )
         self._group = join_group(
             self._offer,
             self._source.manifest.worker,
@@ -304,13 +306,16 @@ class CollectiveReceiver:
 def _whole(
     group: TorchBroadcastGroup | None, offer: GroupOffer | None, destinations: Sequence[str]
 ) -> TorchBroadcastGroup:
-    """Return the group if all of its members enter; otherwise raise, because entering members would never finish."""
+    """Return the group if `destinations` are all of its members; otherwise raise.
+
+    A broadcast without one of the members would never finish.
+    """
     if group is None or offer is None:
         raise TransferFailed("no group was formed")
     absent = sorted(set(offer.members[1:]) - set(destinations))
     if absent:
         group.abort()
-        raise TransferFailed(f"group {offer.name}: {', '.join(absent)} does not enter")
+        raise TransferFailed(f"group {offer.name}: {', '.join(absent)} must take part")
     if group.broken:
         raise TransferFailed(f"group {offer.name}: is broken")
     return group
@@ -327,7 +332,7 @@ def _plan_tables(plan: TransferPlan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An op, or a part of an op, with all source bytes in one bucket.
+    """An op, or a part of an op, whose source bytes are all in one bucket.
 
     `base` is the offset in the bucket of byte 0 of the source parameter; it may be negative.
     """
@@ -339,7 +344,10 @@ class Load:
 def cut_buckets(
     manifest: ShardManifest, programs: Iterable[LinkProgram], capacity_nbytes: int
 ) -> tuple[tuple[BucketPart, ...], tuple[int, ...]]:
-    """Return the parts in order, and the bytes of every bucket. `capacity_nbytes`: a multiple of `ALIGNMENT`."""
+    """Return the parts of all buckets in order, and the size of each bucket in bytes.
+
+    `capacity_nbytes`: maximum size of a bucket, a multiple of `ALIGNMENT`.
+    """
     parts: list[BucketPart] = []
     sizes: list[int] = []
     used = capacity_nbytes
@@ -397,7 +405,7 @@ def loads_of(program: LinkProgram, offer: GroupOffer) -> tuple[tuple[Load, ...],
         if numel != math.prod(op.sizes):
             raise PlanError(
                 f"group {offer.name}: the buckets carry {numel} of {math.prod(op.sizes)} elements that "
-                f"are read of parameter {op.src_parameter} at byte {op.src_offset}"
+                f"are read from parameter {op.src_parameter} at byte {op.src_offset}"
             )
     return tuple(tuple(of_bucket) for of_bucket in loads)
 
@@ -434,10 +442,10 @@ def clip(op: BoundOp, start: int, stop: int) -> Iterator[BoundOp]:
 
 
 def signature_of_offer(offer: GroupOffer, source_digest: str, plan: str) -> str:
-    """Return a digest of everything that all members of a group must agree on before its first collective.
+    """Return a digest that must be equal in all members of a group before its first collective.
 
-    It covers members, names, dtypes, sizes, order and cuts from the offer. It also covers the
-    source's layout and the plan's tables, which each rank takes from its own plan part.
+    It covers the offer (members, names, dtypes, sizes, order and buckets), the digest of the
+    source's manifest, and the tables that all parts of one plan have in common.
     """
     digest = xxhash.xxh3_128(msgspec.msgpack.encode(offer))
     digest.update(f"{source_digest} {plan}".encode())

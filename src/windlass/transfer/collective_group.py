@@ -111,7 +111,7 @@ def join_group(
     except RuntimeError as error:
         if deadline.remaining_s == 0 or "timed out" in str(error).lower():
             raise PeerTimeout(
-                f"group {offer.name}: not all of {', '.join(offer.members)} came within "
+                f"group {offer.name}: not all of {', '.join(offer.members)} joined within "
                 f"{deadline.seconds:.3g} s"
             ) from error
         raise TransferFailed(f"group {offer.name}: {_first_line(error)}") from error
@@ -134,7 +134,7 @@ def _agree(store: Any, offer: GroupOffer, rank: int, signature: str, deadline: D
     found = {
         worker: store.get(key).decode() for worker, key in zip(offer.members, keys, strict=True)
     }
-    # The hosting rank must not close the store before all members have read.
+    # The rank that hosts the store must not close it before all members have read the signatures.
     arrived = f"{offer.name}/read"
     if store.add(arrived, 1) == len(offer.members):
         store.set(f"{arrived}/all", "")
@@ -287,7 +287,8 @@ class TorchBroadcastGroup:
         call waits.
 
         Raises:
-            TransferFailed: a member has ended or is late; the group is broken.
+            TransferFailed: a member has ended, or the broadcast did not end within `deadline_s`;
+                the group is broken.
         """
         started, self._works[slot] = self._works[slot], None
         if started is None:
@@ -296,7 +297,7 @@ class TorchBroadcastGroup:
         try:
             with self._stream():
                 if self._is_nccl and self._gpu is not None:
-                    # This waits in the stream only; `drain` enforces the deadline.
+                    # Only the stream waits here, not this thread; `drain` enforces the deadline.
                     work.wait()
                 else:
                     work.wait(timedelta(seconds=max(deadline_s, MIN_TIMEOUT_S)))
@@ -310,7 +311,7 @@ class TorchBroadcastGroup:
         """Wait until all started broadcasts and the kernels between them have ended.
 
         Raises:
-            TransferFailed: they did not end within `deadline_s`, or failed; the group is broken.
+            TransferFailed: some failed or did not end within `deadline_s`; the group is broken.
         """
         if self._gpu is None:
             return
@@ -350,7 +351,7 @@ class TorchBroadcastGroup:
             keep_mapped(held)
 
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that makes torch use the stream of `gpu`, or the GPU's current stream."""
+        """Return a context in which torch uses the stream of `gpu`; without `gpu`, the device's current stream."""
         if self._ordinal < 0:
             return contextlib.nullcontext()
         import torch

@@ -1,4 +1,6 @@
-"""An engine rank's parameters as a target of updates: allocate, verify, and make the bytes live.
+"""The parameters of one engine rank as the destination of updates.
+
+This module allocates memory that peers write to, verifies the bytes, and makes them live.
 
 Bytes are written to the live parameters or to a shadow copy with the same layout. Ops that are
 strided at the destination may be written packed, into staging memory. `apply` copies everything
@@ -199,9 +201,10 @@ class Destination:
     def verify(
         self, expected: Mapping[str, str], hashed: Mapping[str, str] | None = None
     ) -> tuple[str, ...]:
-        """Return sources that have another digest than expected, or no link to this rank.
+        """Return the expected sources whose bytes have another digest here, or that have no link to this rank.
 
-        `hashed`: digests that were computed earlier; a digest that differs is computed again.
+        `hashed`: digests that this rank computed earlier. A digest that is not the expected one is
+        computed again.
 
         Raises:
             TransferOutcomeUnknown: kernels do not end.
@@ -263,7 +266,7 @@ class Destination:
         self.programs, self.staging_address = {}, 0
 
     def _not_live(self) -> Iterator[StridedCopy]:
-        """Yield the copies from the memory that peers write to the live parameters, for bytes that are not live.
+        """Yield the copies that `apply` makes, from shadow and staging memory to the live parameters.
 
         Padding belongs to no tensor and is left out: the shadow copy has no content for it.
         """

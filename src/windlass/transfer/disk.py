@@ -69,7 +69,7 @@ class DiskSender:
             prune(self._folder, version, self._source.manifest.worker, self._config.keep_versions)
         except OSError as error:
             # If the disk has really failed, `write` reports it.
-            _log.warning("old versions are not removed: %s", error)
+            _log.warning("old versions could not be removed: %s", error)
         self._pack_s = time.perf_counter() - began
 
     def write(
@@ -78,7 +78,7 @@ class DiskSender:
         destinations: Sequence[str],
         deadline_s: float,  # noqa: ARG002
     ) -> Written:
-        """Write this rank's file, for all its readers; see `SenderBackend.write`."""
+        """Write this rank's file, which all engines read; see `SenderBackend.write`."""
         check_destinations(self._source.programs, destinations)
         pack_s, self._pack_s = self._pack_s, 0.0
         began = time.perf_counter()

@@ -75,10 +75,10 @@ def write_shards(
     addresses: tuple[int, ...],
     memory: MemoryOps,
 ) -> DiskIndex:
-    """Write one rank's shards of one version; they become visible when complete and on the device.
+    """Write the shards of one rank and version. Readers see them only when they are complete and on the device.
 
-    `addresses`: 0 for a parameter that no engine takes and that differs from its description; it is
-    left out.
+    `addresses`: addresses of the parameters, in manifest order. An address of 0 leaves the
+    parameter out: no engine takes it, and its layout is no longer the one in the manifest.
 
     Raises:
         TransferFailed: the file system reported an error; nothing became visible.
@@ -239,14 +239,16 @@ def read_boxes(
     addresses: Sequence[int],
     memory: MemoryOps,
 ) -> list[str]:
-    """Fill a rank's parameters from files, and wait. Read a box that is in several files once.
+    """Fill a rank's parameters from files, and wait until the copies have ended.
+
+    If several files contain a box, it is read from one of them.
 
     Raises:
         TransferFailed: a cast overflowed, a file's dtype cannot be cast to the parameter's,
             or work that was queued on the GPU does not end.
 
     Returns:
-        Workers with files that cannot be read as their index says.
+        Workers whose files cannot be opened, or do not contain what their index describes.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -303,7 +305,7 @@ def _found(
     indices: Sequence[DiskIndex],
     manifest: ShardManifest,
 ) -> list[tuple[str, DiskEntry]]:
-    """Return entries of a tensor under its own name or under a name that either side ties to it."""
+    """Return entries of a tensor under its own name, or under an alias in a manifest of either side (tied weights)."""
     tied = {tensor}
     for aliases in (manifest.aliases, *(index.aliases for index in indices)):
         for pair in aliases.items():

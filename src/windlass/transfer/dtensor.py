@@ -109,19 +109,20 @@ def _is_off_mesh(tensor: torch.Tensor) -> bool:
 def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
     mesh = tensor.device_mesh
     cuts = _cut_order(name, tensor)
-    # A tensor that only FSDP2 has cut was not distributed over other axes.
+    # If FSDP2 made the only cut, the rank order along other axes has no effect on this part.
     alone = by_fsdp and sum(map(len, cuts.values())) == 1
     if mesh.ndim > 1 and cuts and not alone and not _is_in_order(mesh):
         raise UnsupportedLayout(
-            f"parameter {name!r}: along each axis all lines of its mesh must order their ranks alike, or "
-            f"torch distributes one part and gathers another, got {mesh.mesh.tolist()}"
+            f"parameter {name!r}: the ranks of its mesh must have the same order in all lines along an axis "
+            f"(otherwise torch distributes one part and gathers another), got {mesh.mesh.tolist()}"
         )
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     places = mesh.get_coordinate() or ()
     for dim, axes in cuts.items():
         for axis in axes:
             rank, parts = mesh.get_local_rank(axis), mesh.size(axis)
-            # Each cut assigns parts by group rank, but the next cut divides them by mesh position.
+            # torch assigns the parts of a cut by group rank, but makes the next cut from the part at
+            # the mesh position. If all parts have one size, the two agree.
             is_by_fsdp = by_fsdp and axis == axes[-1]
             is_turned = rank != places[axis]
             if len(axes) > 1 and not is_by_fsdp and is_turned and sizes[dim] % parts:
@@ -146,7 +147,7 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
 
 @functools.lru_cache(maxsize=16)
 def _is_in_order(mesh: DeviceMesh) -> bool:
-    """Return whether, along each axis, the position in the mesh alone determines the group rank."""
+    """Return whether, along each axis, ranks at the same mesh position have the same group rank."""
     for axis in range(mesh.ndim):
         numbers = mesh.mesh.argsort(dim=axis).argsort(dim=axis).transpose(0, axis).flatten(1)
         if (numbers != numbers[:, :1]).any():
@@ -184,9 +185,10 @@ def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
 
 
 def _read_in_turn(tensor: DTensor, dim: int, axes: Sequence[int]) -> Int64Array:
-    """Return this rank's indices of `dim` if the placements are applied from left to right.
+    """Return the indices of `dim` that this rank gets if placements are applied from left to right.
 
-    `distribute_tensor` does that: a strided shard takes a part of each of `split_factor` parts.
+    `distribute_tensor` applies them so. A strided shard divides the indices into `split_factor`
+    parts and gives each rank its share of every part.
     """
     held = np.arange(tensor.shape[dim])
     for axis in axes:
@@ -209,7 +211,7 @@ class HeldTensor:
     Attributes:
         name: name in the module.
         tensor_name: name of the checkpoint tensor.
-        tensor: the tensor, sharded.
+        tensor: the parameter or buffer; a DTensor if it is sharded.
         by_fsdp: True if it is in a module that FSDP2 shards.
         is_buffer: True if it is a buffer.
     """
@@ -228,11 +230,11 @@ NameMap = Callable[[str], str | None]
 def held_tensors(
     module: torch.nn.Module, name_map: NameMap | None = None, *, role: Role | None = None
 ) -> list[HeldTensor]:
-    """Return the tensors that a checkpoint of `module` would contain here, each under all of its names.
+    """Return the tensors of this rank that a checkpoint of `module` would contain, each under all of its names.
 
-    `role`: with TRAINER, buffers that cannot be sent (complex, sparse, without memory) are left
-    out, because few engines take them; an engine that does reports the missing tensor. None finds
-    described tensors again, without any check.
+    `role`: for TRAINER, buffers that cannot be sent (complex, sparse, without memory) are left
+    out, because few engines need them; an engine that needs such a buffer reports it as missing.
+    None skips all checks, for tensors that were already described.
 
     Names are names of the bare module, without the prefixes of `torch.compile`, activation
     checkpointing, FSDP1 and `DistributedDataParallel`. FSDP2 modules that still hold gathered
@@ -284,8 +286,8 @@ def _refuse_cut_by_fsdp1(path: str, wrapper: FullyShardedDataParallel) -> None:
     """Raise for an FSDP1 module unless its parameters are gathered now.
 
     Raises:
-        UnsupportedLayout: its parameters are parts of a flat parameter, and torch does not record
-            which.
+        UnsupportedLayout: its parameters are ranges of a flat parameter, and torch does not record
+            which ranges.
     """
     handle = wrapper._handle
     if handle is None or handle._training_state is HandleTrainingState.SUMMON_FULL_PARAMS:
@@ -318,7 +320,7 @@ def _can_be_sent(held: HeldTensor, role: Role) -> bool:
 
 
 def _bare(name: str, parallel: Sequence[str]) -> str:
-    """Return a name without the marks of wrappers. `parallel`: prefixes of DDP modules, inner ones first."""
+    """Return a name without the parts that wrappers insert. `parallel`: prefixes of DDP modules, inner ones first."""
     for prefix in parallel:
         if name.startswith(prefix):
             name = prefix.removesuffix("module.") + name.removeprefix(prefix)
@@ -337,7 +339,7 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
     """
     if is_lazy(tensor):
         raise UnsupportedLayout(
-            f"parameter {name!r}: must have a shape, got one of a lazy module; run a forward pass before connecting"
+            f"parameter {name!r}: must have a shape, got a parameter of a lazy module; run a forward pass before connecting"
         )
     by_zero = vars(tensor)
     if "ds_id" in by_zero and tuple(tensor.shape) != tuple(by_zero["ds_shape"]):
@@ -350,7 +352,7 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
     if not lacks and tensor.layout is not torch.strided:
         lacks = f"one with {tensor.layout}"
     if not lacks and not _has_memory(local := local_tensor(tensor)):
-        lacks = f"a {type(local).__name__} without any of its own"
+        lacks = f"a {type(local).__name__} without memory of its own"
     if not lacks and (local.is_neg() or local.is_conj()):
         bit, remedy = ("negative", "neg") if local.is_neg() else ("conjugate", "conj")
         lacks = f"one with torch's {bit} bit; publish `tensor.resolve_{remedy}()`"
@@ -361,7 +363,7 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_freed(name: str, local: torch.Tensor) -> None:
-    """Raise if the owner of a tensor has freed its storage (by offloading, for example).
+    """Raise if the storage of a tensor has been freed, for example by offloading.
 
     Raises:
         PlanError: the storage is freed.
@@ -404,8 +406,8 @@ def describe_module(
     A tensor with several names (tied weights) is described under its first name; the other names
     become aliases. A transformers model is described in the form that transformers saves (renamed,
     and with fused tensors taken apart), unless `stacked` is given. `name_map` is applied first.
-    Tensors that then have a name of the model's own tensors are also renamed and taken apart, so
-    `name_map` may remove the prefixes of a PEFT model or of the caller's own wrapper.
+    A tensor is then renamed and taken apart if its mapped name is a name in the transformers model,
+    so `name_map` may remove the prefixes of a PEFT model or of the caller's own wrapper.
 
     Args:
         module: any module, wrapped or not; its parameters may be DTensors.
@@ -413,7 +415,7 @@ def describe_module(
         role: trainer or engine.
         name_map: function from name to checkpoint name, None for a tensor to leave out; identity
             when omitted.
-        stacked: rules for parameters that are several checkpoint tensors, by mapped name;
+        stacked: rules for parameters that contain several checkpoint tensors, by mapped name;
             `TRANSFORMERS_EXPERTS` when omitted.
 
     Raises:
@@ -471,8 +473,8 @@ def _converted(
 ) -> dict[int, list[PlacedShard]]:
     """Return index of part -> boxes, for parts that a transformers model saves in another form.
 
-    `by_name`: include only parts that have the name of a tensor of the model; a `name_map` has
-    converted all others.
+    `by_name`: convert only parts whose name is a tensor name in the model. A `name_map` has
+    already converted all other parts.
     """
     model = transformers_model(module, inside=by_name)
     if model is None:
@@ -480,7 +482,7 @@ def _converted(
     known = names_in(model) if by_name else None
     chosen = [i for i, part in enumerate(parts) if known is None or part.name in known]
     at = {index: place for place, index in enumerate(chosen)}
-    # For tied weights the map may have renamed only the first name.
+    # For tied weights, `name_map` may have renamed only the first name.
     owners = [at.get(owner[index], place) for place, index in enumerate(chosen)]
     return dict(zip(chosen, saved_parts(model, [parts[i] for i in chosen], owners), strict=True))
 
@@ -488,14 +490,14 @@ def _converted(
 def _refuse_one_name(names: Iterable[tuple[str, str]]) -> None:
     """Raise ConfigError if two parameters have one name: the planner would treat them as copies.
 
-    `names`: name of the tensor, name of the parameter.
+    `names`: pairs of tensor name and parameter name.
     """
     first: dict[str, str] = {}
     for tensor, parameter in names:
         if first.setdefault(tensor, parameter) != parameter:
             raise ConfigError(
-                f"name_map: every tensor must be one parameter, got {first[tensor]!r} and "
-                f"{parameter!r} for {tensor!r}"
+                f"name_map: must give each parameter its own name, got {tensor!r} for both "
+                f"{first[tensor]!r} and {parameter!r}"
             )
 
 
@@ -522,7 +524,7 @@ class _State:
     """State of tensors at one time.
 
     Attributes:
-        tensors: address of each tensor, and the number of torch's writes to it.
+        tensors: address of each tensor, and how often torch operators have written to it.
         merged: `id` of each PEFT layer that has merged adapters, and the names of the adapters.
     """
 
@@ -542,10 +544,11 @@ def _merged(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[int, tuple[str
 
 @final
 class LiveTensors:
-    """Tensors of described modules, found again for every update and compared with their description.
+    """Tensors of modules that were described in a manifest.
 
-    A parameter may move, be registered again, or change its place in the module's order. If an
-    engine gets it (`read`), its name, dtype, shape, part and strides must not change. A lookup
+    Every update finds the tensors again and compares them with the description. A parameter may
+    move, be registered again, or change its place in the module's order. If an engine gets it
+    (`read`), its name, dtype, shape, strides and this rank's part must not change. A lookup
     costs some microseconds per module and less per tensor, unless a module has changed. The object
     keeps no tensor alive.
 
@@ -611,7 +614,7 @@ class LiveTensors:
                     refuse_freed(self._names[index], local)
                 if address != self._addresses[index]:
                     self._addresses[index] = address
-                    # Other tensors may have a new storage at their old address.
+                    # Look up all storages again: a tensor at its old address may have a new storage.
                     self._located = ()
                 locals_here.append(local)
             if not self._located:
@@ -635,9 +638,9 @@ class LiveTensors:
         return _local(tensor)
 
     def watch(self) -> None:
-        """Make `changed` compare with the current tensors; `locate` does the same.
+        """Record the current tensors, so that `changed` compares with them; `locate` records them too.
 
-        This method does not reshard FSDP2 modules and does not check tensors.
+        Unlike `locate`, this method does not reshard FSDP2 modules and does not check tensors.
         """
         with self._lock:
             self._watched = _State()
@@ -673,7 +676,10 @@ class LiveTensors:
         return _State(counts, frozenset(_merged(self._modules)))
 
     def _name_in(self, merged: Collection[tuple[int, tuple[str, ...]]]) -> str:
-        """Return the name of a tensor in one of these modules; else the path of a module; else "of adapters"."""
+        """Return the name of a tensor in one of these PEFT layers.
+
+        If a layer has no described tensor, return its path; if no layer is found, "of adapters".
+        """
         layers = {layer for layer, _ in merged}
         for module in self._modules:
             for path, child in module.named_modules():
@@ -708,8 +714,8 @@ class LiveTensors:
         if gone or new:
             self._refuse_fsdp1()
             raise PlanError(
-                f"parameters must be those of when this rank connected, got {len(gone)} fewer "
-                f"{gone[:3]} and {len(new)} more {new[:3]}: connect again"
+                f"parameters must be the same as when this rank connected, got {len(gone)} missing "
+                f"{gone[:3]} and {len(new)} new {new[:3]}: connect again"
             )
         ordered = [held.get(name) for name in self._parts]
         keys, tensors = _registered(self._modules)
@@ -773,7 +779,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _num_writes(tensor: torch.Tensor) -> int:
     """Return how often torch has changed a tensor in place.
 
-    torch counts optimizer steps at the DTensor and other writes at its local part.
+    torch counts optimizer steps in the version of a DTensor, and other writes in the version of its
+    local tensor.
     """
     local = _local(tensor)
     found = 0 if local.is_inference() else local._version

@@ -22,7 +22,7 @@ SAMPLE_NBYTES = 4 << 20
 """Bytes that one update checks, unless it checks all: about a millisecond on one core. A step that
 diverges spreads over all parameters, so checking a part of them finds it."""
 LEAST_NBYTES, LEAST_NBYTES_OF_GPU = SAMPLE_NBYTES >> 6, SAMPLE_NBYTES >> 4
-"""Minimum cost of a small piece in bytes: checking a piece costs a call, or several GPU kernels."""
+"""Bytes that a smaller piece counts as, because each check costs a call (on a GPU, several kernels)."""
 _FLOATING = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64}
 
 
@@ -62,12 +62,13 @@ class FiniteCheck:
     def find(self, *, everywhere: bool) -> tuple[str, ...]:
         """Return the names of checked parameters that contain NaN or infinity.
 
-        `everywhere`: check all bound parameters; otherwise only the pieces that are due in this
-        turn. On a GPU, wait first for all work that this process has queued there.
+        `everywhere`: check all bound parameters; otherwise check only the next `SAMPLE_NBYTES`, so
+        that successive calls reach all parameters. On a GPU, wait first for all work that this
+        process has queued there.
 
         Raises:
             PlanError: see `LocatedParameters`.
-            TransferFailed: the owner's work on a GPU does not end.
+            TransferFailed: work that this process has queued on a GPU does not end.
         """
         import torch
 
@@ -94,7 +95,7 @@ class FiniteCheck:
         return tuple(self._manifest.parameters[index].name for index in sorted(bad))
 
     def _due(self, located: Sequence[ParameterMemory]) -> Iterator[_Piece]:
-        """Yield the pieces after the last turn's, until `SAMPLE_NBYTES` are reached."""
+        """Yield pieces until they count `SAMPLE_NBYTES`, starting after the last piece of the previous call."""
         left = SAMPLE_NBYTES
         for _ in self._pieces:
             piece = self._pieces[self._next % len(self._pieces)]

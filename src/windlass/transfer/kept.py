@@ -1,4 +1,4 @@
-"""Engine tensors that no trainer has. Nothing writes them, and digests check that they do not change."""
+"""Engine tensors that no trainer has. Updates do not write them, and digests check that nothing else does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KeptTensors:
         self._digests: dict[str, str] = {}
 
     def bind(self, names: Collection[str]) -> None:
-        """Set the kept tensors, and take digests of new ones.
+        """Set the tensors to keep, and compute digests of those that were not kept before.
 
         Raises:
             TransferFailed, TransferOutcomeUnknown: see `Digests.take`.
@@ -48,8 +48,8 @@ class KeptTensors:
         changed = [name for name, digest in self._digests.items() if now[name] != digest]
         if changed:
             raise PlanError(
-                f"keep: {said(changed)} of {self._manifest.worker} must be as when the trainers connected, but something "
-                "else has changed them; start the engine again"
+                f"keep: {said(changed)} of {self._manifest.worker} must not change after the trainers connected, but something "
+                "other than Windlass has changed them; start the engine again"
             )
 
     def _digests_of(self, names: Collection[str]) -> dict[str, str]:
@@ -82,7 +82,7 @@ class KeptTensors:
 
 
 def _runs(sizes: Int64Array, strides: Int64Array, itemsize: int) -> tuple[Int64Array, int]:
-    """Return byte offsets of the contiguous runs of a row, and the bytes of each run."""
+    """Return byte offsets of the contiguous runs of a strided shard, and the bytes of each run."""
     if not sizes.prod():
         return np.zeros(0, np.int64), 0
     run, offsets = itemsize, np.zeros(1, np.int64)

@@ -100,7 +100,7 @@ class Packer:
 
     @property
     def sources(self) -> UInt64Array:
-        """Addresses of the parameters, in manifest order; the owner keeps them up to date."""
+        """Addresses of the parameters, in manifest order; the owner of the packer keeps them up to date."""
         return self._sources
 
     @sources.setter
@@ -139,7 +139,7 @@ class Packer:
         self.slot.fit(capacity)
 
     def abandon(self, *, renew: bool = True) -> None:
-        """Never reuse or unmap the arena, because bytes may still leave it. `renew`: allocate a new arena.
+        """Never reuse or unmap the arena, because a late write may still read it. `renew`: allocate a new arena.
 
         Raises:
             RegionError, TransferFailed: there is no memory for a new arena.
@@ -160,7 +160,8 @@ class Packer:
         """Return digests of the links by peer, from the current parameters. Pack nothing.
 
         Raises:
-            TransferFailed: a cast overflows, or the owner's work does not end.
+            TransferFailed: a cast overflows, or work that this process has queued on the GPU does
+                not end.
             TransferOutcomeUnknown: kernels do not end.
         """
         self.memory.settle(OWN_WORK_S)
@@ -178,7 +179,8 @@ class Packer:
             (packed parts, digest, offset of the next link).
 
         Raises:
-            TransferFailed: a cast overflows, or the owner's work does not end.
+            TransferFailed: a cast overflows, or work that this process has queued on the GPU does
+                not end.
             TransferOutcomeUnknown: kernels do not end.
         """
         self.memory.settle(OWN_WORK_S)
@@ -197,10 +199,10 @@ class Packer:
         return PackedLink(found, digest)
 
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
-        """Yield batches that use the two halves in turn; at most one batch may be in flight at a yield.
+        """Yield the writes of a link, packing into one half of the arena and then into the other.
 
-        These bytes are not hashed again: the engine verifies them against the digests of
-        `hash_links`.
+        When the caller asks for the next batch, at most one earlier batch may be in flight. These
+        bytes are not hashed again: the engine verifies them against the digests of `hash_links`.
         """
         self.memory.settle(OWN_WORK_S)
         yield from self._direct(program, peer)

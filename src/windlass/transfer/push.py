@@ -1,7 +1,7 @@
-"""Updates that the trainer drives itself: it sends whole tensors, and one `apply` makes them all live.
+"""The engine's side of a push: the trainer sends whole tensors, and one `apply` makes them all live.
 
-Whole tensors arrive by broadcast or from checkpoint files. The rank copies its boxes out of them
-into a shadow copy. `apply` makes them live only if every element of every parameter has arrived.
+Whole tensors arrive by broadcast or from checkpoint files. The engine rank copies its boxes out of
+them into a shadow copy. `apply` raises unless every element of every parameter has arrived.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_boxes
 
 
 def signature_of_group(offer: GroupOffer, fabric: CollectiveFabric) -> str:
-    """Return a digest of everything that the members of a group agree on when it forms."""
+    """Return a digest of the offer and the fabric, which must be equal in all members of a group."""
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((offer, fabric)))
 
 
 def wire_offsets(tensors: Sequence[WireTensor]) -> tuple[tuple[int, ...], int]:
-    """Return the offset of each tensor in a flat bucket, and the bytes of the bucket."""
+    """Return the byte offset of each tensor in a bucket, and the size of the bucket in bytes."""
     return aligned_offsets(tensor.nbytes for tensor in tensors)
 
 
@@ -42,12 +42,12 @@ def wire_offsets(tensors: Sequence[WireTensor]) -> tuple[tuple[int, ...], int]:
 class PushReceiver:
     """Receiver of one engine rank: `receive_bucket` and `read_files` receive bytes, `apply` makes them live.
 
-    Groups stay from one update to the next.
+    A group that was joined for one update is used again in the next.
 
     Args:
         manifest: manifest of this rank.
         addresses: addresses of the live parameters, in manifest order.
-        host: this rank's address that the leaders can reach.
+        host: address at which leaders (the trainer ranks that send) can reach this rank.
     """
 
     def __init__(self, manifest: ShardManifest, addresses: Sequence[int], host: str) -> None:
@@ -109,7 +109,7 @@ class PushReceiver:
         """
         group = self._groups.get(name)
         if group is None or group.broken:
-            raise TransferFailed(f"group {name}: is not formed, or broken")
+            raise TransferFailed(f"group {name}: was not formed, or has failed; form it again")
         try:
             self._check(tensors)
         except PlanError:
@@ -157,7 +157,7 @@ class PushReceiver:
         """Make the update live.
 
         Raises:
-            PlanError: some tensor did not arrive; nothing is changed.
+            PlanError: some tensor did not arrive; the live parameters are unchanged.
         """
         self._check_complete()
         self._begun()[1].copy_over()
@@ -193,7 +193,7 @@ class PushReceiver:
                 if any(r in self._missing for r, _ in rows)
             )
             raise PlanError(
-                f"{self._manifest.worker}: {len(missing)} tensors did not come, the first is "
+                f"{self._manifest.worker}: {len(missing)} tensors did not arrive, the first is "
                 f"{missing[0]!r}"
             )
 
@@ -205,7 +205,7 @@ class PushReceiver:
         for tensor in tensors:
             if tensor.name not in shapes:
                 raise PlanError(
-                    f"{worker}: a tensor of this model was expected, got {tensor.name!r}"
+                    f"{worker}: must receive a tensor of the engine's model, got {tensor.name!r}"
                 )
             if shapes[tensor.name] != tensor.shape:
                 raise PlanError(
@@ -220,7 +220,7 @@ class PushReceiver:
     def _box_of(
         self, shadow: ShadowCopy, shard: Shard, tensor: WireTensor, address: int
     ) -> StridedCopy:
-        """Return the copy of a box of this rank out of a whole tensor at `address`."""
+        """Return the copy of a shard's box from a whole tensor at `address` to the shadow copy."""
         position = self._indices[shard.parameter]
         dtype = self._manifest.parameters[position].dtype
         strides = contiguous_strides(tensor.shape, tensor.dtype.itemsize)

@@ -1,9 +1,10 @@
 """The engine's side of one-sided writes: publish the addresses that peers write, and verify the bytes.
 
-`Receiver` is called with a plan part (once) and with the digests that the senders computed (per
-version). It returns a `DestinationBinding`, with the addresses that peers write, and the names of
-sources with wrong bytes. While bytes arrive it does nothing, unless the source's kernels report
-written parts: it then hashes each part while later parts arrive.
+`Receiver.connect` takes a plan part and returns the addresses that peers write
+(`DestinationBinding`). For each version, `Receiver.verify` takes the digests that the senders
+computed and returns the sources whose bytes differ. While bytes arrive, the receiver does nothing,
+unless the source reports the parts that its kernels have written: the receiver then hashes each
+part while later parts arrive.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Receiver:
         regions: registered regions that contain every live parameter.
 
     Attributes:
-        late_nbytes: bytes that the last `verify` still had to hash; all others were hashed as they
-            were written.
+        late_nbytes: bytes that the last `verify` had to hash; all other bytes were hashed while
+            later bytes were written.
     """
 
     def __init__(
@@ -109,10 +110,10 @@ class Receiver:
             )
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Return sources that have another digest than expected, or no link to this rank.
+        """Return the expected sources whose bytes have another digest here, or that have no link to this rank.
 
-        A link that was hashed as it was written is only compared; if its digest differs, it is
-        hashed again.
+        If a link was hashed while it was written, that digest is compared first, and the link is
+        hashed again only if the digest differs.
 
         Raises:
             TransferOutcomeUnknown: kernels do not end.
@@ -126,7 +127,7 @@ class Receiver:
             return wrong
 
     def apply(self) -> None:
-        """Make the written bytes live; see `Destination.apply`. The engine must be quiesced."""
+        """Make the written bytes live, while the engine is paused; see `Destination.apply`."""
         with self._lock:
             self.destination.apply()
 

@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 def stretches(
     spans: Iterable[Span], allocation: Callable[[int], Span | None] | None = None
 ) -> list[Span]:
-    """Return the (address, nbytes) stretches to register; spans that overlap share a stretch.
+    """Join parameters into the (address, nbytes) stretches to register. Overlapping spans share a stretch.
 
-    With `allocation`, spans of one allocation also share a stretch, which includes the bytes
+    With `allocation`, all spans in one allocation share a stretch, which also covers the bytes
     between them.
 
     Args:
@@ -63,8 +63,8 @@ class RegisteredMemory:
 
     Args:
         memory: finds the allocations of GPU memory; parameters name their own host allocations.
-        by_owner: regions that the owner has registered; parameters inside them are not registered
-            again.
+        by_owner: regions that the owner of the parameters has registered; parameters inside them
+            are not registered again.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RegisteredMemory:
         """Register these parameters, and unregister allocations that contain none of them.
 
         Returns:
-            Seconds that it took; 0 if nothing has moved.
+            Seconds of registering; 0 if no parameter has moved.
 
         Raises:
             RegionError: memory cannot be registered.
@@ -153,6 +153,6 @@ def _met_by(span: Span, ordered: Sequence[Span]) -> Sequence[Span]:
 
 
 def _serves(registered: Span, around: Span | None, wanted: Span) -> bool:
-    """Return whether an existing region can be used for `wanted`; anything else it covers stays registered too."""
+    """Return whether an existing region can be kept for `wanted`; all that it covers then stays registered."""
     within = around is not None and _holds(around, registered)
     return registered == wanted or (within and _holds(registered, wanted))

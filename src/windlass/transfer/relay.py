@@ -2,13 +2,14 @@
 
 A one-sided write is not visible to the process that owns the memory. The writer therefore
 announces each written chunk over one TCP connection per round. The first frame names the round and
-carries the secret of the receiving engine. The receiver answers with one byte if it takes part, and
-the writer writes nothing before that. The connection ends with `End`, after which nothing more is
-written, or with the end of the writer's process.
+carries the secret of the receiving engine. The receiver answers with one byte if it takes part in
+the round, and the writer writes nothing before this answer. The last frame is `End`; after it the
+writer writes nothing more. A connection without `End` ends when the writer's process ends.
 
-The trainer writes the roots of a group: each root gets the chunks of its stripes. The plan names
-one member of each group; the links to the other members have the same ops, packed bytes and digest.
-A trainer can write any member directly, so it completes the links that the relay left incomplete.
+A trainer writes only to the roots of a group: each root gets the chunks of its stripes. The plan
+has a link to one member of each group; the links to the other members have the same ops, packed
+bytes and digest. After a relay, a trainer completes incomplete links by writing to the members
+directly.
 
 An engine accepts a chunk when the bytes in its memory have the digest that the trainer computed.
 Only then does it write the chunk to the next engines, by one-sided writes from its own memory. Only
@@ -115,8 +116,8 @@ FRAMES: Codec[Frame] = Codec(Frame, "relay: frame", max_nbytes=4096)
 MAX_CONNECTIONS = 4096
 ACCEPT_AGAIN_S = 0.1
 OPEN_S = 10.0
-"""Seconds for the first frame of a connection, so that a client without a token cannot hold it
-longer."""
+"""Seconds within which a client must send its first frame, so that a client without the token cannot
+occupy a connection for longer."""
 CLOSE_S = 10.0
 
 
@@ -138,7 +139,7 @@ class RelaySender:
             where = address.host, address.port
             self._socket = socket.create_connection(where, timeout=self._left_s())
         except OSError as error:
-            raise PeerUnreachable(f"relay: {self._peer} does not listen: {error}") from error
+            raise PeerUnreachable(f"relay: cannot connect to {self._peer}: {error}") from error
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self.send(Open(address.token, upstream, *round_id))
@@ -163,12 +164,12 @@ class RelaySender:
                 self._socket.settimeout(self._left_s())
                 self._socket.sendall(LENGTH.pack(len(body)) + body)
         except OSError as error:
-            raise PeerUnreachable(f"relay: {self._peer} is gone: {error}") from error
+            raise PeerUnreachable(f"relay: cannot send to {self._peer}: {error}") from error
 
     def end(self, *, unknown: bool) -> None:
         """Announce that nothing more will be written, and close."""
-        # If the frame is lost, the end of the connection has the same effect; `unknown` is also
-        # part of the round's result.
+        # If the frame is lost, the receiver sees the end of the connection, and the controller gets
+        # `unknown` with the result of the round.
         with contextlib.closing(self), contextlib.suppress(PeerUnreachable):
             self.send(End(unknown))
 
@@ -197,7 +198,7 @@ class Ended(Enum):
     """Events of a round that are not frames."""
 
     DISCONNECTED = auto()
-    """A connection ended without `End`; bytes in the kernel of its peer may still arrive."""
+    """A connection ended without `End`; bytes in the writer's operating system may still arrive."""
     INTERRUPTED = auto()
     """The round is over for this rank."""
 
@@ -218,9 +219,9 @@ class _Round:
 class RelayReceiver:
     """Listener of one engine rank, from construction to `close`. Thread-safe.
 
-    A writer is accepted only with the right secret, and only for the newest round or a later round,
-    if it has not been closed. For every accepted writer, `End` or `DISCONNECTED` follows in the
-    events of its round.
+    A writer is accepted if it sends the right secret, and names the newest round or a later one,
+    which `end` has not closed. The events of a round contain one `End` or `DISCONNECTED` for every
+    accepted writer.
 
     Args:
         worker: this rank.
@@ -243,7 +244,7 @@ class RelayReceiver:
         self._thread.start()
 
     def begin(self, round_id: RoundId) -> RelayEvents:
-        """Return the events of a round, including events before this call. End older rounds."""
+        """Return the queue of a round's events, including events before this call. End older rounds."""
         with self._lock:
             self._oldest = max(self._oldest, round_id)
             for older in [found for found in self._rounds if found < round_id]:
@@ -251,7 +252,7 @@ class RelayReceiver:
             return self._rounds[round_id].events
 
     def joined(self, round_id: RoundId) -> frozenset[str]:
-        """Return the writers that the round has accepted until now."""
+        """Return the writers that were accepted into the round until now."""
         with self._lock:
             return frozenset(self._rounds[round_id].joined)
 
@@ -320,7 +321,7 @@ class RelayReceiver:
                         writer.write(ACCEPTED)
                         last = await self._follow(stream, opened.upstream, events)
                     finally:
-                        # The writer's process has ended or gave up, so it makes no more writes.
+                        # The writer's process has ended or has given up, so it writes nothing more.
                         events.put((opened.upstream, last))
             finally:
                 writer.close()
@@ -333,7 +334,9 @@ class RelayReceiver:
             if isinstance(frame, End):
                 return frame
             if isinstance(frame, Open):
-                raise ProtocolError("relay: a connection is opened once")
+                raise ProtocolError(
+                    "relay: a connection must send `Open` once, got a second `Open`"
+                )
             events.put((upstream, frame))
 
     def _let_in(self, frame: Open) -> RelayEvents | None:
@@ -353,13 +356,13 @@ class RelayReceiver:
 # --- writers of chunks: trainers, and engines that pass them on ----------------------------------
 
 WRITES_AT_ONCE = 4
-"""Number of chunks on the wire to one engine: the next chunk is written while the last is
-acknowledged."""
+"""Maximum number of concurrent chunk writes to one engine, so that the next chunk is on the wire while
+earlier ones are acknowledged."""
 
 
 @final
 class ChunkWriter:
-    """Writer of chunks to one engine in one round. It announces each chunk when it is in place.
+    """Writer of chunks to one engine in one round. It announces each chunk after writing it.
 
     It has its own threads and connects in one of them. After the first error it writes nothing
     more.
@@ -367,8 +370,8 @@ class ChunkWriter:
     Attributes:
         errors: errors in order of time.
         unreached: True if the engine did not accept this rank; nothing was written to it.
-        first_s, last_s: times by `time.perf_counter` when the first chunk was begun and the last
-            was in place; 0 without chunks.
+        first_s, last_s: times (`time.perf_counter`) at which the first write began and the last
+            write ended; 0 without chunks.
     """
 
     def __init__(
@@ -413,11 +416,11 @@ class ChunkWriter:
         self._submit(write)
 
     def end_stripe(self, stripe: int) -> None:
-        """Announce the end of a stripe after all earlier chunks are written."""
+        """Queue the announcement that a stripe has ended, after the writes that are already queued."""
         self._submit(lambda sender: sender.send(StripeEnd(stripe)), last=True)
 
     def end(self) -> None:
-        """Announce the end of all chunks after all earlier chunks are written."""
+        """Queue the `End` frame, after the writes that are already queued."""
         earlier = tuple(self._jobs)
 
         def end() -> None:
@@ -431,7 +434,7 @@ class ChunkWriter:
         self._jobs.append(submit(self._pool, end))
 
     def close(self) -> Carried:
-        """Wait for all jobs; return the bytes written and the seconds."""
+        """Wait for all queued work; return the bytes written and the seconds from the first write to the last."""
         self._pool.shutdown(wait=True)
         failed = [error for job in self._jobs if (error := job.exception()) is not None]
         for error in failed:
@@ -442,7 +445,10 @@ class ChunkWriter:
         return Carried(self._nbytes, max(self.last_s - self.first_s, 0.0))
 
     def _submit(self, job: Callable[[RelaySender], None], *, last: bool = False) -> None:
-        """Queue a job after the earlier ones, to be skipped after an error. `last`: run it when they have ended."""
+        """Queue a job that is skipped after an error of an earlier job.
+
+        `last`: run it only when all earlier jobs have ended, not only the connection.
+        """
         earlier = tuple(self._jobs if last else self._jobs[:1])
 
         def run() -> None:
@@ -452,8 +458,8 @@ class ChunkWriter:
             try:
                 job(self._sender)
             except BaseException as error:
-                # After any error, bytes may still land at the peer.
-                # The peer will report the link as incomplete.
+                # After any error, bytes may still land at the peer, which reports the link as
+                # incomplete.
                 self.errors.append(error)
                 if not isinstance(error, TransferError):
                     raise
@@ -474,11 +480,11 @@ def _at(payload: Payload, binding: DestinationBinding) -> UInt64Array:
 
 @final
 class GroupWrite:
-    """A relay group of a trainer rank, which writes the group's roots. It can also write every member directly.
+    """A relay group, as seen by a trainer rank: it writes to the roots, and can write to any member directly.
 
     Attributes:
-        leader: first member, for which the plan was made.
-        roots: members that trainers write.
+        leader: first member; the plan contains the link to it.
+        roots: members that trainers write to during a relay.
         digest: digest of the link to any member; empty while nothing is packed.
 
     Raises:
@@ -510,11 +516,11 @@ class GroupWrite:
         self._chunks: tuple[str, ...] = ()
 
     def copies(self) -> dict[str, LinkProgram]:
-        """Return the links to the other members."""
+        """Return the links to all members except the leader."""
         return {name: replace(self._program, peer=name) for name in self._group.members[1:]}
 
     def keep(self, memory: MemoryOps, sources: UInt64Array, pack: LinkPack, digest: str) -> None:
-        """Hash the chunks of a packed link, and keep their addresses.
+        """Hash the chunks of the link after it was packed, and keep their addresses.
 
         Raises:
             TransferFailed: the GPU has no room for the tables.
@@ -561,7 +567,7 @@ class GroupWrite:
     ) -> Carried:
         """Write the chunks of a root's stripes, a few at a time.
 
-        If nothing is packed, nothing is written and the root gets `End` only.
+        If nothing is packed, send the root only `End`.
 
         Raises:
             TransferError: the root was not reached, or a write failed.
@@ -622,7 +628,7 @@ class RelayedLinks:
         return copies
 
     def planned_for(self, name: str) -> str:
-        """Return the group's leader, because its planned link also describes the link to `name`."""
+        """Return the destination in the plan whose link has the bytes for `name`: its group's leader, or itself."""
         return self.groups[name].leader if name in self.groups else name
 
     def forget(self) -> None:
@@ -645,7 +651,7 @@ class RelayedLinks:
         write: Callable[[Sequence[str]], Written],
         failed: Callable[[str, BaseException], LinkOutcome],
     ) -> Written:
-        """Write the roots of all groups while `write` writes the links that are not relayed.
+        """Write to the roots of all groups while `write` writes the links that are not relayed.
 
         `failed`: makes the outcome of a root after its write raised an error.
 
@@ -672,7 +678,7 @@ class RelayedLinks:
         except Exception as error:
             met = [job.exception() for job in roots.values()]
             if any(found is not None and is_unknown(found) for found in met):
-                raise TransferOutcomeUnknown(f"{error!r}; and of roots: {met}") from error
+                raise TransferOutcomeUnknown(f"{error!r}; errors of relay roots: {met}") from error
             raise
         finally:
             wait(roots.values())
@@ -709,12 +715,12 @@ class BoundGroup:
         payloads: source -> payload of its link.
         local: source -> addresses of the pieces in this rank.
         digests: source -> digests of the chunks in this rank.
-        upstream: per stripe: member that writes this rank; empty if trainers write it.
+        upstream: per stripe: member that writes to this rank; empty if trainers do.
         children: per stripe: members that this rank passes chunks on to.
-        timeout_shares: per stripe: fraction of the relay's time that this rank waits. Ranks closer
-            to the root time out first, so that a rank that only waits for a stalled rank is not
-            reported as stalled.
-        bindings, addresses: of the children.
+        timeout_shares: per stripe: fraction of the relay's deadline that this rank waits. Ranks
+            closer to the root time out first, so that a rank that only waits for a stalled rank is
+            not reported as stalled.
+        bindings, addresses: child -> its memory and its relay listener.
         remote: child -> source -> addresses of the pieces in the child.
     """
 
@@ -787,7 +793,7 @@ class RelayRound:
         self._first_s = self._first_s or time.perf_counter()
         found = self._bound.digests[landed.source].take([landed.chunk], OWN_WORK_S)
         self._last_s = time.perf_counter()
-        # The chunk counts as missing until here, even after an error.
+        # Only now is the chunk no longer missing: if hashing raised, it stays missing.
         left.discard(key)
         if not left:
             del self._left[upstream]
@@ -838,7 +844,7 @@ class RelayRound:
             self._unknown.add(upstream)
 
     def finish(self, joined: Collection[str]) -> tuple[Relayed, frozenset[str]]:
-        """Wait for all writes, send `End` to the children, and return the result; see `RelayNode.run`."""
+        """Wait for all writes to children, send them `End`, and return the result; see `RelayNode.run`."""
         # An accepted writer that has not ended may still be writing.
         self._unknown |= set(self._left) & set(joined)
         self._missing |= {source for left in self._left.values() for source, _ in left}
@@ -864,8 +870,9 @@ class RelayNode:
     """Relay part of one engine rank. The agent's command thread calls `run`; any thread may call the rest.
 
     Args:
-        receiver: its memory is written, verified and read; its transport writes to the children.
-        host: this rank's address that upstreams can reach.
+        receiver: owner of the memory that upstreams write and that is passed on; its transport
+            writes to the children.
+        host: address at which upstreams can reach this rank.
     """
 
     def __init__(self, receiver: Receiver, host: str) -> None:
@@ -936,8 +943,9 @@ class RelayNode:
         """Take part in a round until every link is complete here or cannot become complete.
 
         Returns:
-            The result, and the upstreams that ended without `End`. Over TCP their kernels may still
-            hold bytes, so the caller must fence before it trusts the memory of this rank.
+            The result, and the upstreams whose connection ended without `End`. With a TCP
+            transport, their operating systems may still send bytes, so the caller must fence this
+            rank's memory before relying on it.
 
         Raises:
             PlanError: no group is bound.
@@ -969,16 +977,16 @@ class RelayNode:
                         break
                     case _:
                         assert_never(event)
-        # Catch every error of a round, so that the state of its writes is still reported.
+        # After any error, the controller still needs the state of this round's writes.
         except Exception:  # noqa: BLE001
-            _log.exception("%s: the relay stops here", self._receiver.manifest.worker)
+            _log.exception("%s: failed in the relay", self._receiver.manifest.worker)
         finally:
             self._running = None
             ended = round_.finish(listener.end(round_id))
         return ended
 
     def refuse(self, round_id: RoundId, upstream: str) -> None:
-        """Keep `upstream` out of the round `round_id`: it will not come, or must not."""
+        """Refuse writes of `upstream` in the round `round_id`, because it takes no part in it."""
         if self._listener is not None:
             self._listener.refuse(round_id, upstream)
 

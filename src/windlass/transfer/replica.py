@@ -1,10 +1,10 @@
 """An optional copy of the parameters that a trainer rank sends unpacked.
 
-With a replica, parameters are read in `prepare` only: packed ops go to the packer's arena, and all
-other parameters that are sent go to this copy. The owner may change, move or offload its weights as
-soon as they are copied, and the parameters themselves are never registered. The cost is memory for
-the copy: host memory, pinned host memory for weights on a GPU, or GPU memory. The idea comes from
-the engine replica of slime PR 1164; this replica is sharded like the trainer.
+With a replica, only `prepare` reads the parameters: it packs packed ops into the packer's arena, and
+copies all other parameters that are sent. The trainer may then change, move or offload its weights.
+The parameters themselves are never registered. The cost is memory for the copy: host memory, pinned
+host memory for weights on a GPU, or GPU memory. The idea comes from the engine replica of slime PR
+1164; this replica is sharded like the trainer.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class CopyTimes:
 
     Attributes:
         nbytes: bytes copied.
-        step_s: seconds of waiting for work that the owner had queued on its GPU before; 0 in host
-            memory.
+        step_s: seconds of waiting for work that the trainer had already queued on its GPU; 0 in
+            host memory.
         copy_s: seconds of the copy, including the time to build new tables.
     """
 
@@ -62,7 +62,7 @@ def replica_of(
 ) -> Replica | None:
     """Return the replica that argument `replica` of `connect_trainer` requests; None for OFF.
 
-    AUTO chooses the memory that the transport sends from: GPU memory if the transport reads a GPU.
+    AUTO chooses GPU memory if the transport can read it, and host memory otherwise.
 
     Raises:
         ConfigError: the place does not exist, or the transport cannot send from it.
@@ -105,7 +105,7 @@ def replica_of(
 class Replica:
     """Copy of parameters; see the module. Not thread-safe.
 
-    The tables for a GPU copy are built once and kept until a parameter or the memory moves.
+    The tables for a GPU copy are built once and kept until a parameter or the copy moves.
 
     Args:
         copier: a GPU, for GPU memory and pinned host memory; or threads, for host memory.
@@ -159,7 +159,7 @@ class Replica:
                 the weights stay unchanged until the round ends, so that they may be copied more
                 than once.
             version: the announced version. `prepare` for any other version raises `RoundAborted`,
-                because the owner has given that version up. None accepts any version.
+                because the weights are not those of that version. None accepts any version.
             stream: the copy waits only for work that is queued in this GPU stream now; None to wait
                 for all work that this process has queued.
         """
@@ -183,12 +183,12 @@ class Replica:
         """
         if None not in (version, self._version) and version != self._version:
             raise RoundAborted(
-                f"prepare: version must be {self._version}, whose weights these are, got {version}"
+                f"prepare: version must be {self._version}, to which the weights belong, got {version}"
             )
         if self._only_once and self._taken and not self._whole:
             raise RoundAborted(
-                "prepare: the fleet has changed since this version's weights were copied, or nobody "
-                "waits for them any more: publish again"
+                "prepare: the fleet has changed since this version's weights were copied, or the trainer "
+                "no longer waits for this version: publish again"
             )
         return self._only_once and self._taken
 
@@ -224,8 +224,8 @@ class Replica:
 
         Raises:
             RegionError: see `fit`.
-            TransferFailed: the owner's own GPU work did not end in time or failed, and nothing was
-                copied; or see `fit`.
+            TransferFailed: GPU work that the trainer had queued did not end in time or failed, and
+                nothing was copied; or see `fit`.
             TransferOutcomeUnknown: a copy is still running and may read the sources at any later
                 time.
         """
@@ -253,7 +253,7 @@ class Replica:
     def _copy_by(
         self, gpu: Gpu, sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array
     ) -> float:
-        """Copy ranges and wait; return the seconds of waiting for the owner's own GPU work."""
+        """Copy ranges and wait; return the seconds of waiting for GPU work that the trainer had queued."""
         began = time.perf_counter()
         step, self._step = self._step, None
         gpu.settle(OWN_WORK_S, step)
@@ -272,7 +272,7 @@ class Replica:
         return step_s
 
     def taken(self, version: int | None = None) -> None:
-        """Record that everything is copied or packed, and tell the owner that the weights may change."""
+        """Record that everything is copied or packed, and call `on_taken`: the weights may change now."""
         self._taken = self._whole = True
         self._holds = version
         if self._on_taken is not None:

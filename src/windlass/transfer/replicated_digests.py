@@ -1,7 +1,8 @@
-"""Digests of the boxes that this rank and other ranks hold, for the controller to compare.
+"""Digests of replicated boxes, which several ranks hold: the controller compares the digests of all ranks.
 
-Boxes are hashed in the memory of their parameter, in host memory or on a GPU. The tables for the
-next turn can be built right after a turn, so that the next update does not wait for them.
+Each rank hashes its boxes where the parameters are, in host memory or on a GPU. A turn hashes a part
+of them. The tables for the next turn can be built right after a turn, so that the next update does
+not wait for them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from windlass.transfer.base import ParameterMemory
 
 _KINDS = tuple(DigestKind)
 BATCH_PIECES = 1 << 16
-"""Approximate number of pieces that are hashed at a time. It bounds the tables; for all boxes at
-once they could take 16 GiB."""
+"""Approximate number of pieces that are hashed at a time. It bounds the memory of their tables, which
+could be 16 GiB for all boxes at once."""
 
 
 class _Cut(NamedTuple):
@@ -82,7 +83,7 @@ class ReplicatedDigests:
         return len(self._held)
 
     def take(self, turn: int, period: int) -> StructuredArray:
-        """Digest the blocks that are due in a turn; see `due_pieces`. The parameters must not change.
+        """Return digests of the blocks that are due in a turn; see `due_pieces`. The parameters must not change.
 
         On a GPU, wait first for all work that this process has queued there.
 
@@ -91,7 +92,8 @@ class ReplicatedDigests:
 
         Raises:
             PlanError: see `LocatedParameters`.
-            TransferFailed: the GPU has no room for the tables, or the owner's work does not end.
+            TransferFailed: the GPU has no room for the tables, or work that this process has queued
+                there does not end.
             TransferOutcomeUnknown: kernels do not end.
         """
         located = self._parameters()
@@ -151,7 +153,7 @@ class ReplicatedDigests:
         self._ahead, self._last = (None, []), None
 
     def _settle(self, memory: MemoryOps) -> None:
-        """Wait for GPU work with a deadline before allocating or freeing tables, because that waits without one."""
+        """Wait for GPU work with a deadline, because allocating or freeing tables waits for it without one."""
         began = time.perf_counter()
         memory.settle(OWN_WORK_S)
         self._waited_s += time.perf_counter() - began

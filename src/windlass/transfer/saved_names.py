@@ -1,8 +1,8 @@
-"""Boxes of checkpoint tensors that this rank's part of a parameter becomes when the framework saves it.
+"""Find which boxes of which checkpoint tensors a rank's part of a parameter becomes when the model is saved.
 
 The framework's own save conversion (take apart, rename, join) runs on tensors without elements.
-These tensors record where every element of this rank comes from, through views, copies and
-concatenations.
+These tensors record, through views, copies and concatenations, which elements of the parameters
+become which elements of the saved tensors.
 
 transformers 5 renames modules and fuses tensors when it loads a checkpoint, and reverts that when
 it saves one (`core_model_loading.revert_weight_conversion`, with the table of
@@ -32,21 +32,21 @@ from windlass.layout.naming.place import PlacedShard
 from windlass.layout.naming.stacked import StackedRule
 
 MAX_PIECES = 1 << 16
-"""Maximum number of boxes per tensor. The row permutation of a rotary embedding needs half the
+"""Maximum number of boxes per tensor. The row permutation for a rotary embedding makes one box per two
 rows."""
 
 
 WRAPPER_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""Marks that torch.compile, activation checkpointing and FSDP1 add to names."""
+"""Prefixes that torch.compile, activation checkpointing and FSDP1 insert into names."""
 _MARKS = re.compile(
     r"\.base_layer(?=\.|$)|\.modules_to_save\.[^.]+(?=\.)|\.original_module(?=\.)|"
     + "|".join(map(re.escape, WRAPPER_MARKS))
 )
-"""Pattern of these marks and of the marks that PEFT adds to the names of a model."""
+"""Pattern of `WRAPPER_MARKS` and of the parts that PEFT inserts into names."""
 
 
 def transformers_model(module: torch.nn.Module, *, inside: bool = False) -> torch.nn.Module | None:
-    """Return the transformers 5 model that `module` is under its wrappers; None if there is no such model.
+    """Return the transformers 5 model inside the wrappers of `module`; None if there is no such model.
 
     `inside`: also search the submodules of `module`, for example for the base of a PEFT model.
     """
@@ -62,7 +62,7 @@ def transformers_model(module: torch.nn.Module, *, inside: bool = False) -> torc
 
 
 def names_in(model: torch.nn.Module) -> frozenset[str]:
-    """Return the names of a model's tensors without the marks of PEFT and other wrappers."""
+    """Return the names of a model's tensors without the parts that PEFT and other wrappers insert."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     return frozenset(_MARKS.sub("", name) for name, _ in tensors)
 
@@ -74,8 +74,8 @@ class HeldPart:
     Attributes:
         name: name of the tensor: the parameter's name in the bare module, or the result of
             `name_map`.
-        shape, dtype: of the whole parameter.
-        box: elements in this rank.
+        shape, dtype: shape and dtype of the whole parameter.
+        box: elements of the parameter that this rank holds.
         strides: strides of the local memory, in elements.
     """
 
@@ -89,10 +89,10 @@ class HeldPart:
 def saved_parts(
     model: torch.nn.Module, held: Sequence[HeldPart], owner: Sequence[int]
 ) -> list[list[PlacedShard]]:
-    """Return the boxes of saved tensors that are in each part; offsets and strides in elements.
+    """Return, for each part, the boxes of saved tensors that it contains; offsets and strides in elements.
 
-    `model`: a transformers model, sharded or not; its names are the names of the parts. `owner`:
-    (num_held,) index of the first part of the same parameter; tied weights have several names.
+    `model`: a transformers model, sharded or not; the parts have its names. `owner`: (num_held,)
+    index of the first part of the same parameter; tied weights have several parts.
 
     Raises:
         UnsupportedLayout: the conversion fails, or it computes values instead of moving them.
@@ -125,7 +125,7 @@ def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, lis
 
 
 def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
-    """Return the boxes of checkpoint tensors that are in a part, as `saved_parts` does.
+    """Return the boxes of checkpoint tensors that a part contains, like `saved_parts`.
 
     The first matching rule applies. Without a matching rule, the parameter is a checkpoint tensor
     of the same name.
@@ -217,13 +217,13 @@ class _Watched(torch.Tensor):
         follow = _FOLLOWED.get(func)
         if follow is None:
             raise UnsupportedLayout(
-                f"transformers computes with {func} what it saves, which is no copy of parameters: pass "
+                f"transformers must only copy and rearrange parameters when it saves the model, got {func}: pass "
                 "`name_map` and `stacked`"
             )
         return follow(*args, **(kwargs or {}))
 
     def like(self, shape: Sequence[int], pieces: Iterable[_Piece]) -> _Watched:
-        """Return another tensor of the same dtype."""
+        """Return a tensor of the same dtype with this shape and these pieces."""
         kept = list(itertools.islice(pieces, MAX_PIECES + 1))
         if len(kept) > MAX_PIECES:
             raise UnsupportedLayout(
@@ -239,7 +239,7 @@ def _made(shape: tuple[int, ...], dtype: torch.dtype, pieces: list[_Piece]) -> _
 
 
 def watched(part: HeldPart) -> _Watched:
-    """Return a whole parameter. Operators that move elements are followed; all others are refused."""
+    """Return a tensor that stands for a whole parameter. It follows operators that move elements and refuses others."""
     if not part.box.numel:
         return _made(part.shape, part.dtype, [])
     view = torch.empty_strided(part.box.sizes, part.strides, dtype=part.dtype, device="meta")

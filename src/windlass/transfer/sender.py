@@ -1,9 +1,9 @@
 """The trainer's side of one-sided updates: packs ops that need packing, hashes links, and writes them to engines.
 
-`Sender` is called with a plan part and the destinations' bindings (once), then with `prepare` and
-`write` (per version). It gives `WriteBatch`es to the transport and returns a `LinkOutcome` with the
-link's digest for the coordinator. If a GPU maps a peer's memory, GPU kernels store the bytes
-instead (`transfer/stored_links.py`).
+`Sender.connect` takes a plan part and the destinations' bindings. For each version, `prepare` and
+then `write` are called. `write` gives `WriteBatch`es to the transport and returns a `LinkOutcome`
+for each link, with the digest that the engine must find. If a GPU maps a peer's memory, GPU kernels
+store the bytes instead (`transfer/stored_links.py`).
 
 The capacity of the arena decides when ops are packed. If all packed ops fit, `prepare` packs and
 hashes them before the pause and `write` only writes. Otherwise `prepare` only hashes, and `write`
@@ -80,8 +80,8 @@ class Sender:
             every `prepare` and never in `connect`, because a trainer that connects in the middle of
             a step may have gathered its parameters.
         arena_nbytes: capacity for packed bytes; 0 for as much as one update needs.
-        registered: regions that the owner has registered; parameters inside them are not registered
-            again.
+        registered: regions that the caller has registered; parameters inside them are not
+            registered again.
         replica: place of a copy of the parameters that are sent unpacked, so that parameters may
             change and move after `prepare`; see `connect_trainer`.
 
@@ -144,9 +144,9 @@ class Sender:
                 self.replica.begin(on_taken, version, stream)
 
     def reading(self) -> AbstractContextManager[object]:
-        """Return a context manager that makes `end_version` wait while the block reads the weights.
+        """Return a context manager for a block that reads the weights: `end_version` waits for the block.
 
-        The owner may free the weights after `end_version`.
+        The trainer may free the weights after `end_version`.
         """
         return self._lock
 
@@ -166,7 +166,7 @@ class Sender:
         Raises:
             PlanError: the plan was made for another layout, a destination has no binding, or a
                 replica is requested and the arena is too small for all packed ops.
-            BindingsRefused: the memory that some destinations offer cannot be written, or uses
+            BindingsRefused: some destinations offer memory that cannot be written, or compute
                 another kind of digest.
             RegionError: memory cannot be registered.
         """
@@ -232,7 +232,7 @@ class Sender:
         bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> None:
-        """Bind links to all members of groups, if this rank has a link to the first member. Call it after `connect`.
+        """Bind links to all members of the groups to whose first member this rank has a link. Call it after `connect`.
 
         Raises:
             ProtocolError: GPU kernels of this rank store the links.
@@ -240,7 +240,9 @@ class Sender:
             RegionError: a write would leave the published regions.
         """
         if self._stores is not None:
-            raise ProtocolError("kernels that store into peers cannot write to a relay")
+            raise ProtocolError(
+                "connect_relay: GPU kernels store the links of this rank, and a relay needs writes"
+            )
         with self._lock:
             known = {binding.worker: binding for binding in bindings}
             copies = self._relays.bind(groups, self._links.programs, known, addresses)
@@ -252,11 +254,11 @@ class Sender:
         `version`: the version to prepare; None for the version of the last `begin_version`.
 
         Raises:
-            PlanError: the number or the sizes of the parameters differ from the description.
+            PlanError: the number or the sizes of the parameters differ from the manifest.
             RegionError: moved parameter memory cannot be registered, or there is still no memory
                 for a new arena after the old one was abandoned.
-            RoundAborted: with a replica: the copy of this version no longer exists or was never
-                begun, and the weights may have changed.
+            RoundAborted: with a replica: there is no copy of this version, and the weights may have
+                changed.
         """
         with self._lock:
             if self._stores is not None:
@@ -476,7 +478,7 @@ class Sender:
         """Write a link through the ring: pack one half of the arena while the other half is on the wire."""
         digest = self._digests.get(self._relays.planned_for(name))
         if digest is None:
-            reason = "not prepared: nothing says what the weights of this version are"
+            reason = "write: this version is not prepared; call `prepare` first"
             return failed_link(name, reason), 0.0, 0.0
         ring = self._packer.ring(self._links.programs[name], self._links.peers[name])
         in_flight: Future[float] | None = None
@@ -490,7 +492,7 @@ class Sender:
                 if batch is not None:
                     in_flight = submit(self._pool, self._write_batches, (batch,), deadline)
             outcome = self._succeeded(name, digest, wire_s)
-        # Catch every error of a link, so that the outcomes of the other links are still reported.
+        # After an error of one link, the outcomes of all other links must still be reported.
         except Exception as error:  # noqa: BLE001
             outcome = self._stopped(name, error, in_flight)
         finally:
@@ -501,7 +503,7 @@ class Sender:
     def _stopped(self, name: str, error: Exception, in_flight: Future[float] | None) -> LinkOutcome:
         """Return the outcome of a link after its packing or writing raised `error`.
 
-        An error of the write that is on the wire takes precedence.
+        If the write that was on the wire failed too, its error decides the outcome.
         """
         written = None if in_flight is None else in_flight.exception()
         if written is None and not isinstance(error, WindlassError):
@@ -532,7 +534,7 @@ class Sender:
         return failed_link(name, reason, status)
 
     def _settle_doubt(self, *, renew: bool = True) -> None:
-        """With a replica, abandon the memory that a write of unknown outcome may still read."""
+        """Abandon the replica and the arena if a write of unknown outcome may still read them."""
         if self.replica is not None and self.replica.in_doubt:
             try:
                 self.replica.settle(renew=renew)
@@ -543,8 +545,8 @@ class Sender:
 
     def _abandon(self, arena: Buffer | None) -> None:
         if self.replica is not None:
-            # Later writes of this round may read the copy again: nothing overwrites it before the
-            # next round.
+            # Keep the copy for later writes of this round; it is abandoned before the next round
+            # would overwrite it.
             self.replica.in_doubt = True
             return
         if arena is not None and arena is self._packer.slot.arena:
@@ -552,5 +554,5 @@ class Sender:
             try:
                 self._packer.abandon()
             except (WindlassError, OSError, MemoryError):
-                # The outcome of the link matters more; later links report the missing arena.
+                # Report the outcome of this link anyway; later links report the missing arena.
                 _log.exception("%s: no memory for another arena", self.manifest.worker)

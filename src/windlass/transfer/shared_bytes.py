@@ -1,4 +1,4 @@
-"""Refuses parameters of one engine rank that need different values in the same bytes."""
+"""Refuse an engine rank in which two parameters store different elements in the same bytes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from windlass.layout.columns import Int64Array
 from windlass.layout.manifest import ShardManifest
 
 _MOST_ELEMENTS = 1 << 20
-"""Elements of two strided shards up to which their addresses are compared one by one."""
+"""Maximum number of elements of two strided shards whose addresses are compared one by one."""
 
 
 def refuse_shared_bytes(manifest: ShardManifest, addresses: Sequence[int]) -> None:
-    """Refuse parameters that share memory unless each shared element is the same one in both.
+    """Raise if two parameters share bytes, unless the bytes belong to the same element of both.
 
-    A view of another parameter passes, and so do tied weights: whether their values are equal only the trainer
-    can tell. Large strided shards that interleave pass too; the digests of an update tell whether they collide.
+    A view of another parameter is accepted, and so are tied weights under two names: only the trainer knows
+    whether their values are equal. Large strided shards that interleave are accepted without a check; if they
+    collide, the digests of an update differ.
 
     Args:
-        manifest: of the rank.
-        addresses: of its parameters, in manifest order.
+        manifest: manifest of the rank.
+        addresses: addresses of its parameters, in manifest order.
 
     Raises:
-        ManifestError: names both parameters and both tensors.
+        ManifestError: two parameters share bytes for different elements.
     """
     for first, second in _overlapping(manifest, addresses):
         for row in np.flatnonzero(manifest.table.parameter == first).tolist():
@@ -37,7 +38,7 @@ def refuse_shared_bytes(manifest: ShardManifest, addresses: Sequence[int]) -> No
                     raise ManifestError(
                         f"{manifest.worker}: parameters {manifest.parameters[first].name!r} and "
                         f"{manifest.parameters[second].name!r} must not share bytes for different elements, got "
-                        f"{tensors[0].name!r} and {tensors[1].name!r} in the same memory; give each memory of its own"
+                        f"{tensors[0].name!r} and {tensors[1].name!r} in the same memory; give each parameter its own memory"
                     )
 
 
@@ -58,7 +59,7 @@ def _overlapping(manifest: ShardManifest, addresses: Sequence[int]) -> Iterator[
 
 
 def _collide(manifest: ShardManifest, addresses: Sequence[int], row: int, other: int) -> bool:
-    """Return whether two shards certainly have bytes of different elements in common."""
+    """Return whether two shards store different elements in the same bytes; False if that cannot be decided cheaply."""
     table = manifest.table
     bases = [addresses[int(table.parameter[r])] + int(table.offset_bytes[r]) for r in (row, other)]
     itemsizes = [manifest.parameters[int(table.parameter[r])].dtype.itemsize for r in (row, other)]
@@ -82,13 +83,13 @@ def _collide(manifest: ShardManifest, addresses: Sequence[int], row: int, other:
 
 
 def _same_places(manifest: ShardManifest, bases: Sequence[int], row: int, other: int) -> bool:
-    """Return whether both shards place each element that they have in common at the same address."""
+    """Return whether equal indices of both tensors are at the same address."""
     table = manifest.table
     specs = [manifest.tensors[int(table.tensor[r])] for r in (row, other)]
     types = [manifest.parameters[int(table.parameter[r])].dtype for r in (row, other)]
     if specs[0].shape != specs[1].shape or types[0] != types[1]:
         return False
-    # A shard with a single element in a dim has no stride there: the other shard's stride counts.
+    # The stride of a dim with a single element has no meaning: use the other shard's stride.
     single = [table.sizes[r] == 1 for r in (row, other)]
     same = single[0] & single[1] & (table.offsets[row] == table.offsets[other])
     strides = [

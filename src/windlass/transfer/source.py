@@ -21,29 +21,29 @@ from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStat
 
 
 def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]) -> None:
-    """Raise for parameters that differ from the manifest.
+    """Raise if the parameters differ from the manifest.
 
     Raises:
-        PlanError: the number or the sizes of the parameters differ from the description.
+        PlanError: the number or the sizes of the parameters differ from the manifest.
     """
     specs = manifest.parameters
     if len(memories) != len(specs):
         raise PlanError(
-            f"{manifest.worker}: {len(memories)} parameters where {len(specs)} were described"
+            f"{manifest.worker}: must have the {len(specs)} parameters of its manifest, got {len(memories)}"
         )
     for spec, memory in zip(specs, memories, strict=True):
         if memory.nbytes != spec.nbytes:
             raise PlanError(
-                f"{manifest.worker}: parameter {spec.name!r} has {memory.nbytes} bytes where "
-                f"{spec.nbytes} were described"
+                f"{manifest.worker}: parameter {spec.name!r} must have {spec.nbytes} bytes as in its "
+                f"manifest, got {memory.nbytes}"
             )
 
 
 @final
 class LocatedParameters:
-    """Locations of a rank's parameters. The owner is asked in every call, or once for several calls.
+    """Locations of a rank's parameters. Every call locates them again, except inside `once`.
 
-    Locating thousands of tensors takes tens of milliseconds. One thread at a time.
+    Locating thousands of tensors takes tens of milliseconds. Only one thread at a time may use it.
 
     Args:
         locate: returns the memory of the (num_parameters,) parameters, in manifest order.
@@ -60,7 +60,7 @@ class LocatedParameters:
         """Return the memory of each parameter, in manifest order.
 
         Raises:
-            PlanError: the number or the sizes of the parameters differ from the description.
+            PlanError: the number or the sizes of the parameters differ from the manifest.
         """
         if self._kept is not None:
             return self._kept
@@ -72,7 +72,7 @@ class LocatedParameters:
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Ask the owner only in the first call inside the block. Parameters must not move inside the block."""
+        """Locate the parameters only in the first call inside the block. They must not move inside the block."""
         self._keeps = True
         try:
             yield
@@ -81,7 +81,7 @@ class LocatedParameters:
 
 
 def addresses_of(located: Sequence[ParameterMemory]) -> UInt64Array:
-    """Return (num_parameters,) addresses."""
+    """Return the (num_parameters,) addresses of located parameters."""
     return np.array([memory.address for memory in located], np.uint64)
 
 
@@ -93,7 +93,7 @@ def refuse_transforms(worker: str, plan: TransferPlan) -> None:
     """
     if plan.quantizes:
         raise PlanError(
-            f"connect: {worker}: the plan quantises, and this backend sends parameters as they lie: "
+            f"connect: {worker}: the plan quantises, and this backend sends parameters unchanged: "
             "quantised engines need one-sided writes"
         )
 
@@ -150,10 +150,10 @@ class SourceMemory:
         return self._memory
 
     def locate(self) -> bool:
-        """Ask the owner for the locations of parameters; return whether any parameter has moved.
+        """Locate the parameters again; return whether any parameter has moved.
 
         Raises:
-            PlanError: the number or the sizes of the parameters differ from the description, or the
+            PlanError: the number or the sizes of the parameters differ from the manifest, or the
                 parameters are in several memories or in another memory than before.
         """
         now = self._parameters()

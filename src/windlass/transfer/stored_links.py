@@ -83,7 +83,7 @@ class StoredLinks:
         """Add links and map the memory of their peers. Unmap the memory of links that have ended.
 
         Raises:
-            RegionError: a parameter of a peer is not whole in one region.
+            RegionError: a parameter of a peer is not inside one of its regions.
             PeerUnreachable, TransferFailed: see `PeerMapper.map_region`.
         """
         used = {program.peer: bindings[program.peer] for program in programs}
@@ -96,7 +96,7 @@ class StoredLinks:
         """Build and upload the tables if parameters have moved. Copy the parameters into a replica.
 
         Raises:
-            RegionError: memory of another GPU.
+            RegionError: a parameter is in the memory of another GPU.
             TransferFailed: host memory cannot be pinned.
             TransferOutcomeUnknown: the copy may still run.
         """
@@ -130,9 +130,9 @@ class StoredLinks:
     ) -> Written:
         """Store the links to `destinations`, in this order.
 
-        `replica`: the copy to read; queued work does not change it. Without a replica, wait first
-        for work that this process has queued on the GPU, such as an optimizer step. If that takes
-        all of the time, links are FAILED, because nothing of them was sent.
+        `replica`: the copy to read. Without a replica, wait first for work that this process has
+        queued on the GPU, such as an optimizer step. If that work does not end before the deadline,
+        the links are FAILED, because none of their bytes was sent.
 
         Raises:
             RoundAborted: the link of a destination is not prepared.
@@ -142,7 +142,7 @@ class StoredLinks:
         """
         check_destinations(self, destinations)
         if replica is not None and not replica.holds(version):
-            reason = "replica: this version is not copied, and the weights may have changed"
+            reason = "replica: has no copy of this version, and the weights may have changed"
             return Written(failed_links(destinations, reason), 0.0, 0.0)
         try:
             if replica is not None:
@@ -204,10 +204,10 @@ class StoredLinks:
             self._links.pop(name).close()
 
     def _reach(self, program: LinkProgram, binding: DestinationBinding) -> UInt64Array:
-        """Return the peer's parameter addresses as mapped in this process.
+        """Return the addresses of the peer's parameters in this process, where the peer's regions are mapped.
 
-        Every op must stay in the region that its parameter begins in, because each region of the
-        peer is mapped at a different distance in this process.
+        Every op must stay in the region in which its parameter begins, because adjacent regions of
+        the peer are not adjacent in this process.
         """
         mapped = [self._mapper.map_region(region) for region in binding.regions]
         around = []
@@ -215,14 +215,14 @@ class StoredLinks:
             inside = [m for m in mapped if m.start <= address < m.stop]
             if not inside:
                 raise RegionError(
-                    f"connect: {binding.worker} published no region around parameter at {address:#x}"
+                    f"connect: {binding.worker} published no region around its parameter at {address:#x}"
                 )
             around.append(inside[0])
         for op in program.ops:
             start = binding.parameter_addresses[op.dst_parameter] + op.dst_offset
             if start + op.dst_extent_nbytes > around[op.dst_parameter].stop:
                 raise RegionError(
-                    f"connect: {binding.worker}: parameter {op.dst_parameter} must lie in one region"
+                    f"connect: {binding.worker}: parameter {op.dst_parameter} must be inside one region"
                 )
         addresses = [
             address + region.shift
@@ -231,7 +231,7 @@ class StoredLinks:
         return np.array(addresses, np.uint64)
 
     def _queue(self, name: str, version: int, write: str) -> list[tuple[PartWritten, Event]]:
-        """Queue the stores of a link; return each part with the event that its stores have ended."""
+        """Queue the stores of a link; return each part with a GPU event that completes after its stores."""
         gpu, stream, link = self.gpu, self.gpu.stream, self._links[name]
         listens = bool(self._bindings[name].listener)
         gpu.device.clear(link.digest, WORDS_NBYTES, stream)
@@ -251,8 +251,8 @@ class StoredLinks:
     ) -> str:
         """Notify the peers as parts are written; return "" or the reason why the outcome is unknown.
 
-        Add the seconds of each link to `took`. Links are stored one after another, so this thread
-        counts each from the end of the link before it.
+        Add the seconds of each link to `took`. Links are stored one after another, so the time of
+        a link begins when the previous link ends.
         """
         began = time.perf_counter()
         try:
@@ -269,7 +269,7 @@ class StoredLinks:
 
     def _is_gone(self, name: str) -> str:
         with suppress(OSError):
-            # After an error such as too many open files, it is not known that the peer has ended.
+            # An OSError, such as too many open files, does not prove that the peer has ended.
             try:
                 check_alive(self._bindings[name].endpoint)
             except PeerUnreachable as error:

@@ -2,8 +2,8 @@
 
 A one-sided write is not visible to its target. Without notifications, a rank hashes the whole
 update after the last write. With these datagrams it hashes each part while later parts are written.
-They are hints: a hint that is lost, late or wrong costs only time, because a digest that was
-computed from hints is used only if it equals the expected digest. Both processes are on one host.
+A notification that is lost, late or wrong costs only time, because a digest that was computed from
+notifications is used only if it equals the expected digest. Both processes are on one host.
 
 The writer uses `notify`; the written rank uses `ProgressDigests` with a `ProgressListener`.
 """
@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 MAX_NBYTES = 4096
 CLOSE_S = 5.0
 MAX_AT_ONCE = 1024
-"""Maximum number of messages per `drain`. It is more than a queue holds, so a peer that sends
-without end cannot block the caller."""
+"""Maximum number of messages per `drain`. A socket queue has fewer messages, so `drain` empties it, but
+returns even if a peer keeps sending."""
 
 
 class PartWritten(msgspec.Struct, frozen=True, array_like=True):
@@ -41,8 +41,8 @@ class PartWritten(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         source: worker that writes.
         version: version of the weights.
-        write: id of one call of `StoredLinks.write`; a link that is written again starts from the
-            beginning.
+        write: id of one call of `StoredLinks.write`; with a new id, hashing starts again from the
+            first piece.
         table, start, stop: see `DeviceLink`.
     """
 
@@ -57,8 +57,8 @@ class PartWritten(msgspec.Struct, frozen=True, array_like=True):
 def notify(listener: str, part: PartWritten) -> None:
     """Send to the listener at this address without waiting for a result.
 
-    A rank that has ended, has a full queue or is in another network namespace gets no hint and
-    hashes the link in `verify`.
+    A rank that has a full queue or is in another network namespace gets no notification and hashes
+    the link in `verify`.
     """
     kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sender:
@@ -67,7 +67,7 @@ def notify(listener: str, part: PartWritten) -> None:
 
 @final
 class ProgressListener:
-    """The rank's end: a socket in Linux's abstract namespace and a thread that sleeps on it.
+    """Receiving end of notifications: an abstract Unix socket and a thread that waits for its messages.
 
     Args:
         deliver: called with each message, by the thread or by `drain`, never by both at once.
@@ -76,7 +76,7 @@ class ProgressListener:
         address: address for the writers' `notify`.
 
     Raises:
-        OSError, RuntimeError: the system has no socket or no thread left.
+        OSError, RuntimeError: no socket can be opened, or no thread started.
     """
 
     def __init__(self, deliver: Callable[[PartWritten], None]) -> None:
