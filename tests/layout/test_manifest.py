@@ -47,7 +47,7 @@ def test_contiguous_strides_are_row_major() -> None:
 def test_a_box_outside_its_tensor_is_refused() -> None:
     builder = one()
     builder.add_shard("w", (4, 4), Box((3, 0), (2, 4)), "p")
-    with pytest.raises(ManifestError, match=r"'w'.*must lie inside shape \(4, 4\)"):
+    with pytest.raises(ManifestError, match=r"'w'.*must be inside shape \(4, 4\)"):
         builder.build()
 
 
@@ -59,7 +59,7 @@ def test_a_shard_that_leaves_its_parameter_is_refused(
     builder.add_shard(
         "w", (4, 4), Box((0, 0), (2, 4)), "p", offset_bytes=offset, strides_bytes=strides
     )
-    with pytest.raises(ManifestError, match="reaches bytes"):
+    with pytest.raises(ManifestError, match="occupies bytes"):
         builder.build()
 
 

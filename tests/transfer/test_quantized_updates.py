@@ -237,9 +237,7 @@ def test_shards_that_cut_through_blocks_are_refused(num_ranks: int) -> None:
         first, count = bounds[index], bounds[index + 1] - bounds[index]
         rows, columns = Box((first, 0), (count, 200)), Box((0, first), (200, count))
         trainers.append(trainer(index, {"gate": rows, "up": rows, "down": columns}, full, DType.BFLOAT16))  # fmt: skip
-    with pytest.raises(
-        UnsupportedLayout, match=r"blocks of 128 x 128 must lie whole on one source"
-    ):
+    with pytest.raises(UnsupportedLayout, match=r"blocks of 128 x 128 must each be on one source"):
         plan_transfer([t.manifest for t in trainers], [engine(0, 1).manifest])
 
 

@@ -414,7 +414,9 @@ def test_an_abandoned_round_sends_no_weights_of_the_next_version() -> None:
         links.sender.prepare(0)
         links.memory.refill(1)
         links.sender.begin_version(lambda: told.append(1), version=1)
-        with pytest.raises(RoundAborted, match="version must be 1, to which the weights belong, got 0"):
+        with pytest.raises(
+            RoundAborted, match="version must be 1, to which the weights belong, got 0"
+        ):
             links.sender.prepare(0)
         assert told == [0]
         # The copy still contains version 0.

@@ -395,7 +395,9 @@ def test_a_tensor_that_transformers_computes_is_refused_by_name(
     monkeypatch.setattr(
         conversion_mapping, "get_model_conversion_mapping", lambda *_, **__: [doubled]
     )
-    with pytest.raises(UnsupportedLayout, match=r"must only copy and rearrange.*aten\.mul.*pass `name_map`"):
+    with pytest.raises(
+        UnsupportedLayout, match=r"must only copy and rearrange.*aten\.mul.*pass `name_map`"
+    ):
         describe_module(model, "trainer/0", Role.TRAINER)
     assert describe_module(model, "trainer/0", Role.TRAINER, stacked=()).parameters
 

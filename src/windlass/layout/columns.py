@@ -1,7 +1,7 @@
 """Tables as columns: numpy arrays of equal length, one per field of a frozen dataclass, and their wire form.
 
-On the wire a column is its values, row-major and little-endian, inside the encoding of the object
-that contains it.
+The encoding of an object that contains a table has each column as bytes: the values, row-major and
+little-endian.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def column(dtype: str, width: int = 0) -> Any:
     """Declare a field that is a column.
 
     Args:
-        dtype: numpy's name, little-endian; also the dtype of the bytes and of the field's
-            annotation.
+        dtype: numpy's name of the dtype, little-endian. The field's annotation must have the same
+            dtype.
         width: values per row, for a column of shape (n, width); 0 for shape (n,).
     """
     return field(metadata={"dtype": np.dtype(dtype), "width": width})
@@ -53,7 +53,7 @@ class Columns:
                 object.__setattr__(self, f.name, shaped)
         lengths = {name: len(values) for name, values in self.columns().items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"columns must be equally long, got {lengths}")
+            raise ValueError(f"columns must have equal lengths, got {lengths}")
 
     def __len__(self) -> int:
         return len(self.columns()[fields(self)[0].name])
@@ -64,7 +64,7 @@ class Columns:
 
     @classmethod
     def empty(cls, num_rows: int) -> Self:
-        """Return uninitialised columns, to be filled part by part; this needs half the memory of joining parts."""
+        """Return uninitialised columns. Filling them part by part needs half the memory of joining the parts."""
         return cls(
             **{f.name: np.empty(_shape(f, num_rows), f.metadata["dtype"]) for f in fields(cls)}
         )

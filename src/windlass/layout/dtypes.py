@@ -18,7 +18,7 @@ class DType(StrEnum):
     safetensors_name: str
 
     def __new__(cls, name: str, itemsize: int = 0, safetensors_name: str = "") -> Self:
-        """Return a member from the values in its line; `DType(name)` does not call this."""
+        """Make a member from the values in its definition; `DType(name)` does not call this."""
         member = str.__new__(cls, name)
         member._value_, member.itemsize, member.safetensors_name = name, itemsize, safetensors_name
         return member
@@ -46,7 +46,7 @@ _LARGEST = {
 CASTS = tuple(
     (source, target) for source in _LARGEST for target in _LARGEST if source is not target
 )
-"""Every (source, destination) that host packing and GPU kernels can cast.
+"""Every (source, destination) pair that host packing and GPU kernels can cast.
 
 A cast rounds to nearest even, bit for bit as torch does, also to subnormal numbers and to zero. An
 infinity stays an infinity, and a NaN stays a NaN with unspecified bits. A finite number that would
@@ -58,7 +58,7 @@ CAST_RULE = f"only {', '.join(_LARGEST)} are cast into one another"
 
 
 def can_overflow(source: DType, target: DType) -> bool:
-    """Return whether a finite number of `source` may be too large for a finite number of `target`."""
+    """Return whether a cast from `source` to `target` can turn a finite number into an infinity."""
     return _LARGEST[source] > _LARGEST[target]
 
 

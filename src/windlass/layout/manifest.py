@@ -1,16 +1,17 @@
-"""ShardManifest: the Box of each checkpoint tensor that a rank holds, and its bytes in a parameter.
+"""ShardManifest: the boxes of checkpoint tensors that a rank holds, and their places in its parameters.
 
 Trainers and engines describe their weights with this type, and the coordinator collects the
-manifests for the planner. Because the type is the same on both sides, a plan can lead from any of
-them to any other.
+manifests for the planner. Because both sides use the same type, any manifest can be the source or
+the destination of a plan.
 
 A manifest is columnar: one row per shard in a `ShardTable` of numpy arrays, because a rank of a
 trillion-parameter model holds tens of thousands of shards and a fleet holds a million. Boxes are
 padded on the left to `MAX_DIMS` dims with offset 0, size 1 and stride 0, so padding does not change
 the meaning of a row.
 
-SCOPE: element order inside a shard is any strided order (transposes included). For a layout that is
-not a box with strides, such as a block-wise shuffle, the adapter raises `UnsupportedLayout`.
+A shard may have any strides, so transposed shards can be described. A layout that is not a box with
+strides, such as a block-wise shuffle, cannot: code that describes weights raises
+`UnsupportedLayout` for it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class ParameterSpec(msgspec.Struct, frozen=True):
 
     Attributes:
         name: the framework's own name, used in messages.
-        nbytes: extent of the memory that the shards' offsets and strides may reach.
+        nbytes: size of the memory; all bytes of its shards must be inside.
         dtype: element type in memory.
         padding_nbytes: bytes that belong to no tensor (a padded vocabulary); never written.
     """
@@ -104,7 +105,7 @@ class ShardTable(Columns):
         parameter: (n,) index into `ShardManifest.parameters`.
         offsets: (n, MAX_DIMS) box offsets in elements, left-padded with 0.
         sizes: (n, MAX_DIMS) box sizes in elements, left-padded with 1.
-        offset_bytes: (n,) from the parameter's start.
+        offset_bytes: (n,) offset of the box's first element from the parameter's start.
         strides_bytes: (n, MAX_DIMS), left-padded with 0.
     """
 
@@ -178,9 +179,9 @@ class ShardManifest:
         """Return the manifest in the wire form `data`; validate it like `ManifestBuilder.build`.
 
         Raises:
-            ProtocolError: not a manifest, or of another schema version.
-            ManifestError: a manifest that contradicts itself.
-            UnsupportedLayout: a tensor with more than `MAX_DIMS` dims.
+            ProtocolError: `data` is not a manifest, or has another schema version.
+            ManifestError: the manifest contradicts itself.
+            UnsupportedLayout: a tensor has more than `MAX_DIMS` dims.
         """
         try:
             manifest = decode_tables(data, cls)
@@ -195,7 +196,7 @@ class ShardManifest:
         return manifest
 
     def digest(self) -> str:
-        """Return a hex digest of the wire form; equal digests describe equal layouts."""
+        """Return a hex digest of the wire form. It is equal only for equal manifests."""
         return self._digest
 
     def without(self, names: Collection[str]) -> ShardManifest:
@@ -209,7 +210,7 @@ class ShardManifest:
 
     @cached_property
     def layout_digest(self) -> str:
-        """Digest without the worker's name: equal for ranks with the same boxes at the same places."""
+        """Digest that leaves out the worker's name: equal for ranks with the same boxes at the same places."""
         return replace(self, worker="").digest()
 
     @cached_property
@@ -276,8 +277,9 @@ class ManifestBuilder:
             strides_bytes: per tensor dim; contiguous in box order when omitted.
 
         Raises:
-            ManifestError: unknown parameter, or contradicting shapes or dims.
-            UnsupportedLayout: more than `MAX_DIMS` dims.
+            ManifestError: the parameter is not declared, or shapes or numbers of dims contradict
+                each other.
+            UnsupportedLayout: the tensor has more than `MAX_DIMS` dims.
         """
         if len(global_shape) > MAX_DIMS:
             raise UnsupportedLayout(
@@ -314,9 +316,9 @@ class ManifestBuilder:
         """Return the checked manifest.
 
         Raises:
-            ManifestError: a box outside its tensor, bytes outside a parameter, an alias of an
-                unknown tensor, a quantised weight without matching scales, or a parameter with
-                another size than its shards and padding together (engines only).
+            ManifestError: a box is outside its tensor, bytes are outside a parameter, an alias
+                names an unknown tensor, a quantised weight has no matching scales, or the shards
+                and padding of a parameter do not add up to its size (engines only).
         """
         rows = self._rows
         manifest = ShardManifest(
@@ -407,7 +409,7 @@ def _check_boxes(manifest: ShardManifest) -> None:
         spec = manifest.tensors[int(table.tensor[row])]
         raise ManifestError(
             f"{worker}: tensor {spec.name!r}: box offsets {table.offsets[row].tolist()} sizes "
-            f"{table.sizes[row].tolist()} must lie inside shape {spec.shape}"
+            f"{table.sizes[row].tolist()} must be inside shape {spec.shape}"
         )
 
 
@@ -435,8 +437,8 @@ def _check_bytes(manifest: ShardManifest) -> Int64Array:
         row = int(bad.argmax())
         parameter = manifest.parameters[int(table.parameter[row])]
         raise ManifestError(
-            f"{worker}: shard of {manifest.tensors[int(table.tensor[row])].name!r} reaches bytes "
-            f"[{int(low[row])}, {int(high[row])}) of parameter {parameter.name!r}, which has "
+            f"{worker}: shard of {manifest.tensors[int(table.tensor[row])].name!r} occupies bytes "
+            f"[{int(low[row])}, {int(high[row])}) of parameter {parameter.name!r}, which has only "
             f"{parameter.nbytes}"
         )
     described = np.zeros(len(manifest.parameters), np.int64)

@@ -30,7 +30,7 @@ BLOCK = 128
 
 
 class Scheme(StrEnum):
-    """How a weight is quantised, and the form of scales that its kernel needs."""
+    """Quantisation of a weight, including the form in which the engine's kernel needs the scales."""
 
     FP8_BLOCK = "fp8_block_128x128"
     FP8_BLOCK_UE8M0 = "fp8_block_128x128_ue8m0"
@@ -66,13 +66,19 @@ CAPABILITIES = (
     Capability(
         Scheme.FP8_TENSOR,
         (),
-        "its scale is of the whole tensor, which no rank of a sharded one has",
+        "its scale depends on the whole tensor, and each rank of a sharded model has only a part",
     ),
     Capability(
-        Scheme.FP8_CHANNEL, (), "its scale is of a whole row, which column-cut shards do not have"
+        Scheme.FP8_CHANNEL,
+        (),
+        "its scale depends on a whole row, and shards that are cut by columns have only a part",
     ),
     Capability(Scheme.MXFP4, (), "two values share a byte, and kernels shuffle them after loading"),
-    Capability(Scheme.NVFP4, (), "it needs a scale of the whole tensor beside those of its blocks"),
+    Capability(
+        Scheme.NVFP4,
+        (),
+        "it needs a scale for the whole tensor in addition to the scales of its blocks",
+    ),
     Capability(Scheme.INT8, (), "no engine's quantiser has been reproduced bit for bit"),
     Capability(
         Scheme.INT4_GROUPED, (), "values share a byte and are calibrated, not computed from weights"
@@ -87,7 +93,7 @@ class QuantizedTensor(msgspec.Struct, frozen=True):
     Attributes:
         weight: checkpoint name of a matrix.
         scale: checkpoint name of its scales (`..._scale_inv`), of shape `scale_shape`.
-        scheme: how the weight is quantised.
+        scheme: quantisation of the weight.
     """
 
     weight: str
@@ -104,7 +110,7 @@ def require_supported(quantized: QuantizedTensor) -> None:
     """Raise for a scheme that trainers cannot quantise to.
 
     Raises:
-        UnsupportedLayout: with the reason from `CAPABILITIES`.
+        UnsupportedLayout: the scheme is not supported; the message has the reason from `CAPABILITIES`.
     """
     for capability in CAPABILITIES:
         if capability.scheme is quantized.scheme and capability.reason:

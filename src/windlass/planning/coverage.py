@@ -38,8 +38,8 @@ def refuse_hole(
     """Raise for a row of `dst`, because the `atoms` of its tensor do not cover its box.
 
     Raises:
-        IncompleteCoverage: always; names tensor, destination, the first hole, the number of holes
-            and the missing bytes.
+        IncompleteCoverage: always. The message names tensor, destination, the first hole, the
+            number of holes and the missing bytes.
     """
     name, itemsize = int(dst.name[row]), int(ITEMSIZES[dst.dtype[row]])
     box = box_of(dst.offsets[row], dst.sizes[row])
@@ -59,14 +59,15 @@ def refuse_overlaps(
 ) -> None:
     """Check that no two rows of `dst` share a byte.
 
-    If two shards overlap and leave a gap of the same size, the sum of a manifest's bytes is still
-    right. Checking the sum alone would let one byte be written twice and another never.
+    The manifest check compares only sums of bytes. Two shards that overlap and leave a gap of the
+    same size pass it, although one byte would be written twice and another never.
 
-    Rows with disjoint extents are checked by whole columns. Interleaved rows (strided shards in one
-    parameter) are compared address by address, once per distinct arrangement.
+    Rows whose address ranges do not overlap need only comparisons of whole columns. Interleaved
+    rows (strided shards in one parameter) are compared address by address, once for all parameters
+    with the same arrangement of rows.
 
     Raises:
-        ManifestError: two rows share memory; names worker, parameter and both tensors.
+        ManifestError: two rows share memory. The message names worker, parameter and both tensors.
     """
     itemsize = ITEMSIZES[dst.dtype]
     reach = (dst.sizes - 1) * dst.strides_bytes
@@ -75,8 +76,8 @@ def refuse_overlaps(
     owner = dst.rank.astype(np.int64) << 32 | dst.parameter
     order = np.lexsort([low, owner])
     owner, low, high = owner[order], low[order], high[order]
-    # Running maximum of the ends within a parameter; adding `group * step` separates the
-    # parameters.
+    # Compute the running maximum of the ends within each parameter. Adding `group * step` keeps one
+    # parameter's ends out of the maximum of the next.
     starts = np.flatnonzero(np.r_[True, owner[1:] != owner[:-1]]) if len(owner) else owner
     group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(owner))))
     step = int(high.max(initial=0)) + 1

@@ -1,11 +1,12 @@
 """Intersect source boxes with destination boxes, in whole columns.
 
-A model has tens of thousands of tensors but few *patterns*: sets of boxes that the ranks of one
-side cut a tensor into. The box algebra runs once per pair of patterns; its result, a few `Pieces`,
-is then repeated for every tensor with that pair.
+A model has tens of thousands of tensors but few *patterns*. A pattern is the set of boxes into
+which the ranks of one side cut a tensor. The box algebra runs once per pair of patterns; its
+result, a few `Pieces`, is then repeated for every tensor with that pair.
 
 Overlapping source boxes are first cut into disjoint *atoms*. Each atom records all boxes that
-contain it. Every destination byte then has exactly one atom, and every atom all of its holders.
+contain it. Every destination byte then belongs to exactly one atom, and the ranks that hold an atom
+are known.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Boxes:
     Attributes:
         tensor: (b,) tensor class.
         offsets, sizes: (b, MAX_DIMS).
-        rows: (n,) row indices of the side's `RowTable`, grouped by box, by rank in a group.
+        rows: (n,) row indices of the side's `RowTable`, grouped by box and sorted by rank in each
+            group.
         row_start: (b + 1,) start of each box's group in `rows`.
         start: (num_classes + 1,) start of each class's boxes.
         pattern: (num_classes,) id of the class's set of boxes; -1 without boxes.
@@ -93,11 +95,11 @@ def unique_boxes(table: RowTable, num_classes: int) -> Boxes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Atoms:
-    """Disjoint boxes that make up one pattern.
+    """Disjoint boxes into which one pattern is cut.
 
     Attributes:
         offsets, sizes: (a, MAX_DIMS).
-        members: per atom, the boxes of the pattern that contain it; None if the boxes are disjoint, so that each is an atom.
+        members: per atom, the boxes of the pattern that contain it; None if the boxes are disjoint, so that each box is an atom.
     """
 
     offsets: Int64Array
@@ -142,7 +144,7 @@ class Pieces(Columns):
     Attributes:
         atom: (n,) index of the atom in one pattern, or over all tensors.
         box: (n,) index of the destination box in one pattern, or row of `Boxes` over all tensors.
-        offsets, sizes: (n, MAX_DIMS) of the common elements.
+        offsets, sizes: (n, MAX_DIMS) box of the common elements.
     """
 
     atom: Int64Array = column("<i8")
@@ -174,10 +176,10 @@ def intersect_boxes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """Rows that hold each global atom.
+    """Source rows that contain each atom; atoms are numbered over all tensors.
 
     Attributes:
-        rows: source rows grouped by atom, by rank in a group, one per (atom, rank).
+        rows: source rows, one per (atom, rank), grouped by atom and sorted by rank in each group.
         start: (num_atoms + 1,) start of each atom's group.
     """
 
@@ -186,7 +188,7 @@ class Holders:
 
 
 def classes_by_pattern(boxes: Boxes) -> list[Int64Array]:
-    """Return the classes of each pattern, ascending."""
+    """Return, for each pattern, the tensor classes that have it, in ascending order."""
     order = np.argsort(boxes.pattern, kind="stable")
     bounds = np.searchsorted(boxes.pattern[order], np.arange(boxes.num_patterns + 1))
     return [order[a:b] for a, b in itertools.pairwise(bounds)]
@@ -204,10 +206,10 @@ def atoms_by_pattern(boxes: Boxes) -> list[Atoms]:
 def find_holders(
     boxes: Boxes, atoms: Sequence[Atoms], table: RowTable
 ) -> tuple[Int64Array, Holders]:
-    """Give every atom a global number, and list the rows that hold each atom.
+    """Number the atoms over all tensors, and list the rows that contain each atom.
 
     Returns:
-        (first global atom per class, holders)
+        (number of the first atom of each tensor class, holders)
     """
     num_classes = len(boxes.pattern)
     counts = np.zeros(num_classes, np.int64)
@@ -248,7 +250,7 @@ def ranges(start: Int64Array, counts: Int64Array) -> Int64Array:
 
 
 def counted(counts: Int64Array) -> Int64Array:
-    """Return 0, 1 ... for each count in turn."""
+    """Return 0, 1 ... count - 1 for each count, concatenated."""
     ends = np.cumsum(counts)
     index: Int64Array = np.arange(int(ends[-1]) if len(ends) else 0)
     return index - np.repeat(ends - counts, counts)

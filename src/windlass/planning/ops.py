@@ -33,14 +33,14 @@ Rows = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates(Columns):
-    """All pieces of all destination rows, before a source is chosen; sorted by destination.
+    """All pieces of all destination rows, before a source rank is chosen; sorted by destination row.
 
     Attributes:
         piece: (n,) row of `Pieces`.
         row: (n,) row of the destination table.
         nbytes: (n,) bytes at the destination.
         axis: (n,) outermost dim with more than one element, along which an op may be cut.
-        units: (n,) extent of that dim; in blocks if the op quantises.
+        units: (n,) number of elements along that axis; number of blocks if the op quantises.
     """
 
     piece: Int64Array = column("<i8")
@@ -51,7 +51,7 @@ class Candidates(Columns):
 
     @classmethod
     def expand(cls, pieces: Pieces, boxes: Boxes, dst: RowTable) -> Candidates:
-        """Gather the pieces of every destination row."""
+        """Repeat the pieces of each box for every destination row with that box."""
         count = (boxes.row_start[1:] - boxes.row_start[:-1])[pieces.box]
         piece = np.repeat(np.arange(len(count)), count)
         row = boxes.rows[ranges(boxes.row_start[pieces.box], count)]
@@ -81,7 +81,7 @@ class RoutedPieces:
     Attributes:
         src, dst: shards of both sides.
         names: tensor names of both sides.
-        sources: workers, by rank.
+        sources: worker names of the source ranks.
         pieces: atoms and the destination boxes that they fill.
         holders: source rows that hold each atom.
         candidates: pieces of every destination row.
@@ -101,7 +101,7 @@ class RoutedPieces:
 
 
 def build_ops(given: RoutedPieces) -> OpTable:
-    """Turn routed pieces into ops, in plan order, chunk by chunk to bound memory.
+    """Turn routed pieces into ops, in plan order. Work in chunks to bound memory.
 
     Raises:
         UnsupportedLayout: a dtype cannot be cast to the destination's (`CASTS`), or a cut divides a
@@ -120,7 +120,7 @@ def build_ops(given: RoutedPieces) -> OpTable:
 
 
 def _ops(given: RoutedPieces, part: Rows, s: Int64Array, d: Int64Array) -> OpTable:
-    """Return the ops of some routed pieces, given their rows `s` at the source and `d` at the destination."""
+    """Return the ops of the routed pieces `part`. `s`, `d`: their rows in the source and destination tables."""
     src, dst = given.src, given.dst
     transform = dst.transform[d]
     offsets, sizes = _shares(given, part, transform)
@@ -182,7 +182,7 @@ def _shares(
 
 
 def _source_rows(given: RoutedPieces, atom: Int64Array) -> Int64Array:
-    """Return, per routed piece, the row of the rank that sends it."""
+    """Return, per routed piece, the source row from which its rank sends it."""
     src, holders = given.src, given.holders
     num_ranks = int(src.rank.max(initial=0)) + 1
     atom_of_row = np.repeat(np.arange(len(holders.start) - 1), np.diff(holders.start))
@@ -222,7 +222,10 @@ class Strided(Columns):
 
 
 def collapse(given: Strided, kept: BoolArray) -> Strided:
-    """Order dims by destination stride and join dims that are contiguous on both sides; keep `kept` ops."""
+    """Order dims by destination stride, and join dims that are contiguous on both sides.
+
+    `kept`: ops that are returned unchanged.
+    """
     sizes, src_strides, dst_strides = given.sizes, given.src_strides, given.dst_strides
     unit = sizes == 1
     key = np.where(unit, np.iinfo(np.int64).max, np.abs(dst_strides))
@@ -274,7 +277,7 @@ def choose_modes(
     quantizes: BoolArray,
     direct_min_run_bytes: int,
 ) -> tuple[UInt8Array, UInt8Array, Int64Array]:
-    """Pick a mode per op.
+    """Choose the mode of each op.
 
     Returns:
         (mode, reason, run_nbytes), each (n,).
@@ -306,12 +309,12 @@ def choose_modes(
 
 
 def coalesce(ops: OpTable) -> OpTable:
-    """Join the ops of a link that one longer op can replace.
+    """Replace several ops of a link by one longer op where possible.
 
     First join contiguous direct ops that are adjacent on both sides: stacked experts, and projections that both sides
     fuse in the same way, become one long run. Then join ops that repeat at a constant distance: the shares of all
-    experts of a layer become one strided op. Ranks bind, send and cut each op, so the number of ops decides how long a
-    mixture of experts takes to connect.
+    experts of a layer become one strided op. Every rank binds its ops one by one, so the number of ops decides how long
+    a mixture of experts takes to connect.
 
     Args:
         ops: sorted by (src, dst, src_parameter, dst_parameter, dst_offset).
@@ -362,8 +365,8 @@ def _join_repeated(ops: OpTable) -> OpTable:
     """Join consecutive ops of equal shape at a constant distance into one op with one more dim.
 
     The outermost dim of the joined op has the number of ops as its size and the distance as its stride. A joined op keeps
-    only the name of its first tensor. Do not join casts: errors name their tensor, and recovery looks up its dtype. Do not
-    join quantising ops: their two dims define blocks.
+    only the name of its first tensor. Ops that cast are not joined, because an error of a cast names the tensor and
+    recovery looks up the tensor's dtype. Ops that quantise are not joined, because their two dims define blocks.
     """
     if len(ops) < 2:
         return ops
@@ -378,7 +381,7 @@ def _join_repeated(ops: OpTable) -> OpTable:
     itemsize = ITEMSIZES[ops.dst_dtype]
     for step, strides in ((src_step, ops.src_strides), (dst_step, ops.dst_strides)):
         same &= step >= (((ops.sizes - 1) * strides).sum(axis=1) + itemsize)[:-1]
-    # A packed payload is contiguous at the destination.
+    # A PACKED op must stay contiguous at the destination, because one write sends it.
     same &= (ops.mode[1:] != CopyMode.PACKED) | (dst_step == ops.nbytes[:-1])
     if not same.any():
         return ops
@@ -415,7 +418,7 @@ def place_staged(
     """Give every SCATTER payload an offset in its destination's staging memory.
 
     Returns:
-        (offset per op, -1 without one; bytes of staging memory per destination).
+        (offset per op, -1 for other modes; bytes of staging memory per destination).
     """
     offsets = np.full(len(ops), -1, np.int64)
     needs = np.flatnonzero(ops.mode == CopyMode.SCATTER)

@@ -54,7 +54,7 @@ class CopyMode(IntEnum):
 
 
 class Reason(IntEnum):
-    """Reason for the mode of an op."""
+    """Reason why the planner chose the mode of an op."""
 
     CONTIGUOUS = 0
     LONG_RUNS = 1
@@ -65,10 +65,10 @@ class Reason(IntEnum):
 
 
 class Transform(IntEnum):
-    """Computation of the source while it packs; see `layout.quantization`.
+    """Computation that the source makes while it packs an op; see `layout.quantization`.
 
-    Ops with a transform have two dims of source elements, made of whole blocks, which are never
-    collapsed.
+    The sizes of an op with a transform are the rows and columns of a matrix of source elements that
+    consists of whole blocks. The planner never joins these two dims.
     """
 
     NONE = 0
@@ -170,7 +170,7 @@ class TransferPlan:
 
     @property
     def quantizes(self) -> bool:
-        """True if sources compute values that they send; a backend that only copies must refuse the plan."""
+        """True if sources must compute some values that they send; a backend that only copies must refuse the plan."""
         return bool((self.ops.transform != Transform.NONE).any())
 
     def links(self) -> tuple[Link, ...]:
@@ -186,11 +186,11 @@ class TransferPlan:
         )
 
     def parts(self, *, sending: bool, all_names: bool) -> dict[str, TransferPlan]:
-        """Return the plan's part for each source if `sending`, else for each destination: the rows of this rank.
+        """Return rank -> its rows of the plan, for all sources if `sending`, otherwise for all destinations.
 
         `all_names`: keep the names of all ranks and tensors in every part; the size of all parts
-        together then grows with the square of the fleet. Otherwise a part keeps the name of its
-        own rank, and the names that its rows use.
+        together then grows with the square of the number of ranks. Otherwise a part keeps only the
+        name of its own rank and the names that its rows use.
         """
         workers = self.sources if sending else self.destinations
         index = self.ops.src if sending else self.ops.dst
@@ -219,10 +219,10 @@ class TransferPlan:
         )
 
     def without_staging(self, links: Collection[tuple[str, str]]) -> TransferPlan:
-        """Return the plan without staging for `links`: their ops write to the parameter itself.
+        """Return the plan without staging for `links`: their ops write directly to the parameters.
 
-        `links`: pairs (source, destination). These sources can write strided elements. A
-        destination keeps its staging memory if other links need it.
+        `links`: (source, destination) pairs whose source can write strided elements. A destination
+        keeps its staging memory if other links need it.
         """
         stored = np.zeros(len(self.ops), np.bool_)
         for link in self.links():
@@ -237,7 +237,7 @@ class TransferPlan:
         return replace(self, staging_nbytes=staging_nbytes, ops=ops)
 
     def for_replica(self, leader: str, copy: ShardManifest) -> TransferPlan:
-        """Return this part of destination `leader` for the rank of `copy`, which has the same layout."""
+        """Return this part, made for destination `leader`, as a part for the rank of `copy`, which has the same layout."""
         index = self.destinations.index(leader)
         return replace(
             self,
@@ -256,7 +256,7 @@ class TransferPlan:
         """Return the plan in the wire form `data`.
 
         Raises:
-            ProtocolError: not a plan, or of another schema version.
+            ProtocolError: `data` is not a plan, or has another schema version.
         """
         try:
             plan = decode_tables(data, cls)
@@ -274,6 +274,9 @@ class TransferPlan:
 
 
 def _renumbered(index: Int32Array, own: int | None) -> tuple[Int32Array, list[int]]:
-    """Renumber `index` to the values that occur in it, plus `own`; return it and those values."""
+    """Replace each value of `index` by its position among the values that occur in it and `own`.
+
+    Return the new index and these values, in ascending order.
+    """
     used = np.unique(index if own is None else np.append(index, own))
     return np.searchsorted(used, index).astype(np.int32), used.tolist()

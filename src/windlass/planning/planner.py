@@ -5,7 +5,7 @@
     coverage    tables, pieces                 => refuse bytes with two tensors or without a source
     quantize    destination rows               => scales in the coordinates of their weight
     routing     pieces x destination rows      => the source rank of each piece
-    ops         chosen rows                    => strides, mode and reason per op; fewer, longer ops
+    ops         routed pieces                  => strides, mode and reason per op; fewer, longer ops
 
 Every step works on whole columns. Python loops run over patterns, tensors and ranks, never over
 ops. The plan is symbolic (rank, parameter, byte offset); `planning/program.py` turns it into
@@ -46,10 +46,10 @@ class PlanPolicy:
     """Settings of the planner.
 
     Args:
-        direct_min_run_bytes: a strided op is written run by run, without packing, if its contiguous
-            runs on both sides are at least this long.
-        min_split_bytes: an op smaller than this is never split over several sources.
-        staging_alignment: every payload in staging memory starts at a multiple of these bytes.
+        direct_min_run_bytes: minimum length of the contiguous runs of a strided op that is written
+            run by run, without packing.
+        min_split_bytes: minimum size of an op that may be split over several sources.
+        staging_alignment: alignment of payloads in staging memory, in bytes.
 
     Raises:
         ConfigError: a size is < 1.
@@ -99,7 +99,7 @@ def plan_transfer(
 def route(
     sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest], policy: PlanPolicy
 ) -> RoutedPieces:
-    """Choose the source of every piece; raise like `plan_transfer`."""
+    """Cut destination rows into pieces and choose the source rank of every piece; raise like `plan_transfer`."""
     if not sources or not destinations:
         side = "destinations" if sources else "sources"
         raise ManifestError(f"plan_transfer: {side} must not be empty")

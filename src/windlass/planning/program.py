@@ -1,4 +1,4 @@
-"""Turn a symbolic plan into programs: what one rank reads, packs, writes or hashes, per link.
+"""Turn a symbolic plan into programs: per link, the ops that one rank reads, packs, writes or hashes.
 
 A `BoundOp` is one row of the plan as plain Python integers. The contiguous runs of a link's DIRECT
 ops are one table, expanded by numpy. Addresses are added when an update runs, because trainers may
@@ -47,10 +47,10 @@ _MODES, _TRANSFORMS = tuple(CopyMode), tuple(Transform)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundOp:
-    """One copy op. Sizes in elements, offsets and strides in bytes, as in `OpTable`.
+    """One copy op. Sizes are in elements, offsets and strides in bytes, as in `OpTable`.
 
-    `sizes` describe the payload. `src_sizes` differ from them if `transform` computes scales.
-    `tensor` is the name for errors.
+    `sizes` are the sizes of the payload. `src_sizes` are the sizes that are read; they differ if
+    `transform` computes scales. `tensor` is the checkpoint name, for error messages.
     """
 
     mode: CopyMode
@@ -76,19 +76,19 @@ class BoundOp:
 
     @property
     def src_extent_nbytes(self) -> int:
-        """Bytes from the first byte that is read to the end of the last."""
+        """Bytes of the source parameter from the first byte that is read to the end of the last."""
         reach = sum((n - 1) * s for n, s in zip(self.src_sizes, self.src_strides, strict=True))
         return reach + self.src_dtype.itemsize
 
     @property
     def dst_extent_nbytes(self) -> int:
-        """Bytes from the first byte of the op to the end of the last."""
+        """Bytes of the destination parameter from the first byte that is written to the end of the last."""
         reach = sum((n - 1) * s for n, s in zip(self.sizes, self.dst_strides, strict=True))
         return reach + self.dst_dtype.itemsize
 
     @property
     def is_direct(self) -> bool:
-        """True if source memory is sent unpacked."""
+        """True if the bytes are sent from the source parameter itself, without packing."""
         return self.mode is CopyMode.DIRECT
 
     @property
@@ -98,7 +98,7 @@ class BoundOp:
 
     @property
     def packed_strides(self) -> tuple[int, ...]:
-        """Byte strides of the payload: row-major, destination dtype."""
+        """Byte strides of the packed payload, which is row-major in the destination dtype."""
         return contiguous_strides(self.sizes, self.dst_dtype.itemsize)
 
 
@@ -124,7 +124,7 @@ class LinkProgram:
     """All ops of one link.
 
     Attributes:
-        peer: the worker at the other end.
+        peer: the worker at the other end of the link.
         ops: in plan order, which is also the order of the link's digest.
         direct: contiguous runs of the DIRECT ops.
         nbytes: bytes of the payload.
@@ -258,7 +258,7 @@ def _run_offsets(
     dst_strides: Int64Array,
     run_numel: int,
 ) -> Int64Array:
-    """Return (n, 2) offsets of every run relative to the op's first element, row-major."""
+    """Return (n, 2) byte offsets of every run at source and destination, from the op's first element, row-major."""
     inner, num_outer = 1, len(sizes)
     while num_outer and inner < run_numel:
         num_outer -= 1

@@ -41,7 +41,7 @@ def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
 
 
 def payload_sizes(sizes: Int64Array, transform: UInt8Array) -> Int64Array:
-    """Return the sizes of the payload: of the scales if an op computes scales, otherwise `sizes`."""
+    """Return the payload's sizes per op: the number of scales if the op computes scales, otherwise `sizes`."""
     scales = transform == Transform.FP8_BLOCK_SCALES
     if not scales.any():
         return sizes
@@ -51,7 +51,7 @@ def payload_sizes(sizes: Int64Array, transform: UInt8Array) -> Int64Array:
 
 
 def split_units(units: Int64Array, transform: UInt8Array) -> Int64Array:
-    """Return the number of slices that an op may be cut into: elements of its outermost dim, or blocks."""
+    """Return the number of slices into which an op may be cut: blocks if it quantises, otherwise `units`."""
     return np.where(transform != Transform.NONE, -(-units // BLOCK), units)
 
 
@@ -61,7 +61,7 @@ def refuse_casts(
     """Raise for pairs of dtypes that can be neither cast nor quantised, including float8 without scales.
 
     Raises:
-        UnsupportedLayout: names tensor and dtypes.
+        UnsupportedLayout: there is such a pair. The message names tensor and dtypes.
     """
     have, want, transform = src.dtype[src_row], dst.dtype[dst_row], dst.transform[dst_row]
     plain = transform == Transform.NONE
@@ -96,7 +96,7 @@ def refuse_cut_blocks(
     """Raise for a quantising op that does not consist of whole blocks, because a block has one scale.
 
     Raises:
-        UnsupportedLayout: names tensor, source and box.
+        UnsupportedLayout: there is such an op. The message names tensor, source and box.
     """
     ops = np.flatnonzero(dst.transform[dst_row] != Transform.NONE)
     if not len(ops):
@@ -111,6 +111,6 @@ def refuse_cut_blocks(
         rows, columns = zip(begin[at].tolist(), end[at].tolist(), strict=True)
         raise UnsupportedLayout(
             f"tensor {names.names[int(dst.tensor[dst_row[ops[at]]])]!r}: blocks of {BLOCK} x {BLOCK} "
-            f"must lie whole on one source and one destination, {sources[int(src_rank[ops[at]])]} "
+            f"must each be on one source and one destination, but {sources[int(src_rank[ops[at]])]} "
             f"would send [{rows[0]}:{rows[1]}, {columns[0]}:{columns[1]}] of shape {tuple(shapes[at].tolist())}"
         )

@@ -1,9 +1,10 @@
 """Plan relays between engines that need the same bytes: which engine passes chunks on to which. No I/O.
 
 Engines are *replicas* if their ranks hold the same boxes at the same places of the same parameters.
-The plan is made for one replica and is valid, op for op, for the others. Rank r of every replica
-forms a *group*. The bytes of a group are divided into *stripes*. A stripe is a tree over the members:
-trainers write to its root, and it carries every num_stripes-th chunk.
+The plan is made for one replica and is valid, op for op, for the others. The ranks number r of all
+replicas form a *group*. The bytes for a group are divided into *stripes*: each stripe has every
+num_stripes-th chunk and its own tree of members. Trainers write the chunks of a stripe to the root
+of its tree.
 
 With two binary trees, where the inner nodes of one are leaves of the other, every member sends
 about as much as it receives, at logarithmic depth (Sanders, Speck, Traeff, "Two-tree algorithms for
@@ -20,11 +21,12 @@ from windlass.config import RelayShape
 from windlass.layout.manifest import ShardManifest
 
 LONGEST_CHAIN = 4
-"""Longest chain in `AUTO`: a chain of n waits for n - 1 chunks, trees for about 4 log2(n)."""
+"""Maximum number of members for which `AUTO` uses a chain. The last of n members waits for n - 1
+chunks in a chain, and for about 4 log2(n) in trees."""
 
 
 class RelayGroup(msgspec.Struct, frozen=True):
-    """Ranks that hold the same bytes. Sent in messages.
+    """Ranks that need the same bytes, and the trees over which they pass the bytes on.
 
     Attributes:
         members: worker names; the plan is made for the first.

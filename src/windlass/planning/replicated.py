@@ -1,10 +1,11 @@
 """Boxes that several sources hold, and the check that all of them hold the same bytes.
 
 The controller finds these boxes once per fleet of trainers (`find_replicated`) and sends each rank
-its own (`HELD`). Before a round writes anything, ranks digest blocks of the boxes and the
-controller compares the digests. The first time all blocks are compared, later every `period`-th run
-of blocks, in turns. Boxes that overlap in part are first cut into pieces with the same holders, as
-in the planner.
+a table of the boxes that it holds (`HELD`). Before a round writes anything, ranks compute digests
+of blocks of the boxes, and the controller compares them. The first comparison includes all blocks.
+Each later comparison (a turn) includes every `period`-th run of blocks, so that `period` turns
+compare everything once. Boxes that overlap in part are first cut into pieces with the same holders,
+as in the planner.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from windlass.planning.rows import gather_rows, resolve_names
 BLOCK_NBYTES = 256 << 10
 """Size of the blocks that boxes are cut into."""
 RUN_BLOCKS = 64
-"""Maximum number of consecutive blocks, of one box or of adjacent boxes, that are due in the same
-turn. A GPU digests a long part of one box as fast as a short part, but several boxes one after
-another."""
+"""Maximum number of blocks in a run: consecutive blocks, numbered over all boxes, that are compared in
+the same turn. Long runs make a turn touch few boxes: a GPU digests boxes one after another, but a
+long part of a box as fast as a short part."""
 LEAST_RUNS = 1024
-"""Minimum number of runs. Runs are shorter if there would be fewer."""
+"""Number of runs below which runs are made shorter than `RUN_BLOCKS`."""
 SAMPLE_SHARE = 1 / 64
-"""Bytes digested in a round after the first, as a fraction of the bytes that the busiest rank
-sends. Sending a byte costs a digest at both ends and a copy, so this is less than 1 / 64 of an
-update."""
+"""Bytes that a rank digests in each turn after the first, as a fraction of the bytes that the busiest
+rank sends. Sending a byte costs a digest at both ends and a copy, so comparing takes less than
+1 / 64 of the time of an update."""
 NAMED_RANKS = 4
 
 HELD = np.dtype(
@@ -55,18 +56,19 @@ HELD = np.dtype(
         ("run", "<i4"),
     ]
 )
-"""A box in one rank, as rows of `row_nbytes` contiguous bytes, equal at every holder. `sizes`:
-number of rows per dim, slowest first. `offset` and `strides`: in bytes. `first`: number of its
-first block, counted over all boxes of the fleet. `run`: blocks in a run."""
+"""A box in one rank, as rows of `row_nbytes` contiguous bytes; all holders use the same `row_nbytes`.
+`sizes`: number of rows per dim, slowest dim first. `offset`, `strides`: bytes. `first`: number of
+the box's first block, counted over all boxes of the fleet. `run`: number of blocks in a run."""
 DIGESTED = np.dtype([("box", "<i4"), ("kind", "u1"), ("a", "<u8"), ("b", "<u8")])
-"""Digest of a box in one rank; only digests of the same `kind` (algorithm) can be compared."""
+"""Digest (128 bits, as `a` and `b`) of a box in one rank. Only digests of the same `kind` (algorithm)
+can be compared."""
 
 
 def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
-    """Return (n,) `HELD`, ascending by box, from its bytes, for the rank of `manifest`.
+    """Return the (n,) `HELD` table of the rank of `manifest`, ascending by box, from its wire form `data`.
 
     Raises:
-        ProtocolError: `data` is not such a table.
+        ProtocolError: `data` is not a `HELD` table.
         PlanError: a box leaves the rank's parameters, or contains a byte twice.
     """
     try:
@@ -79,8 +81,8 @@ def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
     extent = extents[np.where(known, held["parameter"], -1)]
     inside = known & (held["offset"] >= 0) & (held["first"] >= 0) & (held["run"] > 0)
     inside &= (row_nbytes > 0) & (sizes > 0).all(axis=1) & (strides >= 0).all(axis=1)
-    # Use floating point because it does not wrap around; offsets inside a parameter are exact in
-    # it.
+    # Use floating point, because integers from a bad table could overflow. Floats are exact for
+    # offsets inside a parameter.
     inside &= held["offset"] + ((sizes - 1.0) * strides).sum(axis=1) + row_nbytes <= extent
     inside &= sizes.prod(axis=1, dtype=np.float64) * row_nbytes <= extent
     if not inside.all():
@@ -90,14 +92,14 @@ def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
             f"parameter {manifest.parameters[index].name!r}" if known[row] else f"parameter {index}"
         )
         raise PlanError(
-            f"{where} of {manifest.worker}: its replicated boxes must lie in its memory, each byte once; an expanded "
+            f"{where} of {manifest.worker}: its replicated boxes must be inside its memory and contain each byte once; an expanded "
             "tensor must be made contiguous"
         )
     return held
 
 
 def num_pieces(held: StructuredArray) -> Int64Array:
-    """Return the number of pieces of each of (n,) boxes: rows, cut if they are longer than a block."""
+    """Return the number of pieces of each box. A piece is a row, or a part of a row that is longer than a block."""
     pieces: Int64Array = held["sizes"].prod(axis=1) * -(-held["row_nbytes"] // BLOCK_NBYTES)
     return pieces
 
@@ -114,13 +116,13 @@ def _num_blocks(held: StructuredArray) -> Int64Array:
 def due_pieces(
     held: StructuredArray, turn: int, period: int
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Return the pieces of the blocks that are due: those in run r if r % period == turn % period.
+    """Return the pieces of the blocks that are compared in a turn. Run r is due if r % period == turn % period.
 
     `turn` counts comparisons; in `period` turns every block is due once.
 
     Returns:
-        (row of `held`, bytes from the start of the parameter, contiguous bytes) per piece, box
-        after box, in the order of their digest.
+        (row of `held`, byte offset in the parameter, size in bytes) per piece, box after box, in
+        the order in which they are hashed.
     """
     first, run, per_block = held["first"], held["run"].astype(np.int64), _pieces_per_block(held)
     stop = first + _num_blocks(held)
@@ -144,14 +146,14 @@ def due_pieces(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """All boxes that several ranks hold, each with one dtype.
+    """All boxes that several ranks hold in the same dtype.
 
     Attributes:
         parts: worker -> (n,) `HELD`, ascending by box, for workers that hold any box.
         names: (n,) checkpoint tensor of each box.
         boxes: (n,) elements of each box.
         num_holders: (n,) number of ranks that hold each box.
-        nbytes: bytes of such boxes in the rank with the most.
+        nbytes: bytes of these boxes in the rank that holds most of them.
         num_runs: number of runs of blocks, over all boxes.
     """
 
@@ -163,7 +165,10 @@ class Replicated:
     num_runs: int
 
     def period(self, sent_nbytes: int) -> int:
-        """Return the number of turns to compare every block once; the busiest rank sends `sent_nbytes`."""
+        """Return the number of turns in which every block is compared once.
+
+        `sent_nbytes`: bytes that the busiest rank sends in an update.
+        """
         wanted = int(self.nbytes // max(sent_nbytes * SAMPLE_SHARE, 1)) + 1
         # At most `num_runs`, so that no turn is empty.
         return max(min(wanted, self.num_runs), 1)
@@ -177,13 +182,13 @@ class Replicated:
         table = np.concatenate([np.zeros(0, DIGESTED), *(found[w] for w in workers)])
         rank = np.repeat(np.arange(len(workers)), [len(found[w]) for w in workers])
         if (table["box"] < 0).any() or (table["box"] >= len(self.boxes)).any():
-            return "ranks speak of boxes that nobody asked them for"
+            return "ranks reported digests of boxes that are not replicated"
         num_reports = np.bincount(table["box"], minlength=len(self.boxes))
         if (odd := np.flatnonzero((num_reports > 0) & (num_reports != self.num_holders))).size:
             box = int(odd[0])
             return (
-                f"{self._describe(box)} is held by {self.num_holders[box]} ranks, and {num_reports[box]} "
-                "said what they hold"
+                f"{self._describe(box)} is held by {self.num_holders[box]} ranks, but {num_reports[box]} "
+                "reported a digest of it"
             )
         order = np.lexsort((rank, table["b"], table["a"], table["kind"], table["box"]))
         table, rank = table[order], rank[order]
@@ -203,8 +208,8 @@ class Replicated:
         more = f" (and {len(bad) - 1} more boxes, of {len(names)} tensors)" if len(bad) > 1 else ""
         return (
             f"ranks that hold the same box must hold the same bytes: {self._describe(box)} is the same "
-            f"at {sides}{more}; a step that is not gathered or reduced everywhere, or pieces described "
-            "as replicas, look like this"
+            f"at {sides}{more}; usual causes: a step that is not gathered or reduced on all ranks, or "
+            "different pieces that are described as replicas"
         )
 
     def _describe(self, box: int) -> str:
@@ -217,10 +222,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def decode_digested(data: bytes) -> StructuredArray:
-    """Return `DIGESTED` from its bytes.
+    """Return the (n,) `DIGESTED` table from its wire form `data`.
 
     Raises:
-        ProtocolError: `data` is not such a table.
+        ProtocolError: `data` is not a `DIGESTED` table.
     """
     try:
         return np.frombuffer(data, DIGESTED)
@@ -293,7 +298,7 @@ def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = 
 
 
 def _slowest_first(sizes: Int64Array, strides: Int64Array) -> Int64Array:
-    """Return dims by descending stride, dims of one element first, so that rows are as long as possible."""
+    """Return the dims sorted so that rows become as long as possible: dims of size 1, then by descending stride."""
     order: Int64Array = np.argsort(
         np.where(sizes == 1, np.iinfo(np.int64).min, -strides), 1, "stable"
     )
@@ -301,7 +306,7 @@ def _slowest_first(sizes: Int64Array, strides: Int64Array) -> Int64Array:
 
 
 def _join_rows(held: StructuredArray, first: Int64Array) -> None:
-    """Merge inner dims into rows if they are contiguous at every holder. `first`: (b,) row of each box."""
+    """Merge inner dims into rows if they are contiguous at every holder. `first`: (b,) first row of each box."""
     sizes, joins = held["sizes"], np.ones(len(held), np.bool_)
     for dim in range(MAX_DIMS - 1, -1, -1):
         follows = (sizes[:, dim] == 1) | (held["strides"][:, dim] == held["row_nbytes"])

@@ -1,9 +1,10 @@
 """Routing: choose the source rank of every piece, so that replicated sources share the work.
 
-Bytes that exactly the same ranks hold form a *group*. The bytes of each group are poured over its
-holders like water over uneven ground, group after group, until no level moves. The result is the
-least majorised load vector, so its largest entry is minimal. Ops are then assigned along each
-group's quotas; a large op that crosses a quota boundary is split.
+All bytes with the same set of holders form a *group*. The bytes of each group are poured over its
+holders like water over uneven ground (the loads from other groups), group after group, until the
+levels no longer change. The result is the most even distribution possible (the least majorised load
+vector), so the largest load is minimal. It gives each holder of a group a quota of bytes. Ops are
+then assigned by these quotas; a large op that crosses the boundary of two quotas is split.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class Assignment(Columns):
 def group_by_holders(
     ranks: Int32Array, start: Int64Array
 ) -> tuple[Int64Array, list[tuple[int, ...]]]:
-    """Assign a number to each distinct set of holders.
+    """Number the distinct sets of holders: each is a group.
 
     Args:
-        ranks: holder ranks, grouped by atom, ascending in a group.
-        start: (num_atoms + 1,) group bounds.
+        ranks: ranks that hold each atom, atom after atom, in ascending order for each atom.
+        start: (num_atoms + 1,) position of each atom's first rank in `ranks`.
 
     Returns:
         (group per atom, holders per group)
@@ -72,7 +73,7 @@ def group_by_holders(
 def pour(
     nbytes: Float64Array, holders: Sequence[tuple[int, ...]], num_sources: int
 ) -> list[Float64Array]:
-    """Share each group's bytes over its holders so that the load vector is least majorised.
+    """Share each group's bytes over its holders so that the loads of all ranks are as even as possible.
 
     Returns:
         Per group: bytes per holder, in the order of `holders`.
@@ -100,7 +101,7 @@ def pour(
 
 
 def _level(ground: Float64Array, total: float) -> Float64Array:
-    """Return the depth of water at each place after pouring `total` over `ground`."""
+    """Return the bytes that each rank gets if `total` bytes are added to the loads `ground` as evenly as possible."""
     ordered = np.sort(ground)
     below = np.cumsum(ordered)
     counts = np.arange(1, len(ordered) + 1)

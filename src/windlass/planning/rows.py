@@ -31,7 +31,7 @@ class RowTable(ShardTable):
         name: (n,) index into `TensorNames.names`, the name that this side uses.
         rank: (n,) index of the row's manifest.
         dtype: (n,) index into `DTYPES`.
-        transform: (n,) `Transform` that produces the row, at the destination.
+        transform: (n,) `Transform` that computes the row's values; NONE in source rows.
     """
 
     name: Int32Array = column("<i4")
@@ -47,8 +47,8 @@ class TensorNames:
     Attributes:
         names: every checkpoint name on either side.
         index: name -> index in `names`.
-        shapes: global shape per name.
-        class_of: (num_names,) class per name, -1 for a destination name without a source.
+        shapes: global shape of each name.
+        class_of: (num_names,) class of each name, -1 for a destination name without a source.
         derived: names of scales that no source holds; they have the class of their weight.
     """
 
@@ -75,8 +75,7 @@ def resolve_names(
     on their shapes.
 
     An alias of a source joins two names into one class. An alias of a destination only helps to
-    find a source: if an engine ties two tensors that the trainer keeps separate, it cannot be
-    served.
+    find a source. An engine that ties two tensors which the trainer keeps separate is refused.
 
     Raises:
         ManifestError: two workers disagree on a shape, or an alias of a destination contradicts the
@@ -85,7 +84,8 @@ def resolve_names(
     index: dict[str, int] = {}
     shapes: list[tuple[int, ...]] = []
     seen_at: list[str] = []
-    # Found once two shapes differ, which is rare: it looks at every tensor of every destination.
+    # Computed only if two shapes differ, because it takes a pass over all tensors of all
+    # destinations.
     read: set[str] | None = None
     for manifest in (*sources, *destinations):
         own = {spec.name: spec.shape for spec in manifest.tensors}
@@ -119,7 +119,7 @@ def resolve_names(
 def _read_names(
     sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest]
 ) -> set[str]:
-    """Return the names of destinations, and those that an alias of a source joins with them."""
+    """Return the names of destination tensors, and source names that a source's alias ties to them."""
     read = {n for m in destinations for n in (*m.aliases, *(spec.name for spec in m.tensors))}
     for alias, target in (pair for m in sources for pair in m.aliases.items()):
         if not read.isdisjoint({alias, target}):
@@ -201,7 +201,7 @@ def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTa
 
 
 def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> None:
-    """Raise if shards are of tensors without a class. The error lists them by pattern, with advice."""
+    """Raise if some shards belong to tensors without a class. The error lists the tensors by pattern, with advice."""
     missing: set[str] = set()
     workers: list[str] = []
     for manifest in manifests:
@@ -221,7 +221,7 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
     advice = renaming({name: shapes[name] for name in missing}, there, matched)
     if not there:
         advice = (
-            "; if engines shall keep what they have of it, pass this to the trainer: "
+            "; if engines shall keep the values that they have, pass this to the trainer: "
             f"keep={as_argument(sorted(missing))}"
         )
     raise IncompleteCoverage(
@@ -231,7 +231,7 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
 
 
 def _transforms(manifest: ShardManifest, names: TensorNames) -> UInt8Array:
-    """Return the transform that fills each tensor of `manifest` at the destination."""
+    """Return, per tensor of a destination's `manifest`, the transform that computes its values."""
     transform = np.zeros(len(manifest.tensors), np.uint8)
     if manifest.quantized:
         at = {spec.name: index for index, spec in enumerate(manifest.tensors)}

@@ -14,8 +14,8 @@ from windlass.planning.rows import resolve_names
 _HARMLESS = re.compile(
     r"(^|\.)(mtp(_[a-z_]+)?\.|rotary_emb\.|inv_freq$|position_ids$|masked_bias$|(cos|sin)_cached$)"
 )
-"""Pattern of tables that every engine computes itself and of layers that predict further tokens
-(MTP)."""
+"""Pattern of the names of tables that every engine computes itself, and of MTP layers, which predict
+further tokens."""
 _MTP_MARK = ".eh_proj.weight"
 """Name of the projection that only an MTP layer has (DeepSeek, GLM):
 `model.layers.61.eh_proj.weight`."""
@@ -25,9 +25,9 @@ _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 def find_unused(
     sources: Sequence[ShardManifest], destinations: Iterable[ShardManifest]
 ) -> frozenset[str]:
-    """Return the tensors of `sources` that no destination takes.
+    """Return the tensors of `sources` that no destination needs.
 
-    Names of one tensor (ties) count as one: if a destination takes one of the names, it takes the tensor.
+    Tied weights are one tensor with several names: a destination that has one of the names needs the tensor.
     """
     held: dict[str, set[str]] = {}
     for manifest in sources:
@@ -51,7 +51,7 @@ def find_kept(
     destinations: Sequence[ShardManifest],
     patterns: Collection[str],
 ) -> frozenset[str]:
-    """Return the tensors of `destinations` that no source has and that a pattern (`fnmatch`) names.
+    """Return the tensors of `destinations` that no source has and whose name matches a pattern (`fnmatch`).
 
     Raises:
         ManifestError: see `resolve_names`.
@@ -64,7 +64,7 @@ def find_kept(
 def refuse_unused(
     unused: Collection[str], allowed: Collection[str], sources: Sequence[ShardManifest]
 ) -> None:
-    """Raise for trainer tensors that no engine takes, unless they are harmless or allowed.
+    """Raise for trainer tensors that no engine needs, unless they are harmless (`_HARMLESS`, MTP layers) or allowed.
 
     Args:
         unused: see `find_unused`.
@@ -94,7 +94,7 @@ def refuse_unused(
 
 
 def _tie_hints(refused: Collection[str], sources: Sequence[ShardManifest]) -> Iterator[str]:
-    """Yield a hint for an output matrix if the engines use the embedding instead of it."""
+    """Yield a hint if the trainers have a separate output matrix and the engines use the embedding for it."""
     shapes = {spec.name: spec.shape for manifest in sources for spec in manifest.tensors}
     for head in (name for name in refused if name.endswith(_HEADS)):
         for name, shape in shapes.items():

@@ -14,7 +14,7 @@ _Shape = tuple[int, ...]
 
 
 def patterns_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group names that differ only in numbers (of layers, of experts)."""
+    """Group names that differ only in layer or expert numbers: pattern -> names."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(NUMBER.sub("*", name), []).append(name)
@@ -22,7 +22,7 @@ def patterns_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def said(names: Iterable[str]) -> str:
-    """Return all of these names by pattern: `48 of 'model.layers.*.mlp.gate.weight', 'lm_head.weight'`."""
+    """Return these names, shortened for a message: `48 of 'model.layers.*.mlp.gate.weight', 'lm_head.weight'`."""
     groups = patterns_of(sorted(names))
     words = [
         repr(of[0]) if len(of) == 1 else f"{len(of)} of {pattern!r}"
@@ -33,7 +33,7 @@ def said(names: Iterable[str]) -> str:
 
 
 def as_argument(names: Sequence[str]) -> str:
-    """Return patterns that match the names as an argument of Python, and the number of further patterns."""
+    """Return a Python tuple of patterns that match the names, for a message; if it is cut, also how many are left out."""
     patterns = [of[0] if len(of) == 1 else p for p, of in patterns_of(names).items()]
     rest = len(patterns) - _MOST
     more = f", and {rest} more pattern{'s' * (rest > 1)}" if rest > 0 else ""
@@ -43,7 +43,7 @@ def as_argument(names: Sequence[str]) -> str:
 def renaming(
     missing: Mapping[str, _Shape], there: Mapping[str, _Shape], matched: Collection[str] = ()
 ) -> str:
-    """Return the end of a message about missing tensors: a remedy, or a `name_map` that joins the two sides.
+    """Return advice for a message about missing tensors: a remedy, or a `name_map` that gives them their names.
 
     A `name_map` is proposed only if exactly one change of a prefix or of the last part gives every
     missing tensor a different source. Names that are only similar are listed and never paired.
@@ -70,7 +70,7 @@ def renaming(
     if len(changes) == 1:
         (change,) = changes.values()
         return f"{held}: pass `name_map={change.line}`"
-    return f"{held}: pass a `name_map` from these names to those that are missing"
+    return f"{held}: pass a `name_map` from these names to the missing names"
 
 
 _WRAPPERS = tuple(
@@ -120,8 +120,8 @@ _WRAPPERS = tuple(
 )
 """Marks of wrappers in names, and advice for each."""
 _FEWEST_PARTS = 3
-"""Minimum number of parts of a name, without numbers, that identify a tensor even if its prefix
-differs."""
+"""Minimum number of parts after the prefix, not counting numbers, that two names must have in common
+before a change of the prefix is proposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,8 @@ class _Change:
     Attributes:
         pairs: missing name -> name of its source.
         begins: prefixes of the names that the change applies to.
-        ends: suffix of these names.
-        line: the function, as Python.
+        ends: suffix of the names that the change applies to.
+        line: Python expression of the `name_map`.
     """
 
     pairs: Mapping[str, str]

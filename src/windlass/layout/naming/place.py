@@ -66,7 +66,9 @@ class Placed:
 
 
 def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: Coords) -> Placed:
-    """Return the boxes in a contiguous local parameter. `name`: with global layer and local expert number.
+    """Return the boxes in a contiguous local parameter.
+
+    `name`: name of the parameter, with the global layer number and the expert's number on this rank.
 
     Raises:
         UnsupportedLayout: the family has no rule for the name.

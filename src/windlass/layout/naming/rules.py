@@ -17,13 +17,13 @@ from windlass.errors import UnsupportedLayout
 class Cut(StrEnum):
     """How the rows and columns of a parameter are divided among tensor-parallel ranks.
 
-    WHOLE: every rank holds all of it. COLUMN: dim 0 is cut. ROW: dim 1 is cut.
+    WHOLE: every rank holds the whole parameter. COLUMN: dim 0 is cut. ROW: dim 1 is cut.
 
     GLU: each rank holds its part of the first tensor, then its part of the second.
 
     QKV: rows are ordered by query group (its queries, its key, its value); then dim 0 is cut.
 
-    VOCAB: dim 0 is padded, then cut. LATENT: dim 0 is cut or whole, as the model's spec chose.
+    VOCAB: dim 0 is padded, then cut. LATENT: dim 0 is cut or whole, depending on Megatron's layer spec.
 
     GROUPED_GLU, GROUPED_ROW: all local experts in one matrix, each transposed.
     """
@@ -46,7 +46,8 @@ class Rule:
     Attributes:
         pattern: the framework's name; `{layer}` and `{expert}` stand for numbers.
         tensors: checkpoint names with the same fields, in the order of their rows in the parameter.
-        cut: how it is cut. Parameters of experts are cut over the expert-tensor-parallel ranks.
+        cut: cut of the parameter over the tensor-parallel ranks; parameters of experts are cut over
+            the expert-tensor-parallel ranks instead.
     """
 
     pattern: str
@@ -61,7 +62,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A rule and the numbers in a name, -1 for a missing one. `expert`: index of the expert on this rank."""
+    """A rule and the numbers in a name, -1 for a missing number. `expert`: index of the expert on this rank."""
 
     rule: Rule
     layer: int
@@ -92,7 +93,7 @@ class Family:
                 numbers = found.groupdict()
                 return Match(rule, int(numbers.get("layer", -1)), int(numbers.get("expert", -1)))
         raise UnsupportedLayout(
-            f"parameter {name!r} must have a rule in naming family {self.name!r}, it has none: pass "
+            f"parameter {name!r} must have a rule in naming family {self.name!r}, found none: pass "
             f"family={self.name}.extended(Rule({_generalised(name)!r}, (<checkpoint name>, ...), "
             "Cut.<how it is cut>)), or name its prefix in `ignore` if no engine needs it"
         )

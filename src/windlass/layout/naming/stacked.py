@@ -1,4 +1,4 @@
-"""Rules for parameters that are several checkpoint tensors.
+"""Rules for parameters that contain several checkpoint tensors.
 
 The most frequent case is a framework that stacks all experts into one tensor with dims (experts,
 rows, columns). The rows of each expert are the rows of one or several checkpoint matrices, one

@@ -92,7 +92,7 @@ def gated(name: str, tensor: str) -> tuple[Rule, ...]:
 
 
 def experts(tensor: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return rules for routed experts: one parameter each (two spellings), or two matrices for all."""
+    """Return rules for routed experts: Megatron has one parameter per expert (under two names), or two for all experts."""
     pair = (f"{tensor}.{{expert}}.{gate}.weight", f"{tensor}.{{expert}}.{up}.weight")
     last = f"{tensor}.{{expert}}.{down}.weight"
     return (
