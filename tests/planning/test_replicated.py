@@ -349,7 +349,7 @@ def test_digests_that_cannot_be_compared_are_a_disagreement() -> None:
     assert "held by 6 ranks, and 5 said" in ranks.found.disagreement(silent)
     strange = taken["trainer/1"].copy()
     strange["box"] = 7
-    assert "nobody asked" in ranks.found.disagreement({**taken, "trainer/1": strange})
+    assert "are not replicated" in ranks.found.disagreement({**taken, "trainer/1": strange})
     for worker in ("trainer/0", "trainer/5"):
         ranks.memory[worker][0][3] ^= 1
     assert "trainer/0, trainer/5 but not trainer/1, trainer/2, trainer/3, trainer/4" in (

@@ -206,7 +206,7 @@ def atoms_by_pattern(boxes: Boxes) -> list[Atoms]:
 def find_holders(
     boxes: Boxes, atoms: Sequence[Atoms], table: RowTable
 ) -> tuple[Int64Array, Holders]:
-    """Number the atoms over all tensors, and list the rows that contain each atom.
+    """Give each atom a number that is unique over all tensors, and list the rows that contain it.
 
     Returns:
         (number of the first atom of each tensor class, holders)

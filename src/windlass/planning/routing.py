@@ -42,7 +42,7 @@ class Assignment(Columns):
 def group_by_holders(
     ranks: Int32Array, start: Int64Array
 ) -> tuple[Int64Array, list[tuple[int, ...]]]:
-    """Number the distinct sets of holders: each is a group.
+    """Assign a number to each distinct set of holders, which is a group.
 
     Args:
         ranks: ranks that hold each atom, atom after atom, in ascending order for each atom.
