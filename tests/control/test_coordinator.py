@@ -1096,7 +1096,7 @@ async def test_publish_names_the_trainer_ranks_that_it_waits_for(
         with pytest.raises(PeerTimeout) as raised:
             await rig.announce("trainer/0", 0, deadline_s=0.3)
         assert str(raised.value) == (
-            f"publish: no report of version 0 within 0.3 s: it waited for {missing}"
+            f"publish: no report of version 0 arrived within 0.3 s: it waited for {missing}"
         )
         assert f"publish waits for {missing}" in caplog.text
         # The controller has discarded the announcement.

@@ -213,9 +213,11 @@ async def test_engines_serve_copied_weights_unchanged_by_later_training(
                 pending = trainer.publish(version, wait=False, copy=True)
                 memory.destroy()
                 assert not pending.done()
-                with pytest.raises(ConfigError, match="must wait for the end of the one under way"):
+                with pytest.raises(
+                    ConfigError, match="must wait until the previous update has ended"
+                ):
                     trainer.publish(version + 1)
-                with pytest.raises(PeerTimeout, match=f"version {version}: no end of the round"):
+                with pytest.raises(PeerTimeout, match=f"version {version}: the round did not end"):
                     pending.result(deadline_s=0.01)
                 go.set()
                 report = pending.result(deadline_s=30)

@@ -1,4 +1,4 @@
-"""Binding of the fleet: compiles a plan from the manifests, has ranks register memory, and exchanges addresses.
+"""Binding of the fleet: compile a plan from the manifests, send each rank its part, and exchange addresses.
 
 Binding pauses no engine. The controller binds after the fleet has changed, before the next round.
 """
@@ -44,8 +44,9 @@ from windlass.transports.base import TransportOffer
 from windlass.transports.choice import LinkChoice, choose_transport, unreachable_reason
 
 NEWCOMERS_SPREAD = 4
-"""Factor that spreads the reads of new engines beyond their share of the trainer ranks with the same boxes. 1 would
-overload some ranks; reads from all ranks would create engines x ranks links."""
+"""Factor by which new engines read from more trainer ranks than their share. Of the ranks with the same boxes, new engines
+read from the fraction (new / all engines) times this factor. With 1, some ranks would be overloaded; with all ranks,
+there would be engines x ranks links."""
 JOIN_SHARE = 0.8
 """Fraction of the bind deadline given to agents, so that they time out before the coordinator and report the reason."""
 
@@ -57,7 +58,7 @@ class EnginesUnbound(RoundAborted):
 
     Attributes:
         refusals: engine -> reason why it cannot be part of the fleet.
-        late: rank that did not answer in time -> description of its failure.
+        late: rank that did not answer by the deadline -> description of its failure.
         kept: binding that is still valid; None if all ranks must be bound again.
     """
 
@@ -78,12 +79,12 @@ class _LinkTransports:
     """Transport of every link, and the destination's memory as that transport addresses it.
 
     Args:
-        sessions: sessions of the ranks that were connected when the binding began. A rank without one was lost, and
-            its links have no transport.
+        sessions: sessions of the ranks that were connected when the binding began. A rank without a session has lost
+            its connection, and its links have no transport.
 
     Attributes:
         choices: link -> its transport, with the reason for the choice.
-        strided: links with a source that stores with strides.
+        strided: links whose source can store strided elements.
     """
 
     def __init__(self, sessions: Mapping[str, AgentSession]) -> None:
@@ -104,7 +105,7 @@ class _LinkTransports:
         for source, destination in sorted(links):
             here, there = self._sessions.get(source), self._sessions.get(destination)
             if here is None or there is None:
-                # The rank was lost after the plan was made.
+                # The rank has lost its connection since the plan was made.
                 continue
             same_address = here.host == there.host
             offers = here.agent.hello.offers
@@ -124,7 +125,7 @@ class _LinkTransports:
         return wrong
 
     def owns(self, worker: str, binding: DestinationBinding) -> bool:
-        """Return whether all memory that a rank has bound belongs to its endpoints."""
+        """Return whether a rank offers only memory of its own endpoints."""
         owners = {binding.endpoint, *(region.endpoint for region in binding.regions)}
         own = {offer.endpoint for offer in self._offers(worker)}
         return binding.worker == worker and owners <= own
@@ -132,7 +133,7 @@ class _LinkTransports:
     def narrow(
         self, source: str, bindings: Iterable[DestinationBinding]
     ) -> tuple[DestinationBinding, ...]:
-        """Return the bindings that `source` needs to write each destination by the transport of their link.
+        """Return the bindings as `source` needs them: endpoint and regions of the transport of each link.
 
         The binding of a destination without a link from `source` is returned unchanged.
         """
@@ -159,8 +160,8 @@ def find_relay_groups(
 ) -> tuple[RelayGroup, ...]:
     """Return the relay groups: disjoint groups of at least two ranks, all from different engines.
 
-    The engines of a group can send, and their ranks hold identical boxes at identical places. Engines that write by
-    kernels (`strided_stores`) are in no group, and trainers that do so have none.
+    The engines of a group can send, and their ranks hold identical boxes at identical places. Engines whose transport
+    stores by kernels (`strided_stores`) are in no group. If the trainers store by kernels, there are no groups.
     """
     if not isinstance(backend, P2pBackend) or backend.relay is RelayShape.OFF:
         return ()
@@ -195,7 +196,7 @@ def _below(group: RelayGroup, member: str) -> tuple[str, ...]:
 def _least_loaded(
     sources: Sequence[ShardManifest], kept: Binding, num_engines: int
 ) -> tuple[ShardManifest, ...]:
-    """Return the sources for `num_engines` new engines: the least loaded ranks of each set of identical sources."""
+    """Return the sources for `num_engines` new engines: of each set of ranks with equal layouts, the least loaded."""
     sent, share = kept.sent_by, NEWCOMERS_SPREAD * num_engines / (num_engines + len(kept.engines))
     alike: dict[str, list[ShardManifest]] = {}
     for manifest in sources:
@@ -212,10 +213,10 @@ def _least_loaded(
 
 @final
 class FleetBinder:
-    """Compiler of one plan, which then has every rank bind it.
+    """Compile one plan and make every rank bind it.
 
-    With `held`, engines of that binding with unchanged processes get no command, and trainers keep their links to them.
-    Only the changes are planned and bound.
+    With `held`, only the changes are planned and bound: engines of that binding with unchanged processes get no command,
+    and trainers keep their links to these engines.
 
     Args:
         trainers: group of the sources; the ranks of an engine in a catch-up.
@@ -270,12 +271,12 @@ class FleetBinder:
         self._epoch, self._kept = round_id.epoch, kept
 
     async def bind(self) -> Binding:
-        """Compile the plan and have all ranks bind it.
+        """Compile the plan and make all ranks bind it.
 
         Raises:
-            PlanError: no plan serves the manifests.
-            ConfigError: no engine has a transport in common with the trainers that reaches it.
-            EnginesUnbound: some engines did not bind; the other engines can.
+            PlanError: the trainers' tensors cannot fill the engines' parameters.
+            ConfigError: no engine can be reached by a transport that it has in common with the trainers.
+            EnginesUnbound: some engines did not bind; a new attempt can bind the other engines.
             RoundAborted: a trainer did not bind the plan, or did not answer by the deadline.
         """
         began = time.perf_counter()
@@ -303,7 +304,7 @@ class FleetBinder:
     def _compile(
         self,
     ) -> tuple[Binding, dict[str, ConnectEngine], Mapping[str, ConnectTrainer | ChangeLinks]]:
-        """Compile the plan and the commands, outside the event loop because a large model takes seconds.
+        """Compile the plan and the commands. Runs in a thread, because planning a large model takes seconds.
 
         Returns:
             The new binding, the commands to engines, and the commands to trainers, still without addresses.
@@ -374,9 +375,9 @@ class FleetBinder:
         return binding, to_engines, to_trainers
 
     def _find_unused(self) -> frozenset[str]:
-        """Return the trainer tensors that no engine takes; raise ManifestError if one of them must not stay unused.
+        """Return the trainer tensors that no engine has; raise ManifestError if one of them must not stay unused.
 
-        A tensor that an engine took before counts as used: the death of that engine must not stop the others.
+        A tensor that some engine had before counts as used, so that the loss of that engine does not stop the others.
         """
         if self._of_trainers.role is not Role.TRAINER:
             return frozenset()
@@ -390,7 +391,7 @@ class FleetBinder:
     def _find_replicated(self, unused: frozenset[str]) -> Replicated | None:
         """Return the boxes that several trainer ranks hold; None if the sources are engines.
 
-        Engines have verified their weights, and may use copies of one tensor differently.
+        Ranks of an engine need no comparison: they have verified their weights, and copies of one tensor may differ.
         """
         of_trainers = all(manifest.role is Role.TRAINER for manifest in self._sources)
         return find_replicated(self._sources, unused) if of_trainers else None
@@ -444,7 +445,7 @@ class FleetBinder:
         return found
 
     def _find_kept(self) -> dict[str, frozenset[str]]:
-        """Return the tensors that each engine keeps: no trainer has them, and a pattern of the trainers names them."""
+        """Return engine -> tensors that it keeps: no trainer has them, and they match a pattern in `keep` of the trainers."""
         kept = dict.fromkeys(self._manifests, frozenset[str]())
         patterns = self._of_trainers.keep
         for engine, manifests in self._manifests.items() if patterns else ():
@@ -471,12 +472,12 @@ class FleetBinder:
                 except PlanError as error:
                     refused[engine] = f"{type(error).__name__}: {error}"
             if not refused or (len(refused) == len(self._engines) and self._kept is None):
-                # If no engine fits, the trainers get the error, and the engines wait for other trainers.
+                # If no engine fits the trainers, report the error to the trainers and keep the engines connected.
                 raise
             raise EnginesUnbound(refused) from None
 
     async def _bind_engines(self, commands: Mapping[str, ConnectEngine]) -> dict[str, Bound]:
-        """Have engines register memory, and return their answers with the addresses of memory and relays."""
+        """Send engines their commands; return their answers, with the addresses of their memory and relay listeners."""
         bound: dict[str, Bound] = {}
         failed: dict[str, Result | WindlassError] = {}
         for worker, result in (await self._caller.call(commands, self._deadline_s)).items():
@@ -518,11 +519,11 @@ class FleetBinder:
     async def _bind_sources(
         self, commands: Mapping[str, ConnectTrainer | ChangeLinks], binding: Binding
     ) -> list[GroupOffer]:
-        """Have the sources bind their links, and return the groups that they offer.
+        """Send the sources their commands; return the groups that they offer.
 
         Raises:
             EnginesUnbound: a source cannot write to some engines.
-            ConfigError: no engine can be written.
+            ConfigError: the sources can write to no engine.
             RoundAborted: a source did not bind the plan.
         """
         offers = []
@@ -551,9 +552,9 @@ class FleetBinder:
         return offers
 
     async def _form_groups(self, offers: Sequence[GroupOffer]) -> None:
-        """Have all members join their groups at once, each in the order of the sources' names.
+        """Send all members the command to join their groups, in the order of the sources' names.
 
-        The common order prevents a ring of members that wait for each other.
+        All members use this order, so that the groups cannot deadlock.
 
         Raises:
             EnginesUnbound: only ranks of one engine failed to join; all other failures are timeouts.
@@ -581,7 +582,7 @@ class FleetBinder:
             raise RoundAborted("; ".join(reasons))
 
     async def _bind_relay(self, bound: Mapping[str, Bound]) -> None:
-        """Send every member the addresses of the ranks that it forwards to."""
+        """Send every member of a relay group the addresses of the ranks to which it passes chunks on."""
         commands = {}
         for member, group in self._group_of.items():
             below = _below(group, member)
@@ -600,7 +601,7 @@ class FleetBinder:
         through: Iterable[str],
         bound: Mapping[str, Bound],
     ) -> ConnectRelay | None:
-        """Return a command that lets a rank write to the memory of `to` and notify the relays of `through`."""
+        """Return a command with the memory addresses of ranks `to` and the relay listeners of ranks `through`."""
         if not groups:
             return None
         bindings = self._transports.narrow(worker, (bound[name].binding for name in to))

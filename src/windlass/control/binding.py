@@ -17,10 +17,10 @@ from windlass.transports.choice import LinkChoice
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """A plan that every rank has bound to its memory. It has no links if the trainer drives the update.
+    """A plan that every rank has bound to its memory. It has no links for a push, in which the trainer sends by itself.
 
     Attributes:
-        signature: processes that the binding is valid for; other processes need a new binding.
+        signature: processes for which the binding is valid; if a process is replaced, a new binding is needed.
         engines: engine -> its worker names.
         trainers: worker names of the trainer ranks.
         links: (source, destination) -> bytes that the source sends by the plan.
@@ -30,7 +30,7 @@ class Binding:
         replicated: boxes that several trainer ranks hold; None if the sources are engines.
         bound_in: trainer -> epoch of the last command that bound it.
         ended: links that trainers still have but that the binding no longer contains.
-        unused: trainer tensors that no engine has taken since these trainers connected.
+        unused: trainer tensors that no engine has had since these trainers connected.
         stays: engine tensors that no trainer has and that engines keep.
         costs: rank -> cost of its binding, for the ranks that were asked to bind.
     """
@@ -67,7 +67,7 @@ class Binding:
         return {link: choice.transport for link, choice in self.transports.items()}
 
     def describe_links(self, carried: Mapping[Link, Carried]) -> list[dict[str, str | float]]:
-        """Return the links as `/v1/status` shows them, the slowest first; `carried` has the used links' traffic."""
+        """Return the links as `/v1/status` shows them, the slowest first. `carried`: traffic of the links that were used."""
         unused = Carried(0, 0.0)
         found = [
             (carried.get(link, unused), link, choice) for link, choice in self.transports.items()
@@ -87,7 +87,7 @@ class Binding:
         ]
 
     def identities_of(self, workers: Iterable[str]) -> frozenset[Identity]:
-        """Return the processes behind these ranks."""
+        """Return the processes of these ranks, as worker name and incarnation."""
         known = self._incarnations
         return frozenset((name, known[name]) for name in workers if name in known)
 
@@ -96,7 +96,7 @@ class Binding:
         return dict(self.signature)
 
     def without(self, engines: Collection[str]) -> Binding:
-        """Return the binding without these engines; `ended` then has the links to them, which the sources must end."""
+        """Return the binding without these engines; their links move to `ended`, because the sources must still end them."""
         if not engines:
             return self
         workers = {w for name in engines for w in self.engines.get(name, ())}

@@ -1,4 +1,4 @@
-"""Changes that coroutines wait for and tasks that end with the controller, all in one event loop."""
+"""Notification of coroutines about changes, and tasks that end with the controller. Everything runs in one event loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tell(listeners: Iterable[Callable[[*_Ts], None]], *args: *_Ts) -> None:
 
 @final
 class Changes:
-    """Wakes coroutines and listeners when synchronous code has changed something. One event loop."""
+    """Condition variable of one event loop: synchronous code reports a change, and waiting coroutines check again."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
@@ -36,11 +36,11 @@ class Changes:
         return len(self._waiting)
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the loop at every change."""
+        """Call `listener` in the event loop at every `notify`."""
         self._listeners.append(listener)
 
     def notify(self) -> None:
-        """Have all waiting coroutines check their condition again, and call the listeners."""
+        """Wake all waiting coroutines, so that they check their condition again, and call the listeners."""
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
@@ -49,10 +49,10 @@ class Changes:
     async def until(
         self, holds: Callable[[], bool], deadline_s: float, message: Callable[[], str]
     ) -> None:
-        """Return once `holds()` is true. It is called at once and at every `notify`, and may raise.
+        """Return once `holds()` is true. `holds` is called at once and after every `notify`, and may raise.
 
         Raises:
-            PeerTimeout: `holds()` was not true within `deadline_s`; its text is `message()`.
+            PeerTimeout: `holds()` was not true within `deadline_s`; the text of the error is `message()`.
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -69,7 +69,7 @@ class Changes:
 
 @final
 class Tasks:
-    """Tasks that end with the controller. One event loop."""
+    """Tasks of one event loop that `close` cancels, at the end of the controller."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -82,11 +82,11 @@ class Tasks:
         return iter(self._tasks)
 
     def spawn(self, work: Coroutine[object, object, _T]) -> asyncio.Task[_T]:
-        """Run a coroutine as a task, until `close`. After `close` the task is cancelled at once."""
+        """Run a coroutine as a task, which `close` cancels. After `close` a new task is cancelled at once."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # Connections end after `close`, and their loss may begin tasks.
+        # Connections are closed after `close`, and the loss of a connection may spawn tasks.
         if self._is_closed:
             task.cancel()
         return task

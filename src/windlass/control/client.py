@@ -83,14 +83,14 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         self._hello, self._handler = hello, handler
 
     def hello(self) -> Hello:
-        """Return the owner's Hello, completed with epoch, round, and host of this session."""
+        """Return the Hello of this rank, with the newest epoch and round of this session and with the host."""
         epoch, round_number = self._store.newest
         return msgspec.structs.replace(
             self._hello(), epoch=epoch, round=round_number, host=host_identity()
         )
 
     def on_frame(self, frame: Welcome | UpdateReport) -> None:
-        """Ignore the frame; only trainers use these frames."""
+        """Ignore `Welcome` and `UpdateReport`; only trainer ranks use them."""
 
     def execute(self, call: Envelope[Command | Probe]) -> Result:
         if isinstance(call.command, Probe):
@@ -101,7 +101,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
             try:
                 return self._handler.handle(call.command, epoch=call.epoch, round_number=call.round)
             except Exception as error:
-                # The message of a WindlassError says what to do, so its traceback is not logged.
+                # A WindlassError has a message for the user, so its traceback is not logged.
                 trace = not isinstance(error, WindlassError)
                 _log.error("%s failed: %s: %s", name, type(error).__name__, error, exc_info=trace)
                 raise
@@ -113,7 +113,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
 
 
 def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
-    """Return the kind of a failure. An unexpected error in a command that writes is UNKNOWN, as for a single link."""
+    """Return the kind of a failure. An unexpected error in a command that writes is UNKNOWN: bytes may still land."""
     match error:
         case TransferOutcomeUnknown():
             return FailureKind.UNKNOWN
@@ -129,7 +129,7 @@ def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Announced version, with the future of its report."""
+    """Announcement of a version, with the future of its report."""
 
     frame: Announce
     report: concurrent.futures.Future[UpdateReport]
@@ -167,7 +167,7 @@ class TrainerChannel(AgentChannel):
         announced = self.begin_announcement(version)
         try:
             return announced.report.result(deadline_s)
-        # An interrupted caller no longer waits either, so its announcement must be withdrawn too.
+        # After any exception, such as KeyboardInterrupt, the caller no longer waits, so withdraw the announcement.
         except BaseException as error:
             sent = self.withdraw(announced)
             if not isinstance(error, concurrent.futures.TimeoutError):
@@ -182,14 +182,14 @@ class TrainerChannel(AgentChannel):
                         return report
                     reason = report.reason
             if self.disconnected.is_set():
-                reason = f"the controller is away: {self.last_error}"
+                reason = f"the controller is not connected: {self.last_error}"
             raise PeerTimeout(
-                f"publish: no report of version {version} within {deadline_s} s"
+                f"publish: no report of version {version} arrived within {deadline_s} s"
                 + (f": {reason}" if reason else "")
             ) from None
 
     def begin_announcement(self, version: int) -> Announcement:
-        """Announce a version without waiting; the report is done at the end of the round.
+        """Announce a version without waiting. The future of its report is done at the end of the round.
 
         Raises:
             ProtocolError: the controller refused this agent.
@@ -218,15 +218,17 @@ class TrainerChannel(AgentChannel):
             if expected is None or expected.frame.attempt or expected.report.done():
                 return
             version = expected.frame.version
-            error = PeerUnreachable(f"version {version}: the controller did not say how it ended")
+            error = PeerUnreachable(
+                f"version {version}: the controller did not report how its round ended"
+            )
             expected.report.set_exception(error)
 
     def withdraw(self, announced: Announcement) -> concurrent.futures.Future[bool] | None:
-        """Withdraw an announcement, so that it does not begin a round without a waiting caller.
+        """Withdraw an announcement because its caller no longer waits, so that it does not begin a round.
 
         Returns:
-            A future that is done once the withdrawal was sent or the connection was lost, which withdraws the
-            announcement too; None if the session has ended.
+            A future that is done once the withdrawal was sent, or the connection was lost (the controller then drops
+            the announcement); None if the session has ended.
         """
         with self._lock:
             if self._announced is announced:

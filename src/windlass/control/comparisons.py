@@ -1,4 +1,4 @@
-"""Selection of the updates that compare replicated boxes between trainer ranks, within a share of the update time."""
+"""Decide which updates compare replicated boxes between trainer ranks, so that comparing takes a fixed share of the time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Comparison:
 
     Attributes:
         turn: running number of the comparison, see `due_pieces`.
-        is_first: whether the update compares everything, without a charge.
+        is_first: whether it is the first of these trainers: it compares all boxes, and its time is not charged.
     """
 
     turn: int
@@ -26,14 +26,14 @@ class Comparison:
 
 @final
 class Comparisons:
-    """Account of the seconds used for comparisons. Published updates credit it with a share of their seconds.
+    """Account of seconds for comparisons: a published update adds a share of its seconds, a comparison subtracts its own.
 
     The first update of a group of trainers always compares, without a charge. Each later update compares if the
     balance covers the cheapest comparison of these trainers. So, while updates are published, the account is overdrawn
     by at most the difference between one comparison and the cheapest one.
 
-    A repeated attempt to publish a version compares if the first attempt did. After a comparison in an update that was
-    not published, the next update compares at any balance, because the ranks may have disagreed.
+    A repeated attempt to publish a version compares if the first attempt did. If an update compared and was not
+    published, the next update compares at any balance, because the ranks may have had different bytes.
 
     Args:
         share: share of the time of published updates, in [0, 1]; with 1 all updates compare.
@@ -72,10 +72,7 @@ class Comparisons:
         return self._decided
 
     def of_round(self, version: int, binding: Binding) -> tuple[Replicated | None, int, int]:
-        """Return the boxes to compare in a round, the turn, and the number of turns that cover every box once.
-
-        Without a comparison it returns None for the boxes.
-        """
+        """Return the boxes to compare in a round (None: no comparison), the turn, and the number of turns for all boxes."""
         replicated = binding.replicated
         if replicated is None:
             return None, 0, 1
@@ -86,12 +83,12 @@ class Comparisons:
         return replicated, comparison.turn, period
 
     def conclude(self, *, compare_s: float, update_s: float, is_published: bool) -> None:
-        """Charge and credit the round of the last `begin`.
+        """Update the balance after the round for which `begin` was called last.
 
         Args:
             compare_s: seconds of comparison on the slowest rank; 0 without a comparison.
             update_s: seconds of the whole round.
-            is_published: whether the round published its version; only then it is credited.
+            is_published: whether the round published its version; only then are its seconds credited.
         """
         compared = self._decided
         if compared is not None and not compared.is_first:

@@ -1,6 +1,7 @@
-"""Messages of the controller and an agent while a rank joins the fleet and binds a plan.
+"""Messages between the controller and an agent while a rank joins the fleet and binds a plan.
 
-They are sent once per topology. `messages` has the messages of a round, and the frames that carry both kinds.
+They are sent when the ranks of the fleet have changed. `messages` has the messages of a round, and the frames that
+carry both kinds.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
             for every other start.
         epoch: epoch of the newest command that the agent has received; a restarted controller needs it.
         round: round of that command.
-        mixed_weights: whether live weights may be of two versions.
+        mixed_weights: whether the live weights may be of two versions.
         can_send: whether an engine rank can send its weights to another engine.
-        comes_to_rest: whether this rank pauses its engine with running requests in place (`PauseMode.IN_PLACE`). If
-            rank 0 does not, the host of the controller pauses the engine by the engine's own routes.
+        comes_to_rest: whether this rank can pause its engine and keep running requests (`PauseMode.IN_PLACE`). If rank 0
+            cannot, the host of the controller pauses the engine over the engine's own HTTP routes.
         not_resumed: see `Done`.
         registered: memory that an engine rank has registered.
-        allow_unused: for a trainer rank, patterns of tensors that engines need not take.
+        allow_unused: for a trainer rank, patterns of tensors that engines need not have.
         keep: for a trainer rank, patterns of tensors that engines keep if no trainer has them.
     """
 
@@ -124,14 +125,14 @@ def job_of(given: str, world_size: int) -> str:
     job = given or environment_value(JOB_VARIABLE)
     if not job and world_size > 1:
         raise ConfigError(
-            f"job: must be given, or {JOB_VARIABLE} be set, to the same for all {world_size} ranks of "
-            "this start of the trainers and to something else for every other start"
+            f"job: must be given, or {JOB_VARIABLE} must be set: one value for all {world_size} ranks of "
+            "this start of the trainers, and another value for every other start"
         )
     return job or secrets.token_hex(8)
 
 
 class CannotJoin(msgspec.Struct, frozen=True, tag="cannot_join"):
-    """First frame of an engine that failed before it could connect, sent instead of `Hello`.
+    """First frame of an engine that cannot join, because it failed to start; sent instead of `Hello`.
 
     Attributes:
         protocol_version: must equal `PROTOCOL_VERSION`.
@@ -149,8 +150,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
     Attributes:
         epoch: epoch of the controller.
-        lineage: random identity of the run that the controller publishes. It lasts as long as the journal, or as long
-            as the controller's process without a journal.
+        lineage: random identity of the run that the controller publishes. It stays the same as long as the journal
+            exists; without a journal, as long as the controller's process.
     """
 
     epoch: int
@@ -169,7 +170,7 @@ class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
         mode: see `ControlConfig`.
         backend: see `ControlConfig`.
         relays: whether the rank also listens for chunks that other ranks forward.
-        kept: tensors that must not change.
+        kept: tensors that no trainer has and that must not change.
     """
 
     plan: bytes
@@ -186,7 +187,7 @@ class Bound(msgspec.Struct, frozen=True, tag="bound"):
     Attributes:
         plan_digest: digest of the bound plan.
         binding: addresses at which sources write.
-        relay: address at which ranks connect that forward chunks to this rank; None without relays.
+        relay: address to which ranks connect that pass chunks on to this rank; None without relays.
     """
 
     plan_digest: str
@@ -231,7 +232,7 @@ class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
 
 
 class ChangeLinks(msgspec.Struct, frozen=True, tag="change_links"):
-    """Command to a trainer rank: end some links, bind new links, and keep all others; answer as to `ConnectTrainer`.
+    """Command to a trainer rank: end some links, bind new links, and keep all others; the answers are those of `ConnectTrainer`.
 
     Only backends with one-sided writes get it, and only without a relay.
 

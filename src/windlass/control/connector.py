@@ -1,4 +1,4 @@
-"""Connect: keeps the fleet bound, and binds again whatever has changed."""
+"""Keep the fleet bound: after ranks have come or gone, bind the changes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from windlass.wording import counted
 
 _log = logging.getLogger(__name__)
 MAX_LATE = 2
-"""Number of late answers to bind commands that the controller allows an engine. After one more it refuses the engine."""
+"""Number of missed bind deadlines that the controller allows a rank of an engine. After one more it refuses the engine."""
 
 
 @final
 class Connector:
-    """Keeps one `Binding` of the fleet. In the controller's loop, while no round runs.
+    """Owner of the fleet's `Binding`. Its methods run in the controller's event loop, while no round runs.
 
     Args:
         run: versions, journal and fleet.
@@ -39,7 +39,7 @@ class Connector:
         planner: compiles plans.
 
     Attributes:
-        binding: the present binding; None has the next call bind the whole fleet.
+        binding: the present binding; if it is None, the next call binds the whole fleet.
         binds: names of the engines that are being bound.
     """
 
@@ -86,7 +86,7 @@ class Connector:
             lambda: there() >= needed,
             deadline_s,
             lambda: (
-                f"publish: needs {counted(needed, 'engine')}, {there()} were there after {deadline_s} s"
+                f"publish: needs {counted(needed, 'engine')}, {there()} were connected after {deadline_s} s"
                 + "".join(f"; {name} was refused: {why}" for name, why in self._members.refused())
             ),
         )
@@ -137,13 +137,14 @@ class Connector:
         Raises:
             WindlassError: a rank did not bind.
         """
-        # The newcomer's memory can be part of one plan only.
+        # The memory of the newcomer can be bound to one plan at a time.
         if self.binding is not None:
             self.binding = self.binding.without((newcomer.name,))
         try:
             return await self._bind(donor, (newcomer,), planner)
         except EnginesUnbound as error:
-            # An engine that refuses a copy from a peer may still bind with the trainers, so only late ranks count.
+            # An engine that cannot bind a copy from a peer may still bind with the trainers: do not refuse it, only
+            # set late ranks aside.
             await self._part_with(EnginesUnbound({}, error.late))
             raise
 
@@ -180,7 +181,7 @@ class Connector:
         if sources.role is Role.TRAINER:
             self._stays = binding.stays
             if binding.unused and (known, unused) != (sources.identities, binding.unused):
-                _log.warning("no engine takes %s of the trainers", said(binding.unused))
+                _log.warning("no engine has %s of the trainers", said(binding.unused))
             self._unused = sources.identities, binding.unused
         return binding
 
@@ -202,12 +203,12 @@ class Connector:
     # --- costs of connecting, and figures of links ---------------------------------------------
 
     def pop_costs(self) -> dict[str, BindCost]:
-        """Return what connecting cost the ranks that were bound since the last call."""
+        """Return the bind costs of the ranks that were bound since the last call."""
         costs, self._costs = self._costs, {}
         return costs
 
     def note_carried(self, carried: Mapping[Link, Carried]) -> None:
-        """Record what each present link carried in the last round."""
+        """Record the bytes and seconds of each link in the last round; forget links that no longer exist."""
         known = {} if self.binding is None else self.binding.transports
         both = {**self._carried, **carried}
         self._carried = {link: found for link, found in both.items() if link in known}

@@ -1,15 +1,15 @@
 """The control plane: trainers announce a version, and the coordinator publishes it.
 
 Start reading at `Coordinator._publish`, which names the steps of a publish in their order. Each step belongs to one of
-these parts. A part knows only the parts above it in this list, and gets functions for the rest:
+these parts. A part imports only parts above it in this list, and gets functions for calls to the parts below:
 
 - `run.Run`: versions, the journal, and the fleet (`fleet.Fleet`): connected ranks and their weights.
 - `members.Members`: the agents' connections.
 - `connector.Connector`: binds the fleet: plans, memory, links.
 - `round_runner.RoundRunner`: runs rounds (`driver.RoundDriver`, `rounds.RoundMachine`).
-- `recovery.CatchUps` and `recovery.ResumeRetries`: engines that are behind, and engines that do not generate.
+- `recovery.CatchUps` and `recovery.ResumeRetries`: bring up engines that are behind, and resume paused engines.
 
-All of it runs in one event loop and shares nothing with rollouts.
+All parts run in one event loop and share no state with rollouts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from windlass.wording import listed
 
 _log = logging.getLogger(__name__)
 MAX_ATTEMPTS_WITHOUT_ENGINES = 3
-"""Further attempts to publish a version after all engines have ended in its round."""
+"""Further attempts to publish a version after the processes of all engines have ended during its round."""
 NAME_MISSING_S = 15.0
 """Seconds between the log lines that name the trainer ranks that a publish waits for."""
 
@@ -81,7 +81,7 @@ class Coordinator:
         connector: bindings of the fleet.
         rounds: runs rounds.
         catch_ups: updates engines that are behind to the published version.
-        resume_retries: tries again to resume engines that could not resume.
+        resume_retries: repeats the command to resume for engines that did not resume.
         reports: reports of the newest `KEPT_REPORTS` updates.
         num_updates: number of all updates.
 
@@ -135,7 +135,7 @@ class Coordinator:
 
     @property
     def in_round(self) -> bool:
-        """Whether a round runs now. Its engines get no traffic until it ends."""
+        """Whether a round runs now."""
         return self.rounds.driver is not None
 
     def routable(self) -> tuple[EngineInfo, ...]:

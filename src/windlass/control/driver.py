@@ -1,4 +1,4 @@
-"""Driver of one round: carries out the machine's instructions, and passes replies and deadlines to the machine."""
+"""Driver of one round: carry out the instructions of the round's state machine, and pass it replies and deadlines."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class RoundDriver:
 
     Attributes:
         machine: state machine of the round.
-        version: version to publish; set later if the trainer drives the round.
+        version: version to publish; in a push, it is set when the last leader names it.
         deadlines: deadlines of the phases that have not begun.
         late: replies that arrived while the round was ending, which the machine has not processed.
-        measured: figures that no rank of the round reports; the caller that knows them adds them here.
+        measured: figures of a push, which no rank reports; `push` adds them here.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class RoundDriver:
     def _next(self, step: Callable[[], list[Instruction]]) -> list[Instruction]:
         """Return the instructions of the machine's next step.
 
-        After a bug in the machine the round ends like a failed one, because trainers wait for its report, and the
-        fleet must learn which engines were written.
+        An exception is a bug of the machine. The round then ends as failed, because trainers wait for its report, and
+        the fleet must record which engines were written.
         """
         try:
             return step()
@@ -153,7 +153,7 @@ class RoundDriver:
                     try:
                         self._enter(instruction.phase, instruction.entry)
                     except OSError as error:
-                        # The remaining instructions belong to the phase, so the driver sends none of them.
+                        # Drop the remaining instructions, because they belong to the phase that did not begin.
                         reason = f"phase {instruction.phase} cannot be recorded: {error}"
                         blocked = GiveUp(reason, is_blocked=True)
                         return await self._carry_out(self._handle(blocked))

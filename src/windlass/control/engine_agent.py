@@ -56,7 +56,7 @@ from windlass.transfer.sender import Sender
 _log = logging.getLogger(__name__)
 FENCE_S = 5.0
 GO_ON_S = 20.0
-"""Seconds for an engine to resume after the connection to the controller is lost."""
+"""Seconds within which an engine must resume after the connection to the controller is lost."""
 MIN_RESUME_S = 0.1
 
 
@@ -74,7 +74,7 @@ class EngineHooks(Protocol):
         Rank 0 also stops admission and applies `mode` to running requests. Idempotent.
 
         Raises:
-            PeerTimeout: the rank did not come to rest within `deadline_s`.
+            PeerTimeout: the rank still used its weights after `deadline_s`.
         """
         ...
 
@@ -82,8 +82,8 @@ class EngineHooks(Protocol):
         """Resume generation. Idempotent.
 
         Raises:
-            WindlassError: the engine did not resume, or did not confirm it within `deadline_s`. It gets no traffic
-                then, and the controller repeats the command.
+            WindlassError: the engine did not resume, or did not confirm it within `deadline_s`. The engine then gets no
+                traffic, and the controller repeats the command.
         """
         ...
 
@@ -97,7 +97,7 @@ class EngineHooks(Protocol):
         Idempotent; called before `resume`.
 
         Raises:
-            WindlassError: as `resume`.
+            WindlassError: the engine did not set the version; the controller repeats the command, as for `resume`.
         """
         ...
 
@@ -109,8 +109,8 @@ class EngineAgent:
     Args:
         receiver: receiver of one-sided writes; other backends fill the same parameters.
         hooks: the engine.
-        sender: sender of the live weights to engines that join later; None if this rank cannot send.
-        host: own address that other ranks can reach, for backends with groups.
+        sender: sends the live weights to engines that join later; None if this rank cannot send.
+        host: address at which other ranks can reach this rank, for backends with groups.
         serves_own_weights: whether the engine serves its initial weights before the first version. It then resumes
             with them if that version is not published.
 
@@ -227,9 +227,9 @@ class EngineAgent:
             self._relay.interrupt(RoundId(epoch, round_number))
 
     def _verify(self, command: Verify) -> Result:
-        """Verify received bytes.
+        """Compare the digests of the received bytes.
 
-        After a relay parent has died, fence first: its last bytes have then arrived or never will.
+        If an upstream of a relay has died, fence first: after a fence its last bytes have arrived, or never will.
         """
         if self._fence_is_due:
             self._fence()
@@ -292,11 +292,11 @@ class EngineAgent:
         self._relay.interrupt()
         with self._lock:
             self._may_be_written = True
-            # The controller will not report how this round ended, and later rounds do not change that.
+            # The controller will not report how this round ended, so keep the mark over later rounds too.
             self._mixed_weights = self.mixed_weights
             self._go_on_if_whole(GO_ON_S)
             if self._not_resumed:
-                raise PeerUnreachable(f"the engine did not go on: {self._not_resumed}")
+                raise PeerUnreachable(f"the engine did not resume: {self._not_resumed}")
 
     def _choose(self, backend: UpdateBackend) -> None:
         if backend != self._backend:
@@ -306,7 +306,7 @@ class EngineAgent:
         self._delivery = self._receiver
 
     def _begin_push(self) -> None:
-        """Collect the tensors of a push from now on. The next planned update binds this rank again."""
+        """Direct commands to the receiver of pushes from now on. The next planned update binds this rank again."""
         # The one-sided receiver stays open, because late writes may still arrive in its memory.
         if self._receiver is not self._one_sided:
             self._receiver.close()
@@ -331,7 +331,7 @@ class EngineAgent:
 
     def _grouped(self) -> GroupReceiver:
         if not isinstance(self._receiver, GroupReceiver):
-            raise ProtocolError(f"{type(self._receiver).__name__} joins no groups")
+            raise ProtocolError(f"{type(self._receiver).__name__} cannot join groups")
         return self._receiver
 
     def _publish(self, version: int, deadline_s: float) -> None:
@@ -372,5 +372,5 @@ class EngineAgent:
             self._hooks.resume(max(end - time.monotonic(), MIN_RESUME_S))
         # The engine's own code may raise any exception.
         except Exception as error:  # noqa: BLE001
-            _log.exception("going on")
+            _log.exception("the engine did not resume")
             self._not_resumed = f"{type(error).__name__}: {error}"

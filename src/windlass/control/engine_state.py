@@ -16,14 +16,14 @@ class EngineStatus(StrEnum):
     """State of an engine.
 
     Attributes:
-        SERVING: serves the published version and generates: it may get traffic.
-        WAITING: connected and in order, and does not serve the published version yet.
+        SERVING: serves the published version and generates, so it may get traffic.
+        WAITING: is connected without a known fault, and does not have the published version yet.
         INCOMPLETE: some of its ranks are not connected.
-        NOT_RESUMED: has the published version, and did not generate again after an update.
-        LEFT_OUT: the last round that included it left it out.
+        NOT_RESUMED: has the published version, but did not resume after an update.
+        LEFT_OUT: the last round that included the engine left it out.
         MIXED_WEIGHTS: its weights may be of two versions.
         QUARANTINED: bytes of a write with an unknown outcome may still arrive in its memory, so no round writes it.
-        SILENT: a rank has not answered by a deadline.
+        SILENT: a rank did not answer a command by its deadline.
         GONE: no rank is connected any more.
     """
 
@@ -43,15 +43,15 @@ TRANSITIONS: Mapping[EngineStatus, frozenset[EngineStatus]] = {
     EngineStatus.SERVING: _ALL,
     EngineStatus.WAITING: _ALL,
     EngineStatus.NOT_RESUMED: _ALL,
-    # Rounds include only complete engines, so none leaves this one out.
+    # Rounds include only complete engines, so no round leaves out an incomplete engine.
     EngineStatus.INCOMPLETE: _ALL - {EngineStatus.LEFT_OUT},
     # The reason stays until the engine serves, also while a rank is away.
     EngineStatus.LEFT_OUT: _ALL - {EngineStatus.INCOMPLETE},
     EngineStatus.SILENT: _ALL - {EngineStatus.INCOMPLETE, EngineStatus.WAITING},
     # Only a round that publishes makes the weights whole again.
     EngineStatus.MIXED_WEIGHTS: _ALL - {EngineStatus.LEFT_OUT, EngineStatus.INCOMPLETE},
-    # Another process ends a quarantine. The weights of the remaining ranks are unknown then. A quarantined engine may
-    # serve weights that the write cannot reach.
+    # A quarantine ends when a new process replaces the rank; the other ranks may then hold other bytes than the new
+    # one. A quarantined engine may still serve, if the late write cannot reach its live weights.
     EngineStatus.QUARANTINED: _ALL
     - {EngineStatus.LEFT_OUT, EngineStatus.INCOMPLETE, EngineStatus.WAITING},
     EngineStatus.GONE: _ALL - {EngineStatus.LEFT_OUT, EngineStatus.SILENT},
@@ -60,7 +60,7 @@ TRANSITIONS: Mapping[EngineStatus, frozenset[EngineStatus]] = {
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """An engine with its state.
+    """State of one engine, as pages, metrics and routers get it.
 
     Attributes:
         name: name of the engine.

@@ -341,7 +341,7 @@ class ResumeRetries:
         if not agent.not_resumed:
             self.forget(agent.identity)
         elif agent.identity not in self._retrying:
-            _log.warning("%s did not go on: %s", agent.hello.worker, agent.not_resumed)
+            _log.warning("%s did not resume: %s", agent.hello.worker, agent.not_resumed)
             self._retrying[agent.identity] = self._tasks.spawn(self._retry(agent))
         return bool(before) is not bool(agent.not_resumed)
 

@@ -259,7 +259,7 @@ class TrainerAgent:
 
     def _group_member(self) -> GroupMember:
         if not isinstance(self._sender, GroupMember):
-            raise ProtocolError(f"{type(self._sender).__name__} joins no groups")
+            raise ProtocolError(f"{type(self._sender).__name__} cannot join groups")
         return self._sender
 
     def _choose(self, backend: UpdateBackend) -> None:

@@ -2,13 +2,13 @@
 
     callback = windlass.RolloutCallback(url, token, leader="pp0")
     callback.pause_generation()
-    group = windlass.WeightGroup(callback, "pp0")          # both halves of a new group
+    group = windlass.WeightGroup(callback, "pp0")          # engines and this process form a group
     for bucket in buckets:
-        group.broadcast(bucket)                            # both halves of a broadcast
+        group.broadcast(bucket)                            # engines receive, this process sends
     callback.continue_generation(version)                  # publishes, or raises and nothing changed
 
-Calls that make the engines enter a collective return a future at once. The caller must then enter the same
-collective, which it could not do if the call waited.
+Calls that make the engines enter a collective return a future at once, because the caller must enter the same
+collective before the engines can leave it. `WeightGroup` does both.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class RolloutCallback(Closing):
         controller: address of the controller. token: its secret.
         leader: name of this leader, unique among the leaders of one update.
         client: client for `update_weights`. The callback does not close it.
-        check_weights: `pause_generation` calls this first, to refuse weights that are not gathered, for example
+        check_weights: called first by `pause_generation`; it must raise if the weights are not gathered, for example
             `functools.partial(windlass.trainers.megatron.check_whole, model)`.
-        stage: number of this leader, such as its pipeline stage.
-        num_stages: number of leaders. Engines then execute the calls of all leaders in the order (call, stage),
-            independent of their arrival, and the update ends when all leaders have called `continue_generation`.
-            Either all leaders set this or none.
+        stage: number of this leader, such as its pipeline stage; set it together with `num_stages`.
+        num_stages: number of leaders, set by all leaders or by none. If it is set, engines execute the calls of all
+            leaders in the order (number of the call, stage), in whatever order they arrive, and the update ends when
+            all leaders have called `continue_generation`.
         deadline_s: deadline in seconds of every call that has no deadline of its own.
 
     Raises:
@@ -120,14 +120,14 @@ class RolloutCallback(Closing):
         """Pause the engines and begin an update, or join the update that another leader has begun.
 
         Args:
-            session_s: seconds after which the engines continue with the old version if the leaders have not ended
-                the update; at most a day.
+            session_s: maximum seconds until the leaders end the update, at most a day. After that the engines continue
+                with the old version.
             deadline_s: deadline of this call.
 
         Raises:
             RoundAborted: an engine did not pause.
             PeerTimeout, AuthenticationError: see `continue_generation`.
-            WindlassError: `check_weights` raised it; no engine was paused.
+            WindlassError: raised by `check_weights`; no engine was paused.
         """
         if self._check_weights is not None:
             self._check_weights()
@@ -154,7 +154,7 @@ class RolloutCallback(Closing):
         self._call(ContinueCall(number), deadline_s)
 
     def engine_ranks(self, *, deadline_s: float | None = None) -> tuple[str, ...]:
-        """Return the engine ranks that are members of every group, in rank order. Valid until the update ends."""
+        """Return the engine ranks of this update, which are ranks 1, 2 ... of every group. Valid until the update ends."""
         return self._call(MembersCall(), deadline_s)
 
     def init_weights_update_group(
@@ -182,7 +182,7 @@ class RolloutCallback(Closing):
         return self._start(ReadFiles(folder), deadline_s)
 
     def update_weights(self, version: int, *, deadline_s: float | None = None) -> PendingUpdate:
-        """Publish with `TrainerClient.publish(wait=False)`, through the controller's backend. No pause is needed.
+        """Publish with `TrainerClient.publish(wait=False)` instead of a push; `pause_generation` is not needed.
 
         Raises:
             ConfigError: the callback was made without a client; see also `TrainerClient.publish`.
@@ -209,7 +209,10 @@ class RolloutCallback(Closing):
     def _call(
         self, call: CallbackCall, deadline_s: float | None, number: int = 0
     ) -> tuple[str, ...]:
-        """Send a call until the controller answers. The request id marks repetitions as the same call."""
+        """Send a call, again after each lost connection, until the controller answers.
+
+        All repetitions have the same request id, so the controller carries out the call once.
+        """
         seconds = deadline_s or self._deadline_s
         asked = CallbackRequest(uuid.uuid4().hex, self.leader, call, seconds, number)
         body, ends = msgspec.msgpack.encode(asked), time.monotonic() + seconds + MARGIN_S
@@ -226,7 +229,7 @@ class RolloutCallback(Closing):
             else:
                 return self._members(reply)
         raise PeerTimeout(
-            f"{type(call).__name__}: no answer of {self.url} within {seconds} s: {last}"
+            f"{type(call).__name__}: {self.url} did not answer within {seconds} s: {last}"
         )
 
     def _members(self, reply: HttpReply) -> tuple[str, ...]:
@@ -318,7 +321,7 @@ class WeightGroup:
             self._group.finish(0, self._deadline_s)
             self._group.drain(self._deadline_s)
         finally:
-            # Raise the engines' error, if any, instead of this side's: it says more than a broken socket.
+            # If both sides fail, raise the engines' error: the error of this side is often only a broken socket.
             taken.result(self._deadline_s + MARGIN_S)
 
     def close(self) -> None:

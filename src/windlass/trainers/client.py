@@ -59,13 +59,13 @@ def version_number(version: int, what: str) -> int:
 
 @final
 class PendingUpdate:
-    """A version that is being published, or was; `TrainerClient.publish` returns it. Coroutines may await its report.
+    """Handle of an update, returned by `TrainerClient.publish`. Coroutines may await it to get the report.
 
     Attributes:
         version: number of the version.
         stood_s: seconds that `publish` took.
-        copy: seconds of `stood_s` that went into the end of the optimizer step and into the copy, with `copy=True`. The
-            rest went into packing, new link tables and messages to the fleet.
+        copy: with `copy=True`, the part of `stood_s` that went into waiting for the optimizer step and into the copy.
+            The rest went into packing, new link tables and messages to the fleet.
     """
 
     def __init__(self, version: int, report: Future[UpdateReport]) -> None:
@@ -89,12 +89,14 @@ class PendingUpdate:
         """Wait for the end of the round and return its report.
 
         Raises:
-            RoundAborted: the version was not published; quotes the reason. The engines continue to serve the old one.
-            PeerTimeout: the round did not end within `deadline_s`, and the caller may call again; or the deadline of
-                `publish` has passed.
+            RoundAborted: the version was not published, with the reason. The engines continue to serve the old version.
+            PeerTimeout: the round did not end within `deadline_s`, and the caller may call `result` again; or the
+                deadline of `publish` has passed.
         """
         if not wait([self._report], deadline_s).done:
-            raise PeerTimeout(f"version {self.version}: no end of the round within {deadline_s} s")
+            raise PeerTimeout(
+                f"version {self.version}: the round did not end within {deadline_s} s"
+            )
         return self._report.result()
 
 
@@ -106,17 +108,17 @@ class TrainerWeights:
         manifest: description of the weights. `manifest.worker` is GROUP/RANK, where GROUP is the name of the
             trainer job.
         parameters: returns the current memory of each parameter, in manifest order.
-        read: takes the indices of the parameters that engines receive. The other parameters may change at any time;
-            `parameters` must still return an entry for each.
-        watch: takes the current state of the parameters as the reference of `changed`. The client calls it in the
-            caller's thread when an update begins, so that `changed` also finds changes before the parameters are
-            read. None if the framework cannot do that.
-        changed: returns the name of a parameter that changed since `parameters` or `watch` was called; empty if none
-            did. The client calls it after the parameters were sent, except from a replica. If it returns a name, the
-            version counts as not sent.
+        read: called with the indices of the parameters that engines receive. All other parameters may change at any
+            time, but `parameters` must still return an entry for each.
+        watch: records the current state of the parameters, for `changed`. The client calls it in the caller's thread
+            when an update begins, so that `changed` also finds changes before the parameters are read. None if the
+            framework cannot do that.
+        changed: returns the name of a parameter that changed since `parameters` or `watch` was called last; empty if
+            none did. The client calls it after it has sent the parameters, except from a replica. If it returns a name,
+            the version counts as not sent.
         make_whole: see `TrainerClient.make_whole`; None if weights are whole after every optimizer step.
-        step_stream: returns the CUDA stream in which the calling thread queues its optimizer steps. The copy of
-            `publish` waits for this stream; if None, it waits for all work of the GPU.
+        step_stream: returns the CUDA stream in which the calling thread queues its optimizer steps.
+            `publish(copy=True)` waits only for this stream; if None, it waits for all work of the GPU.
         allow_unused, keep: see `connect_trainer`.
     """
 
@@ -133,7 +135,9 @@ class TrainerWeights:
 
 @final
 class TrainerClient(Closing):
-    """Connection of one trainer rank to the fleet. `connect_trainer` makes it; for another framework, make it yourself.
+    """Connection of one trainer rank to the fleet. `connect_trainer` makes it for PyTorch models.
+
+    An adapter for another framework calls this class directly.
 
     Args:
         weights: weights of this rank.
@@ -147,8 +151,8 @@ class TrainerClient(Closing):
         intercept: wraps the agent's handler of commands; for tests that inject faults.
 
     Raises:
-        ConfigError: `controller` is not a URL, `arena_nbytes` is too small, this transport cannot send from such a
-            replica, or there are several ranks and no `job`.
+        ConfigError: `controller` is not a URL, `arena_nbytes` is too small, the transport cannot send from the
+            requested replica, or there are several ranks and no `job`.
         AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
     """
 
@@ -229,29 +233,30 @@ class TrainerClient(Closing):
         """Publish the weights as they are now, as one version of the whole fleet.
 
         Collective: every trainer rank calls it with the same version.
-        Memory: the weights must not change until the round has ended; with `copy` until this call returns. If they
+        Memory: the weights must not change until the round has ended; with `copy`, until this call returns. If they
         change (an optimizer steps, PEFT unmerges adapters), the version is not published.
-        Blocking: with `wait` until the round has ended; the controller's phase deadlines limit the duration. Without
-        `wait` it returns after `make_whole`, and with `copy` once the fleet is complete and this rank's part is copied
-        and packed. On a GPU the copy runs after the work that this thread has queued in its current
-        stream, and does not wait for other streams. Packing for a network and comparing replicas with other ranks
-        wait for all streams. Work that is queued after the return runs after the copy.
+        Blocking: with `wait`, until the round has ended; the controller's phase deadlines limit the duration. Without
+        `wait`, until `make_whole` has ended; with `copy` also until the fleet is complete and this rank's weights are
+        copied and packed. On a GPU the copy runs after the work that this thread has queued in its current stream, and
+        does not wait for other streams. Packing for a network and comparing boxes with other ranks wait for all
+        streams. Work that is queued after the return runs after the copy.
 
         Args:
             version: greater than every version published before.
-            wait: whether to return after the end of the round. If not, the caller must wait for the result before the
-                next call.
-            copy: whether to send a copy of the weights. They may change, move or be freed as soon as this rank's call
-                returns, also without `wait`. It needs a `replica` when connecting.
+            wait: whether to return after the end of the round. If not, the caller must call `result` of the returned
+                update before the next `publish`.
+            copy: whether to send a copy of the weights. The weights may then change, move or be freed as soon as this
+                rank's call returns, also without `wait`. It needs the argument `replica` of `connect_trainer`.
             deadline_s: seconds from now within which the round must end.
 
         Raises:
             ConfigError: `version` is not an integer >= 0, another version is still being published, or `copy` is set
                 and `connect_trainer` was called without `replica`.
-            RoundAborted: the version was not published; quotes the reason. The engines continue to serve the old one.
-                Without `wait` only `result` raises it, unless the round ended before the weights were copied.
-            PeerTimeout: no end, or no copy, within `deadline_s`. Without `copy` the weights must still not change. With
-                `copy` they may: if a copy was running at the deadline, the error is raised after its end.
+            RoundAborted: the version was not published, with the reason. The engines continue to serve the old version.
+                Without `wait` only `result` raises this, unless the round ended before the weights were copied.
+            PeerTimeout: the round did not end, or the weights were not copied, within `deadline_s`. Without `copy` the
+                weights must still not change. With `copy` they may: if a copy was running at the deadline, the error
+                is raised after its end.
             ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
         if copy:
@@ -287,7 +292,7 @@ class TrainerClient(Closing):
         return pending
 
     def prepare_publish(self, version: int) -> None:
-        """Prepare the current weights for a round that the process of the controller begins.
+        """Prepare this rank to send its current weights, in a round that the controller's process begins.
 
         `TrainController` calls this on every rank, and then publishes without another call to the ranks.
         Collective: every trainer rank calls it with the same version.
@@ -314,7 +319,7 @@ class TrainerClient(Closing):
         deadline_s: float | None,
         copied: threading.Event | None = None,
     ) -> Callable[[], UpdateReport]:
-        """Begin to publish and return a function that ends it.
+        """Begin to publish; return a function that waits for the end of the round and returns its report.
 
         Args:
             what: name of the method, for errors.
@@ -326,12 +331,12 @@ class TrainerClient(Closing):
         number = version_number(version, what)
         if not self._publishing.acquire(blocking=False):
             raise ConfigError(
-                f"{what}: version {number} must wait for the end of the one under way; call `result` of its "
+                f"{what}: version {number} must wait until the previous update has ended; call `result` of its "
                 "PendingUpdate first"
             )
         self._agent.hold(number)
         try:
-            # Enter the collective before any check that can raise: the other ranks wait in it for this one.
+            # Call the collective before any check that can raise: otherwise the other ranks would wait in it.
             self.make_whole()
             self._agent.watch()
             if self._channel.ended.done():

@@ -41,7 +41,7 @@ def connect_described(
     keep: Sequence[str],
     connect_deadline_s: float,
 ) -> TrainerClient:
-    """Connect this rank with described weights. For arguments and errors, see `connect_trainer`."""
+    """Connect this rank of a trainer whose weights an adapter has described; see `connect_trainer`."""
     allowed = (
         *weights.allow_unused,
         *patterns_from("allow_unused", allow_unused),
@@ -68,7 +68,7 @@ def connect_described(
 
 
 def patterns_from(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the checked patterns of the argument `what`.
+    """Check the patterns that the caller passed as argument `what`, and return them as a tuple.
 
     Raises:
         ConfigError: `patterns` is a string, or an element is empty or no string.
@@ -83,7 +83,7 @@ def patterns_from(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _launched_patterns() -> tuple[str, ...]:
-    """Return `trainer.allow_unused` of the job file; `windlass launch` passes it in an environment variable."""
+    """Return `trainer.allow_unused` of the job file, which `windlass launch` passes in an environment variable."""
     return tuple(environment_value(ALLOW_UNUSED_VARIABLE).split())
 
 
@@ -118,8 +118,8 @@ def shared_job() -> str:
         found = _get_default_store().compare_set("windlass/job", "", secrets.token_hex(8))
     except RuntimeError as error:
         raise ConfigError(
-            f"connect_trainer: the store of torch.distributed must keep a key for all ranks, or "
-            f"WINDLASS_JOB be set: {error}"
+            "connect_trainer: the store of torch.distributed must be reachable, or WINDLASS_JOB must be set: "
+            f"{error}"
         ) from error
     return str(found, "ascii")
 
@@ -134,7 +134,7 @@ def describe_trainer(
     """Describe this rank's part of `module`. Not collective. See `describe_module`.
 
     Raises:
-        UnsupportedLayout: a placement that cannot be described.
+        UnsupportedLayout: the placement of a DTensor cannot be described.
     """
     worker = f"{group}/{dist.get_rank() if _is_distributed() else 0}"
     manifest = describe_module(module, worker, Role.TRAINER, name_map=name_map, stacked=stacked)
@@ -151,7 +151,7 @@ def describe_trainer(
 
 
 def _harmless(tensors: Sequence[HeldTensor], manifest: ShardManifest) -> tuple[str, ...]:
-    """Return patterns of tensors that no engine needs to take: buffers, and parameters that share one memory."""
+    """Return patterns of tensors that may be missing in engines: buffers, and parameters that share memory."""
     memory: dict[tuple[object, ...], str] = {}
     spared: set[str] = set()
     for held in tensors:
@@ -187,7 +187,7 @@ def connect_trainer(
 
     Every rank calls this. The call is not collective and gathers no weights. Rank and world size come from
     `torch.distributed` if it is initialised. WINDLASS_JOB identifies this start of the trainers; if it is not set,
-    the store of `torch.distributed` does.
+    the ranks agree on a random identity through the store of `torch.distributed`.
 
     Args:
         module: model that is trained. Its DTensor parameters are described in place.
@@ -198,26 +198,26 @@ def connect_trainer(
             weights' kind of memory; each link uses the fastest transport that both its ends have.
         arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
         name_map: maps a parameter name to its checkpoint name, or to None to leave the parameter out; identity if
-            omitted. `adapter_names()` selects a LoRA adapter alone.
-        stacked: experts that the framework stacks; `TRANSFORMERS_EXPERTS` if omitted. With neither `name_map` nor
-            `stacked`, a transformers model is published as `save_pretrained` writes it: the same names, and the
-            same tensors fused or split.
+            omitted. `adapter_names()` selects the tensors of a LoRA adapter.
+        stacked: rules for parameters that contain the tensors of several experts; `TRANSFORMERS_EXPERTS` if omitted.
+            With neither `name_map` nor `stacked`, a transformers model is published as `save_pretrained` writes it:
+            the same names, and the same tensors fused or split.
         replica: place of a copy of the sent weights (`ReplicaPlace` or its name), which takes as much memory as they
-            do. With a copy, `publish(copy=True)` need not wait for the fleet, and parameters are never registered.
-            HOST: host memory, pinned if the weights are on a GPU (`cuda_ipc`). DEVICE: the weights' GPU. AUTO: the
-            weights' kind of memory. OFF: no copy.
-        allow_unused: patterns (`fnmatch`) of tensors that no engine needs to take, such as a value head, or the
-            vision tower if only the text part of a model is served. Any other tensor that no engine takes is refused
-            before the first byte is sent. Buffers, rotary tables and layers that predict further tokens (MTP) need no
-            pattern.
+            do. With a copy, `publish(copy=True)` need not wait for the end of the round, and parameters are never
+            registered. HOST: host memory, pinned if the weights are on a GPU (`cuda_ipc`). DEVICE: the weights' GPU.
+            AUTO: the weights' kind of memory. OFF: no copy.
+        allow_unused: patterns (`fnmatch`) of tensors that engines need not have, such as a value head, or the vision
+            tower if only the text part of a model is served. If no engine has some other tensor, the update fails
+            before the first byte is sent. Buffers, rotary tables and MTP layers (which predict further tokens) need
+            no pattern.
         keep: patterns (`fnmatch`) of tensors that engines keep unchanged if no trainer has them, such as the vision
-            tower if only the text part of a model is trained. Any other tensor without a source is refused. Engines
-            verify by digests that these tensors have not changed since the trainers connected.
+            tower if only the text part of a model is trained. An engine with any other tensor that no trainer has is
+            refused. Engines verify by digests that the kept tensors have not changed since the trainers connected.
         connect_deadline_s: seconds to wait for the controller.
 
     Raises:
-        ConfigError: `module` is not a module, `controller` not a URL, `transport` not a transport (or cannot send from
-            such a replica), or `arena_nbytes` is too small.
+        ConfigError: `module` is not a module, `controller` is not a URL, `transport` is not a transport or cannot send
+            from the requested replica, or `arena_nbytes` is too small.
         UnsupportedLayout: the placement or dtype of a parameter cannot be described.
         TransportUnavailable: the transport cannot start on this machine.
         AuthenticationError, ProtocolError, PeerTimeout: see `TrainerClient`.

@@ -1,8 +1,8 @@
 """The Megatron-core trainer adapter (0.16). It describes local shards in place and gathers no weights.
 
-Tensor, pipeline (with virtual stages), expert and expert-tensor parallel ranks have parts of the weights. Context-
-and data-parallel ranks have replicas, and the planner chooses among them. The adapter reads layer numbers from the
-layers, so it supports any pipeline layout.
+Tensor, pipeline (with virtual stages), expert and expert-tensor parallelism divide the weights among ranks. Context- and
+data-parallel ranks have the same weights, and the planner chooses which of them sends. The adapter reads layer numbers
+from the layer modules, so it supports any pipeline layout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BUFFERS = ("mlp.router.expert_bias",)
 _LAYER = re.compile(
     r"(decoder\.layers\.\d+|mtp\.layers\.\d+(?=\.transformer_layer))(?:\.transformer_layer)?"
 )
-"""Name of a decoder layer, or of the layer inside a block that predicts further tokens (MTP)."""
+"""Pattern of the name of a decoder layer, or of the transformer layer inside an MTP block, which predicts further tokens."""
 
 
 def connect_megatron_trainer(
@@ -117,10 +117,10 @@ def describe_megatron_trainer(
     """Describe this rank's part of the model. Not collective.
 
     Raises:
-        UnsupportedLayout: no rule for the name of a parameter, no table for the kind of attention or MLP, fp32
-            copies that the distributed optimizer keeps as flat ranges, parameters in fp8, or a wrapper that
+        UnsupportedLayout: the naming table has no rule for a parameter, or no table describes the kind of attention or
+            MLP; the distributed optimizer keeps the fp32 copies as flat ranges; parameters are in fp8; or a wrapper
             splits parameters over data-parallel ranks.
-        ManifestError: shapes contradict the configuration.
+        ManifestError: the shape of a parameter contradicts the configuration.
     """
     chunks = _chunks_of(model)
     _refuse_wrappers(chunks)
@@ -143,8 +143,8 @@ def describe_megatron_trainer(
         check_memory(name, tensor)
         if type(tensor.detach()) is not torch.Tensor:
             raise UnsupportedLayout(
-                f"parameter {name!r} must be a plain tensor, got {type(tensor.detach()).__name__}: values that "
-                "are held in another form than their dtype says (fp8 with scales) have no naming table"
+                f"parameter {name!r} must be a plain tensor, got {type(tensor.detach()).__name__}: no naming table "
+                "describes tensors whose memory has another form than their dtype, such as fp8 with scales"
             )
         if not tensor.is_contiguous():
             raise UnsupportedLayout(
@@ -185,12 +185,12 @@ def describe_megatron_trainer(
 def make_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
     """Gather the stepped parameters that the distributed optimizer leaves to the next forward pass.
 
-    With `overlap_param_gather=True` a rank has, after `optimizer.step`, new values of the parameters that it steps
-    and old values of all others. `TrainerClient` calls this before it publishes. A caller that reads the parameters
-    itself, for a `WeightGroup` or for files, must call it first.
+    With `overlap_param_gather=True`, `optimizer.step` updates on each rank only the parameters that this rank steps;
+    the rank has old values of all others. `TrainerClient` calls this function before it publishes. A caller that reads
+    the parameters itself, for a `WeightGroup` or for files, must call it first.
 
-    Collective: over the data-parallel ranks of each chunk, in the calling thread. The next forward pass uses the
-    gathered parameters and does not gather them again.
+    Collective over the data-parallel ranks of each chunk; it runs in the calling thread. The next forward pass uses
+    the gathered parameters and does not gather them again.
 
     Args:
         model: as for `connect_megatron_trainer`.
@@ -208,7 +208,7 @@ def check_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
     """Raise an error if `make_whole` was not called since the last optimizer step of a model. Not collective.
 
     Raises:
-        ConfigError: parameters of this rank may be the values of an earlier step.
+        ConfigError: parameters of this rank may have the values of an earlier step.
     """
     for chunk in _lazily_gathered(_chunks_of(model)):
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -267,8 +267,8 @@ def _main_param(name: str, parameter: torch.Tensor) -> torch.Tensor:
     extra = parameter.__dict__
     if extra.get("main_param_sharded"):
         raise UnsupportedLayout(
-            f"use_main_params: parameter {name!r}: the distributed optimizer holds flat "
-            "ranges of it, which are no box of a tensor; publish the model parameters"
+            f"use_main_params: parameter {name!r}: the distributed optimizer keeps flat "
+            "ranges of it, which are not a box of a tensor; publish the model parameters"
         )
     main: torch.Tensor | None = extra.get("main_param")
     if main is None and parameter.dtype is not torch.float32:
@@ -310,7 +310,7 @@ def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def _layer_numbers(chunk: torch.nn.Module) -> dict[str, int]:
-    """Return local prefix of each layer -> its number in the whole model, from 0. MTP layers have the last numbers."""
+    """Return name of each layer in the chunk -> its number in the whole model, from 0. MTP layers are numbered last."""
     return {
         found[1]: int(module.layer_number) - 1
         for name, module in chunk.named_modules()
