@@ -35,11 +35,11 @@ PROBE_SEQ = 1 << 30
 """Sequence number of probes, above the number of any command of a round."""
 
 KEPT_JOBS = 1024
-"""Number of newest replaced trainer jobs that the fleet remembers."""
+"""Number of newest replaced trainer jobs whose ranks the fleet still refuses."""
 
 
 class EngineInfo(NamedTuple):
-    """A routable engine: name, HTTP address, version it serves."""
+    """A routable engine: its name, its HTTP address, and the version that it serves."""
 
     name: str
     url: str
@@ -74,7 +74,7 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    """Write that its trainer has not answered, so that bytes may still arrive in these processes."""
+    """Write command that a source has not answered, so that its bytes may still arrive in the processes `engines`."""
 
     round_id: RoundId
     engines: frozenset[Identity]
@@ -84,17 +84,16 @@ class _Hold:
 class Group:
     """The ranks of one engine or of the trainer job.
 
-    An engine has one state, and only the state decides whether it gets traffic. The facts about its ranks are kept apart
-    from the state, because they outlast it: an engine with mixed weights stays one while a rank is away or silent, and
-    which rank is silent, quarantined or not resumed says only that rank. The binder and the rounds ask these facts whom
-    they can write.
+    An engine has one state, and only the state decides whether it gets traffic. Each rank has facts of its own (silent,
+    quarantined, not resumed), because several can be true at the same time and a state names only one. The binder and
+    the rounds decide by these facts which engines they can write.
 
     Attributes:
         name: name of the group.
         role: trainer or engine.
         world_size: number of its ranks, connected or not.
         agents: rank -> agent, for connected ranks.
-        version: version that every rank holds; -1 for none, or if the weights may be of two versions.
+        version: version that all ranks hold; -1 if they hold none, or may hold two versions.
         lineage: lineage of the run that published the version.
         status: state of the engine; `move` changes it.
         reason: cause of the state; empty while nothing is known to be wrong.
@@ -112,8 +111,8 @@ class Group:
     def move(self, status: EngineStatus, reason: str = "") -> None:
         """Give the engine a state. No other code changes it.
 
-        A transition that `TRANSITIONS` lacks is a bug. The engine then counts as one with mixed weights: it gets no
-        traffic until a round publishes in it.
+        A transition that `TRANSITIONS` lacks is a bug. The engine then gets the state `MIXED_WEIGHTS`, and no traffic
+        until a round publishes in it.
         """
         if status not in TRANSITIONS[self.status]:
             reason = f"internal error: {self.status} must not become {status}"
@@ -146,7 +145,7 @@ class Group:
 
     @property
     def identities(self) -> frozenset[Identity]:
-        """The processes behind the ranks."""
+        """Worker name and incarnation of each connected rank."""
         return frozenset(agent.identity for agent in self.agents.values())
 
     @property
@@ -161,7 +160,7 @@ class Group:
 
     @property
     def allow_unused(self) -> frozenset[str]:
-        """Patterns of tensors that engines need not take, from all ranks of a trainer job."""
+        """Patterns of tensors that engines need not have, from all ranks of a trainer job."""
         return frozenset(p for agent in self.agents.values() for p in agent.hello.allow_unused)
 
     @property
@@ -227,7 +226,7 @@ class Fleet:
             self._update_state(group)
 
     def _update_state(self, engine: Group) -> None:
-        """Give an engine its next state, after a fact about one of its ranks or the published version has changed."""
+        """Update the state of an engine after a change of the published version or of a fact about one of its ranks."""
         if engine.role is Role.ENGINE:
             engine.move(*self._next_state(engine, engine.status, engine.reason))
 
@@ -238,7 +237,7 @@ class Fleet:
 
         Args:
             engine: the engine.
-            now: the present state, or the one in which a round has left the engine.
+            now: the present state, or the state after a round.
             reason: cause of `now`.
         """
         is_kept = now in {EngineStatus.MIXED_WEIGHTS, EngineStatus.QUARANTINED}
@@ -251,7 +250,7 @@ class Fleet:
         if engine.quarantined:
             return EngineStatus.QUARANTINED, reason if is_known else QUARANTINE_REASON
         if is_kept:
-            # After a quarantine the processes that remain may hold other bytes than the new ones.
+            # After a quarantine the old ranks may hold other bytes than the rank that was replaced.
             return EngineStatus.MIXED_WEIGHTS, reason
         if is_known:
             return EngineStatus.LEFT_OUT, reason
@@ -266,7 +265,7 @@ class Fleet:
 
     @staticmethod
     def serves(engine: Group) -> bool:
-        """Return whether an engine has the published version and answers, and so can bring up other engines."""
+        """Return whether an engine has the published version and answers, so that other engines can copy from it."""
         return engine.status in {EngineStatus.SERVING, EngineStatus.NOT_RESUMED}
 
     # --- ranks that come and go --------------------------------------------------------------
@@ -279,9 +278,9 @@ class Fleet:
         """Register a rank.
 
         Raises:
-            ProtocolError: the protocol version, or the world size or role of the group, differs; an engine has the
-                name of the trainers' group; the manifest or an endpoint is invalid or belongs to another agent; or a
-                trainer rank belongs to a job that was replaced.
+            ProtocolError: the rank has another protocol version, or another world size or role than its group; an engine
+                has the name of the trainers' group; the manifest or an endpoint is invalid or belongs to another
+                agent; or a trainer rank belongs to a job that was replaced.
             MustWait: a process with this name, or ranks of another trainer job, are still connected. A dead process
                 counts as connected until its missed heartbeats end the connection.
         """
@@ -306,10 +305,10 @@ class Fleet:
             )
         if self.find(hello.worker) is not None:
             raise MustWait(
-                f"worker name {hello.worker!r} is that of an agent that is still connected"
+                f"worker name {hello.worker!r} belongs to an agent that is still connected"
             )
         if any(offer.endpoint in self._endpoints for offer in hello.offers):
-            raise ProtocolError(f"{hello.worker}: its endpoint is that of another agent")
+            raise ProtocolError(f"{hello.worker}: its endpoint belongs to another agent")
         return self._insert(hello, manifest)
 
     @staticmethod
@@ -327,12 +326,12 @@ class Fleet:
         manifest = ShardManifest.decode(hello.manifest)
         if (manifest.worker, manifest.role) != (hello.worker, hello.role):
             raise ManifestError(
-                f"{hello.worker}: sent the manifest of {manifest.role} {manifest.worker}"
+                f"{hello.worker}: must send its own manifest, got the manifest of {manifest.role} {manifest.worker}"
             )
         names = [offer.transport for offer in hello.offers]
         if not names or len(set(names)) < len(names):
             raise ProtocolError(
-                f"{hello.worker}: offers must be one or more, of different transports, got {names}"
+                f"{hello.worker}: must offer at least one transport, and each once, got {names}"
             )
         for offer in hello.offers:
             if offer.wire.transport != offer.transport:
@@ -359,7 +358,7 @@ class Fleet:
                 f"{hello.worker}: job {hello.job!r} was replaced by job {self.job!r}"
             )
         group = self.trainers()
-        # A replaced job counts too while its ranks are still connected: their connections end one after the other.
+        # Ranks of a replaced job count as well until their connections have ended, one after the other.
         if group is not None and self._num_of_job.keys() - {hello.job}:
             agents = group.agents.values()
             rivals = [agent.hello for agent in agents if agent.hello.job != hello.job]
@@ -404,7 +403,7 @@ class Fleet:
         return agent
 
     def _note_mesh(self, hello: Hello) -> None:
-        """Release the holds of all previous trainer ranks if the world size has changed, because it is a new job."""
+        """Release the holds of previous trainer ranks if the world size has changed: their processes have ended."""
         if hello.world_size != self._num_trainers:
             for past in [k for k in self._holds if k[0].rpartition("/")[0] == hello.group]:
                 del self._holds[past]
@@ -477,9 +476,9 @@ class Fleet:
             del self._quarantined[next(iter(self._quarantined))]
 
     def hold(self, trainer: Identity, round_id: RoundId, engines: frozenset[Identity]) -> None:
-        """Record that `trainer` was told to write in that round and has not answered.
+        """Record that `trainer` got a write command in that round and has not answered.
 
-        No round writes to `engines` until the trainer answers or another process has its name.
+        No round writes to `engines` until the trainer answers, or a new process with its name connects.
         """
         self._holds[trainer] = _Hold(round_id, engines)
 
@@ -495,8 +494,8 @@ class Fleet:
     def settle(self, trainer: Identity, round_id: RoundId, seq: int, result: Result) -> bool:
         """Process a late answer of a trainer; return whether it ended a hold or quarantined an engine.
 
-        Links with an unknown outcome quarantine their engines, as in a timely answer. If the trainer answers a probe
-        and not the write, the write command was lost: an answer to it would have arrived before.
+        A link with an unknown outcome quarantines its engine, as in an answer within the round. If the trainer answers
+        a later probe but has not answered the write, the write command was lost, because agents answer in order.
         """
         if self._first_epoch is None or round_id[0] < self._first_epoch:
             return self._settle_for_predecessor(trainer, round_id, result)
@@ -519,12 +518,12 @@ class Fleet:
         return True
 
     def bound_since(self, epoch: int) -> None:
-        """Record the first epoch of this controller; answers from earlier epochs belong to its predecessor."""
+        """Record the first epoch in which this controller binds; answers from earlier epochs belong to its predecessor."""
         if self._first_epoch is None:
             self._first_epoch = epoch
 
     def _settle_for_predecessor(self, source: Identity, round_id: RoundId, result: Result) -> bool:
-        """Quarantine the engines that an earlier controller's writes may still reach; return whether there are any.
+        """Quarantine the engines that writes of an earlier controller's round may still reach; return whether there are any.
 
         A process with epoch 0 in its Hello took part in no round, so it neither wrote nor was written.
         """
@@ -544,7 +543,7 @@ class Fleet:
 
     @property
     def quarantined(self) -> frozenset[Identity]:
-        """Quarantined processes, which no round writes: the newest `MAX_QUARANTINED`."""
+        """The newest `MAX_QUARANTINED` quarantined processes, to which no round writes."""
         return frozenset(self._quarantined)
 
     def describe(self) -> list[dict[str, object]]:
@@ -656,7 +655,7 @@ class Fleet:
 
 
 def signature_of(groups: Iterable[Group]) -> frozenset[Identity]:
-    """Return the processes behind these groups. A binding is valid only for the processes that it was made for."""
+    """Return the processes of these groups. A binding is valid only for the processes for which it was made."""
     return frozenset[Identity]().union(*(group.identities for group in groups))
 
 
@@ -665,7 +664,7 @@ def _is_routable(engine: Group) -> bool:
 
 
 def _unknown_of(result: Result) -> set[str] | None:
-    """Return the ranks that a write with an unknown outcome may still reach; None if `result` is not about writes."""
+    """Return the ranks that a write with an unknown outcome may still reach; None if `result` reports no writes."""
     match result:
         case Relayed():
             return set(result.unknown_to)

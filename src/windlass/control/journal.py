@@ -1,7 +1,7 @@
-"""Journal of the coordinator: one JSON line per fact, on disk before the coordinator acts on it.
+"""Journal of the coordinator: one JSON line per event, on disk before the coordinator acts on it.
 
 A controller that starts with an existing journal continues with a higher epoch and knows the published version. It
-ignores a last line that a crash cut off. Compaction bounds the length of the file.
+ignores an incomplete last line, which a crash may leave. Compaction bounds the length of the file.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kin
 
 @dataclass(slots=True)
 class JournalSummary:
-    """Summary of all entries, which a starting controller needs.
+    """Summary of all entries, from which a starting controller continues.
 
     Attributes:
         epoch: highest epoch; 0 for none.
@@ -111,7 +111,7 @@ class JournalSummary:
                 pass
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Yield the fewest entries that have the same summary."""
+        """Yield a minimal sequence of entries with this summary."""
         at, said = (self.epoch, self.round), ((), "compacted")
         yield JournalEntry(JournalKind.STARTED, *at, self.published, *said, self.lineage)
         if self.published >= 0:
@@ -149,7 +149,7 @@ class Journal:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the entries outlive this process."""
+        """Whether the journal is in a file, so that the entries outlive this process."""
         return self._file is not None
 
     def start(self) -> int:

@@ -48,14 +48,14 @@ class LinkLedger:
         )
 
     def ask(self, source: str, destinations: tuple[str, ...]) -> None:
-        """Record that `source` is asked to write these links, and discard their earlier state."""
+        """Record that `source` gets a command to write to `destinations`, and discard the earlier state of these links."""
         self.in_flight[source] = destinations
         for destination in destinations:
             self._written.pop((source, destination), None)
             self._verified.discard(destination)
 
     def answered(self, source: str) -> tuple[str, ...]:
-        """Record that `source` has answered, and return the destinations that it was asked to write."""
+        """Record that `source` has answered its command, and return the destinations of the command."""
         return self.in_flight.pop(source, ())
 
     def written(self, link: Link, digest: str) -> None:
@@ -68,7 +68,7 @@ class LinkLedger:
         self._errors[link] = error
 
     def why(self, links: Iterable[Link]) -> str:
-        """Return the first recorded reason of these links; empty without one."""
+        """Return the first recorded reason why one of these links is incomplete; empty if there is none."""
         return next((self._errors[link] for link in links if self._errors.get(link)), "")
 
     def forget(self, links: Iterable[Link]) -> None:
@@ -110,7 +110,7 @@ def _by_source(links: Iterable[Link]) -> dict[str, tuple[str, ...]]:
 
 @final
 class RelayPass:
-    """Relayed pass of a round: its running members, and the links that it left incomplete.
+    """Relay of a round: members that have not answered, and the links that the relay left incomplete.
 
     A round writes by relay at most once, and only if every member of every group is active. Trainers then write the
     incomplete links directly, as in a round without a relay.
@@ -157,7 +157,7 @@ class RelayPass:
         return self.children[worker]
 
     def pop_missed(self) -> tuple[bool, frozenset[Link]]:
-        """Return whether a pass ran since the last call, and the links that it did not complete."""
+        """Return whether a relay was started since the last call, and the links that it left incomplete."""
         is_unseen, missed = self._is_unseen, frozenset(self._missed)
         self._is_unseen, self._missed = False, set()
         return is_unseen, missed

@@ -1,4 +1,4 @@
-"""Connections of agents: admits agents, assigns their places, and closes refused or replaced connections."""
+"""Connections of agents: admit agents, assign them to their groups, and close refused or replaced connections."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class AgentLostListener(Protocol):
     """A function that is called when an agent's connection is lost."""
 
     def __call__(self, agent: Agent, reason: str, *, ended: bool) -> None:
-        """Continue without `agent`. `ended` says whether the agent itself closed the connection."""
+        """Continue without `agent`. `ended`: whether the agent's side ended the connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +69,11 @@ class MemberEvents:
     """Functions that `Members` calls in the controller's loop.
 
     Attributes:
-        announced: takes a trainer rank's announcement; may raise ProtocolError.
-        gave_up: takes the end of an announcement.
-        replied: takes an agent's answer to a command.
-        lost: takes an agent that is not connected any more.
-        settle: has engines bound and brought up as soon as no round runs.
+        announced: called when a trainer rank announces a version; may raise ProtocolError.
+        gave_up: called when a trainer rank withdraws its announcement.
+        replied: called with an agent's answer to a command.
+        lost: called when an agent has lost its connection.
+        settle: called to bind engines and bring them up, as soon as no round runs.
         in_round: returns whether a round runs.
     """
 
@@ -87,18 +87,18 @@ class MemberEvents:
 
 @final
 class Members:
-    """The agents that are connected, and the engines that were refused. In the controller's loop.
+    """Registry of the agents' connections and of refused engines. Its methods run in the controller's event loop.
 
     Args:
         run: versions, journal and fleet.
         changes: notified when agents come, go or are refused.
-        tasks: run what need not be waited for.
+        tasks: runs probes and the closing of connections in the background.
         config: limits and deadlines.
-        events: functions that are called.
+        events: functions that this object calls.
 
     Attributes:
         sessions: worker -> connection.
-        unbindable: reason why no engine can be bound, if waiting does not help; else empty.
+        unbindable: reason why no engine can be bound and waiting does not help; else empty.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Members:
             deadline_s,
             lambda: (
                 f"wait_for_version: {version} was not published and served within {deadline_s} s; "
-                f"published is {fleet.published}, behind it {', '.join(behind()) or 'nobody'}"
+                f"published is {fleet.published}, engines behind it: {', '.join(behind()) or 'none'}"
             ),
         )
 
@@ -170,7 +170,7 @@ class Members:
                 raise EngineRefused(f"{call}: engine {engine} was refused: {reason}")
 
     def refused(self) -> list[tuple[str, str]]:
-        """Return the engines that were refused, each with the reason. Only a new start brings them back."""
+        """Return the engines that were refused, each with the reason. A refused engine must be started again."""
         return sorted({*self._refusals.values()})
 
     def describe_refused(self) -> dict[str, str]:
@@ -199,7 +199,7 @@ class Members:
     async def admit(
         self, first: AgentFrame, socket: web.WebSocketResponse
     ) -> tuple[AgentSession, Welcome] | None:
-        """Admit an agent by its first frame; None for an engine that only says why it cannot join.
+        """Admit an agent by its first frame. Return None for `CannotJoin`, with which an engine reports that it failed.
 
         Raises:
             MustWait: the agent may try again later.
@@ -215,7 +215,7 @@ class Members:
             _log.warning("refused for now: %s", error)
             raise
         except (ProtocolError, PlanError) as error:
-            # A second process with the name of a connected one does not stop those who wait for the first.
+            # If a process with this name is connected, callers that wait for it must not get this error.
             if hello.role is Role.ENGINE and hello.worker not in self.sessions:
                 self._note_refusal(hello.worker, hello.group, f"{type(error).__name__}: {error}")
             raise
@@ -229,7 +229,7 @@ class Members:
         if self._refusals.get(frame.group) != (frame.group, reason):
             _log.error("engine %s cannot join: %s", frame.group, reason)
         group = self._fleet.group_of(frame.group)
-        # A complete engine runs, so only another start of it has failed.
+        # If all ranks of the engine are connected, the failure is that of another process with its name.
         if group is None or not group.complete:
             self._note_refusal(frame.group, frame.group, reason)
 
@@ -252,7 +252,7 @@ class Members:
         return session
 
     async def _free_name(self, hello: Hello) -> None:
-        """Send away engines that have the name of the trainers' group."""
+        """Refuse connected engines that have the name of the trainers' group."""
         group = self._fleet.group_of(hello.group)
         if group is not None and group.role is Role.ENGINE:
             reason = f"{group.name!r} is the name of the trainers' group"
@@ -260,10 +260,10 @@ class Members:
             await self._send_away(group.workers, reason)
 
     async def _make_room(self, hello: Hello) -> None:
-        """Let a new trainer job replace the ranks that are left of an earlier one.
+        """Let a new trainer job replace the remaining ranks of an earlier job.
 
-        An earlier job keeps its place if all its ranks are connected and belong to this run, or if its bytes may
-        still be on their way. A rank that was connected to a controller before is not new and replaces no job.
+        An earlier job is not replaced if all its ranks are connected and belong to this run, or if its writes may still
+        be running. A rank that was connected to a controller before does not belong to a new job.
         """
         if hello.lineage or self._fleet.job in {None, hello.job}:
             return
@@ -284,7 +284,7 @@ class Members:
         return writing or (job.complete and of_this_run)
 
     async def admitted(self, session: AgentSession) -> None:
-        """Record that an agent was welcomed, and start the work that its presence makes possible."""
+        """Log the registered memory of an agent that was welcomed, and bind and bring up engines if they are complete."""
         hello = session.agent.hello
         if hello.registered.num_regions:
             _log.info(
@@ -340,7 +340,7 @@ class Members:
             _log.warning("report of version %s: %s", report.version, error)
 
     async def probe_held(self) -> None:
-        """Send a probe to every source that has not answered a write; its answer ends the wait."""
+        """Send a probe to every source that has not answered a write; the answer to the probe ends the hold."""
         for identity, round_id in self._fleet.held.items():
             session = self.sessions.get(identity[0])
             if session is not None and session.agent.identity == identity:
@@ -349,11 +349,11 @@ class Members:
     # --- agents that go ----------------------------------------------------------------------
 
     def expect_departures(self) -> None:
-        """Note that the job is over: from now on the loss of an agent is not logged."""
+        """Record that the job has ended, so that lost connections are logged only for debugging."""
         self._is_ending = True
 
     async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
-        """Forget a connection, and tell the parts that use it.
+        """Remove a connection, and notify the parts that use it.
 
         Args:
             session: the connection; a replaced connection is ignored.
@@ -374,7 +374,7 @@ class Members:
         self._changes.notify()
 
     async def refuse(self, engine: str, reason: str) -> None:
-        """Send a connected engine away, and have callers that wait for it raise the reason."""
+        """Refuse a connected engine. Callers that wait for it raise EngineRefused with the reason."""
         group = self._fleet.group_of(engine)
         if group is not None:
             _log.error("engine %s refused: %s", engine, reason)
@@ -384,7 +384,7 @@ class Members:
     async def _send_away(self, workers: Sequence[str], reason: str) -> None:
         found = [self.sessions[worker] for worker in workers if worker in self.sessions]
         for session in found:
-            # All agents leave the fleet before the first wait for a connection.
+            # Remove all agents from the fleet before the first wait for a connection.
             await self.lost(session, reason)
         for session in found:
             try:
@@ -394,7 +394,7 @@ class Members:
             self._tasks.spawn(session.close())
 
     def set_aside(self, session: AgentSession, reason: str) -> None:
-        """Leave an engine rank out of everything until it answers a probe."""
+        """Exclude an engine rank from bindings and rounds until it answers a probe."""
         self._fleet.note_silent(session.agent, reason)
         self._changes.notify()
         self._tasks.spawn(session.probe(self._run.round_id))
@@ -405,7 +405,7 @@ class Members:
         silent: Iterable[str],
         reasons: Mapping[str, str],
     ) -> None:
-        """Set aside the engine ranks that did not answer in a round, unless another process has taken their name."""
+        """Set aside the engine ranks that did not answer in a round, unless a new process has connected under the name."""
         for worker in sorted(silent):
             session = sessions[worker]
             if self.sessions.get(worker) is session:
@@ -414,7 +414,7 @@ class Members:
 
     async def close(self) -> None:
         """Close every connection. Idempotent."""
-        # All at once, because an agent that does not answer takes its whole deadline.
+        # Close all at once, because an agent that does not answer uses its whole deadline.
         closing = (session.close() for session in list(self.sessions.values()))
         await asyncio.gather(*closing, return_exceptions=True)
 

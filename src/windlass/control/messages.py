@@ -103,7 +103,8 @@ class Receive(msgspec.Struct, frozen=True, tag="receive"):
 
     Attributes:
         version: version that is written.
-        groups: source -> all destinations that enter its group. An engine does not enter a group that lacks a member.
+        groups: source -> all destinations that take part in its broadcasts. If a member of the group is missing, the
+            engine does not take part.
         deadline_s: seconds to receive.
     """
 
@@ -126,7 +127,7 @@ class Apply(msgspec.Struct, frozen=True, tag="apply"):
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """Command to an engine: stamp `version` and resume, or report within `deadline_s` that it did not resume.
+    """Command to an engine: stamp `version` on new tokens and resume, or report by `deadline_s` that it did not resume.
 
     `lineage` distinguishes versions of different runs that have the same number.
     """
@@ -142,7 +143,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     Attributes:
         reason: reason in one line.
         mixed_weights: whether live weights may be of two versions. Then the engine stays paused; otherwise it resumes
-            with the old weights. Only the controller knows it, because the engine does not notice one-sided writes.
+            with the old weights. Only the controller knows this, because an engine does not notice one-sided writes.
         deadline_s: seconds for the engine to resume; the agent carries out no other command during that time.
     """
 
@@ -179,7 +180,10 @@ RelayCommand = ConnectRelay | Relay | SkipUpstream
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Command to answer `Done`. Agents carry out commands in order, so all earlier commands have ended then."""
+    """Command that does nothing and is answered with `Done`.
+
+    Agents carry out commands in order, so the answer shows that all earlier commands have ended.
+    """
 
 
 TrainerCommand = ConnectTrainer | ChangeLinks | JoinGroups | Prepare | Write | RelayWrite | Abort

@@ -1,12 +1,13 @@
 """Push updates: leaders of the trainer drive a round themselves, call by call.
 
-    pause_generation      by the first leader: the round begins; engines pause (PREPARE)
-    init group, update    one call at a time, to all engines at once (WRITE)
-    continue_generation   by the last leader: VERIFY that all tensors arrived, APPLY, PUBLISH
+    pause_generation      the first leader begins the round; engines pause (PREPARE)
+    init group, update    all engines carry out one call at a time (WRITE)
+    continue_generation   the last leader ends the round: VERIFY that all tensors arrived, APPLY, PUBLISH
 
 Engines collect the tensors in a shadow copy, so a failed call leaves the old version whole. The last
 `continue_generation` then ends the round and names the failed call. Collectives run one at a time, in one order for
-all engines. The leaders declare this order (`PushOrder`), or else the order of arrival at the controller counts. So two leaders never reach two engines in opposite order, and no ring of waiting processes forms.
+all engines, so that they cannot deadlock. The leaders declare this order (`PushOrder`); otherwise it is the order in
+which the calls arrive at the controller.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class PushOrder:
     """Order of the leaders' calls: grants one turn at a time, in one event loop.
 
     Args:
-        num_leaders: number of leaders that take part. The order waits for the turn of a leader that has not arrived.
+        num_leaders: number of leaders that take part. The calls of all leaders wait for a leader that has not called yet.
     """
 
     def __init__(self, num_leaders: int) -> None:
@@ -87,7 +88,7 @@ class PushOrder:
         call = (number, leader)
         if call < self._next or call in self._waiting:
             raise RoundAborted(
-                f"callback: call {number} of stage {leader} comes twice or too late, "
+                f"callback: call {number} of stage {leader} was sent twice or too late, "
                 f"call {self._next[0]} of stage {self._next[1]} is next"
             )
         if call > self._next and not self._failure:
@@ -215,7 +216,7 @@ class _Push:
             self._order.fail(self.failure)
 
     async def call(self, command: PushCommand, deadline_s: float) -> None:
-        """Have every rank of the round carry out a command.
+        """Send a command to every rank of the round, and wait until all have carried it out.
 
         Raises:
             RoundAborted: a rank failed or did not answer within `deadline_s`, or an earlier call failed.
@@ -329,7 +330,7 @@ class PushUpdates:
             await push.until_paused()
             push.join(leader, call.stage, call.num_stages)
         except BaseException:
-            # Also after the deadline: no leader has joined, so no leader would end the round.
+            # After any exception, no leader has joined, so no leader would end the round.
             push.is_ending = True
             push.driver.post(GiveUp("pause_generation failed"))
             raise
@@ -395,7 +396,7 @@ class PushUpdates:
         return report
 
     async def _call_all(self, asked: CallbackRequest, command: PushCommand) -> None:
-        """Have all engines carry out one command at a time, so that every engine gets the same order."""
+        """Send one command at a time to all engines, so that all engines carry out the commands in the same order."""
         async with self._running().turn(asked.leader, asked.number), self._lock:
             await self._running().call(command, asked.deadline_s)
 

@@ -74,14 +74,14 @@ CallbackCall = PauseCall | ContinueCall | MembersCall | PushCommand
 
 
 class CallbackRequest(msgspec.Struct, frozen=True):
-    """Call of a leader, which may be sent repeatedly.
+    """Call of a leader. The leader repeats the request after a lost connection.
 
     Attributes:
-        request_id: identity of the call; the controller carries it out once.
+        request_id: identity of the call; the controller carries out requests with the same id once.
         leader: name of the leader.
         call: the call.
         deadline_s: seconds for the call.
-        number: running number of the call among this leader's calls in the update that all engines carry out.
+        number: running number of the call among the calls of this leader that all engines carry out, per update.
     """
 
     request_id: str

@@ -1,16 +1,16 @@
-"""Recovery: brings up engines that are behind, and has engines generate again that could not resume.
+"""Recovery: bring engines that are behind up to the published version, and resume engines that stayed paused.
 
-`CatchUps` brings a newcomer up to the published version. The weights of a trainer stand still only while it publishes,
-but those of an engine stand still until the next version. So the newcomer gets them from an engine that serves the
-version, in an ordinary round whose sources are the ranks of that engine. No other engine is paused, and no trainer is
-asked.
+`CatchUps` brings a newcomer (an engine that is behind) up to the published version. A trainer changes its weights after
+each publish, but an engine keeps its weights until the next version. The newcomer therefore gets the weights from an
+engine that serves the version (the donor), in an ordinary round whose sources are the ranks of the donor. No other
+engine is paused, and the trainers take no part.
 
 If no engine serves the version, the trainers send it again. They can do so while they wait for rollouts: only engines
-can answer those, so the trainers' weights are still the published ones.
+can produce these, so the trainers still have the published weights.
 
-`ResumeRetries` repeats the command to resume for engine ranks that could not follow it, for example because the
-engine's own server did not answer. Their weights are whole and of one version. They get no traffic until one of these
-happens: the rank resumes, a round pauses and resumes it, it leaves, or `MAX_ATTEMPTS` commands were sent.
+`ResumeRetries` repeats the command to resume for engine ranks that did not resume, for example because the engine's own
+server did not answer. Their weights are whole and of one version. The repetitions end when the rank resumes, when it
+loses its connection, or after `MAX_ATTEMPTS` commands. Until the rank resumes, its engine gets no traffic.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from windlass.planning.plan import DTYPES, TransferPlan
 
 _log = logging.getLogger(__name__)
 KEPT_ATTEMPTS = 1024
-"""Number of newest engines with remembered attempts. Most of the older engines have left for good."""
+"""Number of engines whose attempts are recorded, the newest first: most of the older engines have left for good."""
 BACKOFF = Backoff(1.0, 30.0)
 MAX_ATTEMPTS = 8
-"""Attempts for one process and one cause. The number is limited because rounds wait for each attempt."""
+"""Maximum number of attempts for one process and one cause, because rounds wait for each attempt."""
 
 
 @dataclass(slots=True)
@@ -61,8 +61,9 @@ class _Attempts:
     Attributes:
         newcomer: processes of the engine.
         version: the version.
-        clean: whether the engine's weights were whole before the first attempt. Then all later writers are known.
-        unable: donors with weights that cannot give the engine the same bytes as the trainers.
+        clean: whether the engine's weights were whole before the first attempt. Only these attempts can then have
+            written to it since.
+        unable: donors whose weights cannot give the engine the same bytes as the trainers would.
         failures: donor -> number of failed attempts.
         due_s: earliest time of the next attempt, on the loop's clock.
     """
@@ -77,10 +78,11 @@ class _Attempts:
 
 @final
 class CatchUps:
-    """Brings engines up to the published version. In the controller's loop.
+    """Bring engines up to the published version. The methods run in the controller's event loop.
 
-    A failed attempt is repeated after a pause, with the donor that has failed least, at most `MAX_ATTEMPTS` times for
-    a version. A process that connects again has all its attempts again. No other round runs during an attempt.
+    A failed attempt is repeated after a delay, with the donor that has failed least, at most `MAX_ATTEMPTS` times for a
+    version. When a rank of the engine loses its connection, the count starts again. No other round runs during an
+    attempt.
 
     Args:
         rounds: runs the rounds.
@@ -131,7 +133,7 @@ class CatchUps:
         )
 
     def serve_again(self) -> None:
-        """Bring engines up from the trainers if no engine serves the published version any more."""
+        """Make the trainers send the published version again if no engine serves it any more."""
         if self._fleet.unserved:
             self.settle_soon()
 
@@ -161,7 +163,7 @@ class CatchUps:
             await self._bring_up(engine)
 
     async def _bring_up_from_trainers(self) -> None:
-        """Have trainers that stand still send the published version again, to all engines."""
+        """Make the trainers send the published version again to all engines, if they still have its weights."""
         fleet = self._fleet
         trainers, engines = fleet.trainers(), fleet.writable_engines()
         if fleet.published < 0 or trainers is None or not engines:
@@ -193,11 +195,11 @@ class CatchUps:
         self._failed(trainers.name, attempts, trainers.identities, report.reason)
 
     def lost(self, agent: Agent, *, ended: bool) -> None:
-        """Give an engine that has lost a rank all its attempts again.
+        """Reset the attempts of an engine that has lost a rank.
 
-        While the lost rank may still be writing, nothing else is written to its destinations. If the rank's side
-        `ended` the connection, a living process connects again, or its write ends by the deadline of writes. If
-        neither happens, the process has ended, and its write with it.
+        While the lost rank may still be writing, no round writes to its destinations. If the rank's side `ended` the
+        connection and its process does not connect again within the deadline of writes, the process is presumed to have
+        ended, and its writes with it.
         """
         attempts = self._attempts.get(agent.hello.group)
         if attempts is not None:
@@ -213,7 +215,7 @@ class CatchUps:
             return
         is_mixed = newcomer.status is EngineStatus.MIXED_WEIGHTS
         attempts = self._attempts_of(newcomer.name, newcomer.identities, clean=not is_mixed)
-        # Before the first version no engine can be a donor. A search per engine would cost their number squared.
+        # Before the first version no engine can be a donor, so skip the search, whose cost is quadratic in engines.
         donors = filter(self._fleet.serves, self._fleet.engines()) if version >= 0 else ()
         trainers = self._fleet.trainers()
         candidates = sorted(
@@ -272,7 +274,7 @@ class CatchUps:
         delay_s = BACKOFF.after(num_failed)
         attempts.due_s = asyncio.get_running_loop().time() + delay_s
         if num_failed >= MAX_ATTEMPTS:
-            _log.warning("%s does not catch up before the next version: %s", name, reason)
+            _log.warning("%s will not catch up before the next version: %s", name, reason)
             return
         _log.warning("%s did not catch up, again in %g s: %s", name, delay_s, reason)
         if (waiting := self._waiting.get(name)) is not None:
@@ -289,24 +291,24 @@ class CatchUps:
         agent = self._fleet.find(identity[0])
         away = agent is None or agent.identity != identity
         if away and self._fleet.release(identity):
-            _log.info("%s did not come back: what it was writing is over", identity[0])
+            _log.info("%s did not connect again: its writes have ended", identity[0])
             self.settle_soon()
 
 
 @final
 class ResumeRetries:
-    """Repeats the command to resume for engine ranks that could not follow it. In the controller's loop.
+    """Repeat the command to resume for engine ranks that did not resume. The methods run in the controller's event loop.
 
     Args:
         run: versions, journal and fleet.
         members: connections of the agents.
         tasks: run the repetitions.
         lock: held while a round runs.
-        deadlines: of phases.
+        deadlines: deadlines of the phases of a round.
 
     Attributes:
-        deadline_s: seconds within which a rank must have resumed: less than the deadlines of PUBLISH and of PAUSE,
-            because a command to pause would have to wait for it.
+        deadline_s: seconds within which a rank must resume. This is less than the deadlines of PUBLISH and PAUSE, because
+            a command to pause waits until the command to resume has ended.
     """
 
     def __init__(
@@ -325,10 +327,10 @@ class ResumeRetries:
         return len(self._retrying)
 
     def heard(self, agent: Agent, reply: Reply[Result]) -> bool:
-        """Take note of a reply; return whether it changes if the rank may get traffic.
+        """Record from a reply whether the engine generates; return whether that has changed.
 
-        Every `Done` of an engine rank says whether the engine generates after the command. Two kinds do not count:
-        the answer to a probe, which asks nothing of the engine, and an old answer that is repeated after a welcome.
+        Every `Done` of an engine rank reports it (`Done.not_resumed`), with two exceptions: the answer to a probe, and
+        an old answer that is repeated after a welcome.
         """
         result = reply.result
         if not isinstance(result, Done) or agent.hello.role is not Role.ENGINE:
@@ -366,7 +368,10 @@ class ResumeRetries:
         await asyncio.sleep(BACKOFF.after(MAX_ATTEMPTS + 1))
         reason = agent.not_resumed
         _log.error(
-            "%s stays paused until the next round: told %s times: %s", worker, MAX_ATTEMPTS, reason
+            "%s stays paused until the next round, after %s commands to resume: %s",
+            worker,
+            MAX_ATTEMPTS,
+            reason,
         )
         version = self._run.fleet.published
         self._run.record_outcome(JournalKind.NOT_RESUMED, version, (worker,), reason)
@@ -378,9 +383,9 @@ def find_donor(
     trainers: Sequence[ShardManifest],
     planner: Planner,
 ) -> tuple[Group, TransferPlan] | None:
-    """Return the first engine with weights that give the newcomer the same bytes as the trainers, with the plan.
+    """Return the first engine whose weights give the newcomer the same bytes as the trainers would, and the plan.
 
-    May take seconds with a large model.
+    Planning a large model takes seconds.
 
     Args:
         newcomer: the engine to bring up.
@@ -401,10 +406,10 @@ def find_donor(
 
 
 def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
-    """Return whether the plan rounds no element that the trainers' own plan would not round in the same way.
+    """Return whether a copy by this plan gives the same bytes as a transfer from the trainers.
 
-    A cast from the trainers' dtype rounds once, as the trainers' plan does. Any other cast would round weights that
-    were rounded before, when the donor got them.
+    A cast from the trainers' dtype rounds once, as in a transfer from the trainers. Any other cast would round weights
+    that were already rounded when the donor got them.
     """
     casts = np.flatnonzero(plan.ops.src_dtype != plan.ops.dst_dtype)
     if not len(casts):

@@ -19,14 +19,14 @@ _log = logging.getLogger(__name__)
 SLOWEST_LINKS = 4
 """Number of slowest links that a report names for each transport."""
 TOLD_COSTS = 64
-"""Number of ranks with bind costs in the report to trainer ranks."""
+"""Maximum number of ranks whose bind costs are in the report to trainer ranks."""
 
 
 class Measure(StrEnum):
     """A figure of a round, by its name on the wire.
 
-    The values that a rank reports add up. The round's figure is the slowest rank's sum for seconds, and the sum of all
-    ranks for bytes.
+    A rank may report a figure several times in a round; its values are added up. The round's figure is the largest sum
+    of a rank for seconds, and the sum over all ranks for bytes.
 
     Attributes:
         unit: "bytes" or "seconds".
@@ -98,7 +98,7 @@ class LinkWire(Carried, frozen=True):
 
 
 class TransportWire(Carried, frozen=True):
-    """Bytes and seconds of all links of a transport in an update. Seconds of parallel links are added up too.
+    """Bytes and seconds of all links of a transport in an update, added up even if links ran in parallel.
 
     Attributes:
         num_links: number of links that carried bytes.
@@ -148,7 +148,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
             shows the traffic of each link in the last update.
         bound: rank -> its bind cost, for ranks bound since the last update: all ranks in the first update, none if the
             fleet has not changed. Trainers get the 64 highest costs, the controller's own process gets all.
-        unused: pattern of names -> number of trainer tensors that no engine takes.
+        unused: pattern of names -> number of trainer tensors that no engine has.
         kept: pattern of names -> number of engine tensors that no trainer has and that engines keep (`keep` of
             `connect_trainer`).
         unchanged: number of successive versions, up to this one, that changed no byte; 0 if this version changed bytes
@@ -210,7 +210,10 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
 
 
 def told_to_trainers(report: UpdateReport) -> UpdateReport:
-    """Return the report with only the highest bind costs. All costs to all ranks would grow with the square."""
+    """Return the report with only the highest bind costs.
+
+    Sending the costs of all ranks to all trainer ranks would need bytes that grow with the square of the fleet.
+    """
     slowest = sorted(report.bound, key=lambda worker: -report.bound[worker].bind_s)
     told = {worker: report.bound[worker] for worker in slowest[:TOLD_COSTS]}
     return msgspec.structs.replace(report, bound=told)

@@ -1,4 +1,4 @@
-"""Rounds, one at a time: begins a round, has it driven, and records its outcome."""
+"""Run rounds, one at a time: begin a round, drive it to its end, and record its outcome."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @final
 class RoundRunner:
-    """Runs rounds, one at a time. In the controller's loop.
+    """Runner of rounds, one at a time. Its methods run in the controller's event loop.
 
     Args:
         run: versions, journal and fleet.
@@ -59,7 +59,7 @@ class RoundRunner:
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
         # Digests of the links of the version that was published last.
         self._digests: Mapping[Link, str] = {}
-        # How suspicious the newest version of the trainers was; see `_with_suspicions`.
+        # Findings about the newest version of the trainers; see `_with_suspicions`.
         self._num_unchanged = 0
         self._had_non_finite = False
 
@@ -78,7 +78,7 @@ class RoundRunner:
             self._driver.on_reply(session, reply)
 
     def lost(self, agent: Agent, reason: str) -> None:
-        """Tell the running round to continue without an agent."""
+        """Report to the running round that an agent has lost its connection."""
         if self._driver is not None:
             self._driver.post(AgentLost(agent.hello.worker, reason))
 
@@ -112,7 +112,7 @@ class RoundRunner:
         )
 
     def _sent_before(self, binding: Binding) -> dict[Link, str]:
-        """Return the digests of the links to engines that serve what these trainers published last."""
+        """Return the digests of the last version of these trainers, for links to engines that serve it."""
         if self._fleet.published_by != binding.identities_of(binding.trainers):
             return {}
         serving = {engine.name for engine in self._fleet.routable()}
@@ -127,7 +127,7 @@ class RoundRunner:
         Args:
             spec: the round.
             binding: sources, engines and links.
-            copied: set once no trainer rank reads its weights any more, where all send from replicas.
+            copied: set once no trainer rank reads its weights any more, if all ranks send from replicas.
 
         Raises:
             RoundAborted: the journal cannot be written.
@@ -197,7 +197,10 @@ class RoundRunner:
         return await self.finish(self.start(self.spec_of(version, lineage, binding), binding))
 
     def _with_suspicions(self, report: UpdateReport, finish: Finish) -> UpdateReport:
-        """Return the report with signs of a mistake in the trainer. The first of several reports warns."""
+        """Add signs of a mistake in the trainer to the report: unchanged bytes, and NaN or infinity.
+
+        Log a warning for the first of several successive versions with the same sign.
+        """
         self._num_unchanged = self._num_unchanged + 1 if finish.is_unchanged else 0
         if self._num_unchanged == 1 and report.outcome is RoundOutcome.PUBLISHED:
             _log.warning("%s", unchanged_reason(report.version))

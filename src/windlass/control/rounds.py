@@ -94,7 +94,7 @@ class RoundSpec:
         config: mode, deadlines, rewrites.
         trainers: source workers.
         engines: engine name -> its rank workers.
-        links: (source, destination) workers that exchange bytes.
+        links: (source, destination) pairs of workers between which bytes are sent.
         traits: properties of the backend. With `driven_by_trainer` the trainer's own calls fill the Write phase, which
             ends with `Sent`; trainers and links are empty, and every engine verifies.
         relay: member of a relay group -> ranks that it forwards to; empty without a relay.
@@ -102,8 +102,8 @@ class RoundSpec:
         turn: see `due_pieces`.
         period: see `due_pieces`.
         lineage: see `Publish`.
-        sent_before: digests of the links of the version that engines serve, from the same trainers; None if the round
-            publishes no new version.
+        sent_before: link -> its digest in the version that engines serve now, if the same trainers sent it; None if the
+            round publishes no new version.
     """
 
     version: int
@@ -153,8 +153,8 @@ class GiveUp:
 
     Attributes:
         reason: reason for the reports and the log.
-        is_blocked: whether the controller cannot record the phase just entered. That phase has not begun, and none of
-            its commands was sent. Otherwise the trainer that drives the round has failed.
+        is_blocked: True if the controller could not record the phase that was just entered: it has not begun, and none
+            of its commands was sent. False if the trainer that drives the round has failed.
     """
 
     reason: str
@@ -200,7 +200,7 @@ class Finish:
         report: report for the trainers, without times and transports, which only the driver knows.
         engines: engine -> its outcome.
         mixed: engines with live weights that may be of two versions, quarantined or not.
-        unsettled: worker that was told to write and has not answered -> engines that its bytes may still reach.
+        unsettled: worker that has not answered a write command -> engines that its bytes may still reach.
         silent: engine ranks that did not answer by a deadline.
         carried: link -> bytes and seconds, for links that reported them separately.
         digests: digests of the links of engines that published.
@@ -247,9 +247,9 @@ class _Engine:
 def unchanged_reason(version: int) -> str:
     """Return the message for a version that changes nothing."""
     return (
-        f"version {version} changes nothing: every byte is that of the version before; does the optimizer step these "
+        f"version {version} changes nothing: every byte equals the previous version; does the optimizer step these "
         "parameters (not a copy of them, nor a frozen base under adapters), are adapters merged before the update, "
-        "and is the learning rate above what the weights' dtype rounds away?"
+        "and is the learning rate large enough that steps are not lost by rounding to the weights' dtype?"
     )
 
 
@@ -361,8 +361,8 @@ class RoundMachine:
     def abandon(self, reason: str) -> list[Instruction]:
         """End the round after an exception of `start` or `handle`; return the last instructions.
 
-        Nobody knows what the engines hold, so each engine that is still part of the round counts as one with weights
-        of two versions: it stays paused until a round publishes in it. Sources that have not answered a write are
+        The contents of the engines are then unknown. Each engine that is still part of the round is treated as one with
+        mixed weights: it stays paused until a round publishes in it. Sources that have not answered a write are
         `unsettled`, as in every round.
         """
         self._is_broken = True
@@ -383,7 +383,7 @@ class RoundMachine:
                 self._on_relayed(worker, result)
             case Verify(), Verified():
                 if not self._links.verify(worker, result.mismatched):
-                    reason = f"{worker}: found wrong bytes of workers that send it nothing"
+                    reason = f"{worker}: reported wrong bytes from workers that have no link to it"
                     self._drop(self._engine_of[worker], reason)
             case Prepare(), Prepared() if worker in self._digested:
                 self._on_prepared(worker, result)
@@ -549,7 +549,7 @@ class RoundMachine:
             self._send_engines(Apply(self._version))
 
     def _is_unchanged(self) -> bool:
-        """Return whether engines get the bytes that they serve; false if no engine has links to compare."""
+        """Return whether engines get the bytes that they already serve; false if no engine has links to compare."""
         if self._config.unchanged is Reaction.OFF:
             return False
         before = self._spec.sent_before or {}

@@ -1,4 +1,4 @@
-"""The run that a controller publishes: its published and reserved versions, its newest round, and its journal."""
+"""State of a run that a restart of the controller must not lose: versions, the newest round id, and the journal."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Run:
         """Return the reason why a version must not be published; empty if it may be."""
         newest = max(self.fleet.published, self.reserved)
         if version <= newest:
-            return f"stale version: it must be > {newest}, which is or may have been published"
+            return f"stale version: it must be > {newest}, which was published or may have been"
         return "" if version <= MAX_COUNT else f"version must be < 2^53, got {version}"
 
     # --- what agents say ---------------------------------------------------------------------
@@ -81,15 +81,15 @@ class Run:
                 )
         if hello.epoch > self.round_id.epoch + MAX_EPOCHS_AHEAD:
             raise ProtocolError(
-                f"{hello.worker}: epoch must be at most {MAX_EPOCHS_AHEAD} above that of this "
-                f"controller, {self.round_id.epoch}, got {hello.epoch}"
+                f"{hello.worker}: epoch must be at most {MAX_EPOCHS_AHEAD} above this "
+                f"controller's epoch {self.round_id.epoch}, got {hello.epoch}"
             )
         ours = hello.lineage in {"", self.lineage}
         if hello.role is Role.TRAINER and not ours and self.journal.is_kept:
             raise ProtocolError(
-                f"{hello.worker}: has trained for run {hello.lineage}, the journal of this "
-                f"controller is of run {self.lineage}: start the trainers anew, or the controller "
-                "with the journal of that run"
+                f"{hello.worker}: has trained for run {hello.lineage}, but the journal of this "
+                f"controller belongs to run {self.lineage}: start the trainers again, or start the "
+                "controller with the journal of their run"
             )
 
     def note_joined(self, hello: Hello) -> None:
@@ -153,7 +153,7 @@ class Run:
             _log.error("journal: %s of version %s is not recorded: %s", kind, version, error)
 
     def record_quarantine(self) -> None:
-        """Record all quarantined processes, so that the next controller does not have them written either."""
+        """Record all quarantined processes in the journal, so that the next controller does not write to them either."""
         for worker, incarnation in sorted(
             self.fleet.quarantined - self.journal.summary.quarantined.keys()
         ):

@@ -54,10 +54,10 @@ class AgentSession(Session[Command | Probe, Result]):
 
 @final
 class RankCaller:
-    """Caller of ranks in one round or one binding. It returns the failure of a rank as a value.
+    """Calls many ranks at once in one round or one binding. It returns the failure of a rank as a value.
 
     Args:
-        sessions: worker -> session. The caller never calls a process that connects under the name later.
+        sessions: worker -> session. A process that connects later under the same name is never called.
         round_id: round id of the calls; an answer counts only from the called session and for this round.
         first_seq: sequence number of the first call, above the numbers of all other senders in this round.
 

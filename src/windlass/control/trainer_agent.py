@@ -49,7 +49,7 @@ class TrainerAgent:
 
     Args:
         sender: sender of one-sided writes; other backends read the same parameters.
-        host: own address that engines can reach, for backends that listen.
+        host: address at which engines can reach this rank, for backends that listen.
         read: see `TrainerWeights`.
         watch: see `TrainerWeights`.
         changed: see `TrainerWeights`.
@@ -81,7 +81,7 @@ class TrainerAgent:
         self._noting = threading.Lock()
 
     def hold(self, version: int) -> None:
-        """Expect rounds of `version`; the trainer keeps its weights unchanged from now on."""
+        """Accept commands for `version`; the trainer keeps its weights unchanged from now until `release`."""
         self._version = version
         with self._noting:
             self._is_released = self._is_watched = False
@@ -95,13 +95,13 @@ class TrainerAgent:
                 self._is_watched = True
 
     def _note_changes(self) -> None:
-        """Record a changed parameter, before the parameters are located again and `changed` forgets earlier changes."""
+        """Record the name of a changed parameter, because locating the parameters resets what `changed` compares with."""
         with self._noting:
             if self._is_watched or self._is_released:
                 self._changed_name = self._changed_name or self._changed()
 
     def release(self) -> None:
-        """Expect that the trainer changes its weights, because it no longer waits for a round."""
+        """Record that the trainer no longer waits for a round, so that it may change its weights now."""
         self._is_released = True
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
@@ -121,7 +121,7 @@ class TrainerAgent:
                 self._note_changes()
                 self._check_version(command.version)
                 with self._one_sided.reading(), self._one_sided.parameters.once():
-                    # `prepare` takes the replica, and the weights may change after that.
+                    # Compare and check first: after `prepare` has taken the replica, the weights may change.
                     prepared = self._compare(command) if command.period else Done()
                     self._check_finite(command)
                     self._sender.prepare(command.version)
@@ -142,7 +142,7 @@ class TrainerAgent:
                     relay_write(round_id, command.destinations, command.deadline_s)
                 )
             case Abort():
-                # The sender keeps no state of a round except packed bytes, so there is nothing to undo.
+                # Nothing to undo: the only state of a round in the sender is packed bytes.
                 pass
             case _:
                 assert_never(command)
@@ -158,7 +158,7 @@ class TrainerAgent:
         """
         if self._version not in {None, version}:
             raise RoundAborted(
-                f"prepare: version must be {self._version}, whose weights this rank holds, got {version}"
+                f"prepare: version must be {self._version}, the version of this rank's weights, got {version}"
             )
         replica = self._one_sided.replica
         if (
@@ -172,8 +172,8 @@ class TrainerAgent:
             return
         if self._changed_name:
             raise RoundAborted(
-                f"prepare: weights must be those of version {version}, but they have changed since "
-                "this rank published it; publish again"
+                f"prepare: the weights have changed since this rank published version {version}; "
+                "publish again"
             )
         self._one_sided.begin_version(version=version)
 
@@ -204,7 +204,7 @@ class TrainerAgent:
 
     def _bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
         """Bind a plan, or change its links. After an exception this rank has no binding."""
-        # A binding that fails half way must not count as bound.
+        # After an exception in the middle of a binding, this rank must count as unbound.
         before, self._bound_in = self._bound_in, 0
         offer: GroupOffer | None = None
         try:
@@ -233,8 +233,8 @@ class TrainerAgent:
     def _change_links(self, command: ChangeLinks, bound_in: int) -> None:
         if not 0 < command.since == bound_in:
             raise RoundAborted(
-                f"since: must be {bound_in}, the epoch in which this rank was bound last (0: it is "
-                f"not), got {command.since}"
+                f"since: must be {bound_in}, the epoch in which this rank was bound last (0: not "
+                f"bound), got {command.since}"
             )
         plan = TransferPlan.decode(command.plan) if command.plan else None
         if plan is None:
@@ -254,7 +254,9 @@ class TrainerAgent:
     def _writer(self) -> Sender:
         """Return the sender of one-sided writes; raise ProtocolError if the backend is another one."""
         if not isinstance(self._sender, Sender):
-            raise ProtocolError(f"{type(self._sender).__name__} writes to no engine's memory")
+            raise ProtocolError(
+                f"{type(self._sender).__name__} does not write to the memory of engines"
+            )
         return self._sender
 
     def _group_member(self) -> GroupMember:
@@ -265,7 +267,7 @@ class TrainerAgent:
     def _choose(self, backend: UpdateBackend) -> None:
         if self._one_sided.replica is not None and not backend.traits.one_sided:
             raise ConfigError(
-                f"replica: backend {type(backend).__name__} reads parameters where they lie; use p2p"
+                f"replica: backend {type(backend).__name__} reads parameters in place; use p2p"
             )
         if backend != self._backend:
             self._leave()
@@ -283,8 +285,8 @@ class TrainerAgent:
         if replica is not None and replica.is_taken(command.version):
             if self._digested is None or self._digested[0] != command:
                 raise RoundAborted(
-                    "prepare: ranks must be compared anew since this version's weights were copied, and "
-                    "they may have changed: publish again"
+                    "prepare: this round must compare weights that were copied before and may have changed "
+                    "since: publish again"
                 )
         else:
             digested = self._replicated.take(command.turn, command.period)
@@ -298,7 +300,7 @@ class TrainerAgent:
             self._replicated.cut_ahead()
         # The next update tries again and reports the error.
         except WindlassError as error:
-            _log.debug("comparing: nothing is cut ahead: %s", error)
+            _log.debug("the next comparison could not be prepared: %s", error)
 
     def _written(self, sent: Written) -> Written:
         """Mark links as failed if a parameter changed during the write.
