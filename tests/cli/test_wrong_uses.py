@@ -249,7 +249,12 @@ async def test_a_rank_publishes_in_one_thread_at_a_time() -> None:
             with windlass.connect_trainer(
                 module, controller=controller.url, token=TOKEN
             ) as trainer:
-                with trainer._publishing, pytest.raises(ConfigError, match="must wait for the end"):
+                with (
+                    trainer._publishing,
+                    pytest.raises(
+                        ConfigError, match="must wait until the previous update has ended"
+                    ),
+                ):
                     trainer.publish(1)
                 # No engine is connected.
                 with pytest.raises(PeerTimeout):

@@ -205,7 +205,7 @@ async def test_a_round_without_engines_fails_by_its_deadline_with_the_reason() -
         await rig.start({})
         report = await rig.publish(0)
         assert report.outcome is RoundOutcome.FAILED
-        assert "needs 1 engine, 0 were there" in report.reason
+        assert "needs 1 engine, 0 were connected" in report.reason
 
 
 async def test_an_engine_of_another_model_is_refused_and_the_others_publish() -> None:
@@ -603,7 +603,7 @@ async def test_a_late_write_with_unknown_outcome_quarantines_its_engine() -> Non
         assert (await rig.publish(0)).outcome is RoundOutcome.ABORTED
         gate.open.set()
         report = await rig.publish(1)
-        assert "needs 1 engine, 0 were there" in report.reason
+        assert "needs 1 engine, 0 were connected" in report.reason
         # A new connection of the same process stays quarantined. A new process does not.
         await asyncio.to_thread(rig.channels["a/0"].close)
         await rig.add_engine("a")

@@ -346,7 +346,7 @@ def test_digests_that_cannot_be_compared_are_a_disagreement() -> None:
     ranks = Ranks([hold(f"trainer/{rank}", WHOLE, PLAIN) for rank in range(6)])
     taken = {worker: digests.take(0, 1) for worker, digests in ranks.digests.items()}
     silent = {**taken, "trainer/1": taken["trainer/1"][:0]}
-    assert "held by 6 ranks, and 5 said" in ranks.found.disagreement(silent)
+    assert "held by 6 ranks, but 5 reported" in ranks.found.disagreement(silent)
     strange = taken["trainer/1"].copy()
     strange["box"] = 7
     assert "are not replicated" in ranks.found.disagreement({**taken, "trainer/1": strange})

@@ -59,7 +59,7 @@ class Run:
         """Return the reason why a version must not be published; empty if it may be."""
         newest = max(self.fleet.published, self.reserved)
         if version <= newest:
-            return f"stale version: it must be > {newest}, which was published or may have been"
+            return f"stale version: it must be > {newest}, which was or may have been published"
         return "" if version <= MAX_COUNT else f"version must be < 2^53, got {version}"
 
     # --- what agents say ---------------------------------------------------------------------
