@@ -83,7 +83,7 @@ async def test_status_watch_shows_each_change_until_the_controller_ends() -> Non
         _, errors = await watching.communicate()
     assert watching.returncode == 2
     assert b"ended the stream" in errors
-    assert b"next: see that a controller runs there" in errors
+    assert b"next: check that a controller runs there" in errors
 
 
 async def test_the_error_of_a_wrong_token_names_the_setting() -> None:
@@ -194,7 +194,7 @@ def test_status_of_a_silent_controller_does_not_advise_status(
         assert main(["status", url, "--deadline-s", "0.2"]) == 2
     said = capsys.readouterr().err
     assert f"PeerTimeout: {url}: no answer within 0.2 s" in said
-    assert "next: see that a controller runs there, or give it more time" in said
+    assert "next: check that a controller runs there, or give it more time" in said
     assert "windlass status" not in said.partition(":")[2]
 
 

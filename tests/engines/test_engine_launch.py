@@ -322,7 +322,9 @@ def test_only_the_first_part_of_a_vllm_server_has_routes(
         assert (options["--master-addr"], options["--master-port"]) == ("10.0.0.7", "8001")
         assert argv[2].endswith("headless") is (node == "1") is ("--port" not in argv)
         assert (middle in argv) is (node == "0")
-    with pytest.raises(ConfigError, match="-n must not be given: --nnodes, --node-rank and --dist"):
+    with pytest.raises(
+        ConfigError, match="-n must not be given: use --nnodes, --node-rank and --dist"
+    ):
         checked_arguments(vllm, ["--name", "a", "--model", "/m", "-n", "2"])
 
 

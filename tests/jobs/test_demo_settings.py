@@ -113,7 +113,7 @@ def test_a_demo_deletes_only_the_output_of_an_earlier_demo(tmp_path: Path) -> No
     ):
         make_directory(config("--output", str(tmp_path)))
     assert (tmp_path / "thesis.tex").read_text() == "mine"
-    with pytest.raises(ConfigError, match=r"demo: --output .* cannot be created"):
+    with pytest.raises(ConfigError, match=r"demo: --output .* cannot be used"):
         make_directory(config("--output", str(tmp_path / "thesis.tex")))
 
 

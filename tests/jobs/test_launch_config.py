@@ -499,11 +499,11 @@ def with_arguments(*words: str) -> tuple[str, str]:
         ),
         (
             (with_arguments(), ("max_new_tokens = 8", "max_new_tokens = 64")),
-            r"engine-a': --max-positions must be > 64, .*, got 64",
+            r"engine-a': --max-positions must be > 64 .*, got 64",
         ),
         (
             (VLLM, with_arguments("--max-model-len=8")),
-            r"engine-a': --max-model-len must be > 8, .*, got 8",
+            r"engine-a': --max-model-len must be > 8 .*, got 8",
         ),
         (
             ((f'model = "{EXAMPLE.parent}/model.json"', 'model = "/no/model"'),),
