@@ -70,7 +70,7 @@ async def test_actor_and_critic_share_a_server_under_different_names() -> None:
         each.mount(server)
     with pytest.raises(ConfigError, match=r"not exist already, got GET /v1/train_workers/.*critic"):
         both[1].mount(server)
-    with pytest.raises(ConfigError, match=r"name must be of .*, got 'a/b'"):
+    with pytest.raises(ConfigError, match=r"name must consist of .*, got 'a/b'"):
         TrainController(IdleScheduler(), command=command, world_size=1, token=TOKEN, name="a/b")
     await server.start()
     ranks = [
