@@ -131,7 +131,7 @@ async def test_a_failed_bucket_releases_its_leader_and_keeps_the_old_version() -
         for bucket, says in (
             ({"down": torch.zeros(3, 3, dtype=torch.int32)}, "shape of 'down' must be"),
             ({"down": tensors(2, "down")["down"].float()}, "tensor 'down': only float32"),
-            ({"up": torch.zeros(3, 3)}, "tensor of this model was expected, got 'up'"),
+            ({"up": torch.zeros(3, 3)}, "must receive a tensor of the engine's model, got 'up'"),
         ):
             await asyncio.to_thread(fail_in_the_second_bucket, url, bucket, says)
         await holds(fleet, (1, "1", False))
