@@ -95,7 +95,7 @@ async def test_weights_that_have_changed_are_not_sent_as_the_published_version(
 
     class Heard(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "have changed since this rank published it" in record.getMessage():
+            if "have changed since this rank published version" in record.getMessage():
                 loop.call_soon_threadsafe(refused.set)
 
     logging.getLogger("windlass.control.recovery").addHandler(handler := Heard())
