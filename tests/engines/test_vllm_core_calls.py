@@ -100,7 +100,9 @@ def test_a_long_call_logs_the_place_of_the_loop(
     core.held.clear()
     with pytest.raises(PeerTimeout):
         core.calls.call("windlass_quiesce", ["p"], 0.05)
-    assert "windlass_quiesce waits for vLLM's core, whose loop is in" in caplog.text
+    assert (
+        "windlass_quiesce waits for the loop of vLLM's EngineCore, which is now in" in caplog.text
+    )
     assert f"{Path(__file__).name}:" in caplog.text
     assert " _run < " in caplog.text
 

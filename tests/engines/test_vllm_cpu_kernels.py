@@ -55,7 +55,7 @@ def test_a_convolution_that_is_packed_is_refused(vllm: SimpleNamespace) -> None:
     vllm.moves = True
     multiply_by_parameters()
     layer = SimpleNamespace(weight=torch.ones(3, 1, 4))
-    with pytest.raises(UnsupportedLayout, match="with `--dtype float32` only"):
+    with pytest.raises(UnsupportedLayout, match="only with `--dtype float32`"):
         vllm.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
 

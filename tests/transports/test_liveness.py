@@ -78,7 +78,7 @@ def test_another_process_at_the_address_is_not_the_peer(
     monkeypatch.setattr(listener, "_incarnation", b"b" * INCARNATION_NBYTES)
     assert liveness.has_ended()
     liveness.close()
-    with pytest.raises(PeerUnreachable, match=r"another process than 'a+' is there"):
+    with pytest.raises(PeerUnreachable, match=r"another process than 'a+' has this address"):
         enter(listener.port)
 
 

@@ -140,7 +140,8 @@ class TrainController:
         name: ranks are called NAME-0, NAME-1, ...; letters, digits, "_", "." and "-".
         coordinator: `Controller.coordinator` of that server; `publish` needs it.
         environment: variables added to every rank's environment.
-        num_cpus, num_gpus: numbers of cores and GPUs reserved per rank.
+        num_cpus: number of cores reserved per rank.
+        num_gpus: number of GPUs reserved per rank.
         num_nodes: number of nodes of the ranks, with the same number of ranks on each, in rank order. They are one
             reservation, which the first rank makes.
         sampling: sampling parameters of rollouts, for `TrainContext.sampling`.
