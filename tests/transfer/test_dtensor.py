@@ -436,7 +436,7 @@ def test_two_parameters_of_one_name_are_refused_unless_they_are_one_object() -> 
     def same(name: str) -> str:
         return name.removeprefix("a.").removeprefix("b.")
 
-    with pytest.raises(ConfigError, match=r"got 'a.weight' and 'b.weight' for 'weight'"):
+    with pytest.raises(ConfigError, match=r"got 'weight' for both 'a.weight' and 'b.weight'"):
         describe_module(two, "trainer/0", Role.TRAINER, name_map=same)
     two["b"] = two["a"]
     assert len(describe_module(two, "trainer/0", Role.TRAINER, name_map=same).parameters) == 2
