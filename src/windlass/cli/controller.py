@@ -117,7 +117,7 @@ def _errors_of(url: str, deadline_s: float) -> Iterator[None]:
     except TimeoutError:
         timeout = PeerTimeout(f"{url}: no answer within {deadline_s} s")
         timeout.add_note(
-            "next: see that a controller runs there, or give it more time with --deadline-s"
+            "next: check that a controller runs there, or give it more time with --deadline-s"
         )
         raise timeout from None
     except aiohttp.ClientError as error:

@@ -106,7 +106,7 @@ class Connector:
                 self._changes.notify()
 
     async def ensure_bound(self) -> Binding:
-        """Bind the changes of the fleet, and return the present binding.
+        """Return a binding of all connected ranks; if ranks came or went, make it first.
 
         Raises:
             PeerUnreachable: no complete trainer job or no complete engine is connected.

@@ -184,7 +184,7 @@ class Coordinator:
             self._naming = self._name_missing_later()
 
     def _gave_up(self, session: AgentSession, frame: Withdraw) -> None:
-        """End an announcement because its caller no longer waits, and report the missing ranks to the trainer rank."""
+        """End the announced version of a trainer rank that no longer waits, and tell this rank which ranks were missing."""
         missing = self._missing_ranks()
         given_up = self._requests.give_up(session.peer, frame.attempt)
         if given_up is not None:
@@ -332,7 +332,7 @@ class Coordinator:
         raise RoundAborted(f"trainer ranks came or went since they announced: {changed}")
 
     def _have_ended(self, left_out: Collection[str]) -> bool:
-        """Return whether a round left out engines, and the processes of all its engines have ended."""
+        """Return True if the round left out engines, and the processes of all bound engines have ended."""
         bound = self.connector.binding
         return (
             bool(left_out)

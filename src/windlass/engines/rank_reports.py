@@ -155,9 +155,9 @@ def carry_out(
     """Carry out an order in a rank, and report the result of `order` or the reason for its failure.
 
     This function raises nothing, because an exception would end SGLang's loop, and it does not wait for a
-    launcher that has stopped listening. The launcher waits for the report in `folder`, on the host of the
-    engine's server, `server_url`. If the rank runs on another host, its only secret is the token of its
-    environment (`control_token`).
+    launcher that has stopped listening. The launcher waits for the report in `folder`, a folder of the host on
+    which the engine's server runs. A rank of another host sends its report to that server by HTTP (`server_url`), and
+    its only secret is the token of its environment (`control_token`).
     """
     token = ""
     if not environment_value(OTHER_NODES_VARIABLE):

@@ -89,7 +89,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def made_up(self) -> bool:
-        """True if the engine started without weights and has served no request with them."""
+        """True if the engine started with random weights (`--load-format dummy`) and has served no request since."""
         return not self.loaded and not self.serves_own_weights
 
 

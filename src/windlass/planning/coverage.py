@@ -35,7 +35,9 @@ def refuse_hole(
     destinations: Sequence[ShardManifest],
     atoms: Atoms,
 ) -> NoReturn:
-    """Raise for a row of `dst`, because the `atoms` of its tensor do not cover its box.
+    """Raise an error for a row of `dst`: no source has some elements of its box.
+
+    `atoms` are the boxes of the same tensor that trainers have.
 
     Raises:
         IncompleteCoverage: always. The message names tensor, destination, the first hole, the

@@ -116,9 +116,15 @@ def _num_blocks(held: StructuredArray) -> Int64Array:
 def due_pieces(
     held: StructuredArray, turn: int, period: int
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Return the pieces of the blocks that are compared in a turn. Run r is due if r % period == turn % period.
+    """Return the pieces whose bytes the trainer ranks compare in one update.
 
-    `turn` counts comparisons; in `period` turns every block is due once.
+    Pieces form blocks, and consecutive blocks of a box form runs. Run number r is due if r % period == turn % period, so
+    that every run is due once in `period` comparisons.
+
+    Args:
+        held: replicated boxes of one rank, one row each.
+        turn: number of earlier comparisons.
+        period: number of comparisons in which everything is compared once.
 
     Returns:
         (row of `held`, byte offset in the parameter, size in bytes) per piece, box after box, in

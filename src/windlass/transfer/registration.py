@@ -153,6 +153,9 @@ def _met_by(span: Span, ordered: Sequence[Span]) -> Sequence[Span]:
 
 
 def _serves(registered: Span, around: Span | None, wanted: Span) -> bool:
-    """Return whether an existing region can be kept for `wanted`; all that it covers then stays registered."""
+    """Return whether a registered region can stay in place of a new registration of `wanted`.
+
+    It can if it is the same span, or if it contains `wanted` and lies within `around`, the allocation around them.
+    """
     within = around is not None and _holds(around, registered)
     return registered == wanted or (within and _holds(registered, wanted))

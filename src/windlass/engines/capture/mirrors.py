@@ -94,7 +94,17 @@ def find_mirrors(
     weights: Iterable[Holding],
     numbers: Mapping[str, Number] | None = None,
 ) -> Found:
-    """Find tensors that are made of rows of weights or correlate with one, and numbers that are extremes of one."""
+    """Find state of an engine that was computed from its weights.
+
+    Args:
+        targets: tensors that no load fills.
+        weights: tensors that a load fills.
+        numbers: Python numbers of the engine, by path.
+
+    Returns:
+        Tensors that consist of rows of weights (`Mirror`), tensors that correlate with a weight, and numbers that are the
+        smallest or largest element of a weight.
+    """
     sources = [h for h in weights if h.tensor.is_floating_point() and h.tensor.numel() >= FEW]
     mirrors: dict[str, Mirror] = {}
     derived: dict[str, str] = {}
@@ -157,7 +167,10 @@ def _comparable(values: torch.Tensor) -> torch.Tensor:
 
 
 def _equal(held: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Compare elements with a weight's elements, cast to the type of `held`; wide types also in the weight's type."""
+    """Compare a tensor with a weight, element by element, after a cast of the weight to the tensor's dtype.
+
+    If the tensor has a wider dtype, an element also counts as equal if it is equal after a cast to the weight's dtype.
+    """
     equal = _comparable(source.to(held.dtype)) == _comparable(held)
     if held.dtype in _WIDE and source.dtype is not held.dtype:
         equal |= _comparable(held.to(source.dtype)) == _comparable(source)

@@ -194,7 +194,7 @@ def _put(holder: Node, join: Join, key: Any, old: object, value: object) -> bool
 
 
 def _named_or_plain(kind: Any, members: list[object]) -> object:
-    """Make a tuple of the same class; a named tuple takes its members one by one."""
+    """Make a tuple of the class `kind`. The constructor of a named tuple takes its members one by one."""
     return kind(*members) if "_fields" in dir(kind) else kind(members)
 
 

@@ -131,5 +131,5 @@ def item_at(overflow: int, items: Sequence[Item], nbytes: Iterable[int]) -> Item
 
 
 def digest_text(words: Sequence[int]) -> str:
-    """Return the digest in the words of `read_words`, in the form of links."""
+    """Return the 128-bit digest, which `read_words` gives as two 64-bit words, as 32 hexadecimal digits."""
     return f"{words[0]:016x}{words[1]:016x}"
