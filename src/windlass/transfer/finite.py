@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -52,7 +53,8 @@ class FiniteCheck:
         self._next = 0
 
     def bind(self, read: Collection[int]) -> None:
-        """Set the parameters to check, by index."""
+        """Set the parameters to check, by index. Import torch, because an import within a phase can take all its time."""
+        importlib.import_module("torch")
         pieces = [piece for index in sorted(read) for piece in self._pieces_of(index)]
         # Sort by offset first, so that one large embedding does not delay all other parameters.
         self._pieces = sorted(
