@@ -112,7 +112,7 @@ def checkpoint_folder(
     return Path(found)
 
 
-def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
+def checkpoint_specs(folder: Path, *, adapter: bool = False) -> tuple[CheckpointSpec, ...]:
     """Return the tensors of a checkpoint, ordered by name. Read only the headers of its files.
 
     The order of tensors within a file would separate scales from their weights. vLLM buffers the tensors of a
@@ -129,7 +129,7 @@ def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
     """
     found: dict[str, CheckpointSpec] = {}
     quantised = is_declared(folder)
-    with _opened(folder) as stored:
+    with _opened(folder, adapter) as stored:
         for name in sorted(stored):
             entry = stored[name].get_slice(name)
             if (dtype := entry.get_dtype()) in _SAFETENSORS:
@@ -146,7 +146,7 @@ class _Index(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path, adapter: bool) -> list[Path]:
     """Return the model's files in the order that engines load them; a later file overrides a tensor of an earlier one.
 
     These are the files that the index names, or without an index all files except an adapter's. Engines sort
@@ -155,6 +155,8 @@ def _files(folder: Path) -> list[Path]:
     Raises:
         ConfigError: the index is invalid, or names a file outside the folder.
     """
+    if adapter:
+        return [folder / ADAPTER]
     index = folder / INDEX
     if not index.exists():
         found = (file for file in folder.glob("*.safetensors") if file.name != ADAPTER)
@@ -183,11 +185,11 @@ def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[dict[str, Any]]:
+def _opened(folder: Path, adapter: bool) -> Iterator[dict[str, Any]]:
     """Open a folder and yield the safetensors file of every tensor in it, by the tensor's name."""
     from safetensors import SafetensorError, safe_open
 
-    files = _files(folder)
+    files = _files(folder, adapter)
     if not files:
         raise ConfigError(f"checkpoint: {folder} must contain safetensors files, got none")
     with ExitStack() as stack:
@@ -223,19 +225,25 @@ def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor,
 @final
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """Safetensors files of a folder. Reads raise the ConfigError of `checkpoint_specs`."""
+    """Safetensors files of a folder. Reads raise the ConfigError of `checkpoint_specs`.
+
+    Attributes:
+        folder: folder of a model, or of an adapter.
+        adapter: whether to read the adapter in the folder, and no model.
+    """
 
     folder: Path
+    adapter: bool = False
 
     def tensors(self, chosen: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Read all tensors, or the chosen ones, in the order of `checkpoint_specs`. The caller owns each tensor."""
-        with _opened(self.folder) as stored:
+        with _opened(self.folder, self.adapter) as stored:
             for name in sorted(stored if chosen is None else stored.keys() & set(chosen)):
                 yield name, stored[name].get_tensor(name)
 
     def elements(self, places: Iterable[tuple[str, int]]) -> Iterator[torch.Tensor]:
         """Read single elements, (1,) each. A place is a tensor's name and a row-major index into the tensor."""
-        with _opened(self.folder) as stored:
+        with _opened(self.folder, self.adapter) as stored:
             for name, place in places:
                 entry = stored[name].get_slice(name)
                 shape = entry.get_shape()
@@ -246,7 +254,9 @@ class StoredCheckpoint:
 
 def started_with(settings: AgentSettings) -> StoredCheckpoint | None:
     """Return the checkpoint that an engine loaded at its start; None if it loaded none."""
-    return StoredCheckpoint(Path(settings.checkpoint)) if settings.loaded else None
+    if not settings.loaded:
+        return None
+    return StoredCheckpoint(Path(settings.checkpoint), bool(settings.adapter))
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def capture_adapter(
     try:
         captured = capture(
             Slot(model),
-            checkpoint_specs(folder),
+            checkpoint_specs(folder, adapter=True),
             load,
             worker=f"{settings.name}/{rank}",
             reference=started_with(settings),
