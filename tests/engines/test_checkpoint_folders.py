@@ -51,6 +51,14 @@ def test_folder_with_only_an_adapter_contains_no_model(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_the_adapter_alone_is_read_from_its_folder(tmp_path: Path) -> None:
+    save(tmp_path, "model.safetensors", a=1)
+    save(tmp_path, "adapter_model.safetensors", b=2)
+    assert [spec.name for spec in checkpoint_specs(tmp_path, adapter=True)] == ["b"]
+    stored = StoredCheckpoint(tmp_path, adapter=True)
+    assert {name: float(tensor[0]) for name, tensor in stored.tensors()} == {"b": 2}
+
+
 def test_index_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     save(tmp_path, "x.safetensors", a=1)
     save(tmp_path, "y.safetensors", b=1)

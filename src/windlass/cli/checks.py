@@ -121,7 +121,7 @@ def of_other_project(version: str) -> str:
 
 
 def _transports() -> list[Finding]:
-    """Report each transport of the registry, and the choices of `auto` among those that start."""
+    """Report each transport of the registry, and the choices of `auto` among the transports that start."""
     findings, offers = [], list[TransportOffer]()
     for name in transport_names():
         try:

@@ -18,7 +18,7 @@ class Framework:
 
     Attributes:
         distributions: possible names of the framework's package; the first that is installed is checked.
-        releases: text about the releases whose source the integration was written against.
+        releases: text about the releases that the integration was written for.
         least: oldest of these releases. below: first release after them.
         module: module of Windlass that the framework loads.
         group: group of entry points that the framework loads; empty if it loads none.

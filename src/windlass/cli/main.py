@@ -41,7 +41,7 @@ _NEXT: Mapping[type[WindlassError], str] = {
     EngineRefused: "`windlass doctor --engine-python PATH` checks the engine's environment",
     TransportUnavailable: "`windlass doctor` says what this machine lacks, and how to repair it",
 }
-"""Error whose text names no remedy -> remedy."""
+"""Error without a remedy in its text -> remedy."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -70,7 +70,7 @@ class Member(ABC):
             self._url(self.controller)
         elif not self.token:
             raise ConfigError(
-                f"{CONTROLLER_VARIABLE}: {WAIT} must come with a token, which the one who says where shows"
+                f"{CONTROLLER_VARIABLE}: {WAIT} must come with a token: the caller of POST /windlass/join must show it"
             )
         self.key = key
         self._is_joining = threading.Lock()
@@ -104,7 +104,9 @@ class Member(ABC):
             WindlassError: see `_have_ranks_join`.
         """
         if not self._is_joining.acquire(blocking=False):
-            raise ProtocolError("join: the engine must not be on its way into a fleet, it is")
+            raise ProtocolError(
+                "join: the engine must not be joining a fleet already, another join is in progress"
+            )
         try:
             check_url(order.controller, "controller")
             name = self._name(order.controller)

@@ -131,7 +131,7 @@ class Listener:
         )
 
     def admit(self, request: web.Request) -> bool:
-        """Make the connection of a request, which has presented a valid token, a member.
+        """Make a connection a member after its request has shown a valid token.
 
         Return False if there is no file descriptor left for it.
         """
@@ -197,7 +197,7 @@ class Listener:
             handler.data_received(bytes(accepted.received))
 
     def _make_room(self) -> None:
-        """Drop strangers whose connections are closed; if there are none, drop the oldest stranger."""
+        """Drop strangers that have closed their connections; without any, drop the oldest stranger."""
         gone = [key for key, (transport, _) in self._strangers.items() if transport.is_closing()]
         for key in gone or list(self._strangers)[:1]:
             self._drop(key)

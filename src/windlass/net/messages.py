@@ -87,7 +87,7 @@ class Envelope(_OfCall, Generic[T_co], frozen=True, tag="envelope"):
 
 
 class UnreadCall(_OfCall, frozen=True, tag="envelope"):
-    """An envelope whose command this process cannot decode."""
+    """An envelope with a command that this process cannot decode."""
 
     command: msgspec.Raw
 

@@ -128,7 +128,7 @@ class Session(Generic[CommandT, ResultT]):
             self.fail_calls(reason)
 
     def forget(self, call_id: CallId) -> None:
-        """Drop a call for whose result no caller waits any more."""
+        """Drop a call, because its caller no longer waits."""
         self._calls.pop(call_id, None)
 
     def on_reply(self, call_id: CallId, result: ResultT) -> None:

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
+from windlass.engines.adapters import WEIGHTS
 from windlass.engines.capture.kernels import NAMES, kernels_on
 from windlass.engines.quantised import is_declared
 from windlass.engines.spec import AgentSettings
@@ -59,7 +60,6 @@ _EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
 _SAFETENSORS = {dtype.safetensors_name: dtype for dtype in _EXACT}
 _INTEGERS_STORED = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_model.safetensors"
 """Name of an adapter's file, which may be saved in the model's folder."""
 SCALE_SUFFIX = "_scale_inv"
 """Suffix that turns the name of a float8 matrix into the name of its scales."""
@@ -156,10 +156,10 @@ def _files(folder: Path, adapter: bool) -> list[Path]:
         ConfigError: the index is invalid, or names a file outside the folder.
     """
     if adapter:
-        return [folder / ADAPTER]
+        return [folder / WEIGHTS]
     index = folder / INDEX
     if not index.exists():
-        found = (file for file in folder.glob("*.safetensors") if file.name != ADAPTER)
+        found = (file for file in folder.glob("*.safetensors") if file.name != WEIGHTS)
         return sorted(found, key=_natural)
     try:
         content = index.read_bytes().removeprefix(codecs.BOM_UTF8)

@@ -35,7 +35,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 BATCH = 1024
 NUM_WORST = 4
 NUM_LOADED = 8
-"""Number of versions whose weights are in memory at a time."""
+"""Number of versions in memory at a time."""
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -60,10 +60,10 @@ class TornReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         checked: number of compared answers.
-        torn: number of answers whose distance is too large, or that name an unpublished version.
+        torn: number of answers with a too large distance or an unpublished version.
         max_distance: engine dtype -> largest mean |logprob difference| of an answer.
         control_detected: share of answers that the check would call torn if they named the previous version. Answers
-            with a token of version 0 do not count; None if there are no others.
+            with a token of version 0 do not count; None if all answers have one.
         worst: answers with the largest distances, largest first.
     """
 

@@ -56,8 +56,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         seconds: time between the two versions.
         samples_per_hour: trained samples per hour. tokens_per_s: trained tokens per second.
         mean_staleness: mean number of versions that the oldest token of a sample was behind.
-        paused_share: share of the time that the slowest engine was paused, counted from the pause command. It includes
-            the end of the engine step that ran when the command came.
+        paused_share: share of the time that the slowest engine was paused, from the pause command on. The engine finishes
+            its running step in this time.
         idle_share: share of the time in which trainers waited for answers.
         step_share: share of the time in which trainers trained.
     """
@@ -112,7 +112,7 @@ class RepeatOperand(Recipe):
 
     Args:
         seed: seed of the prompts.
-        kill_engine_at: version in whose update the recipe kills the last engine; 0 for never. An embedded engine gets
+        kill_engine_at: version; the recipe kills the last engine in its update. 0 for never. An embedded engine gets
             SIGKILL, and a server's launcher gets SIGTERM.
 
     Attributes:

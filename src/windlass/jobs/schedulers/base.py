@@ -150,9 +150,7 @@ class ClusterBackend(Protocol):
         ...
 
 
-class SchedulerConfig(
-    msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True, omit_defaults=True
-):
+class SchedulerConfig(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
     """Base class of the configurations of schedulers; `[scheduler]` in a job file."""
 
     @property

@@ -160,7 +160,7 @@ class WireLog:
         return frozenset(found)
 
     def complaints(self) -> str:
-        """Return the last errors and warnings that UCX has logged in this process; empty if there are none."""
+        """Return the last errors and warnings that UCX has logged in this process; empty without any."""
         with contextlib.suppress(OSError):
             text = self._path.read_text(errors="replace")
             return " / ".join(_COMPLAINT.findall(text)[-_NUM_COMPLAINTS:])
@@ -213,7 +213,7 @@ def start_agent(
         name: name of the agent.
         wire: required wire.
         device: UCX's names of the network devices to use, separated by commas; empty for all.
-        gpu: ordinal of the GPU whose memory the agent registers; -1 for host memory.
+        gpu: ordinal of the GPU with the memory to register; -1 for host memory.
 
     Raises:
         TransportUnavailable: NIXL is not installed, or UCX does not start with the configured wire.

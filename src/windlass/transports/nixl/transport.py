@@ -76,7 +76,7 @@ CONNECTIONS = 3
 _MAX_KEY_CHARS = 1 << 20
 _WORD_NBYTES = np.array([8], np.uint64)
 _STRANDED: list[object] = []
-"""Agents whose transfers had not ended when they were closed. Freeing such an agent would free memory that a late
+"""Agents that were closed before their transfers had ended. Freeing such an agent would free memory that a late
 transfer may use."""
 
 
