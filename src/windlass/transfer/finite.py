@@ -53,13 +53,15 @@ class FiniteCheck:
         self._next = 0
 
     def bind(self, read: Collection[int]) -> None:
-        """Set the parameters to check, by index. Import torch, because an import within a phase can take all its time."""
-        importlib.import_module("torch")
+        """Set the parameters to check, by index."""
         pieces = [piece for index in sorted(read) for piece in self._pieces_of(index)]
         # Sort by offset first, so that one large embedding does not delay all other parameters.
         self._pieces = sorted(
             pieces, key=lambda piece: (piece.offset // SAMPLE_NBYTES, piece.parameter)
         )
+        if self._pieces:
+            # An import within a phase of an update could take longer than the phase may last.
+            importlib.import_module("torch")
 
     def find(self, *, everywhere: bool) -> tuple[str, ...]:
         """Return the names of checked parameters that contain NaN or infinity.
@@ -72,9 +74,11 @@ class FiniteCheck:
             PlanError: see `LocatedParameters`.
             TransferFailed: work that this process has queued on a GPU does not end.
         """
+        if not self._pieces:
+            return ()
         import torch
 
-        located = self._parameters() if self._pieces else ()
+        located = self._parameters()
         extremes: dict[tuple[int, DType], list[tuple[int, torch.Tensor]]] = {}
         settled: set[int] = set()
         for index, offset, sizes, strides in self._pieces if everywhere else self._due(located):
