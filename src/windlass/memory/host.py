@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from windlass.memory.packing import (
     bytes_at,
     copy_cast,
     hash_strided,
+    is_contiguous,
     new_digest,
     offset_of,
     overflow_text,
@@ -64,11 +66,13 @@ class HostMemory(MemoryOps):
     def sent_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array
     ) -> LinkDigests:
+        _import_torch(programs)
         return _HostDigests(lambda peer: _hash_sent(programs[peer], addresses))
 
     def received_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array, staging_address: int = 0
     ) -> LinkDigests:
+        _import_torch(programs)
         return _HostDigests(lambda peer: _hash_received(programs[peer], addresses, staging_address))
 
     def chunk_digests(
@@ -92,6 +96,21 @@ class HostMemory(MemoryOps):
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
     ) -> torch.Tensor:
         return strided_view(address, sizes, strides_bytes, dtype)
+
+
+def _import_torch(programs: Mapping[str, LinkProgram]) -> None:
+    """Import torch if an op packs or gathers elements.
+
+    Ranks bind programs when they connect. An import within an update could take longer than a phase may last.
+    """
+    if any(
+        not op.is_direct
+        or not is_contiguous(op.src_sizes, op.src_strides, op.src_dtype.itemsize)
+        or not is_contiguous(op.sizes, op.dst_strides, op.dst_dtype.itemsize)
+        for program in programs.values()
+        for op in program.ops
+    ):
+        importlib.import_module("torch")
 
 
 @final
@@ -118,13 +137,18 @@ class HostBuffer:
 @final
 class _HostCopies(PreparedCopies):
     def __init__(self, copies: Sequence[StridedCopy]) -> None:
-        self._copies = tuple(copies)
+        self._copies = [
+            (
+                strided_view(c.dst_address, c.sizes, c.dst_strides, c.dst_dtype),
+                strided_view(c.src_address, c.sizes, c.src_strides, c.src_dtype),
+                c.tensor,
+            )
+            for c in copies
+        ]
 
     def run(self) -> None:
-        for c in self._copies:
-            source = strided_view(c.src_address, c.sizes, c.src_strides, c.src_dtype)
-            target = strided_view(c.dst_address, c.sizes, c.dst_strides, c.dst_dtype)
-            copy_cast(target, source, c.tensor)
+        for target, source, tensor in self._copies:
+            copy_cast(target, source, tensor)
 
 
 @final
