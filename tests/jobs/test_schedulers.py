@@ -30,8 +30,9 @@ PLUGIN = Path(__file__).parents[2] / "examples" / "plugins" / "scheduler"
 """A distribution of another package with a scheduler."""
 NO_SLURM = missing_reason()
 NO_RAY = "" if importlib.util.find_spec("ray") else "ray is not installed"
-SLURM = [pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)]
+SLURM = [pytest.mark.cluster, pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)]
 RAY = [
+    pytest.mark.cluster,
     pytest.mark.skipif(bool(NO_RAY), reason=NO_RAY),
     # Ray does not close its own sockets and files.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -41,7 +42,7 @@ RAY = [
 ]
 LOCAL_AND_SLURM = ("local", pytest.param("slurm", marks=SLURM))
 KINDS = (*LOCAL_AND_SLURM, "plugin", pytest.param("ray", marks=RAY))
-KILLED = (*LOCAL_AND_SLURM, pytest.param("ray", marks=[*RAY, pytest.mark.cluster]))
+KILLED = (*LOCAL_AND_SLURM, pytest.param("ray", marks=RAY))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -106,7 +107,7 @@ async def test_a_process_is_created_watched_signalled_listed_and_deleted(
         fork = (
             "import os, pathlib, signal, subprocess, sys; "
             "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()']); "
-            f"pathlib.Path({str(fifo)!r}).write_text(f'{{os.getpid()}} {{child.pid}}'); "
+            f"pathlib.Path({str(fifo)!r}).write_text(f'{{os.getpid()}} {{child.pid}}\\n'); "
             "signal.pause()"
         )
         await scheduler.start(python("stays", fork))
@@ -202,11 +203,27 @@ async def test_a_stuck_reservation_does_not_shorten_the_grace_of_other_processes
     assert saved.exists()
 
 
-async def pidfds(fifo: Path, deadline_s: float = 15) -> list[int]:
+async def line_of(fifo: Path, deadline_s: float = 60) -> str:
+    """Return the first line that a process writes into a fifo.
+
+    A thread that opens a fifo without a writer would wait for ever, and the event loop could not be closed.
+    """
+    # Without O_RDWR, the read would end before the first writer opens the fifo.
+    file = os.fdopen(os.open(fifo, os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0)
+    reader = asyncio.StreamReader()
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), file
+    )
+    try:
+        async with asyncio.timeout(deadline_s):
+            return (await reader.readline()).decode()
+    finally:
+        pipe.close()
+
+
+async def pidfds(fifo: Path) -> list[int]:
     """Return handles of the processes in a fifo; unlike ids, handles are never reused."""
-    async with asyncio.timeout(deadline_s):
-        words = (await asyncio.to_thread(fifo.read_text)).split()
-    return [os.pidfd_open(int(word)) for word in words]
+    return [os.pidfd_open(int(word)) for word in (await line_of(fifo)).split()]
 
 
 def assert_dead(handles: list[int], deadline_s: float = 10.0) -> None:
@@ -276,7 +293,7 @@ async def test_processes_end_when_their_owner_is_killed(kind: str, tmp_path: Pat
         *(sys.executable, "-c", OWNER, kind, str(tmp_path / "logs"), script)
     )
     try:
-        handles = await pidfds(fifo, deadline_s=60)
+        handles = await pidfds(fifo)
     finally:
         owner.kill()
         await owner.wait()
@@ -308,7 +325,7 @@ def sees_gpus(num_gpus: int, name: str, *, beside: str = "") -> ProcessSpec:
     code = (
         "import os, signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(0));"
         "os.write(1, os.environ.get('CUDA_VISIBLE_DEVICES', 'unset').encode());"
-        "open(os.environ['FIFO'], 'w').close(); signal.pause()"
+        "print(file=open(os.environ['FIFO'], 'w'), flush=True); signal.pause()"
     )
     return ProcessSpec(
         name=name,
@@ -334,8 +351,8 @@ async def test_processes_of_this_host_see_gpus_of_their_own(
             sees_gpus(0, "engine-b", beside="trainer-0"),
         ):
             await scheduler.start(spec)
-            # The process has printed when it opens the fifo.
-            await asyncio.to_thread(fifo.read_text)
+            # The process has printed when it writes into the fifo.
+            await line_of(fifo)
             seen[spec.name] = await scheduler.log_tail(spec.name)
         full = r"'engine-c': num_gpus must be at most 0, the free GPUs of 3 on this host, got 1 \(3: trainer-0"
         with pytest.raises(ConfigError, match=full):
@@ -346,12 +363,12 @@ async def test_processes_of_this_host_see_gpus_of_their_own(
             await scheduler.start(missing)
         # The deleted process and the failed start have released their GPU.
         await scheduler.start(sees_gpus(1, "engine-c"))
-        await asyncio.to_thread(fifo.read_text)
+        await line_of(fifo)
         # The rank starts again in its reservation, which the colocated engine has kept.
         await scheduler.delete("trainer-0")
         await scheduler.start(sees_gpus(2, "trainer-0"))
         assert scheduler.status("engine-b").returncode is None
-        await asyncio.to_thread(fifo.read_text)
+        await line_of(fifo)
         assert (await scheduler.log_tail("trainer-0")).endswith("3,GPU-5e1f" * 2)
     assert seen == {
         "trainer-0": "3,GPU-5e1f",
