@@ -130,6 +130,7 @@ def test_drawings_and_outputs_are_fenced_as_text() -> None:
     assert len(texts) < 10
 
 
+@pytest.mark.long
 def test_every_script_parses_its_command_line(tmp_path: Path) -> None:
     """Benchmarks and tools only parse their options. Shell scripts run with stub programs."""
     asked, folder = tmp_path / "asked", tmp_path / "bin"

@@ -58,6 +58,11 @@ def test_commands_of_the_tutorial_train_and_end(tmp_path: Path) -> None:
     assert "Traceback" not in unwrapped(lines) + logs
 
 
+def late(command: tuple[str, ...], says: str) -> object:
+    """Return a case that takes long, because the example imports torch."""
+    return pytest.param(command, says, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -65,11 +70,15 @@ def test_commands_of_the_tutorial_train_and_end(tmp_path: Path) -> None:
         (("agentic.py", "controller"), "WINDLASS_TOKEN must be set to a secret"),
         (("agentic.py",), "arguments are required: role"),
         (("agentic.py", "worker"), "arguments are required: --controller"),
-        (("trainer.py",), "arguments are required: url, config"),
-        (("trainer.py", "URL", "nowhere.json"), "CONFIG must be a JSON file .* got nowhere.json"),
+        late(("trainer.py",), "arguments are required: url, config"),
+        late(
+            ("trainer.py", "URL", "nowhere.json"), "CONFIG must be a JSON file .* got nowhere.json"
+        ),
         (("trainer.py", "URL", MODEL), "RANK must be set by torchrun, got none; run `torchrun"),
-        (("own_engine.py",), "arguments are required: --name, --model, --controller"),
-        (("own_engine.py", *ENGINE, "nowhere.json"), "--model must be a JSON file .*nowhere.json"),
+        late(("own_engine.py",), "arguments are required: --name, --model, --controller"),
+        late(
+            ("own_engine.py", *ENGINE, "nowhere.json"), "--model must be a JSON file .*nowhere.json"
+        ),
         (("own_engine.py", *ENGINE, MODEL), "WINDLASS_TOKEN must be set to the controller's"),
         (("launch/trainer.py",), "WINDLASS_TRANSPORT and the argument CONFIG.json must be given"),
         (("plugins/engine/windlass_tiny_engine/__main__.py",), "required: --name, --model"),

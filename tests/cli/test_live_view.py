@@ -188,6 +188,7 @@ def test_a_launched_job_leaves_no_frame_and_ends_quietly(
     assert lines[-1] == "in out: report.html, summary.json, logs"
 
 
+@pytest.mark.long
 def test_a_launched_job_without_a_terminal_draws_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         (*WINDLASS, "launch", str(job_file(tmp_path))),

@@ -53,7 +53,7 @@ def figures_of(num_trainers: int, num_engines: int, folder: Path) -> Figures:
 @pytest.fixture(scope="module")
 def growth(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     folder = tmp_path_factory.mktemp("fleets")
-    small, large = (figures_of(32 * n, 16 * n, folder / str(n)) for n in (1, 2))
+    small, large = (figures_of(16 * n, 8 * n, folder / str(n)) for n in (1, 2))
     return {what: large[what] / small[what] for what in small}
 
 

@@ -269,6 +269,7 @@ async def test_an_attach_that_dies_before_its_check_leaves_no_engine_in_the_flee
             await assert_nothing_reaches(controller, engine)
 
 
+@LATER
 async def test_an_attach_that_is_refused_leaves_no_engine_in_the_fleet(
     engine: Engine, tmp_path: Path
 ) -> None:

@@ -155,6 +155,7 @@ def test_log_probabilities_match_the_sampled_distribution(engine: Engine, refere
         assert torch.allclose(served, expected, atol=1e-4), sampling
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "named", [False, pytest.param(True, marks=pytest.mark.long)], ids=["own_seed", "named_seed"]
 )

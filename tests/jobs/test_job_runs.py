@@ -181,6 +181,7 @@ def published(tmp_path: Path) -> Any:
     return json.loads(page.partition('"published_version":')[2].partition(",")[0])
 
 
+@pytest.mark.long
 def test_a_step_with_a_metric_that_is_not_finite_is_neither_published_nor_saved(
     tmp_path: Path,
 ) -> None:
@@ -204,9 +205,10 @@ def test_a_step_with_a_metric_that_is_not_finite_is_neither_published_nor_saved(
     ("recipe", "says"),
     [
         (plain(rewards="[1.0, math.nan]"), r"group 0: rewards[1] must be finite, got nan"),
-        (
+        pytest.param(
             plain(tasks="(5,)"),
             "tasks ended after 0 steps; 1 group left over, a step takes 2; the job has trained nothing",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -221,12 +223,14 @@ def test_a_job_that_trains_nothing_fails_with_the_reason(
     assert "Traceback" not in printed
 
 
+@pytest.mark.long
 def test_groups_that_are_left_over_are_counted(tmp_path: Path) -> None:
     status, printed = launch(write_job(tmp_path, plain(tasks="range(3)"), top="steps = 3"))
     assert status == 0, printed
     assert "the recipe's tasks ended after 1 step; 1 group left over, a step takes 2\n" in printed
 
 
+@pytest.mark.long
 def test_restarts_of_a_worker_count_only_until_the_job_makes_progress(tmp_path: Path) -> None:
     job = write_job(
         tmp_path, plain(), top="steps = 30", rollout="max_worker_restarts = 1", num_workers=1

@@ -292,6 +292,7 @@ class Watching(CountSevens):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dies_in",
     [

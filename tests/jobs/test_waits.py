@@ -218,6 +218,7 @@ def of_workflow(name: str, tasks: str = "itertools.count()") -> str:
     return TURNS.replace("NAME", name).replace("TASKS", tasks)
 
 
+@pytest.mark.long
 def test_a_job_ends_successfully_although_its_last_group_failed(tmp_path: Path) -> None:
     recipe = of_workflow("refused_at_four", "range(4)")
     config = write(
@@ -248,7 +249,7 @@ def test_a_job_ends_successfully_although_its_last_group_failed(tmp_path: Path) 
             "raised the same exception 3 times in a row (max_same_errors=3): worker worker-0: Key",
             3,
         ),
-        ("too_long", "refused: engine engine-0 (", 0),
+        pytest.param("too_long", "refused: engine engine-0 (", 0, marks=pytest.mark.long),
     ],
 )
 def test_a_failure_that_repeats_ends_the_job_with_its_reason(
@@ -269,6 +270,7 @@ def test_a_failure_that_repeats_ends_the_job_with_its_reason(
     assert job.text.count("WARNING") < 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "more", "count"),
     [
@@ -334,6 +336,7 @@ STALLS = RECIPE.replace(
 )
 
 
+@pytest.mark.long
 def test_sigint_ends_a_job_whose_tasks_wait_for_data(tmp_path: Path) -> None:
     config = write(tmp_path, recipe=STALLS, steps=9, top="shutdown_s = 5.0")
     with launched(config) as job:
@@ -347,6 +350,7 @@ def test_sigint_ends_a_job_whose_tasks_wait_for_data(tmp_path: Path) -> None:
     assert "step 2:" in job.text
 
 
+@pytest.mark.long
 def test_the_error_of_a_batch_without_tasks_names_the_reason(tmp_path: Path) -> None:
     with launched(write(tmp_path, recipe=STALLS, rollout="batch_deadline_s = 4.0")) as job:
         assert job.end() == 2, job.text
@@ -363,6 +367,7 @@ EXITS = (
 )
 
 
+@pytest.mark.long
 def test_sys_exit_in_the_last_hook_is_an_error_of_the_recipe(tmp_path: Path) -> None:
     with launched(write(tmp_path, recipe=EXITS, steps=1)) as job:
         assert job.end() == 2, job.text
@@ -380,6 +385,7 @@ BLOCKS_THEN_HANGS = (
 )
 
 
+@pytest.mark.long
 def test_a_blocking_hook_is_named_and_sigint_ends_the_job(
     tmp_path: Path,
 ) -> None:

@@ -86,6 +86,7 @@ async def test_a_trainer_that_waits_for_a_batch_sends_its_version_again(
             await controller.wait_for_version(1, engines=[late], deadline_s=DEADLINE_S)
 
 
+@pytest.mark.long
 async def test_weights_that_have_changed_are_not_sent_as_the_published_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
