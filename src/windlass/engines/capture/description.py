@@ -1,4 +1,4 @@
-"""Turn the captured layout of one rank into a manifest and the steps that follow every update."""
+"""Turn the captured layout of one rank into a manifest, and into the computations that must follow every update."""
 
 from __future__ import annotations
 
@@ -23,22 +23,26 @@ from windlass.memory.packing import copy_cast
 from windlass.memory.torch_dtypes import dtype_of, torch_dtype
 
 MAX_BOXES = 256
-"""Most boxes of one tensor in one parameter. Updates receive a more scattered parameter in a buffer."""
+"""Maximum number of boxes of one checkpoint tensor in one parameter.
+
+If a parameter has more boxes, updates write a buffer, and `Repack` copies the buffer into the parameter.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Repack:
-    """A parameter that is filled from a buffer after every update.
+    """Copy of a buffer's elements into a parameter, made after every update.
 
-    Updates cannot write it directly: it has too many boxes, or the engine multiplies its elements while it loads.
+    Updates write the buffer because they cannot write the parameter: it has more than `MAX_BOXES` boxes, or the engine's
+    loader multiplies its elements by a constant.
 
     Attributes:
-        target: the parameter's memory, (reach,).
-        buffer: memory that updates write instead, (n,), in checkpoint order. It has the type of `target`, or
-            the checkpoint's type if `target` cannot hold all of its values.
-        places: index into `target` of every element of `buffer[elements]`, (m,).
-        elements: index into `buffer`, (m,); an element with several places occurs several times.
-        factor: factor of every element, multiplied in the type of `target`.
+        name: name of the parameter.
+        target: memory of the parameter, flat.
+        buffer: memory that updates write, (n,), in checkpoint order. Its dtype is `_received_dtype` of the parameter.
+        places: (m,) indices into `target`; `target[places]` gets `factor * buffer[elements]`.
+        elements: (m,) indices into `buffer`.
+        factor: constant of the engine's loader; the product is computed in the dtype of `target`.
     """
 
     name: str
@@ -49,23 +53,24 @@ class Repack:
     factor: float = 1.0
 
     def apply(self) -> None:
-        """Copy the buffer's elements to their places in `target`, multiplied by `factor`."""
+        """Copy the buffer's elements into `target`, multiplied by `factor`."""
         values = scaled(self.buffer.to(self.target.dtype), self.factor)
         bits_of(self.target)[self.places] = bits_of(values)[self.elements]
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Elements with received values that may be more precise than the checkpoint's type.
+    """Rounding of received values to the checkpoint's dtype, done after every update.
 
-    A fresh engine loads values of the checkpoint's type. After every update, the engine therefore rounds the
-    received values to that type and casts them to its own type, as its loader would.
+    Received values may be more precise than the checkpoint's dtype. A new engine that loads a checkpoint gets rounded
+    values, so an updated engine must round the received values in the same way.
 
     Attributes:
-        dtype: type of the checkpoint's tensors.
+        name: name of the parameter.
+        dtype: dtype of the checkpoint's tensors.
         received: views of the memory that updates write.
-        targets: views of the parameter, with the same shapes. They are the same views as `received` if updates
-            write the parameter itself.
+        targets: views of the parameter, of the same shapes. If updates write the parameter itself, `targets` is the
+            same object as `received`.
     """
 
     name: str
@@ -80,14 +85,14 @@ class Rounding:
 
 
 _ROUNDED_AT_ONCE = 64 << 20
-"""Bytes rounded per wait for the GPU. Engines have hundreds of small tensors; a wait for each would be slow."""
+"""Number of bytes after which `_round` waits for the GPU. To wait for each of hundreds of tensors would be slow."""
 
 
 def _round(roundings: Sequence[Rounding]) -> None:
     """Round the values that an update has written.
 
     Raises:
-        TransferFailed: a finite value is too large for its checkpoint's type.
+        TransferFailed: a finite value is too large for the dtype of the checkpoint.
     """
     nbytes = 0
     waiting: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -105,7 +110,11 @@ def _round(roundings: Sequence[Rounding]) -> None:
 
 
 def _put(waiting: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
-    """Write rounded values to their targets; raise TransferFailed if rounding made a finite value infinite."""
+    """Write rounded values to their targets. Each item of `waiting` is (name, target, received, rounded).
+
+    Raises:
+        TransferFailed: rounding made a finite value infinite.
+    """
     bounds = defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]](list)
     for _, _, _, rounded in waiting:
         bounds[rounded.device, rounded.dtype] += rounded.aminmax()
@@ -123,14 +132,14 @@ class Captured:
     Attributes:
         manifest: manifest of the rank.
         addresses: addresses of the manifest's parameters, in order.
-        repacks: parameters to fill from buffers after every update.
-        constants: names of tensors that no checkpoint changes (rotary caches, scales of 1).
-        unplaced: checkpoint tensors without an element on this rank (other ranks' experts, or a copy
-            that the engine hides from its model).
-        unread: names in `unplaced` that the loader did not read.
-        recompute: partial load by the engine's own loader after every update, if one is needed.
-        roundings: elements to round after every update, before the repacks.
-        later: refills copies of weights that no load refreshes, and finds new ones.
+        repacks: copies from buffers into parameters, made after every update.
+        constants: names of tensors that the engine's loader does not change (rotary caches, scales of 1).
+        unplaced: names of checkpoint tensors that have no element in this rank's memory. Another rank may have them,
+            or the engine keeps them where the model's attributes do not lead.
+        unread: names in `unplaced` that the engine's loader did not read.
+        recompute: partial load by the engine's own loader after every update; None if none is needed.
+        roundings: roundings of received values, done after every update and before `repacks`.
+        later: refills mirrors after every update, and finds new mirrors.
         seconds: duration of each stage of the capture.
     """
 
@@ -147,14 +156,14 @@ class Captured:
 
     @property
     def repacked(self) -> tuple[str, ...]:
-        """Names of the manifest's parameters that are buffers outside the model's memory."""
+        """Names of the manifest's parameters for which updates write a buffer outside the model's memory."""
         received = () if self.recompute is None else self.recompute.parameters
         apart = (r.name for r in self.roundings if not r.in_place)
         return (*apart, *(repack.name for repack in self.repacks), *received)
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """Names of the engine's tensors that its loader fills after every update."""
+        """Names of the engine's tensors that `recompute` loads after every update."""
         return () if self.recompute is None else self.recompute.names
 
     @property
@@ -166,13 +175,13 @@ class Captured:
         return sum(buffer.nbytes for buffer in buffers)
 
     def finalise(self) -> None:
-        """Update all state that the engine derives from received bytes. Idempotent.
+        """Update all values that the engine derives from received bytes. Idempotent.
 
         Raises:
             UnsupportedLayout: see `Recompute.run`.
-            TransferFailed: a received value is too large for its checkpoint's type.
+            TransferFailed: a received value is too large for the dtype of the checkpoint.
         """
-        # Tensors that were made in inference mode can be written only in it.
+        # torch forbids writes to inference tensors outside inference mode.
         with torch.inference_mode():
             _round(self.roundings)
             for repack in self.repacks:
@@ -188,19 +197,24 @@ class Captured:
             self.later.refill()
 
     def look(self) -> None:
-        """Search for values that the engine has derived from weights since its capture; see `Later.look`."""
+        """Search for values that the engine has computed from weights since the capture; see `Later.look`."""
         if self.later is not None:
             self.later.look()
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Tensors of the model, and the layout of the tensors that a load changes.
+    """Tensors of the model, and the checkpoint elements in the tensors that a load changes.
 
     Attributes:
-        numbers: checkpoint elements in each tensor that a load changes, by name.
-        unproven: names of tensors that failed the proof when read by rows; capture must read them place by place.
-        computed: names of tensors that are not copies of checkpoint elements; they are not in `numbers`.
+        holdings: all tensors of the model, by name.
+        numbers: numbers of the checkpoint elements in each tensor that a load changes, by name.
+        factors: constant by which the engine's loader multiplies a tensor, by name; 1 for a missing name.
+        constants: names of tensors that a load does not change.
+        unproven: names of tensors whose values after a load of random values were not as expected. Capture must
+            read every place of these tensors.
+        computed: names of tensors that a load changes but that are not copies of checkpoint elements. They are not in
+            `numbers`.
     """
 
     holdings: Mapping[str, Holding]
@@ -211,11 +225,11 @@ class Seen:
     computed: frozenset[str]
 
     def boxes_of(self, name: str, codes: Codes) -> Parts | None:
-        """Return the boxes of one tensor, or None if there are more than `MAX_BOXES`."""
+        """Return the boxes of one tensor, or None if a checkpoint tensor has more than `MAX_BOXES` boxes in it."""
         return self.numbers[name].parts(codes, MAX_BOXES)
 
     def scattered(self, codes: Codes) -> frozenset[str]:
-        """Return the names of the tensors that capture must read place by place."""
+        """Return the names of the tensors of which capture has not read every place but must do so."""
         in_rows = {name for name, numbers in self.numbers.items() if not numbers.by_place}
         return self.unproven | {
             name
@@ -224,9 +238,9 @@ class Seen:
         }
 
     def sources(self, name: str, codes: Codes) -> set[str]:
-        """Return the checkpoint tensors that have elements in one of the engine's tensors.
+        """Return the names of the checkpoint tensors that have elements in one of the engine's tensors.
 
-        The tensor must be readable as boxes or already read place by place; see `scattered`.
+        The tensor must not be in `scattered`.
         """
         if (parts := self.boxes_of(name, codes)) is not None:
             return {spec.name for spec, _ in parts}
@@ -234,9 +248,10 @@ class Seen:
         return {codes.specs[index].name for index in tensors}
 
     def samples(self, name: str, codes: Codes, num_places: int) -> list[tuple[str, int, int]]:
-        """Return at least `num_places` sample elements of a tensor, and at least one of each of its `sources`.
+        """Return about `num_places` sample elements of one of the engine's tensors.
 
-        Each sample is the checkpoint tensor's name, the index in that tensor, and the index in the engine's memory.
+        The samples include at least one element of each checkpoint tensor in `sources`. Each sample is the checkpoint
+        tensor's name, the flat index in the checkpoint tensor, and the place in the engine's tensor.
         """
         if (parts := self.boxes_of(name, codes)) is not None:
             boxes = [(spec, placed) for spec, boxes in parts for placed in boxes]
@@ -255,7 +270,7 @@ class Seen:
         ]
 
     def placed(self, codes: Codes, recompute: Recompute | None) -> frozenset[str]:
-        """Return the checkpoint tensors that have elements in the engine or in the buffers of `recompute`."""
+        """Return the names of the checkpoint tensors that have elements in the engine or in buffers of `recompute`."""
         placed = set() if recompute is None else {spec.name for spec, _ in recompute.buffers}
         filled = () if recompute is None else recompute.names
         return frozenset(
@@ -264,7 +279,7 @@ class Seen:
 
 
 def _spread(length: int, num_places: int) -> Iterator[int]:
-    """Yield evenly spread numbers below `length`: the fractions of multiples of the golden ratio."""
+    """Return `num_places` evenly spread indices below `length`, from fractional parts of multiples of the golden ratio."""
     return (int((number * 0.6180339887498949) % 1 * length) for number in range(1, num_places + 1))
 
 
@@ -276,20 +291,20 @@ def describe(
     placed: frozenset[str],
     read: frozenset[str],
 ) -> Captured:
-    """Return the captured layout, once `seen.scattered` is empty for tensors not yet read place by place.
+    """Return the captured layout.
 
-    The manifest has the buffers of `recompute` and not the tensors that `recompute` fills.
+    The manifest contains the buffers of `recompute` instead of the tensors that `recompute` loads.
 
     Args:
-        seen: layout of every tensor.
-        codes: element numbers of the checkpoint.
+        seen: checkpoint elements in every tensor. Capture should have read every place of `seen.scattered` again.
+        codes: numbers of the checkpoint elements.
         worker: identity of the rank.
         recompute: partial load after every update, if one is needed.
         placed: see `Seen.placed`.
-        read: checkpoint tensors outside `placed` that the loader reads.
+        read: names of checkpoint tensors outside `placed` that the engine's loader reads.
 
     Raises:
-        UnsupportedLayout: a tensor has too many boxes to be received, or checkpoint tensors of several types.
+        UnsupportedLayout: see `_repack` and `_received_dtype`.
     """
     builder = ManifestBuilder(worker, Role.ENGINE)
     addresses: list[int] = []
@@ -335,16 +350,17 @@ def describe(
 
 
 _HALVES = (DType.BFLOAT16, DType.FLOAT16)
-"""Types to which wider values are rounded. Quantised tensors follow other rules."""
+"""Checkpoint dtypes to which received values are rounded. Quantised tensors are not rounded."""
 
 
 def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
-    """Return the type of a tensor in updates.
+    """Return the dtype in which updates send the values of a tensor.
 
-    This is the tensor's own type, or the checkpoint's type if the tensor's type cannot hold all of its values.
+    This is the checkpoint's dtype if one of the two is bfloat16 and the other float16, because neither can represent
+    all values of the other. Otherwise this is the tensor's dtype.
 
     Raises:
-        UnsupportedLayout: the tensor cannot hold all values and its checkpoint tensors have several types.
+        UnsupportedLayout: the checkpoint's dtype is needed, but the checkpoint tensors have several dtypes.
     """
     own, stored = dtype_of(name, holding.tensor), {spec.dtype for spec, _ in parts}
     if own not in _HALVES or not stored & {*_HALVES} - {own}:
@@ -360,9 +376,13 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
 def _roundings(
     name: str, memory: torch.Tensor, target: torch.Tensor, parts: Parts
 ) -> Iterator[Rounding]:
-    """Yield the roundings that give `target` the values that a load of the checkpoint would give it.
+    """Yield the roundings of one parameter.
 
-    Updates write `memory`; it may be `target` itself.
+    Args:
+        name: name of the parameter.
+        memory: memory that updates write.
+        target: memory of the parameter, which may be the same as `memory`.
+        parts: boxes of the checkpoint tensors in `memory`.
     """
     own = dtype_of(name, memory)
     apart = target.dtype is not memory.dtype
@@ -376,7 +396,7 @@ def _roundings(
 
 
 def _views(memory: torch.Tensor, boxes: Sequence[PlacedBox]) -> tuple[torch.Tensor, ...]:
-    """Return one view per box of a tensor's memory, or a single view if the boxes fill all of the memory."""
+    """Return one view of the memory per box, or a single view if the boxes fill all of the memory."""
     if sum(placed.box.numel for placed in boxes) == len(memory):
         return (memory,)
     first = memory.storage_offset()
@@ -389,7 +409,7 @@ def _views(memory: torch.Tensor, boxes: Sequence[PlacedBox]) -> tuple[torch.Tens
 def _add_parameter(
     builder: ManifestBuilder, name: str, dtype: DType, numel: int, parts: Parts
 ) -> None:
-    """Add a parameter of `numel` elements; elements outside all parts are padding."""
+    """Add a parameter of `numel` elements to the manifest. Elements outside all boxes of `parts` are padding."""
     described = sum(part.box.numel for _, boxes in parts for part in boxes)
     builder.add_parameter(
         name,
@@ -410,7 +430,7 @@ def _add_parameter(
 
 
 def _add_buffers(builder: ManifestBuilder, recompute: Recompute) -> list[int]:
-    """Add the buffers of whole checkpoint tensors and return their addresses."""
+    """Add the buffers of `recompute` to the manifest and return the buffers' addresses."""
     for parameter, (spec, buffer) in zip(recompute.parameters, recompute.buffers, strict=True):
         builder.add_parameter(parameter, nbytes=buffer.nbytes, dtype=spec.dtype)
         builder.add_shard(spec.name, spec.shape, Box.full(spec.shape), parameter)
@@ -420,10 +440,13 @@ def _add_buffers(builder: ManifestBuilder, recompute: Recompute) -> list[int]:
 def _repack(
     name: str, holding: Holding, codes: Codes, numbers: ElementIds, factor: float
 ) -> tuple[Repack, Parts]:
-    """Return a buffer for the parameter's elements, each once and in checkpoint order, and the buffer's layout.
+    """Return the repack of a parameter, and the boxes of the checkpoint tensors in its buffer.
+
+    The buffer contains each element once, in checkpoint order.
 
     Raises:
-        UnsupportedLayout: the tensor was not read place by place, or the buffer has more than `MAX_BOXES` boxes.
+        UnsupportedLayout: capture has not read every place of the parameter, or a checkpoint tensor has more than
+            `MAX_BOXES` boxes in the buffer; or see `_received_dtype`.
     """
     if not numbers.by_place:
         raise UnsupportedLayout(

@@ -1,8 +1,12 @@
-"""Find the checkpoint element at every place of one of the engine's tensors.
+"""Find the checkpoint element at every place (index into the memory) of one of the engine's tensors.
 
-Capture reads small tensors place by place. It reads a *grid* of large ones: the first element of every row,
-and some whole rows of each group (the outermost dim, for example an expert) as a pattern. It assumes that each
-row is its first element plus the pattern. The load of random values then checks this at every place.
+Every checkpoint element has a number (see `Codes`). Capture loads the digits of these numbers into the engine instead
+of weights, one digit per load, and reads the digits from the engine's tensors. It reads every place of a small tensor.
+
+Of a large tensor, capture reads only the first element of every row, and up to three whole rows per group. A group is
+one index of the outermost dim (for example an expert). The sampled rows show the row's pattern: the differences between
+the numbers in a row and the first number. Capture assumes that all rows of a group have the same pattern. A load of
+random values then checks this assumption at every place.
 """
 
 from __future__ import annotations
@@ -25,22 +29,23 @@ from windlass.engines.capture.memory import Holding, places_sum
 
 Int64Array = npt.NDArray[np.int64]
 Parts = list[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]
-"""Boxes of each checkpoint tensor in one of the engine's tensors."""
+"""Checkpoint tensors, each with the boxes of its elements in one of the engine's tensors."""
 
 _NOTHING = -(1 << 58)
-"""Value added for a place without a digit. The sum stays negative whatever digits are added, and never wraps around."""
+"""Value that is added for a place without a digit. A sum with this value stays negative, and never wraps around."""
 
 
 def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply in the type of the tensor, as an engine does. Return the tensor itself if the factor is 1."""
+    """Multiply in the tensor's dtype, as an engine's loader does. Return the tensor itself if the factor is 1."""
     return values if factor == 1.0 else values * factor
 
 
 def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1.0) -> torch.Tensor:
-    """Return the digits in a tensor of any shape, shifted to their position; `_NOTHING` for any other value.
+    """Return the digit at each place of a tensor, shifted left to the digit's position; `_NOTHING` if it is no digit.
 
-    The engine rounds the product of a digit and `factor`, but no two digits give the same product: digits have
-    at most eight bits, as many as the coarsest type that engines multiply.
+    `factor` is the constant by which the engine's loader multiplies. The product is rounded to the tensor's dtype, but
+    different digits give different products: a digit has at most eight bits, as many as the significand of bfloat16,
+    the coarsest dtype in which engines multiply.
     """
     base = 1 << bits
     exact = values.double() if values.element_size() > 4 or factor != 1.0 else values.float()
@@ -54,7 +59,10 @@ def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1
 def parts_of(
     codes: Codes, numbers: Int64Array, places: Int64Array, limit: int, line: Line = ELEMENT
 ) -> Parts:
-    """Return the boxes of each checkpoint tensor. Line i starts with the element `numbers[i]` at `places[i]` in memory."""
+    """Return the boxes of each checkpoint tensor.
+
+    Line i starts with element number `numbers[i]`, at place `places[i]`; `line` has the length and step of all lines.
+    """
     return [
         (spec, boxes_of(spec.shape, flat, lies, limit=limit, line=line))
         for spec, flat, lies in _by_tensor(codes, numbers, places)
@@ -64,7 +72,10 @@ def parts_of(
 def _by_tensor(
     codes: Codes, numbers: Int64Array, places: Int64Array
 ) -> Iterator[tuple[CheckpointSpec, Int64Array, Int64Array]]:
-    """Yield (tensor, indices in it, places) for every tensor in `numbers`, in the order of the checkpoint."""
+    """Split element numbers by checkpoint tensor: yield (tensor, flat indices into that tensor, places).
+
+    The order is the order of the checkpoint.
+    """
     tensors = codes.tensor_of(numbers)
     if (tensors[1:] < tensors[:-1]).any():
         order = np.argsort(tensors, kind="stable")
@@ -78,9 +89,9 @@ def _by_tensor(
 
 
 def _grid_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return groups, rows and width of a tensor, with dims ordered by stride.
+    """Return (groups, rows per group, places per row) of a tensor, with dims ordered by stride.
 
-    Return None if the tensor has gaps or fewer than two dims longer than 1.
+    Return None if the tensor has gaps or has fewer than two dims longer than 1.
     """
     dims = sorted(
         ((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True)
@@ -99,7 +110,12 @@ def _grid_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of a row with evenly spaced element numbers: columns [begin, begin + length)."""
+    """Columns [begin, begin + length) of a row, whose element numbers are evenly spaced.
+
+    Attributes:
+        first: difference between the element number in column `begin` and the row's first number.
+        step: difference between successive element numbers.
+    """
 
     begin: int
     length: int
@@ -112,9 +128,9 @@ class Check:
     """Result of a comparison of a tensor with its expected values.
 
     Attributes:
-        is_right: True if every place of an element has the expected value.
-        padding: fingerprint of the places without an element; 0 without such places.
-        numel: number of places with an element.
+        is_right: True if every place with a checkpoint element has the expected value.
+        padding: fingerprint of the places without a checkpoint element; 0 if there are none.
+        numel: number of places with a checkpoint element.
     """
 
     is_right: bool
@@ -124,11 +140,10 @@ class Check:
 
 @final
 class ElementIds:
-    """Element numbers of one tensor, gathered digit by digit.
+    """Numbers of the checkpoint elements in one tensor of the engine, gathered digit by digit.
 
-    The grid has groups, rows, and places in a row. `ElementIds` reads the first elements of all rows, and up to
-    three whole rows per group. With `by_place`, and for tensors with gaps, a row has one place: every place is
-    read and takes 8 bytes.
+    `by_place` reads every place, which takes 8 bytes of memory per place. Without it, and if `_grid_of` returns a
+    grid, only the first place of each row and some whole rows are read (see the module).
     """
 
     def __init__(self, holding: Holding, *, by_place: bool) -> None:
@@ -143,11 +158,18 @@ class ElementIds:
 
     @property
     def by_place(self) -> bool:
-        """True if every place was read and no pattern is assumed."""
+        """True if every place is read."""
         return self._shape[2] == 1
 
     def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
-        """Read the digit at `position` from the tensor and add it. `factor` is the loader's factor of the tensor."""
+        """Read one digit of every element number from the tensor, and add it to the numbers.
+
+        Args:
+            holding: tensor, after a load of the digits at `position`.
+            codes: numbers of the checkpoint elements.
+            position: position of the digit; 0 for the lowest digit.
+            factor: constant by which the engine's loader multiplies this tensor.
+        """
         memory, bits = holding.memory(), codes.digit_bits
         heads, firsts = self._heads.view(-1), memory[:: self._shape[2]]
         step = chunk_on(heads.device)
@@ -160,19 +182,19 @@ class ElementIds:
 
     @property
     def origin(self) -> ElementIds:
-        """Object whose numbers were read from a tensor: the source of a copy that `moved` made, else this object."""
+        """The object from which `moved` made this object, or this object if its numbers were read from a tensor."""
         return self if self._like is None else self._like[0]
 
     @property
     def highest(self) -> int:
-        """Highest element number at the start of a row; below 0 if all rows start with padding."""
+        """Highest element number at the start of a row; negative if all rows start with padding."""
         return int(self._heads.max())
 
     def moved(self, codes: Codes, tensors: range, by: int) -> ElementIds:
-        """Return a copy for an identical layer.
+        """Return the element numbers of a tensor in an identical layer.
 
-        It replaces elements of `tensors` (indices in the checkpoint) by elements of the checkpoint tensors `by`
-        positions further on. Both ranges have tensors of equal size.
+        Numbers in the checkpoint tensors `tensors` (a range of indices) become the same elements of the checkpoint
+        tensors with indices higher by `by`, which have the same sizes. Other numbers do not change.
         """
         first, last = int(codes.starts[tensors.start]), int(codes.starts[tensors.stop])
         step = int(codes.starts[tensors.start + by]) - first
@@ -187,13 +209,16 @@ class ElementIds:
         return found
 
     def is_consistent(self) -> bool:
-        """Return whether each group with an element also has an element at the start of a sampled row."""
+        """Return whether a pattern is known for each group that has checkpoint elements.
+
+        A sampled row shows the pattern if its first place has a checkpoint element.
+        """
         filled = (self._heads >= 0).any(dim=1)
         sampled = (self._samples[:, :, 0] >= 0).any(dim=1)
         return self.by_place or bool((filled == sampled).all())
 
     def _patterns(self) -> torch.Tensor:
-        """Return offsets from the first element of a row, (groups, width); `_NOTHING` for padding."""
+        """Return each group's pattern, (groups, width): element number minus the row's first; `_NOTHING` for padding."""
         if self.by_place:
             return torch.zeros_like(self._samples[:, 0])
         chosen = (self._samples[:, :, 0] >= 0).to(torch.int8).argmax(dim=1)
@@ -201,7 +226,10 @@ class ElementIds:
         return torch.where((rows >= 0) & (rows[:, :1] >= 0), rows - rows[:, :1], _NOTHING)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first place, element numbers) in order until every place is covered; padding is below 0."""
+        """Yield (first place, element numbers from this place on) for successive chunks of the tensor.
+
+        The number is negative for padding.
+        """
         groups, rows, width = self._shape
         patterns = self._patterns()
         size = chunk_on(self._heads.device)
@@ -214,9 +242,9 @@ class ElementIds:
                 yield (group * rows + row) * width, numbers.reshape(-1)
 
     def check(self, holding: Holding, codes: Codes, seed: int | None, factor: float = 1.0) -> Check:
-        """Compare every place of a tensor with its value after a load of `random(seed)`.
+        """Compare every place of a tensor with the value that a load of `codes.random(seed)` should give.
 
-        Without a seed, only fingerprint the padding and count elements; `is_right` is then False.
+        If `seed` is None, compare nothing (`is_right` is False); return only the padding's fingerprint and the count.
         """
         memory, end = holding.memory(), int(codes.starts[-1])
         if not self.is_consistent() or holding.reach != math.prod(self._shape):
@@ -245,13 +273,16 @@ class ElementIds:
         return Check(is_right, padding % (1 << 64), numel)
 
     def placed(self) -> tuple[Int64Array, Int64Array]:
-        """Return (numbers, places) of all places with an element, for a tensor that was read `by_place`."""
+        """Return (element numbers, places) for all places that have an element. The tensor must be read `by_place`."""
         numbers = self._heads.view(-1).cpu().numpy()
         places = np.flatnonzero(numbers >= 0)
         return numbers[places], places
 
     def parts(self, codes: Codes, limit: int) -> Parts | None:
-        """Return the boxes, or None if a checkpoint tensor has more than `limit`. The numbers must be proven first."""
+        """Return the boxes of all checkpoint tensors, or None if a checkpoint tensor has more than `limit` boxes.
+
+        `check` must have compared every place before.
+        """
         if limit not in self._found:
             try:
                 self._found[limit] = self._parts(codes, limit)
@@ -292,7 +323,7 @@ class ElementIds:
 
 
 def _pieces(pattern: Int64Array, limit: int) -> list[_Piece]:
-    """Cut a row into evenly spaced pieces; a piece of one element has step 0.
+    """Split a row's pattern into pieces of evenly spaced numbers. A piece of one place has step 0.
 
     Raises:
         TooManyBoxes: there are more than `limit` pieces.

@@ -1,4 +1,4 @@
-"""Kernels of `capture.cu` for GPU memory. They read the memory once; the same operations in torch read it about twenty times."""
+"""CUDA kernels of `capture.cu`. A kernel reads the memory once; the same computation in torch reads it 20 times."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from windlass.memory.cuda.driver import Device, compile_source
 
 _log = logging.getLogger(__name__)
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-"""Element types that the kernels support."""
+"""dtype -> its name in `capture.cu`, for the dtypes that the kernels support."""
 _BLOCK = 256
 _BLOCKS_PER_MULTIPROCESSOR = 8
 
 
 @final
 class Kernels:
-    """Kernels compiled for one GPU. Each launch is queued on torch's current stream.
+    """Kernels compiled for one GPU. They run on torch's current stream.
 
     Raises:
         TransportUnavailable: NVRTC is missing.
@@ -37,13 +37,19 @@ class Kernels:
         self._functions: dict[str, ctypes.c_void_p] = {}
 
     def fingerprint(self, words: torch.Tensor) -> int:
-        """Return `memory.fingerprint` of a tensor, (n,) int64."""
+        """Return the fingerprint of int64 words (n,), as `memory.fingerprint` computes it."""
         return self._run(
             "fingerprint", len(words), (_address(words), ctypes.c_uint64(len(words))), 1
         )[0]
 
     def fill(self, out: torch.Tensor, first: int, seed: int) -> None:
-        """Write the values of `codes._ordinary` for the numbers from `first` on. `seed` is a result of `hash_seed`."""
+        """Fill `out` with the values of `codes._ordinary` for successive element numbers.
+
+        Args:
+            out: memory to fill, (n,).
+            first: element number of the first value.
+            seed: result of `codes.hash_seed`.
+        """
         numel = len(out)
         arguments = (
             *(_address(out), ctypes.c_uint64(numel), ctypes.c_uint64(first)),
@@ -54,14 +60,18 @@ class Kernels:
     def check(
         self, memory: torch.Tensor, heads: torch.Tensor, patterns: torch.Tensor, end: int, seed: int
     ) -> tuple[int, int, int]:
-        """Return the number of wrong places, the fingerprint of padding, and the number of places with an element.
+        """Compare memory with the values of `codes._ordinary`.
 
         Args:
             memory: memory to check, (groups * rows * width,), fewer than 2^32 elements.
-            heads: numbers of the first elements of rows, int64, (groups, rows), contiguous.
-            patterns: offsets from the first element of a row, int64, (groups, width), contiguous.
+            heads: element number of the first place of each row, int64, (groups, rows), contiguous.
+            patterns: differences from the row's first element number, int64, (groups, width), contiguous.
             end: number of elements of the checkpoint.
-            seed: a result of `hash_seed`.
+            seed: result of `codes.hash_seed`.
+
+        Returns:
+            The number of places with a wrong value, the fingerprint of the padding, and the number of places with an
+            element.
 
         Raises:
             TransferFailed: the GPU did not compare every place.
@@ -73,13 +83,13 @@ class Kernels:
             *(ctypes.c_int64(end), ctypes.c_uint32(seed % (1 << 32))),
         )
         wrong, padding, held, empty = self._run(f"check_{NAMES[memory.dtype]}", numel, arguments, 4)
-        # Without this check, a kernel that did not run would report that no place is wrong.
+        # If the kernel did not run, `wrong` is 0 as well.
         if held + empty != numel:
             raise TransferFailed(f"cuda: {held + empty} of {numel} elements were compared")
         return wrong, padding, held
 
     def _run(self, name: str, numel: int, arguments: Sequence[object], num_sums: int) -> list[int]:
-        """Launch a kernel and return its sums of 64 bits each."""
+        """Launch a kernel, wait for it, and return the `num_sums` unsigned 64-bit sums that it computes."""
         sums = torch.zeros(num_sums, dtype=torch.int64, device=self._on)
         self._launch(name, numel, (*arguments, _address(sums)))
         return [value % (1 << 64) for value in sums.tolist()]
@@ -99,7 +109,7 @@ def _address(tensor: torch.Tensor) -> ctypes.c_uint64:
 
 @functools.cache
 def kernels_on(device: torch.device) -> Kernels | None:
-    """Return the kernels of a device, or None on CPUs and without NVRTC; the caller then uses torch."""
+    """Return the kernels of a GPU; None for a CPU, or if NVRTC is missing. The caller then computes with torch."""
     if device.type != "cuda":
         return None
     try:

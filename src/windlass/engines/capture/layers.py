@@ -1,8 +1,8 @@
-"""Group identical layers: trace one per group and reuse its layout for the others.
+"""Group identical layers, so that capture reads element numbers from one layer of each group.
 
-A model has dozens of layers with the same tensors, and an engine needs seconds to load all of them. Capture
-therefore loads digits into one layer of each kind and assumes the same layout for the identical layers. The
-load of random values then checks that assumption for every element of every layer.
+A model has dozens of layers with the same tensors, and an engine needs seconds to load all layers. Capture therefore
+loads digits into one layer of each group only, and assumes that the other layers of the group have the same layout. A
+load of random values then checks this assumption for every element of every layer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _LAYER = re.compile(r"((?:[^.]+\.)*?)(\d+)(\..+)")
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Checkpoint tensors with names that are equal up to and including the first number.
+    """Checkpoint tensors of one layer: their names are equal up to and including the first number.
 
     Attributes:
-        indices: positions of the tensors in the checkpoint.
-        tensors: rest of the name, shape and type of each tensor.
+        indices: indices of the tensors in the checkpoint.
+        tensors: for each tensor, the name after the number, the shape and the dtype. Identical layers have equal
+            `tensors`.
     """
 
     indices: range
@@ -40,7 +41,8 @@ class Layers:
     """Layers of a checkpoint.
 
     Attributes:
-        loaded: names of the checkpoint tensors of one layer of each kind, and of all tensors outside layers.
+        loaded: names of the checkpoint tensors that capture must load: one layer of each group of identical layers,
+            and all tensors outside layers.
     """
 
     loaded: frozenset[str]
@@ -48,10 +50,10 @@ class Layers:
 
     @classmethod
     def alike(cls, codes: Codes, held: Mapping[str, Holding]) -> Layers | None:
-        """Return the layers of a checkpoint, or None if they save less than half of its tensors.
+        """Return the layers of a checkpoint, or None if capture could skip less than half of the checkpoint's tensors.
 
-        Prefer a layer with a number that occurs in the names of `held`: a pipeline stage has only some of the
-        layers.
+        From each group, choose a layer whose number occurs in `held`, the engine's tensors by name: a rank of a
+        pipeline stage has only some of the layers.
         """
         here = {int(found[2]) for name in held if (found := _LAYER.fullmatch(name))}
         members = defaultdict[tuple[str, int], list[int]](list)
@@ -64,7 +66,7 @@ class Layers:
             members.items(), key=lambda item: (item[0][1] not in here, item[0])
         ):
             if indices[-1] - indices[0] + 1 != len(indices):
-                # Other layers have tensors between these, so adding one offset to the element numbers does not map this layer to another.
+                # Tensors of other layers are between these tensors, but `ElementIds.moved` needs one range of indices.
                 continue
             specs = [codes.specs[index] for index in indices]
             names = len(f"{prefix}{number}")
@@ -83,10 +85,12 @@ class Layers:
     def all_of(
         self, read: Mapping[str, ElementIds], held: Mapping[str, Holding], codes: Codes
     ) -> dict[str, ElementIds]:
-        """Return the element numbers of all tensors in `held` that were read or have a layer that was read.
+        """Add the element numbers of tensors in identical layers to `read`, and return the result.
 
-        `read` has the element numbers of the tensors that a load of `loaded` changed. Tensors of identical
-        layers get these numbers, shifted to their own checkpoint tensors.
+        Args:
+            read: element numbers of the engine's tensors that a load of `loaded` changed, by name.
+            held: all tensors of the engine, by name.
+            codes: numbers of the checkpoint elements.
         """
         found = dict(read)
         sources = defaultdict[tuple[str, str], list[tuple[int, str, tuple[str, int]]]](list)

@@ -1,4 +1,4 @@
-"""Find every tensor that an engine's model reaches, and compute their fingerprints."""
+"""Find every tensor that an engine's model references, directly or indirectly, and compute fingerprints of tensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from windlass.layout.naming.patterns import said
 
 
 class Kind(StrEnum):
-    """How a model holds a tensor.
+    """Kind of reference from a model to a tensor.
 
-    PARAMETER, BUFFER and ATTRIBUTE: a module of the model holds it directly. HELD: the model reaches it in another way
-    (in a container, an object, a closure, a class), or it is a numpy array. NUMBER: a Python number, as a tensor.
+    PARAMETER, BUFFER, ATTRIBUTE: the tensor is a parameter, a buffer or a plain attribute of a module.
+    HELD: the tensor is inside a container, another object, a closure or a class; or it is a numpy array.
+    NUMBER: the tensor has the value of a Python number.
     """
 
     PARAMETER = "parameter"
@@ -35,10 +36,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A tensor of the model that is neither tied to an earlier one nor a view inside it.
+    """A tensor of the model, without tensors that share its memory.
 
     Attributes:
-        node: place of the tensor in the model; None for a number.
+        name: path of the tensor in the model.
+        tensor: the tensor.
+        kind: kind of the reference from the model.
+        node: object in the walk through the model; None for a number.
     """
 
     name: str
@@ -48,27 +52,27 @@ class Holding:
 
     @property
     def address(self) -> int:
-        """Address of its first element."""
+        """Address of the tensor's first element."""
         return self.tensor.data_ptr()
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first to the last element, gaps between strides included."""
+        """Bytes from the first to the last element, including gaps between elements."""
         return self.reach * self.tensor.element_size()
 
     @property
     def reach(self) -> int:
-        """Elements from the first to the last, gaps between strides included."""
+        """Length of the memory from the first to the last element, in elements, including gaps."""
         steps = zip(self.tensor.shape, self.tensor.stride(), strict=True)
         return sum((size - 1) * step for size, step in steps) + 1
 
     def memory(self) -> torch.Tensor:
-        """Return a flat view of its memory, gaps included: (reach,)."""
+        """Return a flat view (reach,) of the tensor's memory, including gaps."""
         return self.tensor.detach().as_strided((self.reach,), (1,))
 
 
 def refuse(names: Collection[str], why: str) -> None:
-    """Raise UnsupportedLayout with these names and the reason, if there are any names."""
+    """Raise UnsupportedLayout with the names and the reason, unless `names` is empty."""
     if names:
         raise UnsupportedLayout(f"{said(names)}: {why}")
 
@@ -78,15 +82,16 @@ Held = Callable[[], Mapping[str, Holding]]
 
 
 def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Mapping[str, Holding]:
-    """Return all tensors that a model reaches, by name, parameters first. Tied tensors and views appear once.
+    """Return all tensors that a model references, by name, parameters first.
 
-    `ignored` has addresses of storages without weights (key-value caches).
+    If several tensors share memory (tied tensors, views), only the first is returned. `ignored` has addresses of storages
+    to skip, such as KV caches.
     """
     return _distinct(reach(model), ignored)
 
 
 def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
-    """Return the tensors that a walk has found, as `held_by` describes."""
+    """Return the tensors of a walk through the model, without tensors that share memory; see `held_by`."""
     counts = found.num_parameters, found.num_buffers, found.num_attributes
     direct = (Kind.PARAMETER, Kind.BUFFER, Kind.ATTRIBUTE)
     kinds = (kind for kind, count in zip(direct, counts, strict=True) for _ in range(count))
@@ -114,9 +119,9 @@ def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has its own storage.
+    """Return whether a tensor has a storage with elements.
 
-    Subclasses that wrap other tensors do not; the walk reaches the wrapped tensors.
+    A tensor subclass that wraps other tensors has none; the walk through the model finds the wrapped tensors.
     """
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
@@ -127,7 +132,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """Return a tensor in the memory of an array, or None if torch cannot view the array."""
+    """Return a tensor that shares memory with an array, or None if torch cannot view the array."""
     with warnings.catch_warnings():
         # torch warns about read-only arrays.
         warnings.simplefilter("ignore")
@@ -138,17 +143,15 @@ def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 _LARGEST_NUMBER = 1 << 40
-"""Integers from this size on are ignored, because they are addresses or hashes."""
+"""Numbers of at least this absolute value are ignored, because they are addresses or hashes."""
 
 
 @final
 class Watched:
-    """Tensors of a model, cached. After `changed`, the next access walks the model again.
-
-    A call returns `numbers` and the tensors of `held_by`, except tensors that only loads make (see `settle`).
+    """Cached tensors of a model. After `changed`, the next call searches the model again.
 
     Attributes:
-        numbers: paths of the Python numbers that a call returns as tensors.
+        numbers: paths of Python numbers of the model that a call returns as tensors, too.
     """
 
     def __init__(self, model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> None:
@@ -159,25 +162,25 @@ class Watched:
         self.numbers: frozenset[str] = frozenset()
 
     def changed(self) -> None:
-        """Discard the last walk and its references."""
+        """Discard the cache, and so its references to tensors."""
         self._reach = self._held = None
 
     @property
     def reach(self) -> Reach:
-        """Objects and tensors that the model reaches."""
+        """Objects and tensors that the model references, directly or indirectly."""
         if self._reach is None:
             self._reach = reach(self._model)
         return self._reach
 
     def settle(self) -> None:
-        """Exclude, from now on, HELD tensors that the model does not have now.
+        """From now on, exclude tensors of kind HELD that the model does not have at this moment.
 
-        An engine's loader may keep tensors for its own use. The restored model has none of them.
+        During a load, an engine's loader may keep temporary tensors in its objects.
         """
         self._settled = frozenset(name for name, h in self().items() if h.kind is Kind.HELD)
 
     def __call__(self) -> Mapping[str, Holding]:
-        """Return the current tensors of the model by name."""
+        """Return the current tensors of the model and the numbers in `numbers`, by name."""
         if self._held is None:
             held = _distinct(self.reach, self._ignored)
             settled = self._settled
@@ -198,7 +201,7 @@ class Watched:
 
 
 def differing(one: Mapping[str, Number], other: Mapping[str, Number]) -> frozenset[str]:
-    """Return the paths of numbers that differ between two walks; skip integers as large as addresses."""
+    """Return the paths of numbers that differ between `one` and `other`; ignore numbers above `_LARGEST_NUMBER`."""
     return frozenset(
         path
         for path, value in one.items()
@@ -218,10 +221,7 @@ _STEP = 0x94D049BB133111EB - (1 << 64)
 
 
 def fingerprint(memory: torch.Tensor) -> int:
-    """Return a 64-bit hash of the bytes of a contiguous (n,) tensor and of their order.
-
-    The hash is computed on the tensor's device in one pass.
-    """
+    """Return a 64-bit hash of the bytes of a contiguous tensor (n,), computed on the tensor's device."""
     words = _words_of(memory)
     if words.dtype is torch.int64 and (kernels := kernels_on(words.device)) is not None:
         return kernels.fingerprint(words)
@@ -235,7 +235,7 @@ def fingerprint(memory: torch.Tensor) -> int:
 
 
 def places_sum(values: torch.Tensor, places: torch.Tensor) -> int:
-    """Return what the words `values` at the word indices `places` add to a fingerprint; (n,) integers each."""
+    """Return the sum that the integers `values` (n,) at the word indices `places` (n,) add to a fingerprint."""
     return _mixed_sum(values, places * _STEP)
 
 
@@ -251,9 +251,9 @@ def _signed(number: int) -> int:
 
 
 def _words_of(memory: torch.Tensor) -> torch.Tensor:
-    """View the bytes as 8-byte integers if their number is a multiple of 8, else as integers of the elements' size.
+    """Return the bytes as int64 if their number is a multiple of 8, else as integers of the element's size.
 
-    The result is a copy if the memory is not aligned to 8 bytes.
+    The result is a view, or a copy if the memory is not aligned to 8 bytes.
     """
     if memory.nbytes % 8 or memory.element_size() == 8:
         return bits_of(memory)
@@ -268,9 +268,9 @@ def prints_of(held: Mapping[str, Holding]) -> dict[str, int]:
 
 
 def fingerprints(held: Mapping[str, Holding]) -> dict[str, str]:
-    """Return the fingerprint of every tensor that a module has directly, in hexadecimal.
+    """Return the fingerprint of every tensor except kind HELD, by name, in hexadecimal.
 
-    Names of buffers and attributes begin with their kind.
+    The name of a tensor that is no parameter begins with its kind, as in `buffer:NAME`.
     """
     return {
         f"{'' if h.kind is Kind.PARAMETER else f'{h.kind}:'}{n}": f"{fingerprint(h.memory()):016x}"

@@ -1,11 +1,14 @@
-"""Copies of weights that no load refreshes: the engine makes them when it starts, or at its first forward pass.
+"""Mirrors: copies of weights that the engine makes once (at its start or in its first forward pass).
 
-A load does not change such a tensor, so only the tensor's values show their source. If every row of it equals a row of a weight, after a cast to the
-tensor's type, then it is a copy, cast, slice, transposition or concatenation of weights, and every update fills it from
-these weights again. A tensor that only correlates with a weight of its shape (a product, a quantised copy) also depends on
-the weight, but only the engine's code knows how. Capture refuses such a tensor.
+The engine's loader does not write a mirror, so this module finds the copied weight by its values. If every row of a
+tensor equals a row of a weight (cast to the tensor's dtype), the tensor is a mirror, and every update copies the
+weight's rows into the tensor again. A mirror may be a cast, slice, transposition or concatenation of weights.
 
-The search compares a few elements of a row, on the device that holds them. It compares whole rows only where these elements are equal.
+If a tensor is not a mirror but correlates with a weight of the same shape, the engine has computed the tensor from the
+weight in a way that is unknown here (a product, a quantised copy). Capture then raises UnsupportedLayout.
+
+The search runs on the tensor's device. It first compares a few elements of a row, and compares the whole row only if
+these elements are equal.
 """
 
 from __future__ import annotations
@@ -22,24 +25,31 @@ from windlass.engines.capture.memory import Holding, Kind, Watched, refuse
 from windlass.engines.capture.reach import Number, Signature
 
 FEW = 4
-"""Least length of a row or piece that the search looks for. Shorter ones would match some weight by chance."""
+"""Minimum length of a row or piece that the search looks for. A shorter row might equal a weight's row by chance."""
 NUM_KEYS = 4
-"""Elements of a row that the search compares first."""
+"""Number of elements of a row that the search compares first."""
 NUM_SAMPLES = 4096
-"""Elements of a tensor that enter a correlation."""
+"""Maximum number of elements of a tensor from which a correlation is computed."""
 LEAST_CORRELATED = 16
-"""Least number of elements of a tensor for a correlation; fewer may correlate by chance."""
+"""Minimum number of elements of a tensor for a correlation. A smaller tensor might correlate by chance."""
 CORRELATION = 0.99
 MAX_PIECES = 64
 NUM_NEAR, NEAR_NUMEL = 16, 1 << 22
-"""Weights that are searched element by element, and their largest size."""
+"""Maximum number of weights that `_from_block` searches, and the maximum number of elements of such a weight."""
 _WIDE = (torch.float32, torch.float64)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows `places` of `target`, which equal rows `rows` of the weight `source`; None stands for all rows."""
+    """Rows of a mirror that are copies of rows of one weight.
+
+    Attributes:
+        target: matrix of the mirror.
+        source: matrix of the weight.
+        places: row indices in `target`; None for all rows.
+        rows: row indices in `source`, one per entry of `places`; None for all rows.
+    """
 
     target: torch.Tensor
     source: torch.Tensor
@@ -47,7 +57,7 @@ class Part:
     rows: torch.Tensor | None = None
 
     def refill(self) -> None:
-        """Copy the weight's rows into the target."""
+        """Copy the weight's rows into the mirror."""
         if self.places is None or self.rows is None:
             self.target.copy_(self.source)
         else:
@@ -57,7 +67,7 @@ class Part:
 @final
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """A tensor that consists of rows of weights. `sources` has the names of these weights."""
+    """A tensor whose rows are copies of rows of the weights named in `sources`."""
 
     name: str
     sources: tuple[str, ...]
@@ -67,18 +77,18 @@ class Mirror:
 @final
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Values that follow from weights.
+    """Values of an engine that were computed from weights.
 
     Attributes:
-        mirrors: tensors that can be filled again, by name.
-        derived: name of each other value -> how it depends on a weight.
+        mirrors: mirrors by name, which an update can refill.
+        derived: name of a value that an update cannot refill -> how the value depends on a weight.
     """
 
     mirrors: Mapping[str, Mirror]
     derived: Mapping[str, str]
 
     def require_refilled(self) -> None:
-        """Raise UnsupportedLayout that names all values that cannot be filled again, if there are any."""
+        """Raise UnsupportedLayout if `derived` is not empty; the message names all its values."""
         if self.derived:
             name, how = next(iter(self.derived.items()))
             refuse(
@@ -94,16 +104,16 @@ def find_mirrors(
     weights: Iterable[Holding],
     numbers: Mapping[str, Number] | None = None,
 ) -> Found:
-    """Find state of an engine that was computed from its weights.
+    """Find values of an engine that were computed from its weights.
 
     Args:
-        targets: tensors that no load fills.
-        weights: tensors that a load fills.
+        targets: tensors that the engine's loader does not write.
+        weights: tensors that the engine's loader writes.
         numbers: Python numbers of the engine, by path.
 
     Returns:
-        Tensors that consist of rows of weights (`Mirror`), tensors that correlate with a weight, and numbers that are the
-        smallest or largest element of a weight.
+        The mirrors; and, as `derived`, tensors that correlate with a weight, mirrors that may copy either of two
+        weights, and numbers that equal the smallest or largest element of a weight.
     """
     sources = [h for h in weights if h.tensor.is_floating_point() and h.tensor.numel() >= FEW]
     mirrors: dict[str, Mirror] = {}
@@ -124,7 +134,10 @@ def find_mirrors(
 
 
 def _rival(holding: Holding, mirror: Mirror, sources: list[Holding]) -> str | None:
-    """Return a second weight that the mirror may copy instead: with equal values and an equally near name; else None."""
+    """Return the name of a second weight that may be the mirror's source, or None.
+
+    The second weight equals the source, and its name is as similar to the mirror's name as the source's name is.
+    """
     if len(mirror.sources) > 1:
         return None
     (name,) = mirror.sources
@@ -144,7 +157,10 @@ def _rival(holding: Holding, mirror: Mirror, sources: list[Holding]) -> str | No
 
 
 def _common(one: str, other: str) -> int:
-    """Return the number of leading parts that two paths share. Of equal weights, the search takes the one with most."""
+    """Return the number of leading names (between dots) that two paths share.
+
+    If two weights are equal, the search takes the weight that shares more names with the mirror.
+    """
     parts = zip(one.split("."), other.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], parts))
 
@@ -154,7 +170,7 @@ def _nearest(holding: Holding, sources: Iterable[Holding]) -> list[Holding]:
 
 
 def _varies(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's first rows contain more than one value."""
+    """Return whether the first 64 rows of a tensor contain more than one distinct value."""
     some = tensor.detach()
     some = _comparable(some.reshape(1, 1) if not some.dim() else some[:64].reshape(-1)[: 1 << 16])
     return bool((some != some.reshape(-1)[0]).any())
@@ -167,9 +183,10 @@ def _comparable(values: torch.Tensor) -> torch.Tensor:
 
 
 def _equal(held: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Compare a tensor with a weight, element by element, after a cast of the weight to the tensor's dtype.
+    """Compare a tensor with a weight, element by element; return a bool tensor.
 
-    If the tensor has a wider dtype, an element also counts as equal if it is equal after a cast to the weight's dtype.
+    Two elements are equal if they are equal in the tensor's dtype. If the tensor is float32 or float64, two elements
+    are also equal if they are equal in the weight's dtype.
     """
     equal = _comparable(source.to(held.dtype)) == _comparable(held)
     if held.dtype in _WIDE and source.dtype is not held.dtype:
@@ -178,7 +195,10 @@ def _equal(held: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _forms(tensor: torch.Tensor, width: int | None = None) -> Iterator[torch.Tensor]:
-    """Yield the tensor and its transposition as matrices that share its memory; with `width`, only those of this width."""
+    """Yield a tensor and its transposition, each as a matrix that shares memory with the tensor.
+
+    If `width` is given, skip a matrix that does not have `width` columns.
+    """
     if tensor.dim() == 0 or (width is not None and width not in tensor.shape[-2:]):
         return
     tensor = tensor.detach()
@@ -193,7 +213,9 @@ def _forms(tensor: torch.Tensor, width: int | None = None) -> Iterator[torch.Ten
             continue
         try:
             yield matrix.view(-1, matrix.shape[-1])
-        except RuntimeError:  # the steps between its rows differ
+        except (
+            RuntimeError
+        ):  # torch cannot view the matrix because the strides between its rows differ
             continue
 
 
@@ -209,18 +231,21 @@ def _mirror(holding: Holding, sources: list[Holding]) -> Mirror | None:
 
 
 def _keys(row: torch.Tensor) -> torch.Tensor:
-    """Return places of some nonzero elements of a row, as search keys."""
+    """Return the column indices of at most `NUM_KEYS` nonzero elements of a row."""
     filled = (_comparable(row) != 0).nonzero().reshape(-1)
     return filled[_spread(len(filled), NUM_KEYS, row)] if len(filled) else filled
 
 
 def _spread(size: int, count: int, like: torch.Tensor) -> torch.Tensor:
-    """Return evenly spread indices below a size."""
+    """Return `count` evenly spaced indices below `size`, on the device of `like`."""
     return torch.linspace(0, size - 1, count, device=like.device, dtype=torch.float64).long()
 
 
 def _from_rows(holding: Holding, rows: torch.Tensor, sources: list[Holding]) -> Mirror | None:
-    """Return a mirror if every nonzero row is a row of a weight and the row numbers are in the order of a slice."""
+    """Return a mirror if every nonzero row equals a row of a weight and `_is_slice` accepts the row indices.
+
+    Compare three rows first, because most tensors are no mirrors.
+    """
     width = rows.shape[1]
     alike = [(source, matrix) for source in sources for matrix in _forms(source.tensor, width)]
     samples = [rows[at] for at in sorted({0, len(rows) // 2, len(rows) - 1})]
@@ -263,9 +288,10 @@ def _from_all_rows(
 
 
 def _is_slice(places: torch.Tensor, found: torch.Tensor) -> bool:
-    """Return whether row numbers rise in few different steps, or are a permutation of a contiguous block.
+    """Return whether a copy of rows `found` to rows `places` looks like a slice or a permutation.
 
-    A forward pass gathers rows of an embedding in any order. Such rows are not a slice of it.
+    In a slice, few differences between successive row indices change. A permutation takes every row of a contiguous
+    range once. Neither is true for rows that a forward pass has gathered from an embedding by token ids.
     """
     steps = torch.stack([places.diff(), found.diff()])
     changes = int((steps[:, 1:] != steps[:, :-1]).any(0).sum()) if len(found) > 2 else 0
@@ -287,7 +313,7 @@ def _part(
 
 
 def _rows_in(rows: torch.Tensor, places: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return, for each row in `places`, the number of an equal row of the matrix; -1 if there is none."""
+    """Return, for each row index in `places`, the index of an equal row of `matrix`; -1 if no row is equal."""
     width = rows.shape[1]
     columns = _spread(width, min(width, 8), rows)
     kind = rows.dtype if rows.dtype not in _WIDE else matrix.dtype
@@ -309,7 +335,10 @@ def _hashes(values: torch.Tensor) -> torch.Tensor:
 
 
 def _from_pieces(holding: Holding, near: list[Holding]) -> Mirror | None:
-    """Return a mirror if a vector consists of pieces of weights; in a matrix, a piece starts at the start of a row."""
+    """Return a mirror if a vector is a concatenation of pieces of weights, else None.
+
+    A piece of a weight with several rows must begin at the start of a row.
+    """
     vector = holding.tensor.detach()
     at, parts = 0, list[Part]()
     names: dict[str, None] = {}
@@ -335,7 +364,7 @@ def _from_pieces(holding: Holding, near: list[Holding]) -> Mirror | None:
 def _longest(
     rest: torch.Tensor, matrices: list[tuple[str, torch.Tensor]]
 ) -> tuple[torch.Tensor, str]:
-    """Return the longest piece of a weight that equals the beginning of a vector, and the weight's name."""
+    """Return the longest piece of a weight that equals the beginning of `rest`, and the weight's name."""
     hits = [_starts(rest, matrix) for _, matrix in matrices]
     there = torch.stack([hit.any() for hit in hits]).tolist()
     piece, of = rest[:0], ""
@@ -356,13 +385,16 @@ def _longest(
 
 
 def _starts(rest: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return where the first elements of `rest` occur: anywhere in a weight of one row, else at the start of a row."""
+    """Return a bool tensor: the positions of a weight that equal the first `FEW` elements of `rest`.
+
+    Each column is a position if the weight has one row; otherwise each row is a position.
+    """
     windows = matrix[0].unfold(0, FEW, 1) if len(matrix) == 1 else matrix[:, :FEW]
     return _equal(rest[:FEW], windows).all(1)
 
 
 def _from_block(holding: Holding, source: Holding) -> Mirror | None:
-    """Return a mirror if a matrix is a block of a weight, with fewer rows and fewer columns."""
+    """Return a mirror if a matrix equals a contiguous submatrix of a weight, else None."""
     held = holding.tensor.detach()
     if held.dim() != 2 or held.shape[1] < FEW:
         return None
@@ -379,7 +411,10 @@ def _from_block(holding: Holding, source: Holding) -> Mirror | None:
 
 
 def _correlated(holding: Holding, sources: list[Holding]) -> str | None:
-    """Return a weight of the same shape, perhaps transposed, that correlates with a tensor; None if there is none."""
+    """Return the name of a weight that correlates with a tensor, or None.
+
+    Only weights of the tensor's shape, or of its transposed shape, are compared.
+    """
     tensor = holding.tensor.detach()
     if tensor.numel() < LEAST_CORRELATED:
         return None
@@ -397,7 +432,10 @@ def _correlated(holding: Holding, sources: list[Holding]) -> str | None:
 
 
 def _correlation(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the larger of the correlations of values and of ranks. For a sorted tensor, only values count."""
+    """Return the larger of Pearson's correlation and Spearman's rank correlation of two tensors.
+
+    If `one` is sorted, ignore the rank correlation: two sorted tensors always have equal ranks.
+    """
     count = min(one.numel(), NUM_SAMPLES)
     at = _places(_spread(one.numel(), count, one), one.shape)
     values = torch.stack([_comparable(one[at]).double(), _comparable(other[at]).double()])
@@ -408,7 +446,7 @@ def _correlation(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _places(flat: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """Return `torch.unravel_index` of flat indices, without the import of sympy, which takes seconds."""
+    """Return `torch.unravel_index(flat, shape)`. torch's function would import sympy, which takes seconds."""
     found: list[torch.Tensor] = []
     for size in reversed(shape):
         found.insert(0, flat % size)
@@ -422,7 +460,7 @@ def _cosine(both: torch.Tensor) -> torch.Tensor:
 
 
 def _extremes(numbers: Mapping[str, Number], sources: list[Holding]) -> dict[str, str]:
-    """Return numbers that equal the smallest or largest element of a weight, up to the sign, with the weight's name."""
+    """Return path -> explanation for numbers that equal the minimum or maximum of a weight, up to the sign."""
     chosen = {path: found for path, value in numbers.items() if (found := _uncommon(value))}
     if not chosen or not sources:
         return {}
@@ -444,7 +482,10 @@ def _extremes(numbers: Mapping[str, Number], sources: list[Holding]) -> dict[str
 
 
 def _uncommon(value: Number) -> float | None:
-    """Return a float with more than five significant bits; None for settings such as 0.125 and 448, and for others."""
+    """Return a number as a float if it has more than five significant bits, else None.
+
+    Fewer bits are typical of settings, such as 0.125 or 448, which may equal an element of a weight by chance.
+    """
     if isinstance(value, bool | int | complex) or not 0 < abs(value) < float("inf"):
         return None
     (bits,) = struct.unpack("<Q", struct.pack("<d", float(value)))
@@ -452,22 +493,22 @@ def _uncommon(value: Number) -> float | None:
 
 
 _NUM_FULL_LOOKS = 2
-"""Calls of `look` that also search tensors that already existed, because the engine may have filled them later."""
+"""Number of first calls of `look` that also search old tensors, because the engine may have filled them since."""
 _TRIES = 3
 
 
 @final
 class Later:
-    """Values that an engine derives from weights after the capture of its layout.
+    """Mirrors and other derived values that an engine computes after the capture of its layout.
 
-    The first forward pass, and the first one after an update, may make copies of weights. `look` finds them while the
-    weights still hold the values that were copied.
+    The first forward pass after the start or after an update may copy weights. `look` must run before the next update
+    changes these weights, because it finds copies by their values.
 
     Args:
-        watched: the model.
+        watched: tensors of the model.
         written: names of the tensors that updates write.
-        weights: names of all tensors that follow from the checkpoint.
-        mirrors: copies of weights that the capture has found, by name.
+        weights: names of all tensors that are loaded or computed from the checkpoint.
+        mirrors: mirrors that the capture has found, by name.
     """
 
     def __init__(
@@ -488,11 +529,13 @@ class Later:
         self.mirrors = {**mirrors}
 
     def look(self) -> None:
-        """Search for new values. The caller has quiesced the engine, and no byte of the next version is written yet.
+        """Search for values that the engine has computed from weights since the last call.
+
+        Call this while the engine is quiesced, and before the next version writes into the weights.
 
         Raises:
-            UnsupportedLayout: a tensor that updates write has moved; or a value depends on weights in a way that only
-                the engine's code knows. The message names all of them.
+            UnsupportedLayout: a tensor that updates write has moved to another address, or an update cannot refill a
+                value that depends on weights. The message names these tensors or values.
         """
         if self._is_unchanged():
             return
@@ -538,7 +581,7 @@ class Later:
         self._signature = None if is_full else Signature(self._watched.reach)
 
     def _walked(self) -> Mapping[str, Holding]:
-        """Walk the model. Try again if another thread of the engine changes a container during the walk."""
+        """Return the model's current tensors. Retry if another thread changes a container meanwhile (RuntimeError)."""
         for number in range(_TRIES):
             self._watched.changed()
             try:
@@ -549,8 +592,8 @@ class Later:
         raise AssertionError
 
     def refill(self) -> None:
-        """Fill the mirrors from weights, and wait until GPUs have done so."""
-        with torch.inference_mode():  # tensors made in inference mode can be written only in it
+        """Copy weights into all mirrors, and wait until GPUs have finished the copies."""
+        with torch.inference_mode():  # torch forbids writes to inference tensors outside this mode
             for mirror in self.mirrors.values():
                 for part in mirror.parts:
                     part.refill()
@@ -563,7 +606,10 @@ _State = tuple[int | None, int]
 
 
 def _state(holding: Holding) -> _State:
-    """Return torch's count of writes to a tensor (None for inference tensors, which have no count) and its address."""
+    """Return the version counter that torch keeps for a tensor, and the tensor's address.
+
+    Inference tensors have no version counter; return None for it.
+    """
     is_counted = not holding.tensor.is_inference()
     return (holding.tensor._version if is_counted else None), holding.address
 
