@@ -1,5 +1,5 @@
-"""The embedded engine: a transformers causal LM behind SGLang-shaped routes, on any machine.
+"""The embedded engine: Windlass's own server for a transformers causal LM, with some of SGLang's HTTP routes.
 
-It exists so that the whole system runs where no inference engine does. One process per
-tensor-parallel rank; rank 0 schedules, samples and serves HTTP, the others follow its steps.
+With this engine, tests and demos run on machines without vLLM or SGLang. Each tensor-parallel rank is one process.
+Rank 0 schedules, samples and serves HTTP; the other ranks run the forward passes that rank 0 broadcasts.
 """

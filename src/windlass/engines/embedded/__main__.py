@@ -1,8 +1,8 @@
 """Start an engine: `python -m windlass.engines.embedded --name a --model config.json --tp 2`.
 
-The token is read from WINDLASS_TOKEN. This process is rank 0; it starts the other ranks, and all ranks end
-together: each follower watches a pipe that rank 0 holds open, and rank 0 waits for its children. Once the
-engine serves, it prints one JSON line with its name and address.
+The token is in the environment variable WINDLASS_TOKEN. This process is rank 0 and starts the other ranks as child
+processes. If one rank ends, all ranks end: rank 0 waits for its children, and each child reads a pipe that rank 0
+keeps open. When the engine is ready, rank 0 prints one JSON line with the engine's name and address.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from windlass.transfer.collective_group import Rendezvous
 
 STORE_DEADLINE_S = 300.0
 IDLE_TIMEOUT = timedelta(days=30)
-"""Timeout of collectives: an idle rank waits in a broadcast, and only the death of another rank ends the wait."""
+"""Timeout of collectives. It is long because ranks of an idle engine wait in a broadcast."""
 
 
 def main() -> NoReturn:
-    """Run an engine, or one of its following ranks."""
+    """Run rank 0 of an engine, or with `--follow` another rank."""
     parser = arguments(__doc__)
     parser.add_argument("--follow", nargs=3, metavar=("RANK", "STORE_PORT", "SETTINGS"),
                         help=argparse.SUPPRESS)  # fmt: skip
@@ -46,7 +46,7 @@ def main() -> NoReturn:
         _lead(settings_of(args))
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
-        # `_exit`: threads of a half-started engine must not keep the process alive.
+        # `sys.exit` would wait for threads that the engine has already started.
         os._exit(2)
 
 
@@ -77,7 +77,6 @@ def _start_follower(settings: EngineSettings, rank: int, store_port: int) -> Non
     def watch() -> None:
         code = follower.wait()
         sys.stderr.write(f"engine {settings.name}: rank {rank} ended with {code}\n")
-        # The engine cannot run without this rank.
         os._exit(1)
 
     threading.Thread(target=watch, name=f"rank-{rank}", daemon=True).start()
@@ -87,7 +86,7 @@ def _follow(rank: int, store_port: int, encoded: str) -> NoReturn:
     settings, token = msgspec.json.decode(encoded, type=EngineSettings), control_token()
 
     def watch() -> None:
-        # End of file means that rank 0 has exited.
+        # `read` returns when rank 0 has exited.
         sys.stdin.buffer.read()
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Model of one rank: built by transformers, sharded by torch's tensor parallelism, and stored in one arena."""
+"""Model of one rank: built by transformers, and sharded by torch's tensor parallelism. One arena stores its tensors."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ TENSOR_PARALLEL_STYLES: dict[str, type[ColwiseParallel | RowwiseParallel]] = {
     "o_proj": RowwiseParallel,
     "down_proj": RowwiseParallel,
 }
-"""Sharding of a decoder's linear layers, by module name; every other parameter is replicated on every rank."""
+"""Module name of a decoder's linear layer -> its sharding; every other parameter is replicated on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """Model of one rank, and the memory of its parameters, which stays in place while the model exists."""
+    """Model of one rank. `arena` is the memory of its parameters, and `addresses` never change."""
 
     module: transformers.PreTrainedModel
     manifest: ShardManifest
@@ -65,13 +65,18 @@ def load_model(
     seed: int,
     transport: OneSidedTransport,
 ) -> ModelShard:
-    """Build this rank's shard. Collective over the engine's ranks if there are several.
+    """Build this rank's shard of the model. Collective over the engine's ranks if there are several.
 
-    `source` is a transformers configuration (JSON) for random weights, made with `seed`, or a checkpoint
-    folder. `transport` registers the parameters' memory (and allocates it, for shared memory).
+    Args:
+        source: checkpoint folder, or a transformers configuration (JSON) for a model with random weights.
+        worker: identity of this rank, ENGINE/RANK.
+        dtype: dtype of the weights.
+        seed: seed of random weights.
+        transport: transport that allocates and registers the parameters' memory.
 
     Raises:
-        ConfigError: `source` is no model, or the ranks cannot share its sizes evenly.
+        ConfigError: `source` is not a configuration of a model, or a size of the model is not divisible by the
+            number of ranks.
     """
     torch.manual_seed(seed)
     module = _build(source).to(torch_dtype(dtype)).eval().requires_grad_(requires_grad=False)
@@ -108,7 +113,10 @@ def _parallelize(module: Any, mesh: DeviceMesh) -> None:
 
 
 class _CutLinear(torch.nn.Module):
-    """A rank's shard of a linear layer: split by outputs, or by inputs with a sum over all ranks."""
+    """Shard of a linear layer: of its output features, or (`by_inputs`) of its input features.
+
+    With `by_inputs`, `forward` sums the outputs of all ranks.
+    """
 
     def __init__(self, linear: torch.nn.Linear, *, by_inputs: bool) -> None:
         super().__init__()
@@ -126,14 +134,14 @@ class _CutLinear(torch.nn.Module):
 
 
 def _local_parameter(parameter: torch.Tensor) -> torch.nn.Parameter:
-    """Return the rank's shard as a plain parameter that shares its memory."""
+    """Return this rank's shard of a DTensor as a plain parameter that shares memory with the DTensor."""
     return torch.nn.Parameter(local_tensor(parameter), requires_grad=False)
 
 
 def _run_locally(module: torch.nn.Module) -> None:
-    """Remove DTensor from the forward pass, where its dispatch costs more than a small layer does.
+    """Replace each linear layer of DTensors by a layer of plain tensors with the same name and memory.
 
-    The names and the memory of the parameters stay the same.
+    The dispatch of a DTensor operation takes longer than the computation of a small layer.
     """
     for name, linear in list(module.named_modules()):
         if isinstance(linear, torch.nn.Linear) and isinstance(linear.weight, DTensor):
@@ -143,7 +151,7 @@ def _run_locally(module: torch.nn.Module) -> None:
 
 
 def _move_into_arena(module: torch.nn.Module, transport: OneSidedTransport) -> Arena:
-    """Move every parameter and persistent buffer of this rank into one registered arena, which they never leave."""
+    """Move every parameter and persistent buffer of this rank into one registered arena, and return the arena."""
     parameters = list({id(held.tensor): held.tensor for held in held_tensors(module)}.values())
     offsets, total = aligned_offsets(local_tensor(parameter).nbytes for parameter in parameters)
     arena = Arena(transport, max(total, ALIGNMENT))
@@ -161,12 +169,14 @@ def _move_into_arena(module: torch.nn.Module, transport: OneSidedTransport) -> A
 
 @final
 class _SlotCache:
-    """Keys and values (slots, positions, heads, head dim) per layer: the part of transformers' `Cache` that a decoder calls.
+    """KV cache with the methods of transformers' `Cache` that a decoder calls.
+
+    Each layer has keys and values of shape (slots, positions, heads, head dim). A slot is the row of one request.
 
     Attributes:
-        slots: (B,) rows that the next pass writes.
-        positions: (B, T) positions that the next pass writes.
-        span: number of positions that the next pass reads.
+        slots: (B,) rows that the next forward pass writes.
+        positions: (B, T) positions that the next forward pass writes.
+        span: number of positions that the next forward pass reads.
     """
 
     is_compileable = False
@@ -179,7 +189,7 @@ class _SlotCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Return 0: a pass that is given its positions and its mask does not use this length."""
+        """Return 0: transformers does not use this length if the caller passes positions and a mask."""
         return 0
 
     def update(
@@ -190,7 +200,10 @@ class _SlotCache:
         *_unused: object,
         kwargs: object = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store (B, heads, T, D) and return (B, heads, span, D); transformers passes `kwargs` from 5.24 on."""
+        """Store keys and values (B, heads, T, D), and return all of the slots' (B, heads, span, D).
+
+        transformers passes `kwargs` since 5.24.
+        """
         del kwargs
         if layer_idx not in self._layers:
             _, heads, _, dim = key_states.shape
@@ -205,7 +218,7 @@ class _SlotCache:
 
 @final
 class ForwardRunner:
-    """Runner of steps. Every rank of the engine runs the same steps."""
+    """Runs forward passes. Every rank of the engine runs the same passes."""
 
     def __init__(self, module: torch.nn.Module, *, num_slots: int, max_positions: int) -> None:
         self._module: Any = module
@@ -214,7 +227,7 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
-        """Return the logits (B, V), in float32, of the token after the last token of each row."""
+        """Return float32 logits (B, V) for the next token of each row."""
         tokens = torch.tensor(step.tokens)
         start = torch.tensor(step.start)[:, None]
         lengths = torch.tensor(step.lengths)

@@ -1,4 +1,4 @@
-"""One rank of the engine: model loop in the main thread, agent and HTTP server in other threads."""
+"""One rank of the embedded engine: model loop in the main thread, agent and HTTP server in other threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from windlass.transports.registry import create_transport, parse_transport
 
 
 def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
-    """Run one rank until this process ends. Several ranks use the default group of `torch.distributed`.
+    """Run one rank until this process ends.
+
+    If the engine has several ranks, the default process group of `torch.distributed` must exist.
 
     Raises:
         ConfigError: see `load_model` and `EngineServer`.
@@ -64,7 +66,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
 
     if rank:
         gate = QuiesceGate()
-        # Followers need no hooks to finalise: no data is derived from weights.
+        # This engine has no captured layout, because it derives no values from its weights.
         join_fleet(RankHooks(None, gate, None))
         while True:
             step = _broadcast(None)
@@ -101,7 +103,10 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
 
 
 def _broadcast(step: Step | None) -> Step:
-    """Send a step as msgpack from rank 0 to the other ranks, which pass None; peer bytes are never unpickled."""
+    """Send a step from rank 0 to the other ranks, which pass None. Collective; returns the step on every rank.
+
+    The bytes are msgpack, because a rank must not unpickle bytes that it receives.
+    """
     data = bytearray() if step is None else bytearray(msgspec.msgpack.encode(step))
     length = torch.tensor([len(data)])
     dist.broadcast(length, src=0)

@@ -1,4 +1,4 @@
-"""Distribution that tokens are sampled from: temperature, then `top_k`, then `top_p`, as in transformers and vLLM."""
+"""Distribution of the next token: applies temperature, then `top_k`, then `top_p`, as transformers and vLLM do."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from windlass.sampling import SamplingParams
 
 GREEDY = 1e-5
-"""Temperatures below it take the most probable token."""
+"""If a request's temperature is below this limit, the engine takes the most probable token."""
 
 
 def sampled_logprobs(
     logits: torch.Tensor, samplings: Sequence[SamplingParams | None]
 ) -> torch.Tensor:
-    """Return the log-probabilities (B, V) of each row's distribution; -inf for a token that is never sampled.
+    """Return the log-probability (B, V) of each token; -inf for a token that cannot be sampled.
 
     Args:
-        logits: (B, V), of the model.
-        samplings: sampling parameters of the rows. A greedy row, and a row without parameters, has the
-            log-probabilities of the model.
+        logits: (B, V) logits of the model.
+        samplings: sampling parameters of each row. If a row is greedy or its parameters are None, the function
+            returns log_softmax of its logits.
     """
     drawn = [None if s is None or s.temperature < GREEDY else s for s in samplings]
     scaled = logits / torch.tensor([s.temperature if s else 1.0 for s in drawn])[:, None]
@@ -30,7 +30,7 @@ def sampled_logprobs(
 
 
 def _highest(logits: torch.Tensor, top_k: list[int]) -> torch.Tensor:
-    """Return the logits with -inf for all but the `top_k` highest of each row."""
+    """Return the logits; in each row, all but the `top_k` highest are replaced by -inf."""
     if min(top_k) >= logits.shape[-1]:
         return logits
     ordered, order = logits.sort(dim=-1, descending=True)
@@ -39,14 +39,14 @@ def _highest(logits: torch.Tensor, top_k: list[int]) -> torch.Tensor:
 
 
 def _nucleus(logits: torch.Tensor, top_p: list[float]) -> torch.Tensor:
-    """Return the logits with -inf for each token outside the nucleus of its row."""
+    """Return the logits; in each row, tokens outside the nucleus of `top_p` are replaced by -inf."""
     limits = torch.tensor(top_p)[:, None]
     if min(top_p) >= 1.0:
         return logits
     ordered, order = logits.sort(dim=-1, descending=True)
     weights = ordered.softmax(-1)
-    # A sum of all weights may round to more than 1.
+    # `limits < 1.0`: for a limit of 1 no token is outside, even if rounding makes a sum exceed 1.
     outside = (weights.cumsum(-1) - weights >= limits) & (limits < 1.0)
-    # A nucleus that is 0.0 in float32 still has the most probable token.
+    # Keep the most probable token even if `top_p` is 0.0.
     outside[:, 0] = False
     return torch.empty_like(logits).scatter(1, order, ordered.masked_fill(outside, -torch.inf))

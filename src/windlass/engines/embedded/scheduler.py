@@ -1,7 +1,6 @@
-"""Rank 0's queue of requests: it selects the requests to run, collects their tokens, and applies pauses to them.
+"""Request scheduler of rank 0: selects the requests to run, collects their tokens, and pauses generation.
 
-Every forward pass is one `Step`, which rank 0 broadcasts: all ranks run the same steps in the same order and
-are quiesced after the same step.
+Rank 0 broadcasts each forward pass or pause as a `Step`, and every rank carries out the same steps in the same order.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from windlass.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of every rank: a forward pass, or a pause, which quiesces the ranks.
+    """One step of every rank: a forward pass, or a pause.
 
     Attributes:
         pause_id: id of the pause; empty for a forward pass.
-        slots: (B,) cache rows.
+        slots: (B,) rows of the KV cache.
         tokens: (B, T) tokens, right-padded.
-        start: (B,) position of the first token.
+        start: (B,) position of the first token in `tokens`.
         lengths: (B,) number of tokens without padding.
     """
 
@@ -41,7 +40,7 @@ class Step:
 
 
 class FinishReason(StrEnum):
-    """Reason why a generation ended, with SGLang's names."""
+    """Reason why the generation for a request ended; values as in SGLang."""
 
     LENGTH = "length"
     STOP = "stop"
@@ -50,13 +49,14 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One generation.
+    """One request and its generated tokens.
 
     Attributes:
-        on_finish: called once, in the scheduler's thread or in the thread that aborts the request.
-        output_ids, logprobs, versions: one entry per generated token; a version is the version of the weights
+        on_finish: callback, called once with this request, in the model loop's thread or in the thread that
+            aborts the request.
+        output_ids, logprobs, versions: one entry per generated token. `versions` has the version of the weights
             that computed the token.
-        failure: reason for the abort if no token could be sampled; else empty.
+        failure: error message if a token could not be sampled; else empty.
     """
 
     rid: str
@@ -78,9 +78,9 @@ class Request:
 
 @final
 class Scheduler:
-    """Thread-safe scheduler: HTTP submits requests, the agent pauses it, and the model loop takes steps from it.
+    """Thread-safe request scheduler, and `EngineHooks` of rank 0.
 
-    It also implements `EngineHooks` for rank 0.
+    The HTTP server submits requests, the agent pauses and resumes generation, and the model loop calls `next_step`.
     """
 
     def __init__(self, *, num_slots: int, max_positions: int, paused: bool, seed: int) -> None:
@@ -129,7 +129,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def abort(self, rid: str) -> bool:
-        """End a request and keep its tokens; return whether a request of that id was found."""
+        """End the request with this id; return False if there is none. The request keeps its tokens."""
         with self._changed:
             found = [r for r in (*self._running.values(), *self._waiting) if r.rid == rid]
             for request in found:
@@ -138,7 +138,11 @@ class Scheduler:
         return bool(found)
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        """Return once the current step has ended and no other will begin; raise PeerTimeout after `deadline_s`."""
+        """Pause generation, and wait until the current step has ended.
+
+        Raises:
+            PeerTimeout: the step has not ended within `deadline_s`.
+        """
         with self._changed:
             self._pause_wanted = (pause_id, mode)
             self._paused = True
@@ -153,7 +157,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def finalise(self) -> None:
-        """Do nothing: no data is derived from the weights, and a request's cache is dropped with the request."""
+        """Do nothing: this engine derives no values from its weights."""
 
     def set_version(self, version: int, deadline_s: float = 0.0) -> None:  # noqa: ARG002
         """Stamp `version` on tokens of later steps."""
@@ -163,7 +167,7 @@ class Scheduler:
     # --- called by the model loop --------------------------------------------------------------
 
     def next_step(self) -> Step:
-        """Return the next step; block until a step is due."""
+        """Wait for a request or a pause, and return the next step."""
         with self._changed:
             self._changed.wait_for(self._has_work)
             if self._pause_wanted is not None:
@@ -173,7 +177,7 @@ class Scheduler:
             return self._forward()
 
     def quiesced(self, pause_id: str) -> None:
-        """Record that every rank is quiesced."""
+        """Record that the last step before the pause has ended."""
         with self._changed:
             if self._pause_wanted is not None and self._pause_wanted[0] == pause_id:
                 self._pause_wanted = None
@@ -181,7 +185,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def sample(self, step: Step, logits: torch.Tensor) -> None:
-        """Sample from the step's logits (B, V) and append the tokens to their requests."""
+        """Sample one token per row of the step's logits (B, V), and append it to the row's request."""
         with self._changed:
             requests = [self._running.get(slot) for slot in step.slots]
             for request, row in zip(requests, self._sample(requests, logits), strict=True):
@@ -206,7 +210,7 @@ class Scheduler:
             self._running.clear()
 
     def _forward(self) -> Step:
-        """Return a prefill step over waiting requests if a slot is free, else a decode step over running ones."""
+        """Return a prefill step if a request waits and a slot is free, else a decode step of the running requests."""
         slots, rows = sorted(self._running), list[list[int]]()
         if self._waiting and self._free:
             slots = []
@@ -230,7 +234,10 @@ class Scheduler:
     def _sample(
         self, requests: list[Request | None], logits: torch.Tensor
     ) -> list[tuple[int, float] | str]:
-        """Return the token and logprob of each row, or the reason why sampling failed for that row alone."""
+        """Return, for each row, the token and its logprob, or an error message if torch cannot sample the row.
+
+        If sampling fails for the batch, sample each row alone, so that only the failing rows get a message.
+        """
         try:
             return [*zip(*self._drawn(requests, logits), strict=True)]
         except RuntimeError as error:
@@ -242,10 +249,7 @@ class Scheduler:
     def _drawn(
         self, requests: list[Request | None], logits: torch.Tensor
     ) -> tuple[list[int], list[float]]:
-        """Return a token per row, and its log-probability under the distribution that it was sampled from.
-
-        A greedy token has the log-probability that the model gives it.
-        """
+        """Sample one token per row; return the tokens and their log-probabilities, see `sampled_logprobs`."""
         samplings = [None if request is None else request.sampling for request in requests]
         logprobs = sampled_logprobs(logits, samplings)
         drawn = torch.multinomial(logprobs.exp(), 1, generator=self._generator)[:, 0]

@@ -1,4 +1,4 @@
-"""HTTP routes of rank 0 in the form of SGLang's, served by an event loop in its own thread."""
+"""HTTP server of rank 0, with some of SGLang's routes; its event loop runs in a separate thread."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ CLIENT_ROUTES = dict.fromkeys(
     ("/generate", "/abort_request", "/health", "/health_generate", "/server_info", "/model_info"),
     (Access.CLIENT, Access.WORKER),
 )
-"""Routes open to rollout clients and to workers with a client certificate; every other route needs the owner's
-token."""
+"""Routes that also accept the token of a rollout client and the client certificate of a worker.
+
+Every other route requires the engine's own token.
+"""
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -58,9 +60,15 @@ class _Version(msgspec.Struct, frozen=True):
 class EngineServer:
     """HTTP server of the engine; it serves until the process ends.
 
-    `token` opens every route. The tokens that the controller derives from it for rollout clients open
-    `CLIENT_ROUTES`, and so does `engine_token` unless it is empty. Tokens in `eos_token_ids` end a generation
-    unless the request ignores them.
+    Args:
+        settings: settings of the engine.
+        token: token that every route accepts. `CLIENT_ROUTES` also accept tokens that are derived from it for
+            rollout clients.
+        scheduler: scheduler that gets the requests.
+        vocab_size: number of token ids.
+        eos_token_ids: token ids that end a generation, unless the request sets `ignore_eos`.
+        read_weight: function that returns the values of a parameter by name.
+        engine_token: additional token that `CLIENT_ROUTES` accept; empty for none.
     """
 
     def __init__(
@@ -99,7 +107,7 @@ class EngineServer:
         return self._server.url
 
     def start(self) -> None:
-        """Serve from a daemon thread; return once the server accepts requests.
+        """Start the server in a daemon thread, and wait until it accepts requests.
 
         Raises:
             PeerTimeout: the server does not accept requests within `START_DEADLINE_S`.
@@ -151,7 +159,7 @@ class EngineServer:
         if not sampling.ignore_eos:
             stops |= self._eos
         done: Future[Request] = Future()
-        # A client that disconnects must not cancel the future that the scheduler will set.
+        # Mark the future as running: a client that disconnects then cannot cancel it.
         done.set_running_or_notify_cancel()
         request = Request(
             rid=body.rid or uuid.uuid4().hex,

@@ -1,4 +1,4 @@
-"""Settings and command line of Windlass's own engine."""
+"""Settings and command line of the embedded engine."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: identity in the fleet; ranks are called `name/rank`.
-        model: path of a transformers configuration (random weights) or of a checkpoint folder.
+        model: path of a checkpoint folder, or of a transformers configuration for random weights.
         tensor_parallel_size: number of ranks.
         dtype: dtype of the weights.
-        controller: address of the controller; empty serves the initial weights without a controller.
+        controller: address of the controller; empty to serve the initial weights without a controller.
         transport: transport that receives weights; see `parse_transport`.
         host: address to bind.
         port: port to bind; 0 lets the system choose.
         advertise_host: host that clients connect to; empty for `host`.
-        seed: seed of random weights and of sampling. None gives random weights the seed 0, and each start of
-            the engine its own seed for sampling.
-        max_batch: number of requests that run at once.
-        max_positions: number of tokens per request.
+        seed: seed of random weights and of sampling. If None, the seed of the weights is 0, and the seed of
+            sampling is random.
+        max_batch: maximum number of requests that run at once.
+        max_positions: maximum number of tokens (prompt and output) of a request.
     """
 
     name: str
@@ -61,7 +61,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arguments(description: str | None = None) -> argparse.ArgumentParser:
-    """Return the command line of an engine."""
+    """Return a parser for the engine's command line."""
     parser = argparse.ArgumentParser(prog=MODULE, description=description)
     parser.add_argument("--name", required=True)
     parser.add_argument("--model", required=True, help="configuration JSON or checkpoint folder")
@@ -77,20 +77,20 @@ def arguments(description: str | None = None) -> argparse.ArgumentParser:
 
 
 def settings_of(args: argparse.Namespace) -> EngineSettings:
-    """Return the settings that a command line gives; the rest has defaults.
+    """Return settings from parsed arguments; a setting that the command line does not set gets its default.
 
     Raises:
-        ConfigError: a value breaks its rule.
+        ConfigError: a count is below 1.
     """
     known = EngineSettings.__struct_fields__
     return EngineSettings(**{n: v for n, v in vars(args).items() if n in known and v is not None})
 
 
 def check(words: Sequence[str]) -> None:
-    """Check the words of a command line.
+    """Check the words of an engine's command line.
 
     Raises:
-        ConfigError: an engine cannot be started with them.
+        ConfigError: an option is unknown or has an invalid value.
     """
     said = io.StringIO()
     try:
