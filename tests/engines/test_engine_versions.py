@@ -27,7 +27,7 @@ from windlass.errors import ConfigError
         (SGLANG, "0.5.10.post1", "must be 0.5.11 or later"),
         (SGLANG, "0.5.5", "must be 0.5.11 or later, got 0.5.5, which has no plugins"),
         (SGLANG, "0.4.9", "must be 0.5.11 or later"),
-        (VLLM, "0.23.1", "must be 0.24 or later, got 0.23.1: nothing older was looked at"),
+        (VLLM, "0.23.1", "must be 0.24 or later, got 0.23.1: older releases were not checked"),
     ],
 )
 def test_a_release_without_a_required_feature_is_refused(

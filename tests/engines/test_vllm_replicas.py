@@ -63,7 +63,7 @@ def test_a_tensor_that_no_loader_reads_is_reported_and_not_refused(
     names = ["mtp.0.w", "mtp.1.w", "lm_head.weight"]
     with server({0: names, 1: ["x", *names]}, {0: names, 1: names}) as url:
         join_fleet(VllmServer(), settings(url, 2), Secrets())
-    assert "passes by 'lm_head.weight', 2 of 'mtp.*.w' of the checkpoint" in capsys.readouterr().err
+    assert "skips 'lm_head.weight', 2 of 'mtp.*.w' of the checkpoint" in capsys.readouterr().err
     with (
         server({0: names, 1: names}, {0: names, 1: names[1:]}) as url,
         pytest.raises(ConfigError, match=r"its loader reads must be .* got none of 'mtp\.0\.w': "),

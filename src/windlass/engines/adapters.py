@@ -1,4 +1,4 @@
-"""A LoRA adapter that an engine serves, and that updates reach instead of the model."""
+"""A LoRA adapter that an engine serves. Updates then change the adapter instead of the model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WEIGHTS = "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter.
+    """One LoRA adapter.
 
     Attributes:
-        name: name that requests give.
+        name: name of the adapter in requests.
         folder: folder that PEFT saved.
-        rank: highest rank of its matrices.
-        scalings: scaling factors; an engine multiplies each B by one of them.
+        rank: highest rank of the adapter's matrices.
+        scalings: possible scaling factors (alpha / rank). An engine multiplies each matrix B by its factor.
     """
 
     name: str
@@ -39,15 +39,14 @@ class Adapter:
 
 
 _KEEP_BASE = frozenset({"gaussian", "orthogonal", "eva", "mica"})
-"""Initialisations of PEFT 0.21 that set the adapter's own matrices only. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA
-change the base."""
+"""Initialisations of PEFT 0.21 that leave the base model unchanged; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA do not."""
 _OUTER = frozenset(
     {"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out", "word_embeddings"}
 )
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """The part of PEFT's `adapter_config.json` that decides whether updates can reach it."""
+    """Fields of PEFT's `adapter_config.json` that decide whether updates can change the whole adapter."""
 
     r: int
     lora_alpha: float = 8
@@ -83,7 +82,7 @@ class _Config(msgspec.Struct, frozen=True):
         return tuple(sorted({alpha / divisor for alpha in alphas for divisor in divisors}))
 
     def refusals(self) -> Mapping[str, bool]:
-        """Return, for each reason why an update would not cover the whole adapter, whether it applies."""
+        """Return reason -> whether it applies, for each reason why an update cannot change the whole adapter."""
         return {
             f"peft_type {self.peft_type}: only LORA can be updated": self.peft_type != "LORA",
             "use_dora: magnitudes are computed with the model's weights": self.use_dora,
@@ -111,7 +110,7 @@ class _Config(msgspec.Struct, frozen=True):
 
     @property
     def _changes_base(self) -> bool:
-        """Whether the adapter is relative to a base that its initialisation changed."""
+        """Whether the adapter's initialisation changed the weights of the base model."""
         if isinstance(self.init_lora_weights, str):
             return self.init_lora_weights.lower() not in _KEEP_BASE
         return False
@@ -125,7 +124,7 @@ class _Config(msgspec.Struct, frozen=True):
 
     @property
     def _variants(self) -> list[str]:
-        """Settings of variants of LoRA that engines do not compute."""
+        """Names of the settings that select a variant of LoRA; engines compute plain LoRA only."""
         names = (
             "use_qalora",
             "use_bdlora",
@@ -138,11 +137,11 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def adapter_of(text: str, option: str = "--adapter") -> Adapter | None:
-    """Return the adapter that `option NAME=FOLDER` names; None for an empty text.
+    """Return the adapter for the value NAME=FOLDER of a command-line option; None for an empty value.
 
     Raises:
-        ConfigError: no name, no folder that PEFT saved.
-        UnsupportedLayout: an adapter that updates cannot reach as a whole; says why.
+        ConfigError: the name is missing, or PEFT did not save the folder.
+        UnsupportedLayout: updates cannot change the whole adapter; the message has the reason.
     """
     if not text:
         return None
@@ -168,9 +167,11 @@ def adapter_of(text: str, option: str = "--adapter") -> Adapter | None:
 
 @contextmanager
 def saved(weights: Iterator[tuple[str, torch.Tensor]], like: Path) -> Iterator[Path]:
-    """Save an adapter with other values in PEFT's format; yield its folder for engines to load, and delete it afterwards.
+    """Save an adapter in PEFT's format; yield the folder, and delete it afterwards.
 
-    `like` is the folder of an adapter of this configuration.
+    Args:
+        weights: names and tensors of the adapter.
+        like: folder of an adapter with the same configuration, which is copied.
     """
     from safetensors.torch import save_file
 

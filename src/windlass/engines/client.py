@@ -1,4 +1,4 @@
-"""Membership of an engine rank in its fleet: memory that peers write, the agent that serves it, and the channel."""
+"""One engine rank in a fleet: memory that trainers write, the agent, and the agent's channel to the controller."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWeights:
-    """Weights of an engine rank and their place in memory.
+    """Parameters of an engine rank and their addresses.
 
     Attributes:
         manifest: manifest of the rank; `manifest.worker` is GROUP/RANK, where GROUP is the engine's name.
-        addresses: addresses of the live parameters, in manifest order; they never change.
-        regions: registered regions that contain every live parameter.
-        register_s: seconds that the registration took, for `/v1/status`.
+        addresses: addresses of the live parameters, in manifest order. A parameter must never move.
+        regions: registered memory regions; together they contain every live parameter.
+        register_s: seconds that the registration took; shown in `/v1/status`.
     """
 
     manifest: ShardManifest
@@ -42,32 +42,31 @@ class EngineWeights:
 
 @final
 class EngineClient(Closing):
-    """One engine rank, connected: the counterpart of `TrainerClient`.
+    """One engine rank that is connected to a controller; trainer ranks use `TrainerClient`.
 
-    Peers may write the parameters' memory from construction to `close`.
+    Trainers and other engines may write into the parameters from construction until `close` is called.
 
     Args:
         weights: weights of this rank.
-        transport: transport that the weights are registered with. Closed with this client.
-        hooks: functions that stop, resume and stamp this rank.
+        transport: transport that registered `weights.regions`. `close`, and any error here, closes it.
+        hooks: functions that pause and resume this rank and set its version.
         controller: address of the controller.
         token: secret of the controller.
         world_size: number of ranks of the engine.
-        url: address where the engine serves requests; given by rank 0.
-        can_send: whether the fleet may bring up other engines, or relay to them, from this one.
-        serves_own_weights: whether the engine answers before the first version, with its initial weights; if
-            not, it stays paused until a version is published.
+        url: address where the engine serves requests; set on rank 0 only.
+        can_send: whether this engine may send its weights to other engines (in a catch-up or a relay).
+        serves_own_weights: True to serve requests with the initial weights until a version is published;
+            False to stay paused until then.
         comes_to_rest: see `Hello`.
         connect_deadline_s: seconds to wait for the controller.
-        intercept: wrapper between channel and agent, for tests that inject faults.
+        intercept: function that wraps the agent; tests use it to inject faults.
 
     Attributes:
         agent: agent that carries out the controller's commands.
 
     Raises:
-        ConfigError: `controller` is no URL, or no transport takes every parameter.
-        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`. The transport is closed
-            after any error.
+        ConfigError: `controller` is not a URL, or the transport cannot write every parameter.
+        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
     """
 
     def __init__(
@@ -147,18 +146,18 @@ class EngineClient(Closing):
             undo.pop_all()
 
     def wait_disconnected(self, deadline_s: float) -> bool:
-        """Wait until the agent has noted the loss of its controller; return whether it did within `deadline_s`."""
+        """Wait until the agent has lost its controller; return False if it is still connected after `deadline_s`."""
         return self._channel.wait_disconnected(deadline_s)
 
     def leave(self) -> None:
-        """Leave the fleet; the transport stays open, for memory to be unregistered. Idempotent."""
+        """Leave the fleet. The transport stays open, so that the caller can unregister memory. Idempotent."""
         self._channel.close()
         self.agent.close()
         self._sender.close()
         self._receiver.close()
 
     def close(self) -> None:
-        """Leave the fleet and free registered memory; no peer may be writing. Idempotent."""
+        """Leave the fleet and close the transport. No trainer or engine may be writing. Idempotent."""
         self.leave()
         self._transport.close()
 

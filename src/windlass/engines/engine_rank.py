@@ -1,7 +1,7 @@
-"""A rank of a third-party engine: runs an agent in the rank's process, which captures once and joins fleets in turn.
+"""A rank of a third-party engine: captures its layout once, then joins one fleet after another.
 
-The agent pauses and resumes the engine by the engine's own HTTP API. Only the engine's main loop knows that all
-earlier steps have ended; it reports that through `QuiesceGate`.
+The agent runs in a thread of the rank's process. It pauses and resumes the engine through the engine's own HTTP API.
+Only the engine's main loop knows when its last step has ended; the loop reports the end through `QuiesceGate`.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ from windlass.transports.registry import create_transport, parse_transport
 logger = logging.getLogger(__name__)
 LEAVE_DEADLINE_S = 30.0
 RELEASE_S = 5.0
-"""Most seconds of the resume deadline that the agent waits for released loops to leave their block."""
+"""Maximum seconds that a resume waits for the main loops to return from `QuiesceGate.block`."""
 
 
 class EngineApi(Protocol):
-    """Engine-specific calls that pause and resume an engine. Called on rank 0 only; may block."""
+    """Engine-specific calls that pause and resume an engine. Only rank 0 makes these calls; they may block."""
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
-        """Stop admission and treat running requests as `mode` says.
+        """Start no new requests, and abort, retract or keep the running requests (see `PauseMode`).
 
         Returns:
-            True if the engine stays paused until `resume`; False if blocked loops are enough.
+            True if the engine's scheduler stays paused until `resume`. False if the engine generates nothing
+            only as long as its main loops are blocked.
         """
         ...
 
     def blocks(self, mode: PauseMode) -> bool:
-        """Return whether the main loops stay blocked during a pause of this mode.
+        """Return whether to block the main loops during a pause of this mode.
 
-        A blocked loop runs no steps and does not compete with the agent's thread for the interpreter lock.
+        A blocked loop runs no steps and does not compete with the agent's thread for Python's GIL.
         """
         ...
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
-        """Make the main loop of every rank call `QuiesceGate.quiesced`, or `QuiesceGate.block` with `block`.
+        """Make the main loop of every rank call `QuiesceGate.block` if `block`, else `QuiesceGate.quiesced`.
 
-        Return when all calls have returned. A call of `QuiesceGate.block` returns at the end of the pause.
+        Return when all these calls have returned. `QuiesceGate.block` returns at the end of the pause.
         """
         ...
 
     def resume(self, deadline_s: float) -> None:
-        """Resume generation after `pause`. All loops have left `block` by then, unless one is stuck."""
+        """Resume generation after `pause`. Every main loop has returned from `QuiesceGate.block`, or is stuck."""
         ...
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """Set the version of all tokens that the engine generates from now on."""
+        """Set the version that the engine reports for each token from now on."""
         ...
 
 
@@ -71,10 +72,11 @@ class RankHooks:
     """`EngineHooks` of one rank.
 
     Args:
-        captured: layout that updates derived values; None for an engine without derived values.
-        gate: gate between this agent and the engine's main loop.
-        api: calls that pause the engine. None on all ranks except the first, and if the trainer pauses and
-            resumes the engine and sets its version.
+        captured: captured layout, which recomputes derived values after an update; None for an engine that
+            derives no values from its weights.
+        gate: gate between this rank's agent and the engine's main loop.
+        api: calls that pause the engine. None if another rank makes them, or if the trainer pauses and resumes the
+            engine and sets the version.
         looks: see `EngineRank`.
     """
 
@@ -92,7 +94,7 @@ class RankHooks:
 
     @property
     def has_api(self) -> bool:
-        """True if this rank pauses and resumes its engine."""
+        """True if this rank pauses and resumes the engine for all ranks."""
         return self._api is not None
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
@@ -108,10 +110,10 @@ class RankHooks:
             raise
 
     def _stop(self, api: EngineApi, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        # The thread of the previous pause may still wait for its call to return.
+        # The thread that blocked the loops for the previous pause may not have ended yet.
         if self._blocked is not None:
             self._blocked.join(deadline_s)
-        # Set this before the call: if no answer arrives, the engine may still have paused.
+        # Set `_paused` first: if the call fails, the engine may have paused and `resume` must resume it.
         before, self._paused = self._paused, True
         self._paused = api.pause(mode, deadline_s) or before
         if not api.blocks(mode):
@@ -123,7 +125,7 @@ class RankHooks:
         self._blocked.start()
 
     def _block(self, api: EngineApi, pause_id: str, deadline_s: float) -> None:
-        """Block the loops. Runs in a separate thread because the call lasts as long as the pause."""
+        """Block the main loops. This runs in a separate thread, because `quiesce` returns at the end of the pause."""
         try:
             api.quiesce(pause_id, deadline_s, block=True)
         except WindlassError as error:
@@ -136,7 +138,7 @@ class RankHooks:
         if self._api is None or not self._paused:
             return
         end = time.monotonic() + deadline_s
-        # A stuck loop must not use up the deadline: it resumes later, when it leaves its block.
+        # Keep time for `resume`: a main loop that is still blocked runs again when `block` returns.
         if self._blocked is not None:
             self._blocked.join(min(RELEASE_S, deadline_s / 2))
             self._blocked = None
@@ -150,7 +152,8 @@ class RankHooks:
     def set_version(self, version: int, deadline_s: float) -> None:
         """Set the engine's version; see `EngineHooks.set_version`.
 
-        An engine that its own routes have paused runs no step. Release its loop first: it may need the loop for this.
+        If the engine's scheduler is paused, end the block of its main loop first. The loop then runs no step, but
+        can carry out the call that sets the version.
         """
         if self._paused:
             self._gate.end()
@@ -160,16 +163,14 @@ class RankHooks:
 
 @final
 class EngineRank:
-    """State of one rank's process, which has one model.
+    """Captured layout and fleet of one engine rank; each process has one.
 
-    `capture` runs first and gives no peer access to memory. Before `join`, the launcher (or plugin) compares the
-    captured layouts of all ranks. If it dies in between, the engine is in no fleet.
+    `capture` reads the layout while the engine still has its initial weights, and `join` connects the rank to a
+    controller. Between the two calls, the launcher (or plugin) checks the captured layouts of all ranks. A later
+    `join`, for another controller or transport, reuses the layout: the engine need not be restarted.
 
-    The rank captures its layout once, while the engine still has the weights of its start. Later joins reuse
-    the layout after the previous fleet's controller has ended. The engine therefore needs no new start and no
-    new capture for another controller, transport or update mode.
-
-    `looks` is True if the agent calls `Captured.look` once the engine is quiesced, False if the engine's loop does.
+    Args:
+        looks: True if the agent calls `Captured.look` in each pause; False if the engine's main loop calls it.
     """
 
     def __init__(self, *, looks: bool = True) -> None:
@@ -181,12 +182,12 @@ class EngineRank:
 
     @property
     def captured(self) -> Captured:
-        """Captured layout. Raises UnsupportedLayout before `capture` has been called."""
+        """Captured layout; UnsupportedLayout is raised if `capture` has not been called."""
         return self._required()[1]
 
     @property
     def settings(self) -> AgentSettings:
-        """Settings of the first `capture`. Raises UnsupportedLayout before `capture` has been called."""
+        """Settings of the capture; UnsupportedLayout is raised if `capture` has not been called."""
         return self._required()[0]
 
     def _required(self) -> tuple[AgentSettings, Captured, RankHooks]:
@@ -209,13 +210,14 @@ class EngineRank:
             settings: settings of the join. `name`, `url`, `checkpoint` and `world_size` must not change after the
                 first join.
             rank: rank of this process.
-            capture: function that captures the layout; called only if these settings have no capture yet.
-            api: factory of the calls that pause the engine; called on rank 0 after each capture. None if the trainer
-                blocks the engine's loops by its own calls to `QuiesceGate.block`; see `Hello.comes_to_rest`.
+            capture: function that captures the layout; called unless an earlier capture can be reused.
+            api: function that creates the `EngineApi`; called on rank 0 after each capture. None if the trainer
+                pauses the engine; see `Hello.comes_to_rest`.
 
         Raises:
-            UnsupportedLayout: see `capture`; this rank keeps no new layout.
-            ConfigError: a fixed setting has changed, or the engine has more ranks than `world_size`.
+            UnsupportedLayout: `capture` raised it.
+            ConfigError: `name`, `url`, `checkpoint` or `world_size` has changed after the first join, or `rank`
+                is not below `world_size`.
         """
         if rank >= settings.world_size:
             raise ConfigError(
@@ -238,16 +240,16 @@ class EngineRank:
         return msgspec.structs.replace(found, seconds=seconds)
 
     def join(self, settings: AgentSettings, rank: int, token: str) -> None:
-        """Leave the previous fleet and join a new one. The engine's main loop calls this.
+        """Leave the previous fleet, register the captured memory, and join a new fleet.
 
-        This registers the captured memory. If the rank has a GPU, the caller has made it the current device.
+        The engine's main loop calls this. The GPU of this rank, if any, must be the current device.
 
         Raises:
             UnsupportedLayout: `capture` has not been called.
-            ConfigError: a fixed setting has changed.
-            ProtocolError: see `leave`; or the controller speaks another protocol.
+            ConfigError: `name`, `url`, `checkpoint` or `world_size` differs from the captured settings.
+            ProtocolError: see `leave`; or the controller uses another protocol version.
             AuthenticationError, PeerTimeout: see `AgentChannel.connect`.
-            TransportUnavailable, RegionError: the transport cannot serve this memory.
+            TransportUnavailable, RegionError: the transport cannot register this memory.
         """
         self._require_same(settings)
         _, captured, hooks = self._required()
@@ -261,7 +263,7 @@ class EngineRank:
         sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
         spans = zip(captured.addresses, sizes, strict=True)
         regions = transport.register_all(stretches(spans, allocation_of))
-        # Peers read repacked parameters from their buffers, which have the last received version.
+        # For a repacked parameter, `captured.addresses` has the address of the buffer that updates write.
         self._client = EngineClient(
             EngineWeights(
                 manifest=captured.manifest,
@@ -282,15 +284,15 @@ class EngineRank:
 
     @property
     def served_version(self) -> int:
-        """Version of the current fleet that this rank serves; -1 before the first."""
+        """Version that this rank serves; -1 if it has not received a version of its current fleet."""
         return -1 if self._client is None else self._client.agent.served_version
 
     def leave(self, deadline_s: float) -> None:
-        """Leave the current fleet, if any, and withdraw the rank's memory. The fleet's controller must have ended.
+        """Leave the current fleet, if any, and unregister the rank's memory. The fleet's controller must have ended.
 
         Raises:
-            ProtocolError: the controller is still connected after `deadline_s`, so a trainer may be
-                writing; or the weights may be mixed, and only an update by this fleet can repair them.
+            ProtocolError: the controller is still connected after `deadline_s`, so that a trainer may be
+                writing; or the weights are mixed, so that this fleet must first update them again.
         """
         if self._client is None:
             return
@@ -301,8 +303,8 @@ class EngineRank:
             )
         if self._client.agent.mixed_weights:
             raise ProtocolError(
-                "leave: the weights of this rank may be mixed: start the engine anew, or have its "
-                "controller back"
+                "leave: the weights of this rank may be mixed: restart the engine, or restart its "
+                "previous controller"
             )
         self._client.close()
         self._client = None
@@ -316,10 +318,10 @@ class EngineRank:
 
 
 def _freeze_heap() -> None:
-    """Exclude all current objects from garbage collection, because they live as long as the engine.
+    """Exclude all current objects from Python's garbage collection: most of them live as long as the engine.
 
-    vLLM or SGLang import modules with 650,000 objects. A full collection takes 0.4 s (`benchmarks/bench_heap.py`,
-    2-core EPYC, idle, 2026-11-21), holds the interpreter lock, and may happen during an update.
+    vLLM and SGLang import modules with 650,000 objects. A full collection would take 0.4 s
+    (`benchmarks/bench_heap.py`, 2-core EPYC, idle, 2026-11-21), hold the GIL, and might happen during an update.
     """
     gc.collect()
     gc.freeze()
@@ -330,5 +332,5 @@ def _identity(settings: AgentSettings) -> tuple[str, str, str, int]:
 
 
 def allocation_of(address: int) -> tuple[int, int] | None:
-    """Return start and bytes of the GPU allocation around an address; None for host memory."""
+    """Return the first address and the number of bytes of the GPU allocation at `address`; None for host memory."""
     return memory_on(gpu_of(address)).allocation(address)

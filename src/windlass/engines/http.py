@@ -1,4 +1,4 @@
-"""Calls of an engine's own HTTP server."""
+"""HTTP requests to an engine's own server (vLLM's or SGLang's)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from windlass.net.blocking_http import BlockingHttp
 
 API_DEADLINE_S = 60.0
 LONGEST_ANSWER = 8192
-"""Number of bytes of a refusal that an error quotes: the reason may follow a long beginning."""
+"""Maximum number of bytes that an error quotes from a response. In long responses the reason often comes late."""
 
 
 class NoSuchRoute(PeerUnreachable):
-    """The engine's server has no such route: this release cannot do that."""
+    """The engine's server answered 404: the route does not exist in this release of the engine."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class EngineHttp:
-    """An engine's own server, and the keys that open its routes.
+    """An engine's own server, and the keys that open the server's routes.
 
     Attributes:
         url: address of the server.
-        key: key of its private routes, see `windlass.engines.private_routes`.
-        api_key: key that the engine itself was started to require; empty for none.
-        admin_api_key: the engine's key for routes that change something, if it differs from `api_key`.
+        key: key of the server's private routes, see `windlass.engines.private_routes`.
+        api_key: value of the engine's option `--api-key`; empty if not set.
+        admin_api_key: value of SGLang's option `--admin-api-key`, which POST requests send instead of
+            `api_key`; empty if not set.
     """
 
     url: str
@@ -40,14 +41,14 @@ class EngineHttp:
     admin_api_key: str = field(default="", repr=False)
 
     def post(self, path: str, body: object, deadline_s: float | None = API_DEADLINE_S) -> bytes:
-        """POST JSON to the engine's own server and return the answer. Blocks.
+        """POST JSON to the server and return the body of the response. Blocks.
 
-        `deadline_s` is None only for a call that lasts as long as a pause.
+        `deadline_s` is None (no limit) only for a request that the server answers at the end of a pause.
 
         Raises:
-            PeerTimeout: no answer within `deadline_s`.
-            NoSuchRoute: 404.
-            PeerUnreachable: no connection, or an answer that is not 200.
+            PeerTimeout: the server did not answer within `deadline_s`.
+            NoSuchRoute: the status is 404.
+            PeerUnreachable: the connection failed, or the status is neither 200 nor 404.
         """
         headers = {"Content-Type": "application/json"}
         return self._post(path, msgspec.json.encode(body), headers, deadline_s)
@@ -59,11 +60,11 @@ class EngineHttp:
         headers: Mapping[str, bytes],
         deadline_s: float = API_DEADLINE_S,
     ) -> bytes:
-        """POST bytes under additional `headers` and return the answer. Blocks; raises as `post` does."""
+        """POST bytes with additional `headers` and return the body of the response. Blocks; raises as `post` does."""
         return self._post(path, body, headers, deadline_s)
 
     def get(self, path: str, deadline_s: float = API_DEADLINE_S) -> bytes:
-        """GET from the engine's own server and return the answer. Blocks; raises as `post` does."""
+        """GET a path and return the body of the response. Blocks; raises as `post` does."""
         return self._ask("GET", path, None, {}, self.api_key, deadline_s)
 
     def _post(

@@ -37,8 +37,8 @@ class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         controller: URL of the controller.
-        transport: name of the transport that receives weights, or its configuration as JSON.
-        token: token for the controller; empty for the token that the server got at its start.
+        transport: name of the transport that receives weights, or the transport's configuration as JSON.
+        token: token that the controller requires; if empty, the server uses its own token.
     """
 
     controller: str
@@ -53,16 +53,16 @@ class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class JoinRoute:
     """ASGI middleware in front of an engine's server. It serves `JOIN_PATH` and passes on all other requests.
 
-    The caller must show the server's token, or the token for role engine that is derived from it. The response is
-    `{"name": ..., "controller": ...}` once every rank has joined, else `{"error": ...}` with status 400 (invalid
-    order), 403 (wrong token), 405 (not POST), 409 (another join is in progress),
-    413 (body above 64 KiB), or 502 (a peer or a rank failed).
+    The request must carry the server's token, or the token of role engine (derived from the server's token). The
+    response is `{"name": ..., "controller": ...}` after every rank has joined. If the join fails, the response is
+    `{"error": ...}` with status 400 (invalid order), 403 (wrong token), 405 (not POST), 409 (another join is in
+    progress), 413 (body above 64 KiB), or 502 (the controller or a rank failed).
 
     Args:
         app: application of the engine's server.
-        token: token of the server. If it is empty, every order is refused with 403.
-        join: function that orders every rank to join and returns the engine's name. It blocks and is called in a
-            thread. It raises `ProtocolError` while another join is in progress.
+        token: token of the server. If the token is empty, this route refuses every order with 403.
+        join: function that orders every rank to join and returns the engine's name. It blocks, so this route
+            calls it in a thread. It raises `ProtocolError` while another join is in progress.
     """
 
     def __init__(self, app: App, token: str, join: Callable[[JoinOrder], str]) -> None:
@@ -81,7 +81,7 @@ class JoinRoute:
     async def _carry_out(
         self, scope: Message, receive: Receive
     ) -> tuple[HTTPStatus, str | dict[str, str]]:
-        """Carry out the order; return the status, and the response body or the reason for a refusal."""
+        """Carry out the order; return the status and either the response body or the reason for the refusal."""
         if scope["method"] != "POST":
             return HTTPStatus.METHOD_NOT_ALLOWED, f"{JOIN_PATH} takes POST"
         shown = [value for name, value in scope["headers"] if name == b"authorization"]

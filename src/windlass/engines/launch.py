@@ -61,23 +61,22 @@ from windlass.progress import Progress
 REACH_DEADLINE_S = 30.0
 LOG_DEADLINE_S = 5.0
 _PARALLEL = (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"))
-"""Options of the parallel sizes. The number of ranks of an engine is their product."""
+"""Short and long names of the options of parallel sizes. An engine has tp x pp x dp ranks."""
 
 Join = Callable[[AgentSettings], None]
-"""Function that orders every rank of the running server to join; raises a `WindlassError` if one fails."""
+"""Function that orders every rank of the running server to join. It raises a `WindlassError` if a rank fails."""
 
 
 def exit_at_signal(number: int, _frame: FrameType | None) -> None:
-    """Handle a signal: raise SystemExit with the exit status that a shell reports for the signal."""
+    """Handle a signal: raise SystemExit with status 128 + `number`, as a shell reports it."""
     sys.exit(128 + number)
 
 
 def _end_signals() -> int:
     """Return a file descriptor that becomes readable at the next SIGTERM or SIGINT. Call this in the main thread.
 
-    Python runs signal handlers only in the main thread. If the main thread waits for a lock, it may never notice a
-    signal that another thread received, or that arrived just before the wait. The handler in C writes to the pipe
-    in any thread.
+    Python runs signal handlers only in the main thread, and a main thread that waits for a lock may never run them.
+    CPython's own C handler instead writes to a pipe at once (`signal.set_wakeup_fd`).
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -90,14 +89,14 @@ def _end_signals() -> int:
 def launch(engine: EngineSpec, description: str | None) -> int:
     """Check the command line of a third-party engine, then start or attach its server.
 
-    This refuses a release that cannot be updated, and prints a warning for each feature that a release lacks.
+    If an installed release lacks a needed feature, print an error; for each other missing feature, print a warning.
 
     Args:
         engine: engine with `releases` and a `server`.
         description: text for `--help`.
 
     Returns:
-        The exit status. After a `WindlassError` this is 2, and stderr has one line with the error.
+        The exit status of the server. After a `WindlassError` it is 2, and stderr has one line with the error.
     """
     args, rest = arguments(engine.module, description).parse_known_args()
     try:
@@ -122,7 +121,7 @@ def launch(engine: EngineSpec, description: str | None) -> int:
         if args.nnodes > 1:
             _meet(args)
         command = engine.server.command(args, rest)
-        # Nodes after the first serve no HTTP, so they need no key.
+        # Only the first node serves HTTP. The random key of another node opens no server.
         key_of = (
             contextlib.nullcontext(random.token_hex(32)) if args.node_rank else new_key(args.port)
         )
@@ -139,10 +138,10 @@ def launch(engine: EngineSpec, description: str | None) -> int:
 
 
 def _secrets(controller: str, rest: Sequence[str], key: str) -> Secrets:
-    """Return the secrets that this process shows to its peers. No child process inherits them.
+    """Return the secrets that this process sends to the controller and to the engine's server.
 
     Raises:
-        ConfigError: a controller is given and no token.
+        ConfigError: a controller is given without a token.
     """
     token = control_token() if controller else secret_value(TOKEN_VARIABLE)
     options = dict(options_of(rest))
@@ -151,11 +150,11 @@ def _secrets(controller: str, rest: Sequence[str], key: str) -> Secrets:
 
 
 def _meet(args: argparse.Namespace) -> None:
-    """Set `dist_init_addr`, where the nodes of a server meet, and check that the other nodes can reach the server.
+    """Set `args.dist_init_addr`, the rendezvous address of torch.distributed on the server's first node.
 
     Raises:
-        ConfigError: no address of the first node is known, or the advertised host is a loopback address and
-            the first node's is not.
+        ConfigError: the address of the first node is unknown, or other nodes cannot reach the server: the
+            advertised host is a loopback address, but the rendezvous address is not.
     """
     if not args.dist_init_addr:
         if not (first := environment_value(FIRST_NODE_VARIABLE)):
@@ -170,10 +169,10 @@ def _meet(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _told_token(args: argparse.Namespace, token: str) -> Iterator[dict[str, str]]:
-    """Yield environment variables that give the token to this node's part of a server over several nodes.
+    """Yield environment variables that pass the token to this node's ranks; none if the server has one node.
 
-    The token is in a file that only this user can read. Ranks on nodes after the first need it to join, and to
-    authenticate to the server.
+    Ranks on the other nodes send the token to the controller, and prove to the server that they know it. The
+    variables contain the path of a file with the token. Only this user can read the file.
 
     Raises:
         ConfigError: the server has several nodes and no token.
@@ -221,10 +220,10 @@ def _check(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[str]) ->
 
 
 def _own_words(args: argparse.Namespace) -> list[str]:
-    """Return the options of this parser that some engines refuse.
+    """Return the options in `args` that the rules of some engines refuse.
 
     Raises:
-        ConfigError: a number of ranks or nodes is below 1, or a deadline is not finite and above 0.
+        ConfigError: a number of ranks or nodes is below 1, or the join deadline is not finite and above 0.
     """
     for name in ("tp", "pp", "dp", "nnodes"):
         if vars(args)[name] < 1:
@@ -257,7 +256,7 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--transport", default="auto")
     for short, name in _PARALLEL:
         spelt = (f"--{short}", f"-{short}", f"--{short}-size")
-        # Accept the engines' own spellings, too.
+        # vLLM and SGLang use these long names.
         theirs = (f"--{name}-parallel-size", f"--{name}_parallel_size")
         help_ = f"{name}-parallel size"
         parser.add_argument(*spelt, *theirs, type=int, default=1, help=help_)
@@ -296,7 +295,7 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def checked_arguments(engine: EngineSpec, words: Sequence[str]) -> argparse.Namespace:
-    """Parse an engine's command line and check it as `launch` does; return its options.
+    """Parse an engine's command line, check the options, and return them.
 
     Args:
         engine: engine with a `server`.
@@ -318,15 +317,15 @@ def checked_arguments(engine: EngineSpec, words: Sequence[str]) -> argparse.Name
 def attach_running(args: argparse.Namespace, join: Join, token: str) -> int:
     """Order a running server to join a fleet, for `--attach`, and print one JSON line.
 
-    The server reuses its captured layout. A server that never joined a fleet captures its layout now, and must
-    still have the weights of its checkpoint.
+    Ranks that have joined a fleet before reuse their captured layout. Ranks that never joined capture their layout
+    now, and must still have the weights of the checkpoint.
 
     Returns:
-        0.
+        Always 0, the exit status.
 
     Raises:
         ConfigError: no controller is given; see also `join_fleet`.
-        SystemExit: SIGTERM or SIGINT arrived. The order to the server has ended by then.
+        SystemExit: SIGTERM or SIGINT arrived.
     """
     if not args.controller:
         raise ConfigError("--attach: --controller must be given")
@@ -350,7 +349,7 @@ def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> Age
         url=url,
         checkpoint=args.model if adapter is None else str(adapter.folder),
         world_size=args.tp * args.pp * args.dp,
-        # An engine always loads an adapter from its folder.
+        # `--load-format dummy` applies to the model only: engines always load an adapter's weights.
         loaded=loaded or adapter is not None,
         adapter="" if adapter is None else adapter.name,
         join_deadline_s=args.join_deadline_s or join_deadline_s(Path(args.model)),
@@ -365,17 +364,17 @@ def serve(
     join: Join,
     secrets: Secrets,
 ) -> int:
-    """Run `command` until it ends. On the first node, print one JSON line once its ranks have joined.
+    """Run the engine's own server until it ends. On the first node, print one JSON line once all ranks have joined.
 
     Args:
-        args: options from `arguments`, with all addresses; `port` is the port of the command.
+        args: options from `arguments`, with all addresses; the server listens on `args.port`.
         command: command of the engine's own server.
         ready_line: text that the server logs when it is ready.
-        join: function that is called once, if a controller is given.
-        secrets: secrets of this process. The server gets only the hash of the key.
+        join: function that orders the ranks to join; called once, and only if `args.controller` is set.
+        secrets: secrets of this process. The server gets only the hash of `secrets.key`.
 
     Returns:
-        The exit status of the server, or 2 if its ranks failed to join.
+        The exit status of the server, or 2 if the server did not become ready or a rank failed to join.
     """
     signals = _end_signals()
     server = subprocess.Popen(
@@ -401,7 +400,7 @@ def serve(
                 ready.set()
 
     def watch_server() -> None:
-        """Wake the waiter when the server has ended. The end of its log is too early: it has no exit status yet."""
+        """Set `ready` when the server has exited, so that the main thread does not wait for a ready line."""
         server.wait()
         ready.set()
 
@@ -439,9 +438,9 @@ def serve(
     finally:
         progress.end(done=False)
         code = server.wait()
-        # Child processes may outlive the server.
+        # Kill child processes that outlive the server.
         _kill(server.pid)
-        # A process that has left the group may keep the pipe open, so this wait has a deadline.
+        # A child process that left the process group survives and keeps the log's pipe open. Do not wait for it.
         log.join(LOG_DEADLINE_S)
     return status or code
 
@@ -451,17 +450,17 @@ def _say_joined(args: argparse.Namespace, url: str) -> None:
 
 
 def _tell(args: argparse.Namespace, token: str, reason: str) -> None:
-    """Report to the controller why this engine does not join, so that the controller does not wait for it."""
+    """Report to the controller why this engine does not join. The controller then stops waiting for the engine."""
     with contextlib.suppress(WindlassError):
         if args.controller:
             report_cannot_join(args.controller, token, args.name, reason)
 
 
 def _reach(host: str, port: int) -> None:
-    """Wait until a server accepts connections. It logs its ready line shortly before that.
+    """Wait until the server accepts connections: it logs its ready line shortly before it accepts them.
 
     Raises:
-        PeerUnreachable: the server refused connections for `REACH_DEADLINE_S`.
+        PeerUnreachable: the server accepted no connection within `REACH_DEADLINE_S`.
     """
     end_s, pauses = time.monotonic() + REACH_DEADLINE_S, Backoff(0.05, 1.0).pauses()
     while True:

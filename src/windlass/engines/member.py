@@ -1,4 +1,7 @@
-"""Membership of a server that its user started in the fleets of controllers; the plugins of vLLM and SGLang use it."""
+"""Join of an engine server to the fleet of a controller, if the user started the server and not Windlass's launcher.
+
+The plugins of vLLM and SGLang use this module.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def keep_key(port: int) -> str:
-    """Create the key of this process's server and return it; it is removed when the process ends.
+    """Create the key of this process's server and return the key. Delete the key's file when the process ends.
 
     Raises:
         ConfigError: see `new_key`.
@@ -43,12 +46,12 @@ def keep_key(port: int) -> str:
 
 
 class Member(ABC):
-    """Membership of this process's server in fleets.
+    """Engine server of this process, which can join the fleet of a controller.
 
     Attributes:
         controller: value of WINDLASS_CONTROLLER.
         token: token of the server; it opens `POST /windlass/join`.
-        key: key of the server's private routes, which its own ranks show.
+        key: key of the server's private routes; the server's ranks send it with each request.
 
     Args:
         host: address that the server listens on.
@@ -57,8 +60,9 @@ class Member(ABC):
         spans_hosts: whether ranks on other hosts must reach the server.
 
     Raises:
-        ConfigError: a token is required and missing, or the controller's URL is invalid; see also `_url`.
-        PeerUnreachable: see `_url`.
+        ConfigError: the token is missing although WINDLASS_CONTROLLER is `wait`, the controller's URL is
+            invalid, or see `_host`.
+        PeerUnreachable: see `_host`.
     """
 
     def __init__(self, host: str, port: int, *, key: str, spans_hosts: bool) -> None:
@@ -76,7 +80,7 @@ class Member(ABC):
         self._is_joining = threading.Lock()
 
     def join_at_start(self) -> None:
-        """Join the fleet of WINDLASS_CONTROLLER in a new thread; end the server if that fails."""
+        """Join the fleet of WINDLASS_CONTROLLER in a new thread. If the join fails, end the server."""
 
         def join() -> None:
             try:
@@ -87,7 +91,7 @@ class Member(ABC):
         threading.Thread(target=join, name="windlass-join", daemon=True).start()
 
     def _give_up(self, reason: str) -> None:
-        """Report the reason and end the server, so that it does not serve requests without updates."""
+        """Report the reason to the controller and on stderr, and end the server: it would get no updates."""
         name = self._name(self.controller)
         sys.stderr.write(f"engine {name}: {reason}\n")
         sys.stderr.flush()
@@ -96,11 +100,11 @@ class Member(ABC):
         self._end_server()
 
     def join(self, order: JoinOrder) -> str:
-        """Order every rank to leave its previous fleet and join a new one, and return the engine's name. Blocks.
+        """Order every rank to leave its previous fleet and join a new one. Block, and return the engine's name.
 
         Raises:
             ProtocolError: another join is in progress.
-            ConfigError: the controller's URL is invalid; see also `_url` and `_have_ranks_join`.
+            ConfigError: the controller's URL is invalid; see also `_host` and `_have_ranks_join`.
             WindlassError: see `_have_ranks_join`.
         """
         if not self._is_joining.acquire(blocking=False):
@@ -118,16 +122,17 @@ class Member(ABC):
 
     @abstractmethod
     def _have_ranks_join(self, order: JoinOrder, name: str, url: str) -> None:
-        """Order every rank to leave its previous fleet and join a new one. Blocks.
+        """Order every rank to leave its previous fleet and join a new one. Block until all ranks have joined.
 
         Args:
-            order: order of the controller.
+            order: controller, transport and token of the new fleet.
             name: name of the engine.
             url: address at which the controller reaches the server.
 
         Raises:
             ConfigError: this host does not have the checkpoint, or the order is not valid for this server.
-            PeerUnreachable, PeerTimeout: a rank failed, or did not answer in time.
+            PeerUnreachable: a rank failed.
+            PeerTimeout: a rank did not answer in time.
         """
 
     @abstractmethod
@@ -135,17 +140,17 @@ class Member(ABC):
         """End the server and all its processes."""
 
     def _name(self, controller: str) -> str:
-        """Return the engine's name, which is the same after a restart of the server."""
+        """Return HOST:PORT as the engine's name. A restarted server has the same name."""
         return join_host_port(self._host(controller), self._port)
 
     def _url(self, controller: str) -> str:
         return url_of(self._host(controller), self._port)
 
     def _host(self, controller: str) -> str:
-        """Return the host under which peers reach this server.
+        """Return the host at which the controller and all ranks reach this server.
 
         Raises:
-            ConfigError: the host is a loopback address, and a peer is on another host.
+            ConfigError: the host is a loopback address, but the controller or a rank is on another host.
             PeerUnreachable: see `own_address`.
         """
         host = self._listens_on

@@ -1,4 +1,4 @@
-"""Options of an engine's command line, and the rules that they must follow while the engine gets updates."""
+"""Rules for an engine's options and settings. An update would write wrong weights if the engine broke a rule."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from windlass.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Allowed values of an engine's setting while the engine gets updates.
+    """Allowed values of an engine's option or setting, for an engine that gets updates.
 
     Attributes:
-        option: option of the command line; empty if the setting exists only in the live configuration.
-        allowed: values that work with updates, the usual one first; if empty, the option must not be given.
+        option: option of the command line; empty if only a configuration file or a default sets the value.
+        allowed: values that work with updates, the usual value first. If this is empty, the option must not be
+            given.
         why: reason why other values are refused.
-        settings: names of the setting in the engine's live configuration.
-        aliases: other spellings of the option.
+        settings: names of the same setting in the running engine's configuration object.
+        aliases: other spellings of `option`.
     """
 
     option: str
@@ -38,7 +39,10 @@ class Rule:
 
 
 def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each option of a command line, spelt with dashes, and the word after it (its value if it has one)."""
+    """Yield (option, value) for each option of a command line. Underscores in an option become dashes.
+
+    The value is the text after `=`, or else the next word, even if the option takes no value.
+    """
     for word, following in pairwise([*words, ""]):
         option, equals, value = word.partition("=")
         if option.startswith("-"):
@@ -49,7 +53,7 @@ def refuse_options(words: Sequence[str], rules: Iterable[Rule]) -> None:
     """Check the words of an engine's command line.
 
     Raises:
-        ConfigError: an option would make updates wrong; the message names the option and the reason.
+        ConfigError: an option breaks a rule; the message names the option and the reason.
     """
     by_option = {option: rule for rule in rules for option in (rule.option, *rule.aliases)}
     for option, value in options_of(words):
@@ -59,12 +63,13 @@ def refuse_options(words: Sequence[str], rules: Iterable[Rule]) -> None:
 
 
 def refuse_settings(engine: str, rules: Iterable[Rule], setting: Callable[[str], object]) -> None:
-    """Check the effective settings of a running engine, from options, files or defaults.
+    """Check the settings of a running engine, which come from its options, files or defaults.
 
-    `setting` returns the value of a name in the configuration. It raises LookupError if this release lacks the name.
+    `setting` returns the value of a setting by name. It raises LookupError if the engine's release has no setting
+    of that name; such a rule is skipped.
 
     Raises:
-        ConfigError: a setting would make updates wrong; the message names the setting and the reason.
+        ConfigError: a setting breaks a rule; the message names the setting and the reason.
     """
     for rule in rules:
         for place in rule.settings:

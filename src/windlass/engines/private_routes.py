@@ -1,11 +1,11 @@
-"""Protection of an engine server's private routes, which only its launcher and its own ranks may call.
+"""Protection of an engine server's private routes, which only the server's launcher and ranks may call.
 
-Servers of vLLM and SGLang have routes that run methods in their ranks, unpickle tensors, pause, and read
-weights. They do not authenticate the caller. `PrivateRoutes` wraps the server's ASGI application: routes that
-generate or report health stay open (the engine's own `--api-key` closes them); every other route needs a key.
-Each server has its own key, in a file that only its user can read and where a later `--attach` finds it. The
-processes of a launched server get only the key's hash. A framework that calls private routes itself names
-them in WINDLASS_OPEN_ROUTES.
+vLLM's and SGLang's servers have routes that run methods in their ranks, unpickle tensors, pause the engine, and
+return weights. These routes do not authenticate the caller. `PrivateRoutes` wraps the server's ASGI application.
+Routes that generate text or report health stay open, unless the engine's own `--api-key` protects them. Every other
+route is private: a request must carry the server's key. The key is a random text in a file that only this user can
+read; the launcher option `--attach` reads the file later. The server's processes get only the hash of the key. If a
+framework calls private routes itself, the user lists these routes in WINDLASS_OPEN_ROUTES.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ _RUN_CODE = frozenset(
         "/load_lora_adapter_from_tensors",
     }
 )
-"""Routes that run methods in ranks or unpickle the request; they cannot be opened."""
+"""Routes that run methods in ranks or unpickle the request. WINDLASS_OPEN_ROUTES cannot open them."""
 
 
 @contextmanager
 def new_key(port: int) -> Iterator[str]:
-    """Create the key of a server on this host and yield it; `saved_key` finds it until the block ends.
+    """Create and yield the key of a server on this host. Save the key for `saved_key` until the `with` block ends.
 
     Raises:
-        ConfigError: the folder of keys does not belong to this user alone.
+        ConfigError: another user owns the folder of the keys, or can read it.
     """
     folder = _folder()
     folder.mkdir(mode=0o700, exist_ok=True)
     require_own(folder)
     key, file = secrets.token_hex(32), folder / str(port)
-    # A launcher that was killed may have left its file.
+    # Delete the file of an earlier launcher that was killed.
     file.unlink(missing_ok=True)
     with open(
         os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "w"
@@ -84,7 +84,7 @@ def new_key(port: int) -> Iterator[str]:
 
 
 def saved_key(url: str) -> str:
-    """Return the key of a running server on this host; empty if the server has no key. Raises as `new_key` does."""
+    """Return the saved key of a running server on this host; empty if there is none. Raises as `new_key` does."""
     file = _folder() / str(urlsplit(url).port)
     if not file.exists():
         return ""
@@ -97,10 +97,10 @@ def _folder() -> Path:
 
 
 def require_own(folder: Path) -> None:
-    """Check that a folder belongs to this user and that no other user can read it.
+    """Check that this user owns a folder and that no other user can access the folder.
 
     Raises:
-        ConfigError: the folder belongs to another user, or other users can access it.
+        ConfigError: another user owns the folder or can access it.
         OSError: the folder does not exist.
     """
     found = folder.lstat()
@@ -109,20 +109,20 @@ def require_own(folder: Path) -> None:
 
 
 def environment_of(key: str) -> dict[str, str]:
-    """Return the environment variables that give `PrivateRoutes` the hash of the key."""
+    """Return the environment variables that pass the hash of `key` to `PrivateRoutes` in the server."""
     return {HASH_VARIABLE: _hash(key.encode())}
 
 
 def is_launched() -> bool:
-    """Return whether a launcher started this server; the launcher then keeps the key and makes the ranks join."""
+    """Return whether a launcher of Windlass started this server."""
     return bool(environment_value(HASH_VARIABLE))
 
 
 def opened_routes() -> frozenset[str]:
-    """Return the private routes that WINDLASS_OPEN_ROUTES (`/a,/b`) opens to every client.
+    """Return the private routes that WINDLASS_OPEN_ROUTES (a list like `/a,/b`) opens to every client.
 
     Raises:
-        ConfigError: an entry is not a path, or its route runs code for the caller.
+        ConfigError: an entry is not a path, or is a route that runs code for the caller.
     """
     words = environment_value(OPEN_ROUTES_VARIABLE).split(",")
     paths = frozenset(word.strip() for word in words if word.strip())
@@ -131,7 +131,7 @@ def opened_routes() -> frozenset[str]:
             raise ConfigError(f"{OPEN_ROUTES_VARIABLE} must name paths like /a,/b, got {path!r}")
         if path in _RUN_CODE:
             raise ConfigError(
-                f"{OPEN_ROUTES_VARIABLE} must not name {path}: it runs code for whoever calls it"
+                f"{OPEN_ROUTES_VARIABLE} must not name {path}: this route runs code of any caller"
             )
     return paths
 
@@ -144,7 +144,10 @@ def _hash(key: bytes) -> str:
 class PrivateRoutes:
     """ASGI middleware that protects the private routes of an engine's server.
 
-    `key` opens the private routes; None takes the hash that the launcher left in the environment.
+    Args:
+        app: application of the engine's server.
+        key: key that a request for a private route must carry. None if the launcher passed the hash of the key in
+            the environment (`environment_of`).
 
     Raises:
         ConfigError: see `opened_routes`.
@@ -156,7 +159,7 @@ class PrivateRoutes:
         self._open = _OPEN | opened_routes()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request, or refuse it (403)."""
+        """Serve one request, or refuse the request with status 403."""
         if scope["type"] == "lifespan" or self._may(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
@@ -174,10 +177,10 @@ class PrivateRoutes:
 
 
 def route_path(scope: Message) -> str:
-    """Return the path by which the server's router picks a route: without the server's root path.
+    """Return the path of a request without the server's root path, as Starlette's router does.
 
-    A server that is started with a root path (vLLM's `--root-path`, SGLang's `--fastapi-root-path`) answers a
-    route both with and without this prefix. The rule is the one of Starlette's router.
+    A server with a root path (vLLM's `--root-path`, SGLang's `--fastapi-root-path`) serves each route both with and
+    without this prefix.
     """
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
@@ -186,14 +189,14 @@ def route_path(scope: Message) -> str:
 
 
 async def answer(send: Send, status: int, body: bytes) -> None:
-    """Send a whole answer in JSON."""
+    """Send a complete response with a JSON body."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 async def body_of(receive: Receive, limit_nbytes: int) -> bytes:
-    """Return the body of a request. If it is longer than `limit_nbytes`, return only its beginning, which is too."""
+    """Return the body of a request. Stop reading once the body is longer than `limit_nbytes`."""
     body, more = bytearray(), True
     while more and len(body) <= limit_nbytes:
         message = await receive()
@@ -203,14 +206,17 @@ async def body_of(receive: Receive, limit_nbytes: int) -> bytes:
 
 
 class Refusal(NamedTuple):
-    """The answer to a refused request."""
+    """Status and reason in the response to a refused request."""
 
     status: HTTPStatus
     reason: str
 
 
 async def read_json(receive: Receive, kind: type[T], limit_nbytes: int, what: str) -> T | Refusal:
-    """Return the decoded body of a request, or a refusal: it is longer than `limit_nbytes`, or not `what` in JSON."""
+    """Return the decoded JSON body of a request, or a refusal with the reason.
+
+    A body is refused if it is longer than `limit_nbytes` or cannot be decoded as `kind`; `what` names the kind.
+    """
     body = await body_of(receive, limit_nbytes)
     if len(body) > limit_nbytes:
         reason = f"body must be at most {limit_nbytes} bytes, got more"

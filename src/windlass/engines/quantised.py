@@ -1,7 +1,6 @@
-"""Quantisation of a checkpoint, as its config.json declares it, and the check that updates can follow it.
+"""Check that trainers can quantise their weights as a checkpoint's config.json declares.
 
-Launchers call this module before they start an engine, so that a scheme that trainers cannot produce is
-refused early.
+Launchers call this module before they start an engine.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _METHODS: Mapping[str, Scheme] = {
     "gptq_marlin": Scheme.INT4_GROUPED,
 }
 _ALGORITHMS: Mapping[str, Scheme] = {"FP8": Scheme.FP8_TENSOR, "NVFP4": Scheme.NVFP4}
-"""Schemes of modelopt, which uses one method name for several schemes."""
+"""`quant_algo` -> scheme, for NVIDIA ModelOpt, which uses one `quant_method` for several schemes."""
 
 
 class _Quantisation(msgspec.Struct, frozen=True):
-    """Part of `quantization_config` that tells schemes apart."""
+    """Fields of `quantization_config` in config.json that identify a scheme."""
 
     quant_method: str = ""
     weight_block_size: tuple[int, ...] | None = None
@@ -52,15 +51,15 @@ class _Modelopt(msgspec.Struct, frozen=True):
 
 
 def require_followed(folder: Path, rest: Sequence[str]) -> bool:
-    """Check that the engine copies the checkpoint's weights unchanged; return whether they are in block float8.
+    """Return whether the checkpoint is quantised in a scheme that trainers support (float8 in blocks).
 
     Args:
         folder: folder of the checkpoint; a folder without config.json counts as not quantised.
         rest: engine options from the command line.
 
     Raises:
-        ConfigError: an option makes the engine quantise the weights itself, trainers cannot quantise to the
-            checkpoint's scheme (the error gives the reason), or config.json is invalid.
+        ConfigError: an option makes the engine quantise weights while it loads them, trainers do not support
+            the checkpoint's scheme (the message has the reason), or config.json is invalid.
     """
     declared = _declared(folder)
     for option, value in options_of(rest):
@@ -84,10 +83,10 @@ def require_followed(folder: Path, rest: Sequence[str]) -> bool:
 
 
 def is_declared(folder: Path) -> bool:
-    """Return whether a checkpoint declares a quantisation, or has no config.json that could declare one.
+    """Return True if config.json declares a quantisation or does not exist.
 
     Raises:
-        ConfigError: the configuration cannot be read.
+        ConfigError: config.json is invalid.
     """
     return not (folder / "config.json").exists() or _declared(folder) is not None
 
@@ -102,13 +101,13 @@ def _declared(folder: Path) -> _Quantisation | None:
             return None
         config = msgspec.json.decode(path.read_bytes(), type=_Config)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"checkpoint: {folder}: config must say how it is quantised: {error}") from error  # fmt: skip
+        raise ConfigError(f"checkpoint: {folder}: config.json must be valid: {error}") from error
     inner = config.text_config.quantization_config if config.text_config else None
     return config.quantization_config or config.compression_config or inner
 
 
 def _scheme(declared: _Quantisation) -> tuple[Scheme | None, str]:
-    """Return the scheme, or None and the reason why the scheme is not supported."""
+    """Return the scheme and an unused text, or None and the reason why the scheme is not supported."""
     method = declared.quant_method.lower()
     if method == "fp8":
         if declared.weight_block_size is None:

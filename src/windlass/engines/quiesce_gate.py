@@ -1,4 +1,7 @@
-"""Synchronisation of an engine's main loop with the agent in its process."""
+"""Synchronisation of an engine rank's main loop (which runs the model) with the agent in the same process.
+
+The loop is quiesced for a pause when the last step before the pause has ended.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from windlass.errors import PeerTimeout, WindlassError
 
 @final
 class QuiesceGate:
-    """Meeting point of one rank's main loop and its agent.
+    """Synchronises the main loop and the agent of one rank.
 
-    The loop passes (`quiesced`) or stays (`block`) while the agent asks for that pause. Loop and agent may
-    arrive in either order.
+    The agent calls `ask`, `wait` and, after the update, `end`. The main loop calls `quiesced`, which returns at
+    once, or `block`, which returns after `end`. The loop may call before or after the agent.
     """
 
     def __init__(self) -> None:
@@ -24,30 +27,30 @@ class QuiesceGate:
         self._failed: dict[str, WindlassError] = {}
 
     def quiesced(self, pause_id: str) -> None:
-        """Record that the main loop, which is already paused, has ended its last step. Called by the main loop."""
+        """Record that the loop has ended its last step and will run no other. Called by the main loop."""
         with self._changed:
             self._reached = pause_id
             self._changed.notify_all()
 
     def block(self, pause_id: str, deadline_s: float, longest_s: float | None = None) -> None:
-        """Block the main loop after its last step until the pause ends. Called by the main loop.
+        """Block the main loop after its last step until the agent ends the pause. Called by the main loop.
 
-        If the agent asks for another pause during the block, the blocked loop counts as quiesced for that
-        one. If the agent has asked for no pause after `deadline_s`, the loop continues, and the pause has
-        failed. Once the agent has asked, the loop stays blocked: to run would be to serve weights that may be
-        torn. When the agent loses its controller it ends the pause, unless the weights may be torn or no
-        version was ever published.
+        If the agent asks for another pause while the loop is blocked, the loop is quiesced for that pause too.
 
-        `deadline_s` is the time for the agent to ask. `longest_s` is for an engine that is itself paused, so
-        that its loop runs no step afterwards: the loop leaves after `longest_s` in each of the two waits,
-        whatever happens.
+        Args:
+            pause_id: id of the pause.
+            deadline_s: seconds to wait until the agent asks for a pause; afterwards the loop continues, and the
+                pause fails. Once the agent has asked, the loop waits without a limit, because a step could use
+                weights of two versions.
+            longest_s: maximum seconds of each of the two waits (for `ask`, for `end`). None, for no maximum,
+                unless the engine's scheduler is paused: the loop then runs no step when it leaves early.
         """
         with self._changed:
             self._blocked = True
             self._reached = self._asked or pause_id
             self._changed.notify_all()
             until_asked_s = deadline_s if longest_s is None else min(deadline_s, longest_s)
-            # A pause may have begun and ended before this thread wakes.
+            # Count the calls of `ask`: a pause may begin and end before this thread wakes.
             before = self._num_asked
             self._changed.wait_for(
                 lambda: self._asked or self._num_asked > before or pause_id == self._ended,
@@ -57,7 +60,7 @@ class QuiesceGate:
             self._blocked = False
 
     def ask(self, pause_id: str) -> bool:
-        """Ask for a pause, before `wait`; return whether the loop is blocked already. Called by the agent."""
+        """Ask for a pause; return whether the loop is already blocked. The agent calls this before `wait`."""
         with self._changed:
             self._asked = pause_id
             self._num_asked += 1
@@ -74,22 +77,22 @@ class QuiesceGate:
             self._changed.notify_all()
 
     def wait_ended(self, pause_id: str) -> None:
-        """Return once the agent no longer asks for this pause; like `block`, this has no deadline."""
+        """Wait, without a deadline, until the agent no longer asks for this pause."""
         with self._changed:
             self._changed.wait_for(lambda: self._asked != pause_id)
 
     def fail(self, pause_id: str, error: WindlassError) -> None:
-        """Give up a pause because the main loop will not be quiesced for it; `wait` raises `error`."""
+        """Report that the main loop will not be quiesced for this pause: `wait` raises `error`."""
         with self._changed:
             self._failed = {pause_id: error}
             self._changed.notify_all()
 
     def wait(self, pause_id: str, deadline_s: float) -> None:
-        """Return once the main loop is quiesced for this pause.
+        """Wait until the main loop is quiesced for this pause. Called by the agent.
 
         Raises:
             PeerTimeout: the loop was not quiesced within `deadline_s`.
-            WindlassError: the error that `fail` was given.
+            WindlassError: the error that another thread passed to `fail`.
         """
         with self._changed:
             self._changed.wait_for(lambda: pause_id in (self._reached, *self._failed), deadline_s)

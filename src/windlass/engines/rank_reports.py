@@ -1,13 +1,13 @@
 """Orders to the ranks of an engine's server to join a fleet, and the reports of the ranks.
 
-The server's own answer is not enough: SGLang answers for the first stage of a pipeline, when later stages may not
-have begun, and vLLM for the first of its replicas. So each rank writes its report into a folder of the launcher and
-sends a notice through a socket in that folder. The folder also contains the secrets that a rank needs. Only this
-user can read it: no secret is in an environment variable or in a request.
+The HTTP response of the server does not cover all ranks: SGLang responds after the first pipeline stage, and vLLM
+after the first data-parallel replica. So each rank writes a report into a folder that the launcher creates, and
+then sends a notice to the launcher through a Unix socket in that folder. The folder also contains the secrets that
+a rank needs, and only this user can read it. No secret is in an environment variable or in a request.
 
-A rank on another host sends its report to the engine's server, which writes it into the folder
-(`windlass.engines.report_route`). The rank has the token from its own host and proves that by a code over the
-report: no secret travels from host to host.
+A rank on another host sends its report to the engine's server by HTTP, and the server writes the report into the
+folder (`windlass.engines.report_route`). The rank has the token from its own host, and adds an HMAC of the report to
+prove this: no secret is sent from host to host.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ _SOCKET = "sent"
 _SECRETS = "secrets"
 REPORT_PATH = "/windlass/report"
 OTHER_NODES_VARIABLE = "WINDLASS_RANKS_ON_OTHER_NODES"
-"""Set for ranks on other hosts than their server's."""
+"""Environment variable that the launcher sets for ranks that run on another host than their server."""
 HEAD_HEADER = "x-windlass-report"
 PROOF_HEADER = "x-windlass-proof"
 REPORTED_S = 2.0
-"""Seconds to wait for reports that ranks have sent already."""
+"""Seconds to wait for reports that the ranks have probably sent already."""
 _PREFIX = "windlass-reports-"
 
 
 class RefusedByOtherRank(UnsupportedLayout):
-    """Another rank of this engine could not capture its layout; that rank says why."""
+    """Another rank of this engine could not capture its layout, and reports the reason."""
 
 
 class Secrets(msgspec.Struct, frozen=True):
-    """Secrets that open the controller and the engine's own server to a rank.
+    """Secrets with which a rank authenticates to the controller and to the engine's own server.
 
     Attributes:
-        token: token of the controller; empty if there is none.
+        token: token of the controller; empty without a controller.
         key, api_key, admin_api_key: see `windlass.engines.http.EngineHttp`.
     """
 
@@ -73,7 +73,7 @@ class Secrets(msgspec.Struct, frozen=True):
     admin_api_key: str = ""
 
     def server(self, url: str) -> EngineHttp:
-        """Return the rank's own server with these keys."""
+        """Return the engine's server at `url`, with these keys."""
         return EngineHttp(url, self.key, self.api_key, self.admin_api_key)
 
     def __repr__(self) -> str:
@@ -81,13 +81,13 @@ class Secrets(msgspec.Struct, frozen=True):
 
 
 class ReportHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A report without its body. It travels ahead of the body, so that the server can refuse the body unread.
+    """Description of a report's body. The rank sends it in an HTTP header, so that the server may skip the body.
 
     Attributes:
         folder: path of the folder, on the server's host, where the launcher waits for the report.
         rank: index of the rank that reports.
-        failed: whether the rank could not carry out its order; the body is then the reason, in UTF-8.
-        nbytes: length of the body.
+        failed: whether the rank failed to carry out its order. If so, the body is the reason, in UTF-8.
+        nbytes: number of bytes of the body.
         digest: SHA-256 of the body, in hex.
     """
 
@@ -98,23 +98,23 @@ class ReportHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str
 
     def proof(self, token: str) -> str:
-        """Return a proof that the sender of this head knows `token`; the proof does not reveal the token."""
+        """Return an HMAC of this head, which proves that the sender knows `token` without revealing it."""
         return hmac.new(token.encode(), msgspec.json.encode(self), hashlib.sha256).hexdigest()
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """Sent through the folder's socket once the report of `rank` is complete."""
+    """Message that a rank sends to the launcher's socket after the rank has written its report."""
 
     rank: int
     failed: bool
 
 
 class Report(NamedTuple):
-    """Result of one rank, on its way to the launcher that waits for it.
+    """Result of one rank for the launcher.
 
     Attributes:
         folder, rank, failed: see `ReportHead`.
-        body: the result, or the reason for the failure.
+        body: the result; the reason in UTF-8 if the rank failed.
     """
 
     folder: str
@@ -128,7 +128,7 @@ class Report(NamedTuple):
         return ReportHead(self.folder, self.rank, self.failed, len(self.body), digest)
 
     def headers(self, token: str) -> dict[str, bytes]:
-        """Return the HTTP headers under which the body is sent to `REPORT_PATH`."""
+        """Return the HTTP headers for a request to `REPORT_PATH` with this report's body."""
         head = self.head()
         return {
             HEAD_HEADER: base64.b64encode(msgspec.json.encode(head)),
@@ -136,10 +136,10 @@ class Report(NamedTuple):
         }
 
     def leave(self) -> None:
-        """Write the report into its folder and notify the launcher, a process of this user on this host.
+        """Write the report into `folder` and notify the launcher, a process of this user on this host.
 
         Raises:
-            OSError: the launcher no longer waits for it.
+            OSError: the launcher no longer waits for the report.
         """
         folder = Path(self.folder)
         (folder / str(self.rank)).write_bytes(self.body)
@@ -152,12 +152,16 @@ class Report(NamedTuple):
 def carry_out(
     folder: str, rank: int, order: Callable[[Secrets], bytes], *, server_url: str = ""
 ) -> None:
-    """Carry out an order in a rank, and report the result of `order` or the reason for its failure.
+    """Call `order` in a rank, and report its result, or the reason why it failed, to the launcher.
 
-    This function raises nothing, because an exception would end SGLang's loop, and it does not wait for a
-    launcher that has stopped listening. The launcher waits for the report in `folder`, a folder of the host on
-    which the engine's server runs. A rank of another host sends its report to that server by HTTP (`server_url`), and
-    its only secret is the token of its environment (`control_token`).
+    This function raises nothing, because an exception would end SGLang's main loop.
+
+    Args:
+        folder: folder, on the host of the engine's server, where the launcher waits for the report.
+        rank: index of this rank.
+        order: function that carries out the order and returns the body of the report.
+        server_url: address of the engine's server. A rank on another host sends its report there, and its only
+            secret is the token of its own environment (`control_token`).
     """
     token = ""
     if not environment_value(OTHER_NODES_VARIABLE):
@@ -166,7 +170,7 @@ def carry_out(
         secrets = Secrets(token := control_token()) if server_url else _secrets_in(folder)
         report = Report(folder, rank, failed=False, body=order(secrets))
     except RefusedByOtherRank:
-        # The rank that has a reason reports it.
+        # The other rank reports the reason.
         return
     except Exception as error:  # noqa: BLE001 - the engine's loop, and the engine, would end with it
         _log.exception("rank %s", rank)
@@ -178,12 +182,12 @@ def carry_out(
             report.leave()
     # The launcher has given up or ended.
     except (OSError, WindlassError) as error:
-        _log.warning("rank %s: nobody hears what it reports in %s: %s", rank, folder, error)
+        _log.warning("rank %s: no launcher waits for the report in %s: %s", rank, folder, error)
 
 
 @contextmanager
 def _socket_of(folder: Path) -> Iterator[str]:
-    """Yield a path of at most 107 bytes, the limit for sockets, to the socket of a folder at any depth."""
+    """Yield a short path to the socket in `folder`: Linux limits the path of a Unix socket to 107 bytes."""
     opened = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{opened}/{_SOCKET}"
@@ -192,7 +196,7 @@ def _socket_of(folder: Path) -> Iterator[str]:
 
 
 def is_waited_for(report: ReportHead) -> bool:
-    """Return whether a process of this user waits for the report in the folder that it names."""
+    """Return whether a launcher of this user waits for the report in `report.folder`."""
     folder = Path(report.folder)
     try:
         require_own(folder)
@@ -203,7 +207,7 @@ def is_waited_for(report: ReportHead) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the text that a rank reports for an error; an engine's own error needs its type to be understood."""
+    """Return the text that a rank reports for an error. The text of an engine's own error includes its type."""
     return str(error) if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"
 
 
@@ -218,12 +222,15 @@ def _secrets_in(folder: str) -> Secrets:
 
 @final
 class RankReports(ExitStack):
-    """A folder for the reports of `world_size` ranks, and for the secrets that they need; left when they were read."""
+    """Temporary folder for the reports of `world_size` ranks, and for the secrets that the ranks need.
+
+    Closing this object deletes the folder.
+    """
 
     def __init__(self, world_size: int, secrets: Secrets = Secrets()) -> None:  # noqa: B008 - frozen
         super().__init__()
         self._world_size = world_size
-        with ExitStack() as undo:  # the secrets are not left lying there if this fails
+        with ExitStack() as undo:  # delete the folder with the secrets if an error occurs here
             undo.push(self)
             self.folder = self.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX))
             (Path(self.folder) / _SECRETS).write_bytes(msgspec.json.encode(secrets))
@@ -234,11 +241,11 @@ class RankReports(ExitStack):
             undo.pop_all()
 
     def gather(self, deadline_s: float) -> list[bytes]:
-        """Return what every rank reported, by rank.
+        """Wait for the reports of all ranks, and return their bodies in the order of ranks.
 
         Raises:
-            PeerTimeout: names the ranks that reported nothing within `deadline_s`.
-            PeerUnreachable: a rank could not carry out the order; its reason.
+            PeerTimeout: a rank has not reported within `deadline_s`; the message names these ranks.
+            PeerUnreachable: a rank failed to carry out the order; the message has the rank's reason.
         """
         missing, end_s = set(range(self._world_size)), time.monotonic() + deadline_s
         while missing:
@@ -264,14 +271,14 @@ class RankReports(ExitStack):
 
 
 def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) -> None:
-    """Have the ranks of a running server join a fleet, after leaving the one before.
+    """Order the ranks of a running server to leave their previous fleet and join a new one.
 
-    None joins before the layouts of all have been found good: an engine is never in a fleet unchecked,
-    wherever this process ends.
+    All ranks capture their layouts, this process checks the layouts, and then all ranks join.
 
     Raises:
-        ConfigError: a checkpoint tensor is in the memory of no rank; and see `EngineServer.order`.
-        PeerUnreachable: a rank refused, and says why; and see `EngineServer.order`. PeerTimeout.
+        ConfigError: see `check_layouts` and `EngineServer.order`.
+        PeerUnreachable: a rank failed (the message has the rank's reason); see also `EngineServer.order`.
+        PeerTimeout: a rank or the server did not answer in time.
     """
     progress = Progress(lambda line: sys.stderr.write(f"engine {settings.name}: {line}\n"))
     with progress.part("its ranks capture their layout", settings.join_deadline_s):
@@ -285,12 +292,12 @@ def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) 
 def _order(
     server: EngineServer, step: RankStep, settings: AgentSettings, secrets: Secrets
 ) -> list[bytes]:
-    """Return what every rank has reported of this step, by rank."""
+    """Order every rank to carry out one step; return the bodies of their reports in the order of ranks."""
     with RankReports(settings.world_size, secrets) as reports:
         try:
             server.order(secrets.server(settings.url), step, settings, reports.folder)
         except PeerUnreachable as error:
-            # A server may end with the rank that failed, and its answer tells nothing of why.
+            # If the server failed because of a rank, raise the error with that rank's reason instead.
             try:
                 reports.gather(REPORTED_S)
             except PeerTimeout:
@@ -302,15 +309,16 @@ def _order(
 
 
 def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:
-    """Raise if a loader reads a checkpoint tensor that no rank's memory contains.
+    """Check that updates will reach every checkpoint tensor that the engine's loader reads.
 
-    Such a tensor is in memory that capture cannot see (a kernel's private copy), and updates would silently
-    miss it. stderr reports the tensors that all ranks' loaders skip, which the engine does not serve. It also
-    reports the cost of updates through buffers, if any, and the seconds of each capture stage on the slowest
-    rank.
+    If the loader reads a tensor but no rank's memory contains it, the values are in memory that capture cannot
+    see (such as a private copy of a kernel), so that updates would not change them.
+
+    Print to stderr: tensors that the loaders of all ranks skip; the bytes of buffers and the number of tensors
+    that the loader recomputes after each update; the seconds of each capture stage on the slowest rank.
 
     Raises:
-        ConfigError: names the tensors that no rank contains.
+        ConfigError: a loader reads a tensor that no rank's memory contains; the message names these tensors.
     """
     nowhere = set(ranks[0].unplaced).intersection(*(rank.unplaced for rank in ranks[1:]))
     unread = nowhere.intersection(*(rank.unread for rank in ranks))
@@ -322,7 +330,7 @@ def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:
         )
     if unread:
         sys.stderr.write(
-            f"engine {engine}: its loader passes by {said(unread)} of the checkpoint, and updates do too\n"
+            f"engine {engine}: its loader skips {said(unread)} of the checkpoint, and updates skip them too\n"
         )
     if nbytes := max(rank.buffer_nbytes for rank in ranks):
         sys.stderr.write(

@@ -1,8 +1,8 @@
 """`POST /windlass/report`: ranks on other hosts than the engine's server send their reports here.
 
-A report is two headers and a body (`windlass.engines.rank_reports`): the head, in JSON and base64, and a proof that the
-sender knows the token that the server was started with, or the token of role engine that is derived from it. The
-body of a sender without this proof is not read.
+A report (`windlass.engines.rank_reports`) is two headers and a body. One header is the head, in JSON and base64. The
+other header proves that the sender knows the server's token, or the token of role engine (derived from the server's
+token). Without this proof the server does not read the body.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _UNPROVEN = (
 
 @final
 class ReportRoute:
-    """ASGI middleware that answers `REPORT_PATH` and passes every other request on.
+    """ASGI middleware that serves `REPORT_PATH` and passes on all other requests.
 
-    The answer is `{}` once the report is in the folder where the launcher waits for it. Otherwise it is
-    `{"error": ...}` with 400 (not a report), 403 (no proof), 410 (no process waits for it), or 413 (a body above
-    64 MiB). After a report without proof the launcher gets an error in place of a report: a rank with another token
-    would never report.
+    The response is `{}` after the report has been written into the launcher's folder. If that fails, the response is
+    `{"error": ...}` with status 400 (not a report), 403 (no proof), 410 (no launcher waits for the report), or 413
+    (body above 64 MiB). If the proof is missing or wrong, the launcher gets an error as the rank's report, so that it
+    need not wait until its deadline.
 
     Args:
-        app: the engine's application.
-        token: token of the server; empty for none: every report is then refused. None takes the token of the
-            server's environment.
+        app: application of the engine's server.
+        token: token of the server. If the token is empty, this route refuses every report. None for the token in
+            this process's environment.
 
     Raises:
         ConfigError: see `control_token`.
@@ -96,10 +96,10 @@ class ReportRoute:
 
 
 def _head_of(scope: Message) -> tuple[ReportHead, bytes]:
-    """Return the head of a report and its proof.
+    """Return the head of a report and the proof that the sender knows the token.
 
     Raises:
-        ValueError: a header is missing, stands there twice, or is malformed.
+        ValueError: a header is missing, occurs twice, or is malformed.
     """
     headers: list[tuple[bytes, bytes]] = list(scope["headers"])
     counts = Counter(name for name, _ in headers)

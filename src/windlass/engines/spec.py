@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 def expandable_segments() -> str:
-    """Return `VARIABLE=value` of the variable that enables torch's expandable segments; empty if none does."""
+    """Return `VARIABLE=value` for the environment variable that enables torch's expandable segments.
+
+    Return an empty text if no variable enables them.
+    """
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         value = environment_value(variable)
         if "expandable_segments:true" in value.lower():
@@ -39,7 +42,7 @@ def refuse_expandable_segments() -> None:
     """Check the environment variables of torch's allocator.
 
     Raises:
-        ConfigError: a variable enables expandable segments. Transports cannot register their memory.
+        ConfigError: a variable enables expandable segments, whose memory transports cannot register.
     """
     if asked := expandable_segments():
         variable, _, value = asked.partition("=")
@@ -53,7 +56,10 @@ JOIN_S, JOIN_BYTES_PER_S = 600.0, 100_000_000
 
 
 def join_deadline_s(checkpoint: Path) -> float:
-    """Return the default of `AgentSettings.join_deadline_s`: ranks may read the checkpoint from a slow disk."""
+    """Return the default of `AgentSettings.join_deadline_s`.
+
+    The default grows with the checkpoint, because ranks may read the checkpoint from a slow disk.
+    """
     nbytes = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     return JOIN_S + nbytes / JOIN_BYTES_PER_S
 
@@ -66,14 +72,14 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         controller: URL of the controller.
         transport: name of the transport that receives weights.
         url: URL of the engine's own HTTP server.
-        checkpoint: folder with safetensors files that have the model's names, shapes and types, or the
-            adapter's if updates are for an adapter.
-        adapter: name of the adapter that gets updates; empty if the model gets them.
-        loaded: whether the engine started with the weights of `checkpoint`. If not, capture cannot compare
-            the engine's memory with the checkpoint.
+        checkpoint: folder with safetensors files of the model, or of the adapter if `adapter` is set. Capture
+            reads names, shapes and dtypes from these files.
+        adapter: name of the adapter that gets updates; empty if the model gets updates.
+        loaded: whether the engine loaded the weights of `checkpoint` when it started. If not, capture cannot
+            compare the engine's memory with the checkpoint.
         world_size: number of ranks of this engine.
-        serves_own_weights: whether the engine serves requests with its start weights before the first version.
-        join_deadline_s: seconds for all ranks to capture their layouts, and again for all of them to join.
+        serves_own_weights: True to serve requests with the initial weights until a version is published.
+        join_deadline_s: seconds for all ranks to capture their layouts; the join of all ranks gets as long again.
     """
 
     name: str
@@ -89,7 +95,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def made_up(self) -> bool:
-        """True if the engine started with random weights (`--load-format dummy`) and has served no request since."""
+        """True if the weights are random (`--load-format dummy`) and the engine has served no request with them."""
         return not self.loaded and not self.serves_own_weights
 
 
@@ -97,10 +103,11 @@ class CapturedLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of a rank's captured layout.
 
     Attributes:
-        unplaced: names of checkpoint tensors without an element on this rank.
-        unread: names in `unplaced` that the loader did not read.
+        unplaced: names of checkpoint tensors that have no element in this rank's memory.
+        unread: names in `unplaced` that the engine's loader did not read.
         recomputed: see `windlass.engines.capture.description.Captured`.
-        buffer_nbytes: bytes of the buffers outside the model's memory, which updates write.
+        buffer_nbytes: bytes of the buffers that capture allocated outside the model's memory; updates write
+            into these buffers.
         seconds: duration of each stage of the capture; empty if the rank reuses an earlier capture.
     """
 
@@ -120,18 +127,18 @@ class ServerCommand:
 
 
 class RankStep(StrEnum):
-    """Steps of a join, which the ranks of a server carry out in this order."""
+    """Steps of a join, in the order in which the ranks of a server carry them out."""
 
     CAPTURE = "capture"
     JOIN = "join"
 
 
 class EngineServer(Protocol):
-    """A third-party engine server with ranks that run an agent; see `windlass.engines.launch`.
+    """A third-party engine server whose ranks each run an agent; see `windlass.engines.launch`.
 
     Attributes:
         ready_line: text that the server logs when it is ready.
-        answers_for_all: whether the server answers an order only after every rank has carried it out.
+        answers_for_all: whether the server answers an order only after every rank has carried out the order.
     """
 
     ready_line: str
@@ -145,20 +152,20 @@ class EngineServer(Protocol):
             rest: options of the server itself.
 
         Raises:
-            ConfigError: options contradict each other, or this release does not support one.
+            ConfigError: options contradict each other, or the engine's release does not support an option.
         """
         ...
 
     def order(
         self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
     ) -> None:
-        """Order every rank to capture its layout, or to leave its previous fleet and join a new one.
+        """Order every rank to capture its layout (`CAPTURE`), or to leave its fleet and join a new one (`JOIN`).
 
-        The capture step joins no fleet. Each rank reports in `folder` (see
-        `windlass.engines.rank_reports.carry_out`): a `CapturedLayout` in JSON for the capture, nothing for the join.
+        Each rank writes a report into `folder` (see `windlass.engines.rank_reports.carry_out`). The report is a
+        `CapturedLayout` in JSON for `CAPTURE`, and empty for `JOIN`.
 
         Raises:
-            ConfigError: a setting would make updates wrong.
+            ConfigError: an update would write wrong weights with a setting of this engine.
             PeerUnreachable: the server did not answer, or could not pass the order to its ranks.
             PeerTimeout: the server did not answer in time.
         """
@@ -172,11 +179,11 @@ class EngineOptions:
     Attributes:
         model: configuration or checkpoint folder.
         transport: transport of the weights: a name, or a configuration as JSON.
-        port: port of the engine's server; 0 lets the system choose, if the engine supports it.
+        port: port of the engine's server; 0 lets the system choose, see `EngineSpec.needs_port`.
         num_nodes: number of nodes that the engine's ranks use.
-        node: index of the node that the command is for.
+        node: index of the node where the command will run.
         arguments: options of the engine itself.
-        python: Python interpreter; empty for the current one.
+        python: path of the Python interpreter; empty for the current interpreter.
     """
 
     name: str
@@ -196,21 +203,21 @@ class EngineSpec:
     """Description of an engine.
 
     Attributes:
-        name: name in configurations and on command lines; equals the name of its folder or entry point.
+        name: name in configurations and on command lines; equals the name of the engine's folder or entry point.
         title: name for display.
         module: module that `python -m` starts; accepts the options that `command` returns.
-        releases: known releases; None for an engine that comes with Windlass or a plugin.
-        rules: rules for its options and settings.
-        server: third-party server that a launcher starts and orders to join; None for an engine with ranks
-            that join without an order.
-        check: function that raises ConfigError for an invalid command line of an engine without a `server`.
-        context_option: option that bounds the tokens of a prompt plus its answer; empty if none is known.
-        default_context: default of `context_option`; None if it depends on the model.
-        needs_port: whether its server needs a given port.
-        spans_nodes: whether its server may consist of parts on several nodes.
+        releases: known releases; None for an engine that comes with Windlass or with a plugin.
+        rules: rules for the engine's options and settings.
+        server: third-party server; a launcher starts it and orders its ranks to join. None for an engine whose
+            ranks join without an order.
+        check: function that raises ConfigError for an invalid command line; only for an engine without a `server`.
+        context_option: option that limits the number of tokens of a prompt plus its answer; empty if unknown.
+        default_context: default of `context_option`; None if the default depends on the model.
+        needs_port: True if `EngineOptions.port` must not be 0.
+        spans_nodes: whether the ranks of one server may run on several nodes.
         cpu_arguments: options to serve a small model on a machine without a GPU.
         cpu_environment: environment variables to serve a small model on a machine without a GPU.
-        gpu_arguments: options to serve a small model on a GPU that other processes use, too.
+        gpu_arguments: options to serve a small model on a GPU that other processes also use.
     """
 
     name: str
@@ -229,10 +236,10 @@ class EngineSpec:
     gpu_arguments: tuple[str, ...] = ()
 
     def command(self, options: EngineOptions) -> tuple[str, ...]:
-        """Return the command line that starts the engine and has its ranks join the fleet.
+        """Return the command line that starts the engine; the engine's ranks then join the fleet.
 
         Raises:
-            ConfigError: the engine needs a port and `options` has none.
+            ConfigError: `needs_port` is True and `options.port` is 0.
         """
         if self.needs_port and not options.port:
             raise ConfigError(f"engine {options.name!r}: port must be > 0 for {self.name}, got 0")

@@ -1,8 +1,7 @@
 """Features of engine releases, for launchers, `windlass doctor` and the docs.
 
-The tables are in the folders of the engines (`windlass.engines.vllm.spec`, `windlass.engines.sglang.spec`). Every
-bound was read in the engine's source. The table warns users in words before an engine starts. Code that talks
-to a running server still asks the server if its answer is more exact than a release number (a missing route).
+`windlass.engines.vllm.spec` and `windlass.engines.sglang.spec` contain one table each. We took every release number
+in a table from the engine's source code. Launchers use the tables to warn users before an engine starts.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class Feature:
 
     Attributes:
         since: oldest release that is known to have the feature.
-        missing_in: newest release that is known to lack it; empty if no such release is known.
-        without: consequence for a release that lacks it; empty if nothing is lost.
-        needed: whether to refuse a release that lacks it.
+        missing_in: newest release that is known to lack the feature; empty if no such release is known.
+        without: consequence for users if a release lacks the feature; empty if there is none.
+        needed: whether to refuse a release that lacks the feature.
     """
 
     name: str
@@ -44,8 +43,8 @@ class EngineReleases:
     Attributes:
         package: import name of the engine.
         distributions: names of the distributions that install the package.
-        read: releases with source code that was read for this table, the oldest first.
-        run: releases that were updated while they served, each with the kind of device ("CPUs" or "GPUs").
+        read: releases whose source code we read for this table, the oldest first.
+        run: releases that our tests updated while they served requests -> kind of device ("CPUs" or "GPUs").
         features: features in the order of the docs.
     """
 
@@ -58,24 +57,24 @@ class EngineReleases:
 
     @property
     def proven(self) -> tuple[str, ...]:
-        """Releases that were updated while they served, as text."""
+        """Releases in `run`, as text."""
         return tuple(map(_spelt, self.run))
 
 
 def warnings_of(engine: EngineReleases, version: str, device: str = "") -> tuple[str, ...]:
-    """Return warnings about a release, one line each.
+    """Return warnings about a release of an engine, one line each.
 
     Args:
-        engine: table of the engine.
-        version: version of the installed package.
-        device: kind of device that the engine will run on, as in `EngineReleases.run`; empty if unknown.
+        engine: features and tested releases of the engine.
+        version: version of the engine's installed package.
+        device: "CPUs" or "GPUs", where the engine will run; empty if unknown.
 
     Raises:
         ConfigError: the release lacks a needed feature, or is older than all releases in `read`.
     """
     release = _parsed(version)
     if not any(release):
-        return (f"{engine.name} {version!r} is no release: what it has is not known",)
+        return (f"{engine.name} {version!r} is no release: its features are not known",)
     for feature in engine.features:
         if feature.needed and release <= feature.missing_in:
             raise ConfigError(
@@ -85,7 +84,7 @@ def warnings_of(engine: EngineReleases, version: str, device: str = "") -> tuple
     if release < engine.read[0]:
         raise ConfigError(
             f"{engine.name} must be {_spelt(engine.read[0])} or later, got {version}: "
-            f"nothing older was looked at"
+            f"older releases were not checked"
         )
     warnings = [
         f"{engine.name} {version} has no {feature.name}: {feature.without}"
@@ -108,15 +107,15 @@ def warnings_of(engine: EngineReleases, version: str, device: str = "") -> tuple
 
 
 def has(feature: Feature, version: str) -> bool:
-    """Return whether a release has the feature, or may have it."""
+    """Return True if a release has the feature or may have it, False if the release is known to lack it."""
     release = _parsed(version)
-    # Releases between `missing_in` and `since` were not checked and may have it.
+    # Releases between `missing_in` and `since` were not checked and may have the feature.
     unseen = release[: len(feature.missing_in)] > feature.missing_in
     return not any(release) or release >= feature.since or unseen
 
 
 def device_of(engine: EngineReleases) -> str:
-    """Return the kind of device that the installed engine uses on this host, as in `EngineReleases.run`."""
+    """Return "CPUs" or "GPUs", the kind of device that the installed engine uses on this host."""
     for_cpus = [name for name in engine.distributions if name.endswith("-cpu")]
     if any(map(_version_of, for_cpus)) or not Path("/dev/nvidiactl").exists():
         return "CPUs"
@@ -131,7 +130,7 @@ def _version_of(distribution: str) -> str:
 
 
 def installed_version(engine: EngineReleases) -> str:
-    """Return the installed version: '' if the engine is not installed, 'unknown' for a package without metadata."""
+    """Return the engine's installed version: '' if not installed, 'unknown' for a package without metadata."""
     found = next(filter(None, map(_version_of, engine.distributions)), "")
     return found or ("" if importlib.util.find_spec(engine.package) is None else "unknown")
 
@@ -140,7 +139,7 @@ def check_installed(engine: EngineReleases) -> tuple[str, ...]:
     """Check the installed engine before a launcher starts it, and return warnings for the user, one line each.
 
     Raises:
-        ConfigError: the engine is not installed, or too old.
+        ConfigError: the engine is not installed, or its release is too old.
     """
     version = installed_version(engine)
     if not version:
