@@ -1,4 +1,4 @@
-"""Convert pairs (element of a tensor, place in memory) into strided boxes."""
+"""Convert pairs (element of a checkpoint tensor, index into an engine tensor's memory) into strided boxes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,28 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class TooManyBoxes(Exception):
-    """Raised if the elements need more boxes than the limit. The elements themselves are valid."""
+    """Raised if the elements need more boxes than the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedBox:
-    """A box of a tensor and its place in memory; offset and strides are in elements of that memory."""
+    """A box of a checkpoint tensor, and where its elements are in memory.
+
+    Attributes:
+        box: offsets and sizes in the checkpoint tensor.
+        offset: index of the box's first element in the memory.
+        strides: stride of each dim in the memory, in elements.
+    """
 
     box: Box
     offset: int
     strides: tuple[int, ...]
 
     def element(self, shape: tuple[int, ...], number: int) -> tuple[int, int]:
-        """Return the indices of the box's element `number` (row-major): in the tensor of `shape`, and in memory."""
+        """Return two indices of the box's row-major element `number`: into the flat checkpoint tensor, and into memory.
+
+        `shape` is the shape of the checkpoint tensor.
+        """
         index, place, step = 0, self.offset, 1
         for begin, size, stride, length in reversed(
             [*zip(self.box.offsets, self.box.sizes, self.strides, shape, strict=True)]
@@ -41,7 +50,7 @@ class PlacedBox:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Elements that are adjacent in memory and `step` apart in the tensor's row-major order."""
+    """`length` elements that are adjacent in memory; their row-major indices in the checkpoint tensor rise by `step`."""
 
     length: int
     step: int
@@ -52,7 +61,7 @@ ELEMENT = Line(1, 1)
 
 @dataclass(slots=True)
 class _Items:
-    """Boxes that are still being joined: starts, sizes and strides, (n, dims), and places, (n,)."""
+    """n boxes while `_grow` joins them: starts, sizes and strides, (n, dims), and places (indices into memory), (n,)."""
 
     start: Int64Array
     size: Int64Array
@@ -74,17 +83,17 @@ def boxes_of(
     limit: int,
     line: Line = ELEMENT,
 ) -> tuple[PlacedBox, ...]:
-    """Join lines of elements into boxes, one dim at a time from the last, and return the boxes.
+    """Join lines of elements into boxes, one dim after another from the last, and return the boxes.
 
     Args:
-        shape: shape of the tensor.
-        flat: row-major indices of the first elements of lines, (n,). An index may occur several times.
-        place: places of these elements in memory, (n,), each place once.
-        limit: bound of the number of boxes, and of the number of stride changes on the way.
-        line: elements that each index stands for.
+        shape: shape of the checkpoint tensor.
+        flat: row-major index of the first element of each line, (n,). Two lines may have the same index.
+        place: index of the first element of each line in memory, (n,). No two lines have the same.
+        limit: maximum number of boxes. `_chains` derives a limit of stride changes from it.
+        line: length and step of every line.
 
     Raises:
-        TooManyBoxes: the result exceeds `limit`, or a line continues past the end of its dim.
+        TooManyBoxes: the elements need more than `limit` boxes, or a line continues past the end of a dim.
     """
     if (whole := _whole(shape, line, flat, place)) is not None:
         return (whole,)
@@ -100,7 +109,7 @@ def boxes_of(
 def _whole(
     shape: tuple[int, ...], line: Line, flat: Int64Array, place: Int64Array
 ) -> PlacedBox | None:
-    """Return one box if the elements are the whole tensor, in row-major order and without gaps in memory; else None."""
+    """Return one box if the elements are the whole tensor, contiguous and in row-major order; else None."""
     whole = line == ELEMENT and 0 < len(flat) == math.prod(shape)
     if not whole or any((steps[1:] - steps[:-1] != 1).any() for steps in (flat, place)):
         return None
@@ -120,7 +129,10 @@ def _dim_of(shape: tuple[int, ...], line: Line, flat: Int64Array) -> int:
 
 
 def _copies(flat: Int64Array, place: Int64Array) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """Yield (elements, places): one place of every element, then a second place of each element that has two, and so on."""
+    """Split the pairs so that no element occurs twice in a part; yield the parts (elements, places).
+
+    The first part has the first place of every element, the second part the second place, and so on.
+    """
     order = np.lexsort((place, flat))
     flat, place = flat[order], place[order]
     first = np.concatenate([[True], flat[1:] != flat[:-1]])
@@ -139,7 +151,10 @@ def _boxes_of_one_copy(
     along: list[int],
     limit: int,
 ) -> Iterator[PlacedBox]:
-    """Yield the boxes of elements that have one place each. `along` has the dim of the lines if they are longer than 1."""
+    """Yield the boxes of lines whose elements have one place each.
+
+    `along` has the dim along which the lines extend; it is empty if a line is one element.
+    """
     if not shape:
         yield PlacedBox(Box((), ()), int(place[0]), ())
         return
@@ -163,7 +178,10 @@ def _boxes_of_one_copy(
 
 
 def _grow(items: _Items, dim: int, grown: list[int], limit: int) -> _Items:
-    """Join boxes that are equal except in `dim` and evenly spaced along it."""
+    """Join boxes that are equal in all dims but `dim`, adjacent in `dim`, and evenly spaced in memory.
+
+    `grown` has the dims in which boxes have been joined before.
+    """
     keys = [items.start[:, d] for d in range(items.start.shape[1]) if d != dim]
     keys += [items.size[:, d] for d in grown]
     keys += [items.stride[:, d] for d in grown]
@@ -187,10 +205,12 @@ def _grow(items: _Items, dim: int, grown: list[int], limit: int) -> _Items:
 
 
 def _chains(step: Int64Array, limit: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Cut items into chains with one step each; step 0 never joins two items.
+    """Split items into chains; within a chain, the step between successive items is constant and not 0.
+
+    `step` has the step from each item to the next. An item between two zeros is a chain of length 1.
 
     Returns:
-        First item, length and step of every chain.
+        Index of the first item, length and step of every chain.
     """
     starts = np.concatenate([[0], np.flatnonzero(step[1:] != step[:-1]) + 1])
     ends = np.append(starts[1:], len(step))
@@ -199,7 +219,7 @@ def _chains(step: Int64Array, limit: int) -> tuple[Int64Array, Int64Array, Int64
     first: list[Int64Array] = []
     length: list[int] = []
     stride: list[int] = []
-    # `at` is the first item that has no chain yet; no chain uses the step before it.
+    # `at` is the first item that is not in a chain yet.
     at = 0
     for end, value in zip(ends.tolist(), step[starts].tolist(), strict=True):
         if at >= end:

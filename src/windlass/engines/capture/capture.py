@@ -1,30 +1,28 @@
 """Run the engine's own loader on coded tensors and read the layout from the engine's memory.
 
-`load` turns checkpoint tensors into the memory that the engine serves from, post-processing
-included. Capture calls it once per digit of the element numbers, and then with random values. The
-digits give the checkpoint element at every place; the random values prove that layout bit for bit.
-Capture loads digits into one layer of each kind and assumes the same layout for identical layers. If
-the proof fails, it loads digits into all layers. Capture follows copies that the loader permutes, pads,
-splits, fuses or repeats. Tensors that the loader computes (a dequantised weight, `weight + 1`) fail the
-proof; the loader computes them again after each update (`recompute`).
+The loader turns checkpoint tensors into the tensors that the engine computes with. It may permute, pad, split, fuse or
+repeat them. Every checkpoint element has a number (`Codes`). Capture works in two steps:
 
-One load of random values is a proof if all of these conditions are true. Otherwise capture makes a second one:
+1. Load digits of the element numbers, one digit per load, and read from memory which checkpoint element is at every
+   place (index into a tensor's memory). Capture loads digits into one layer of each group of identical layers, and
+   assumes the same layout for the other layers of the group (`Layers`).
+2. Load random values, and check that every place has the random value of its checkpoint element. If the check fails
+   for an assumed layout, repeat both steps with digits in all layers.
 
-- In every tensor that changes, each place contains the random value of the element that the layout predicts. No
-  earlier load used these values, and neither did the engine's start, so this load wrote the place from that
-  element. A place with a wrong element passes by chance once in 768 for bfloat16 and once in 2^24 for float32, independently of other
-  places, and a wrong layout is wrong in rows or whole tensors. A tensor that has an assumed layout and
-  fewer than `FEW` elements therefore needs the second load.
-- Digits and random values have the same layout in every tensor that capture read. A region that equals a copy
-  for one set of values may not be a copy for another. Capture read one layer of each kind, and the same code
-  loads the identical layers.
-- Padding holds the same bytes after digits as after random values, in the layers that capture read and in
-  the identical ones. It then depends on no checkpoint value.
-- The loads have changed every parameter. Before a second load, capture fills parameters that did not change with a
-  mark, to see whether the loader writes them at all.
+A tensor that the loader computes (a dequantised weight, `weight + 1`) fails the check. The engine's loader computes such
+a tensor again after each update (`recompute`).
 
-vLLM's sharded weight transfer also runs a loader on tensors that record their origin. Capture stores the
-origin in the values instead, so it does not depend on the operators that the loader uses.
+One load of random values is enough if all of these conditions are true; otherwise capture makes a second load:
+
+- Every place of every tensor that changed has the expected value. A place with a wrong element has the expected
+  value by chance with probability 1/768 in bfloat16 and 2^-24 in float32. A tensor with an assumed layout must therefore
+  have at least `FEW` elements.
+- Padding has the same bytes after the digits as after the random values, so that it does not depend on the checkpoint.
+- Every parameter changed. Before a second load, capture fills parameters that did not change with a constant, to see
+  whether the loader writes these parameters at all.
+
+vLLM's sharded weight transfer also runs a loader on tensors that record their origin. Capture stores the origin in
+the values, so that it does not depend on the torch operators that the loader uses.
 """
 
 from __future__ import annotations
@@ -66,19 +64,22 @@ from windlass.layout.naming.patterns import patterns_of
 _Found = TypeVar("_Found")
 EXACT_NUMEL = 1 << 20
 FEW = 4
-"""Least number of elements for which one load proves an assumed layout: in bfloat16, four match by chance with 768^-4."""
+"""Minimum number of elements for which one load of random values proves an assumed layout.
+
+Four wrong bfloat16 elements all have the expected value with probability 768^-4.
+"""
 NUM_SAMPLES = 8
-"""Sampled places per tensor: a wrong layout matches all of them with a probability of about 100^-8."""
+"""Number of sampled places per tensor. A wrong layout matches all samples with probability of about 100^-8."""
 _NOT_REPEATED = (
     "a second load of the engine's own checkpoint gives other bytes than the engine had at its start: the "
     "loader does not repeat its post-processing, or the engine was started from another checkpoint"
 )
 _SEEDS = itertools.count(4)
-"""Seeds of random values, unique per load in this process, so that no load repeats values of an earlier one."""
+"""Seeds of random values. Each load takes a new seed, so that no load repeats the values of an earlier load."""
 CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types between which updates cast."""
+"""dtypes between which updates cast."""
 MAX_EXACT_NUMEL = 1 << 30
-"""Largest tensor, in elements, that capture reads place by place: its element numbers take 8 GiB."""
+"""Maximum number of elements of a tensor of which capture reads every place: the element numbers take 8 GiB."""
 
 
 def capture(
@@ -94,39 +95,35 @@ def capture(
     recompute: bool = True,
     made_up: bool = False,
 ) -> Captured:
-    """Capture the layout of a model and restore the model, also if capture fails.
+    """Capture the layout of a model, and restore the model afterwards (also if capture fails).
 
-    Capture restores bytes, tensor addresses, and the contents of modules, tensors and other objects of
-    the engine (`Snapshot`). If `load` fails, it must itself restore any other state that it changed.
-    The caller has quiesced the engine. Capture calls no collective. It needs memory for a copy of every
-    tensor of the model (on the tensor's device if it has room, else on the host), and 8 bytes for each of `exact_numel` elements.
+    The engine must be quiesced. This function calls no collective. It restores the bytes and addresses of tensors, and
+    the contents of the engine's objects (`Snapshot`). It needs memory for a copy of every tensor of the model (on the
+    tensor's device if there is room, else on the host), and 8 bytes per element of a tensor of `exact_numel` elements.
 
     Args:
-        model: the model of this rank.
+        model: model of this rank.
         specs: all tensors of the checkpoint.
-        load: the engine's loader; see `Load`.
+        load: the engine's loader, see `Load`. If it fails, it must restore the state that a `Snapshot` does not cover.
         worker: identity of the rank.
-        ignored: see `held_by`.
-        reference: the checkpoint that the engine loaded at its start. A second load by an
-            engine may skip steps of the first (repacking for a kernel). Capture therefore loads one
-            layer of each kind from this checkpoint again and compares its bytes with the engine's
-            start. In tensors of the other layers it compares at least `NUM_SAMPLES` places with the
-            checkpoint, and at least one place per checkpoint tensor. It refuses the layout if any differ.
-        exact_numel: elements above which capture reads a tensor row by row first, and place by place (8
-            bytes per element) only if the proof fails. The proof covers every place of every tensor.
-        factors: factors that the engine may apply to a tensor while it loads it. Updates receive
-            such a tensor in a buffer, and `finalise` multiplies it. Costs one more load.
-        recompute: whether `finalise` calls `load` with the sources of computed tensors, for the
-            engine's lifetime. Pass False if `load` replaces everything that it
-            loaded before; capture then refuses computed tensors and loads all of `reference`.
-        made_up: whether the engine started without weights and has served no request. Capture then
-            does not restore the values of parameters.
+        ignored: addresses of storages to skip, such as KV caches.
+        reference: checkpoint that the engine loaded when it started. Capture loads tensors from it again and
+            compares the model with its initial bytes, because the engine's second load may skip steps of the first
+            (such as repacking for a kernel). It loads one layer of each group of identical layers; in the other layers
+            it compares `NUM_SAMPLES` places per tensor with the checkpoint. None to compare nothing.
+        exact_numel: number of elements up to which capture reads every place of a tensor. Of a larger tensor, it
+            first reads rows only (see `ElementIds`).
+        factors: constants by which the engine's loader may multiply a tensor. Updates write such a tensor into a
+            buffer, and `finalise` multiplies it. If a factor is not 1, capture needs one more load.
+        recompute: whether `finalise` may call `load` with the sources of computed tensors. False if `load` cannot load
+            only a part of the checkpoint; capture then refuses computed tensors.
+        made_up: whether the engine started with random weights and has served no request. Capture then does not
+            restore the values of parameters.
 
     Raises:
-        UnsupportedLayout: the loader failed (the message has its reason); or the model has a computed
-            tensor that no partial load computes again, a parameter (other than a scalar) that the loader
-            does not write, memory that moves with every load, or tensors that did not exist before the
-            loads. The message names all of them.
+        UnsupportedLayout: the loader failed (the message has the reason). Or the model has a computed tensor that no
+            partial load computes again, a parameter (other than a scalar) that the loader does not write, a tensor that
+            moves with every load, or a tensor that only exists after a load. The message names these tensors.
     """
     held = Watched(model, ignored)
     seconds: dict[str, float] = {}
@@ -164,7 +161,7 @@ def capture(
         with _timed(seconds, "putting back"):
             before.restore()
             held.changed()
-    # The description needs the addresses of the restored tensors; the last load may have made others.
+    # Describe the restored tensors: a load may have replaced tensors.
     now = held()
     made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
     refuse(made, "tensors that did not exist before the engine's loader made them")
@@ -192,12 +189,17 @@ def _early(held: Mapping[str, Holding]) -> Found:
 def _mirrors(
     loads: _Loads, seen: Seen, now: Mapping[str, Holding], early: Found | None
 ) -> Mapping[str, Mirror]:
-    """Return mirrors of the constants that are copies of weights.
+    """Return the mirrors among the constants, by name.
 
-    `early` is the result of a search before the first load. It is needed if capture does not restore the parameters.
+    Args:
+        loads: loads of this capture.
+        seen: layout of every tensor.
+        now: current tensors of the model.
+        early: result of a search before the first load; None to search now. If capture does not restore the
+            parameters, a search by values is possible only before the first load.
 
     Raises:
-        UnsupportedLayout: a constant depends on weights but is not a copy; the message names all of them.
+        UnsupportedLayout: a constant depends on weights but is no mirror; the message names these constants.
     """
     weights = seen.numbers.keys() | seen.computed
     constants = {
@@ -222,10 +224,13 @@ def _mirrors(
 def capture_on_every_rank(
     capture: Callable[[], _Found], is_on_every_rank: Callable[[bool], bool]
 ) -> _Found:
-    """Capture a layout on every rank, and fail on every rank if one of them fails.
+    """Capture a layout on every rank, and fail on every rank if the capture fails on one rank. Collective.
 
-    Loaders of tensor-parallel ranks may wait for each other, so a retry must run on every rank. All ranks of
-    the engine call this function together; `is_on_every_rank` is collective.
+    Loaders of tensor-parallel ranks may wait for each other, so all ranks must retry a capture together.
+
+    Args:
+        capture: function that captures this rank's layout.
+        is_on_every_rank: collective function that returns whether its argument is True on every rank.
 
     Raises:
         RefusedByOtherRank: another rank failed to capture its layout.
@@ -242,10 +247,12 @@ def capture_on_every_rank(
 
 
 def all_ranks(mine: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether `mine` is true on every rank of a group.
+    """Return whether `mine` is True on every rank of a process group. Collective; the group's timeout is the deadline.
 
-    Every rank of the group (None: the default group) makes the same call. The group must be able to reduce
-    tensors on `device`. Its timeout is the deadline.
+    Args:
+        mine: value of this rank.
+        device: device of the reduced tensor, which the group's backend must support.
+        group: process group; None for the default group.
     """
     least = torch.tensor([int(mine)], device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
@@ -254,7 +261,7 @@ def all_ranks(mine: bool, device: torch.device, group: dist.ProcessGroup | None 
 
 @contextmanager
 def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """Add the time of the block to a stage of the capture, including GPU work that the block queued."""
+    """Add the seconds of the `with` block, including its GPU work, to a stage of the capture."""
     begun = time.perf_counter()
     seconds.setdefault(stage, 0.0)
     try:
@@ -271,7 +278,7 @@ class _Start:
 
     Attributes:
         numbers: Python numbers of the model, by path.
-        prints: fingerprints of its tensors; empty unless the loader filled them from a known checkpoint.
+        prints: fingerprints of the model's tensors, by name; empty if capture has no checkpoint to compare with.
     """
 
     numbers: Mapping[str, Number]
@@ -280,9 +287,14 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Loads:
-    """Loads of a capture and the model that they fill.
+    """Inputs and state that the steps of one capture share.
 
     Attributes:
+        codes: numbers of the checkpoint elements.
+        load: the engine's loader.
+        held: current tensors of the model.
+        factors: name of a tensor -> constant by which the loader multiplies the tensor.
+        start: state of the model when the capture began.
         seconds: see `Captured`.
         counted: paths of Python numbers that a load has changed.
     """
@@ -301,7 +313,7 @@ class _Loads:
 
 
 def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) -> dict[str, float]:
-    """Load ones and return the likely factor of each tensor that the loader multiplies; the proof confirms it later."""
+    """Load ones; return name -> factor for each tensor that has only zeros and one of `factors` afterwards."""
     found: dict[str, float] = {}
     if others := [factor for factor in factors if factor != 1.0]:
         load(codes.constant(1.0))
@@ -317,7 +329,11 @@ def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) 
 
 
 def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen, Recompute | None]:
-    """Repeat `_observe` until each changed tensor is proven to be a copy or known to be computed."""
+    """Repeat `_observe` until each tensor that a load changes is proven to be a copy, or is known to be computed.
+
+    Returns:
+        The layout of every tensor, and the partial load for computed tensors (None if there are none).
+    """
     scattered = frozenset(loads.factors)
     layers = Layers.alike(loads.codes, loads.held()) if not loads.factors else None
     while True:
@@ -344,10 +360,16 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
 def _observe(
     loads: _Loads, exact_numel: int, scattered: frozenset[str], layers: Layers | None
 ) -> Seen:
-    """Load digits to read the layout, then load random values once or twice to prove it.
+    """Load digits to read the layout, then load random values once or twice to check the layout.
+
+    Args:
+        loads: loads of this capture.
+        exact_numel: see `capture`.
+        scattered: names of larger tensors of which every place must be read.
+        layers: layers of the checkpoint, to load digits only into `layers.loaded`; None to load all tensors.
 
     Raises:
-        _PartRefused: the loader failed when it was given only the tensors of `layers.loaded`.
+        _PartRefused: the loader failed because it got only the tensors of `layers.loaded`.
     """
     codes, seconds = loads.codes, loads.seconds
     with _timed(seconds, "fingerprints"):
@@ -384,7 +406,7 @@ def _observe(
     ):
         idle = {n: held[n].memory().clone() for n in constants if _is_weight(held[n])}
         for name in idle:
-            # Tensors that were made in inference mode can be written only in it.
+            # torch forbids writes to inference tensors outside inference mode.
             with torch.inference_mode():
                 held[name].memory().view(torch.uint8).fill_(0x55)
         loads.random(seed := next(_SEEDS))
@@ -407,7 +429,7 @@ def _observe(
     )
     derived_numbers = loads.held.numbers
     right = {n for n in right if _is_received(held[n], loads.codes)} - derived_numbers
-    # These tensors depend on the checkpoint, although random values did not change them.
+    # The start's bytes came from the checkpoint, so tensors that differ from them depend on the checkpoint.
     hidden = {
         n for n in constants if n in loads.start.prints and prints[n] != loads.start.prints[n]
     }
@@ -424,7 +446,7 @@ def _observe(
 
 
 def _counted(before: Mapping[str, Number], loads: _Loads) -> frozenset[str]:
-    """Return the paths of Python numbers that a load has changed, and of the same numbers in all other layers."""
+    """Return the paths of Python numbers that differ from `before`, and of the same numbers in all other layers."""
     changed = patterns_of(differing(before, loads.held.all_numbers()))
     if not changed:
         return frozenset()
@@ -435,7 +457,7 @@ def _counted(before: Mapping[str, Number], loads: _Loads) -> frozenset[str]:
 def _checks(
     loads: _Loads, held: Mapping[str, Holding], numbers: Mapping[str, ElementIds], seed: int
 ) -> dict[str, Check]:
-    """Compare tensors after a load of `random(seed)` with the values that their element numbers predict."""
+    """Compare tensors with the values that a load of `random(seed)` should have written. Return results by name."""
     with _timed(loads.seconds, "comparison"):
         return {
             n: ids.check(held[n], loads.codes, seed, loads.factors.get(n, 1.0))
@@ -444,9 +466,9 @@ def _checks(
 
 
 def _is_certain(numbers: ElementIds, check: Check, paddings: Mapping[int, int]) -> bool:
-    """Return whether one matching load of random values proves the tensor's layout; see the module docstring.
+    """Return whether one successful check proves a tensor's layout; see the module docstring.
 
-    `paddings` has the fingerprints of the padding after the load of digits, for tensors that were read.
+    `paddings` has the fingerprints of the padding after the load of digits, by the `id` of the tensor's `ElementIds`.
     """
     origin = numbers.origin
     is_read = numbers is origin
@@ -454,14 +476,14 @@ def _is_certain(numbers: ElementIds, check: Check, paddings: Mapping[int, int]) 
 
 
 class _PartRefused(Exception):
-    """Raised if the loader fails when it is given part of a checkpoint."""
+    """Raised if the loader fails on a part of the checkpoint's tensors."""
 
 
 def _load_digit(loads: _Loads, position: int, chosen: frozenset[str] | None) -> None:
-    """Load one digit of every element number, or of the chosen tensors only.
+    """Load one digit of the element numbers, for all checkpoint tensors or for the tensors `chosen`.
 
     Raises:
-        _PartRefused: the loader failed with the chosen tensors only.
+        _PartRefused: the loader failed, and it got only the tensors `chosen`.
     """
     try:
         loads.load(loads.codes.digits(position, chosen))
@@ -478,7 +500,10 @@ def _read_digits(
     scattered: frozenset[str],
     chosen: frozenset[str] | None,
 ) -> dict[str, ElementIds]:
-    """Return the checkpoint element at each place of the tensors in `held`, which already hold the first digits."""
+    """Load all digits, and return the element numbers of the tensors in `held`, by name.
+
+    The caller has already loaded the digits at position 0.
+    """
     numbers = {
         name: ElementIds(
             h, by_place=h.reach <= (MAX_EXACT_NUMEL if name in scattered else exact_numel)
@@ -496,11 +521,11 @@ def _read_digits(
 
 
 def _read(loads: _Loads, placed: frozenset[str]) -> frozenset[str]:
-    """Return the checkpoint tensors outside `placed` that the loader reads, found by a watched load."""
+    """Return the names of the checkpoint tensors outside `placed` that the loader reads."""
     others = frozenset(spec.name for spec in loads.codes.specs if spec.numel) - placed
     if not others:
         return frozenset()
-    # Include a tensor that the loader certainly reads. If even this read is not recorded, the loader reads in another thread.
+    # Also load one tensor that the loader certainly reads: if `_Reading` does not record this read, it records none.
     try:
         return _watched(loads, others.union(sorted(placed)[:1])).read(others)
     except Exception:  # noqa: BLE001 - a loader may raise anything if tensors are missing
@@ -514,20 +539,23 @@ def _watched(loads: _Loads, names: frozenset[str]) -> _Reading:
 
 
 def _must_stay(holding: Holding) -> bool:
-    """Return whether capture must refuse this tensor if every load moves it. HELD tensors are copied back instead."""
+    """Return whether capture must refuse a tensor that every load moves.
+
+    `Snapshot` restores HELD tensors and CPU attributes, so these may move.
+    """
     if holding.kind is Kind.HELD:
         return False
     return holding.kind is not Kind.ATTRIBUTE or holding.tensor.device.type != "cpu"
 
 
 def _is_received(holding: Holding, codes: Codes) -> bool:
-    """Return whether updates can write this tensor directly. The loader fills tensors of other types, and numbers."""
+    """Return whether updates can write a tensor directly; otherwise the engine's loader must write it."""
     is_module = holding.kind in (Kind.PARAMETER, Kind.BUFFER)
     return is_module or holding.tensor.dtype in (*codes.dtypes, *CAST_DTYPES)
 
 
 def _is_weight(holding: Holding) -> bool:
-    """Return whether loads must write this: any parameter except a scalar, which engines may use as a setting."""
+    """Return whether every load must write a tensor: parameters, but not scalars, which may be settings."""
     return holding.kind is Kind.PARAMETER and holding.tensor.dim() > 0
 
 
@@ -537,17 +565,16 @@ _TENSOR: Mapping[str, Any] = vars(torch._C.TensorBase)
 _QUESTIONS = frozenset(
     {*(_TENSOR[name].__get__ for name in _ATTRIBUTES), *(_TENSOR[name] for name in _METHODS)}
 )
-"""Tensor attributes and methods that a loader can call without reading an element."""
+"""Attributes and methods of `torch.Tensor` that read no element."""
 
 
 @final
 class _Reading(TorchFunctionMode):
-    """Torch function mode that records which checkpoint tensors a loader passes to torch functions.
+    """Torch function mode that records which checkpoint tensors a loader reads.
 
-    Engines skip tensors that they do not serve: layers for multi-token prediction, a tied output matrix, a
-    vision tower that was not built. If no element of a tensor appears in the model, the loader skipped it or
-    stored it out of capture's sight. The loader skipped it if it asked only for metadata such as the shape,
-    and kept no reference.
+    If a checkpoint tensor has no element in the model, either the loader skipped the tensor (a layer for multi-token
+    prediction, a tied output matrix, a vision tower that was not built), or capture cannot see where the loader stored
+    it. A loader that skips a tensor calls at most `_QUESTIONS` and keeps no reference to the tensor.
     """
 
     def __init__(self) -> None:
@@ -558,9 +585,9 @@ class _Reading(TorchFunctionMode):
     def over(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same tensors and record the loader's calls with them from then on."""
+        """Yield the same tensors, and record the torch functions that the loader calls with them."""
         while True:
-            # Creating a tensor does not count as a read by the loader.
+            # Do not record the creation of the tensor.
             with torch._C.DisableTorchFunction():
                 name, tensor = next(weights, ("", None))
             if tensor is None:
@@ -570,9 +597,9 @@ class _Reading(TorchFunctionMode):
             del tensor
 
     def read(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the `names` that the loader read or still references.
+        """Return those of `names` that the loader read or still references.
 
-        Return all of them if no read was recorded: the loader then reads in another thread.
+        If no read was recorded, return all `names`: the mode does not record a loader that reads in another thread.
         """
         kept = {name for tensor, name in self._given.values() if tensor() is not None}
         found = self._read | kept
@@ -602,7 +629,7 @@ def _tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
 
 
 def _device(held: Mapping[str, Holding]) -> torch.device:
-    """Return the device of the parameters, so that coded tensors are made there and not copied from the host."""
+    """Return the device of the parameters; the CPU if the parameters are on several devices."""
     devices = {h.tensor.device for h in held.values() if h.kind is Kind.PARAMETER}
     return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
@@ -618,15 +645,16 @@ def _require_repeated(
     part: Recompute | None,
     layers: Layers | None,
 ) -> frozenset[str]:
-    """Load the engine's own checkpoint again, fill the buffers of `part`, and compare with the engine's start.
+    """Load the engine's own checkpoint again, and compare the model with its initial bytes.
 
-    Load one layer of each kind if `layers` is given and the loader accepts that, else the whole checkpoint.
+    If `layers` is given and the loader accepts it, load only one layer of each group of identical layers. Copy the
+    sources of computed tensors into the buffers of `part`, and run `part` too.
 
     Returns:
-        Names of tensors that this load did not check.
+        Names of the tensors of other layers, which this function did not compare.
 
     Raises:
-        UnsupportedLayout: the bytes differ from the engine's start.
+        UnsupportedLayout: bytes differ from the model's initial bytes; or see `_refuse_numbers`.
     """
     computed = frozenset() if part is None else frozenset(part.names)
     buffers = frozenset() if part is None else frozenset(spec.name for spec, _ in part.buffers)
@@ -655,7 +683,10 @@ def _require_repeated(
 
 
 def _refuse_numbers(loads: _Loads, before: Mapping[str, Number]) -> None:
-    """Raise UnsupportedLayout if some numbers get their start values only from the engine's own checkpoint."""
+    """Raise UnsupportedLayout if a Python number depends on the checkpoint, but coded loads did not change it.
+
+    Such a number lost its initial value during the capture, and the load of the engine's own checkpoint restored it.
+    """
     start, now = loads.start.numbers, loads.held.all_numbers()
     hidden = differing(start, before) - differing(start, now) - loads.counted
     refuse(
@@ -672,7 +703,7 @@ def _load_reference(
 
 
 def _require_start(loads: _Loads, ignored: Collection[str]) -> None:
-    """Raise UnsupportedLayout if tensors outside `ignored` differ from the engine's start."""
+    """Raise UnsupportedLayout if tensors outside `ignored` differ from their initial bytes."""
     changed = [
         n
         for n, h in loads.held().items()
@@ -686,7 +717,7 @@ def _require_start(loads: _Loads, ignored: Collection[str]) -> None:
 def _require_samples(
     reference: StoredCheckpoint, codes: Codes, seen: Seen, names: Collection[str]
 ) -> None:
-    """Raise UnsupportedLayout if sampled places of these tensors differ from the engine's own checkpoint."""
+    """Raise UnsupportedLayout if sampled places of the tensors `names` differ from the engine's own checkpoint."""
     changed: list[str] = []
     samples = {name: seen.samples(name, codes, NUM_SAMPLES) for name in sorted(names)}
     stored = reference.elements((t, at) for found in samples.values() for t, at, _ in found)

@@ -1,9 +1,9 @@
 """Checkpoint tensors with values that encode the numbers of their elements.
 
-Every element of every checkpoint tensor gets a number, from 0 on. A load contains one digit of it plus 1, as a
-small integer that each type of the checkpoint represents exactly: base 128, or base 16 if any tensor is
-float8. A load of digits never contains 0, so zero padding reads as "no element". After one load per digit, capture knows
-the checkpoint element at every place in the engine's memory.
+Every element of every checkpoint tensor has a number, from 0 on. In a load of digits, the value of an element is one
+digit of its number, plus 1 (so that zeros in the engine's memory are padding). The base is 128, or 16 if any tensor is
+float8: all dtypes of the checkpoint represent these integers exactly. After one load per digit, capture knows the
+checkpoint element at every place in the engine's memory.
 """
 
 from __future__ import annotations
@@ -37,37 +37,40 @@ FLOAT8_DIGIT_BITS = 4
 """Bits per digit if a tensor is float8. Loads contain 1 .. 16; e4m3 represents no odd integer above 15."""
 
 LOUDNESS = 16.0
-"""Factor of values that must exceed others, so that they change even a maximum over several tensors."""
+"""Factor of the values in `some`. They exceed the values in `random`, and so change a maximum over several tensors."""
 
 
 def chunk_on(device: torch.device) -> int:
-    """Return the number of elements to make or compare at a time.
+    """Return the number of elements to generate or compare at a time.
 
-    On CPUs this is small enough for a core's cache. On GPUs it is large, so that kernels outlast their launch.
+    On a CPU, the elements fit into a core's cache. On a GPU, the number is large, because each kernel launch takes time.
     """
     return 1 << 16 if device.type == "cpu" else 1 << 24
 
 
-# Constants of MurmurHash3 (Appleby, 2011), as signed numbers. Processors multiply vectors of 32-bit integers fast.
+# Constants of MurmurHash3 (Appleby, 2011), as signed numbers.
 _MIX_1 = 0x85EBCA6B - (1 << 32)
 _MIX_2 = 0xC2B2AE35 - (1 << 32)
 _HIGH = 0x9E3779B1 - (1 << 32)
 """Multiplier for the high half of a number."""
 _LOW_HALVES = 1 << 32
-"""Count of numbers that share their high 32 bits."""
+"""Number of element numbers that have the same high 32 bits."""
 
 _EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
 _SAFETENSORS = {dtype.safetensors_name: dtype for dtype in _EXACT}
 _INTEGERS_STORED = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 INDEX = "model.safetensors.index.json"
-"""Name of an adapter's file, which may be saved in the model's folder."""
+"""Name of the file that maps tensor names to safetensors files."""
 SCALE_SUFFIX = "_scale_inv"
 """Suffix that turns the name of a float8 matrix into the name of its scales."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
-"""Function that loads a checkpoint into the model. It owns the tensors that it gets."""
+"""The engine's loader: a function that loads named checkpoint tensors into the model.
+
+It owns the tensors that it gets, and may keep or overwrite them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class CheckpointSpec:
 def checkpoint_folder(
     option: str, model: str, revision: str | None, cache: str | None = None
 ) -> Path:
-    """Return the folder that an engine loaded its model from.
+    """Return the folder from which an engine loaded its model.
 
     Args:
         option: name of the setting `model` in errors.
@@ -113,19 +116,18 @@ def checkpoint_folder(
 
 
 def checkpoint_specs(folder: Path, *, adapter: bool = False) -> tuple[CheckpointSpec, ...]:
-    """Return the tensors of a checkpoint, ordered by name. Read only the headers of its files.
+    """Return the tensors of a checkpoint, sorted by name. Read only the headers of the files.
 
-    The order of tensors within a file would separate scales from their weights. vLLM buffers the tensors of a
-    layer until the layer is complete, and counts all buffered tensors at each new one. Tensors of one layer
-    must therefore follow each other.
+    Sorting brings the tensors of one layer together. This matters because vLLM buffers the tensors of a layer until the
+    layer is complete, and searches all buffered tensors for each new tensor.
 
-    The result omits integers (masks, positions): training does not change them, and engines create or keep
-    them. In a quantised checkpoint integers are weights, so they are refused.
+    The result omits integer tensors (masks, positions), because training does not change them. In a quantised checkpoint,
+    integer tensors are weights, so this function refuses them.
 
     Raises:
         ConfigError: the folder has no safetensors files, a file is not a safetensors file, or the index is
             invalid or names a missing file.
-        UnsupportedLayout: a tensor has a type that cannot represent digits (for example packed integers).
+        UnsupportedLayout: the dtype of a tensor cannot represent digits (for example packed integers).
     """
     found: dict[str, CheckpointSpec] = {}
     quantised = is_declared(folder)
@@ -147,10 +149,10 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def _files(folder: Path, adapter: bool) -> list[Path]:
-    """Return the model's files in the order that engines load them; a later file overrides a tensor of an earlier one.
+    """Return the safetensors files of a checkpoint in the order in which engines load them (`model-2` before `model-10`).
 
-    These are the files that the index names, or without an index all files except an adapter's. Engines sort
-    them naturally (`model-2` before `model-10`).
+    The order matters if two files have a tensor of the same name: the later file wins. The files are those that the
+    index names, or without an index all safetensors files but an adapter's. If `adapter`, return the adapter's file.
 
     Raises:
         ConfigError: the index is invalid, or names a file outside the folder.
@@ -179,14 +181,14 @@ def _files(folder: Path, adapter: bool) -> list[Path]:
 
 
 def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
-    """Return a key that sorts files by name and compares numbers in names by value."""
+    """Return a sort key that compares file names, and compares numbers in file names by value."""
     pieces = re.split(r"(\d+)", file.name)
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in pieces], str(file)
 
 
 @contextmanager
 def _opened(folder: Path, adapter: bool) -> Iterator[dict[str, Any]]:
-    """Open a folder and yield the safetensors file of every tensor in it, by the tensor's name."""
+    """Open all files of a checkpoint; yield tensor name -> open safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     files = _files(folder, adapter)
@@ -225,24 +227,24 @@ def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor,
 @final
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """Safetensors files of a folder. Reads raise the ConfigError of `checkpoint_specs`.
+    """Checkpoint in a folder of safetensors files. Methods raise ConfigError as `checkpoint_specs` does.
 
     Attributes:
-        folder: folder of a model, or of an adapter.
-        adapter: whether to read the adapter in the folder, and no model.
+        folder: folder of a model or of an adapter.
+        adapter: True to read the adapter in the folder, False to read the model.
     """
 
     folder: Path
     adapter: bool = False
 
     def tensors(self, chosen: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read all tensors, or the chosen ones, in the order of `checkpoint_specs`. The caller owns each tensor."""
+        """Yield all tensors, or the tensors named `chosen`, sorted by name. The caller owns each tensor."""
         with _opened(self.folder, self.adapter) as stored:
             for name in sorted(stored if chosen is None else stored.keys() & set(chosen)):
                 yield name, stored[name].get_tensor(name)
 
     def elements(self, places: Iterable[tuple[str, int]]) -> Iterator[torch.Tensor]:
-        """Read single elements, (1,) each. A place is a tensor's name and a row-major index into the tensor."""
+        """Yield single elements, (1,) each. Each item of `places` is a tensor's name and a row-major index."""
         with _opened(self.folder, self.adapter) as stored:
             for name, place in places:
                 entry = stored[name].get_slice(name)
@@ -253,7 +255,7 @@ class StoredCheckpoint:
 
 
 def started_with(settings: AgentSettings) -> StoredCheckpoint | None:
-    """Return the checkpoint that an engine loaded at its start; None if it loaded none."""
+    """Return the checkpoint that the engine loaded when it started; None if it started with random weights."""
     if not settings.loaded:
         return None
     return StoredCheckpoint(Path(settings.checkpoint), bool(settings.adapter))
@@ -261,7 +263,10 @@ def started_with(settings: AgentSettings) -> StoredCheckpoint | None:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Tensors that together have the element numbers [first, last)."""
+    """Successive tensors that together have the element numbers [first, last).
+
+    `is_chosen` is the same for all tensors of a batch; see `Codes._batches`.
+    """
 
     specs: list[CheckpointSpec]
     first: int
@@ -270,16 +275,18 @@ class _Batch:
 
 
 class Codes:
-    """Numbers of all elements of a checkpoint, and the loads that encode them.
+    """Numbers of all elements of a checkpoint, and the coded tensors to load.
 
     Args:
         specs: tensors of the checkpoint, each name once.
-        device: device that creates the tensors of loads; only a GPU is fast for large models.
+        device: device on which the coded tensors are generated.
 
     Attributes:
         starts: number of the first element of each tensor in `specs`, and the total; int64, (len(specs) + 1,).
-        index: index of every tensor in `specs`, by its name.
-        dtypes: torch types of the tensors, each once.
+        digit_bits: number of bits per digit.
+        num_digits: number of digits of the highest element number.
+        index: name of a tensor -> its index in `specs`.
+        dtypes: torch dtypes of the tensors, each once.
     """
 
     def __init__(self, specs: Sequence[CheckpointSpec], device: torch.device | str = "cpu") -> None:
@@ -300,7 +307,10 @@ class Codes:
     def digits(
         self, position: int, chosen: frozenset[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Make one load with the digit at `position` of every element number, or only the tensors in `chosen`."""
+        """Yield tensors whose values are the digit at `position` of the element's number, plus 1.
+
+        Yield all tensors, or only the tensors named `chosen`.
+        """
         return self._load(
             lambda first, last, _dtype, _chosen: _digits(
                 first, last, self.digit_bits, position, self.device
@@ -309,28 +319,28 @@ class Codes:
         )
 
     def constant(self, value: float) -> Iterator[tuple[str, torch.Tensor]]:
-        """Make one load with the same value everywhere."""
+        """Yield all tensors, with the same value in every element."""
         same = torch.full((1,), value, device=self.device)
         return self._load(lambda first, last, _dtype, _chosen: same.expand(last - first))
 
     def random(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Make one load of random values, which are equal for equal seeds.
+        """Yield all tensors, with random values that depend only on the seed and the element's number.
 
-        Values are uniform between -0.125 and 0.125; in float8 all 254 bit patterns of numbers occur.
+        Values are uniform between -0.125 and 0.125. In float8, they are uniform over the 254 bit patterns of numbers.
         """
         return self._load(
             lambda first, last, dtype, _chosen: self._ordinary(first, last, seed, dtype)
         )
 
     def some(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Make a partial load: the tensors named `chosen`, with larger random values between -2 and 2."""
+        """Yield only the tensors named `chosen`, with random values between -2 and 2."""
         return self._load(
             lambda first, last, dtype, _chosen: _loud(*self._halves(first, last), seed, dtype),
             self._batches(self._indices(chosen)),
         )
 
     def mixed(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Make one load with values of `some` in the chosen tensors and of `random(0)` in all others."""
+        """Yield all tensors, with values of `some` in the tensors named `chosen` and of `random(0)` in the others."""
         return self._load(
             lambda first, last, dtype, is_chosen: (
                 _loud(*self._halves(first, last), seed, dtype)
@@ -343,10 +353,13 @@ class Codes:
     def expected(
         self, numbers: torch.Tensor, seed: int, dtype: torch.dtype, *, loud: bool = False
     ) -> torch.Tensor:
-        """Return the values of the elements `numbers` in a load of `random(seed)`, cast to the engine's `dtype`.
+        """Return the values (n,) that elements have in `random(seed)`, or in `some` if `loud`.
 
-        `numbers`, (n,) int64, may be on any device. With `loud`, return the values of these elements in `some`.
-        Each of the (n,) values is made in its checkpoint tensor's type, then cast.
+        Args:
+            numbers: element numbers, (n,) int64, on any device.
+            seed: seed of the values.
+            dtype: dtype of the engine's tensor, to which values are cast from the checkpoint's dtype.
+            loud: True for the values of `some`, False for those of `random`.
         """
         make = _loud if loud else _ordinary
 
@@ -370,7 +383,7 @@ class Codes:
     def tensor_of(
         self, numbers: np.ndarray[tuple[int], np.dtype[np.int64]]
     ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the index in `specs` of the tensor that each element number belongs to."""
+        """Return, for each element number, the index of its tensor in `specs`."""
         return np.searchsorted(self.starts, numbers, side="right") - 1
 
     def _indices(self, chosen: frozenset[str]) -> list[int]:
@@ -385,7 +398,7 @@ class Codes:
         return made
 
     def _halves(self, first: int, last: int) -> tuple[torch.Tensor, int]:
-        """Return the low 32 bits of the numbers [first, last), and their common high 32 bits."""
+        """Return the low 32 bits of the numbers [first, last), and the high 32 bits, which all these numbers share."""
         low = torch.arange(_signed(first), _signed(first) + last - first, device=self.device)
         return low.to(torch.int32), first >> 32
 
@@ -394,7 +407,11 @@ class Codes:
         values: Callable[[int, int, DType, bool], torch.Tensor],
         batches: Iterable[_Batch] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors of `values(first, last, dtype, is_chosen)`; numbers of a call share their high 32 bits."""
+        """Yield the tensors of `batches` (default: all tensors), with generated values.
+
+        `values(first, last, dtype, is_chosen)` returns the values of the element numbers [first, last). All numbers
+        of one call have the same high 32 bits.
+        """
         most = chunk_on(self.device)
         for batch in self._all if batches is None else batches:
             stored, first, last = batch.specs[0].dtype, batch.first, batch.last
@@ -407,16 +424,16 @@ class Codes:
                 begin = end
             parts = torch.split(made, [spec.numel for spec in batch.specs])
             for spec, part in zip(batch.specs, parts, strict=True):
-                # Clone: the loader owns each tensor. It may keep one, or view it as another type.
+                # Clone, so that a tensor that the loader keeps does not keep the whole batch in memory.
                 yield spec.name, (part.clone() if len(parts) > 1 else part).view(spec.shape)
 
     def _batches(
         self, specs: Iterable[int], chosen: frozenset[str] = frozenset()
     ) -> Iterator[_Batch]:
-        """Yield groups of successive tensors to make at once, because a model has thousands of small ones.
+        """Yield batches of successive tensors: a model has thousands of small tensors, which are generated together.
 
-        Tensors of a group have one type, and are all chosen or all not. Only a group of a single tensor can have more
-        than `chunk_on` elements.
+        All tensors of a batch have one dtype, and either all or none of them are in `chosen`. If a batch has several
+        tensors, it has about `chunk_on` elements at most.
         """
         batch: list[CheckpointSpec] = []
         first = last = 0
@@ -440,7 +457,7 @@ class Codes:
 
 
 def bits_of(memory: torch.Tensor) -> torch.Tensor:
-    """View a tensor's bytes as integers of its elements' size, because not every operation supports float8."""
+    """View a tensor as integers of the same element size. Unlike float8, integers support all torch operations."""
     return memory.view(_INTEGERS[memory.element_size()])
 
 
@@ -451,7 +468,7 @@ def _signed(number: int) -> int:
 
 def _digits(first: int, last: int, bits: int, position: int, device: torch.device) -> torch.Tensor:
     """Return the digits at `position` of the numbers [first, last), plus 1, as float32."""
-    # Numbers in a row of the table differ only in their last digit.
+    # A row of the table has the numbers that differ only in their lowest digit.
     if position:
         rows = torch.arange(first >> bits, (last - 1 >> bits) + 1, device=device)
         rows = rows.bitwise_right_shift_(bits * (position - 1)).bitwise_and_((1 << bits) - 1)
@@ -468,15 +485,15 @@ _HighHalf = torch.Tensor | int
 
 
 def _loud(low: torch.Tensor, high: _HighHalf, seed: int, dtype: DType) -> torch.Tensor:
-    """Return the values of `_ordinary` times `LOUDNESS`, which is exact; float8 values already span the full range."""
+    """Return the values of `_ordinary` times `LOUDNESS`, or unchanged for float8, where they span the full range."""
     values = _ordinary(low, high, seed, dtype)
     return values if dtype is DType.FLOAT8_E4M3 else values * LOUDNESS
 
 
 def _ordinary(low: torch.Tensor, high: _HighHalf, seed: int, dtype: DType) -> torch.Tensor:
-    """Return a value of `dtype` for each number, from 24 bits of a hash. Overwrite `low`, (n,) int32.
+    """Return a random value for each element number, computed from 24 bits of a hash; equal on every device.
 
-    The values are the same on every device.
+    `low` has the low 32 bits of the numbers, (n,) int32, and is overwritten.
     """
     bits = _bits24(low, high, hash_seed(seed))
     if dtype is DType.FLOAT8_E4M3:
@@ -493,7 +510,7 @@ def hash_seed(seed: int) -> int:
 
 
 def _bits24(low: torch.Tensor, high: _HighHalf, seed: int) -> torch.Tensor:
-    """Hash numbers, given as halves; overwrite `low` with the results and return it."""
+    """Return a 24-bit hash of each number, computed in place of `low`."""
     mixed = _signed(high * _HIGH) if isinstance(high, int) else high * _HIGH
     state = low.bitwise_xor_(mixed).add_(seed)
     state.bitwise_xor_(state >> 16).mul_(_MIX_1)

@@ -1,9 +1,11 @@
-"""Tensors that an engine computes from checkpoint tensors, and that its own loader computes again after updates.
+"""Computed tensors: an engine's tensors that its loader computes from checkpoint tensors, instead of copying them.
 
-An update writes the checkpoint tensors that they depend on into buffers, whole and in checkpoint order.
-After the update, while the engine is quiesced, the engine's loader gets exactly these tensors. At capture,
-trial updates prove that direct writes plus this partial load give the same result as a load of the whole
-checkpoint: every tensor of the model has the same bytes and stays at its address.
+An update writes the sources of a computed tensor (the checkpoint tensors that it is computed from) into buffers. After
+the update, while the engine is quiesced, the engine's own loader gets the buffers and computes the tensor again. This
+is a partial load: the loader gets no other checkpoint tensors.
+
+Capture makes trial updates to check this. Direct writes plus the partial load must leave the same bytes in every tensor
+of the model, at the same addresses, as a load of the whole checkpoint.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ _MARKS = {
     torch.float8_e4m3fn: 0xFF,
     torch.float8_e5m2: 0xFF,
 }
-"""Bits of a NaN for each type that capture marks. It does not mark tensors of other types."""
+"""dtype -> bits of a NaN with which `_Marks` fills tensors. Tensors of other dtypes are not filled."""
 PREFIX = "loader/"
-"""Prefix of buffer names in the manifest."""
+"""Prefix of the names of the loader's buffers in the manifest."""
 
 
 def surroundings(model: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context manager factory that applies this thread's torch settings in another thread.
+    """Return a function that returns a context manager, which applies this thread's torch settings in another thread.
 
     The settings are inference mode, the default device and, if `model` (the device of the weights) is a GPU, the
-    current GPU. The context also disables gradients, and waits for GPU work at its end.
+    current GPU. The context manager also disables gradients, and waits for GPU work when it exits.
     """
     inference, default = torch.is_inference_mode_enabled(), torch.get_default_device()
     cuda = torch.cuda.current_device() if model.type == "cuda" else None
@@ -75,21 +77,21 @@ def surroundings(model: torch.device) -> Callable[[], AbstractContextManager[Non
 class Recompute:
     """Partial load by the engine's own loader after every update.
 
-    A run succeeds if the loader took every buffer, wrote every tensor in `names` (marked with NaN before),
-    and moved no tensor. After a failed run, the loader may privately keep tensors of that version. The next
-    run therefore loads until two successive loads leave the same bytes in every tensor of the model. It also
-    checks that tensors in `written` and constants have not changed.
+    A run succeeds if the loader reads every buffer, writes every tensor in `names` (filled with NaN before), and moves
+    no tensor. After a failed run, the loader may still keep tensors of the failed version in its own objects. The
+    next run therefore repeats the load until two successive loads leave the same bytes in every tensor of the model,
+    and checks that tensors in `written` and constants have not changed.
 
     Attributes:
-        names: names of the engine's tensors that the loader fills: computed tensors, and copies of the same
-            checkpoint tensors.
-        buffers: checkpoint tensors that the loader gets, in checkpoint order; updates write them.
+        names: names of the engine's tensors that the loader writes: computed tensors, and tensors that have copies
+            of elements of `buffers` only.
+        buffers: sources of the computed tensors, each with a flat buffer that updates write; in checkpoint order.
         written: names of the engine's tensors that updates write directly.
-        unwritten: elements that a load leaves as they are (padding), by name, for each tensor in `names`
-            that may hold NaN before a load.
-        load: see `capture`.
+        unwritten: name -> number of elements (padding) that a load does not write. It has the tensors in `names` that
+            are filled with NaN before a load.
+        load: the engine's loader.
         held: current tensors of the model.
-        entered: see `surroundings`; has the settings of the thread that captured.
+        entered: context manager with the torch settings of the thread that captured; see `surroundings`.
     """
 
     names: tuple[str, ...]
@@ -105,11 +107,15 @@ class Recompute:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Return the manifest's names of the buffers."""
+        """Names of the buffers in the manifest."""
         return tuple(PREFIX + spec.name for spec, _ in self.buffers)
 
     def fix_addresses(self, refilled: Collection[str]) -> None:
-        """Record the addresses that loads must keep, and the bytes of the constants outside `refilled`."""
+        """Record the addresses that a load must not change, and the fingerprints of constants.
+
+        A constant is a parameter or buffer that neither updates nor loads write. `refilled` has the names of mirrors,
+        which are no constants.
+        """
         held = self.held()
         self._fixed = _places(held, self.written, self.names)
         self._constants = {
@@ -118,17 +124,16 @@ class Recompute:
             if name not in self.written
             and name not in self.names
             and name not in refilled
-            # Other kinds may be scratch memory that the engine's steps overwrite.
+            # Tensors of other kinds may be scratch memory, which the engine's steps overwrite.
             and h.kind in (Kind.PARAMETER, Kind.BUFFER)
         }
 
     def run(self) -> None:
-        """Load the buffers. The caller has quiesced the engine and may call this in any thread.
+        """Load the buffers. The engine must be quiesced; any thread may call this.
 
         Raises:
-            UnsupportedLayout: the loader failed, did not take a buffer, did not write a tensor that it must
-                fill, or moved or changed a tensor that must stay. The model then holds its own tensors
-                at their addresses, with unknown bytes.
+            UnsupportedLayout: the loader failed, did not read a buffer, did not write a tensor in `names`, moved a
+                tensor, or changed a tensor outside `names`. The model's weights are then unknown.
         """
         was_proven, self._is_proven = self._is_proven, False
         self.held.changed()
@@ -187,7 +192,7 @@ class Recompute:
     def filling(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same tensors and copy each into its buffer, if it has one."""
+        """Yield the same tensors; first copy each tensor into its buffer, if it is in `buffers`."""
         buffers = {spec.name: buffer for spec, buffer in self.buffers}
         for name, tensor in weights:
             if name in buffers:
@@ -198,20 +203,22 @@ class Recompute:
 @final
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Search for the sources of computed tensors: checkpoint tensors that the engine uses to compute others.
+    """Search for the sources of computed tensors (the checkpoint tensors that they are computed from).
 
-    The search compares loads that differ in some checkpoint tensors. First it groups names that differ only in
-    their numbers (the same tensor of every layer), changes each group as a whole, and finds the relevant
-    groups by bisection. Then it finds the layer numbers that each computed tensor depends on: two loads per
-    binary digit of the number, for all layers at once. A last load changes all other checkpoint tensors; no
-    computed tensor may change.
+    Each load changes the values of some checkpoint tensors; the search observes which computed tensors change. It has
+    three steps:
 
-    The number of loads is about 2 log2(groups) per relevant group, plus 2 log2(layers), or 2 log2(layers x
-    experts) for a mixture of experts.
+    1. Group names that differ only in their numbers (the same tensor of every layer). Find the groups with sources by
+       bisection: about 2 log2(groups) loads per such group.
+    2. Find the layer numbers of the sources: two loads per binary digit of the number, which is 2 log2(layers) loads,
+       or 2 log2(layers x experts) for a mixture of experts.
+    3. Change all checkpoint tensors that are not sources. No computed tensor may change.
 
     Attributes:
-        prints: function that returns the current fingerprints of the computed tensors.
-        base: their fingerprints after a load of `codes.random(0)`.
+        codes: numbers of the checkpoint elements.
+        load: the engine's loader.
+        prints: function that returns the current fingerprints of the computed tensors, by name.
+        base: fingerprints of the computed tensors after a load of `codes.random(0)`.
     """
 
     codes: Codes
@@ -220,10 +227,10 @@ class Search:
     base: Mapping[str, int]
 
     def sources(self) -> frozenset[str]:
-        """Return the checkpoint tensors that change one of the computed tensors.
+        """Return the names of the sources of all computed tensors.
 
         Raises:
-            UnsupportedLayout: the search cannot find the sources of some tensors; the message names them.
+            UnsupportedLayout: the search cannot find the sources of some tensors; the message names these tensors.
         """
         every = frozenset(spec.name for spec in self.codes.specs)
         deaf = sorted(self.base.keys() - self._changed(every))
@@ -242,7 +249,7 @@ class Search:
         return members
 
     def _changed(self, names: frozenset[str]) -> frozenset[str]:
-        """Return the computed tensors that change if these checkpoint tensors change."""
+        """Return the names of the computed tensors that change if the checkpoint tensors `names` change."""
         if not names:
             return frozenset()
         self.load(self.codes.mixed(names, _SEEDS[0]))
@@ -252,7 +259,7 @@ class Search:
     def _mattering(
         self, groups: Sequence[tuple[str, ...]], *, known: bool
     ) -> Iterator[tuple[str, ...]]:
-        """Yield the groups that change a computed tensor. `known` is True if at least one of `groups` does."""
+        """Yield the groups that contain sources. `known` is True if one of `groups` is known to contain sources."""
         if not known and not self._changed(frozenset().union(*groups)):
             return
         if len(groups) == 1:
@@ -264,7 +271,11 @@ class Search:
         yield from self._mattering(groups[half:], known=not first)
 
     def _numbered(self, members: frozenset[str]) -> frozenset[str]:
-        """Return the `members` that a computed tensor may depend on, found digit by digit of their numbers."""
+        """Return the names in `members` that may be sources.
+
+        A name's numbers (layer, expert) get an index. For each binary digit of the index, change the names with digit
+        1, then those with digit 0, and observe which computed tensors change.
+        """
         keys = sorted({_numbers(name) for name in members})
         index = {key: at for at, key in enumerate(keys)}
         possible = [set(range(len(keys))) for _ in self.base]
@@ -292,17 +303,24 @@ def plan_recompute(
     load: Load,
     held: Watched,
 ) -> Recompute | None:
-    """Find the checkpoint tensors that the loader needs, and prove that a load of only these is enough.
+    """Find the sources of the computed tensors, and check by trial updates that a load of only the sources is enough.
 
-    A partial load may leave other tensors wrong (the loader may rebuild a whole layer). The plan then adds
-    their sources: first of these tensors, then of all tensors in their modules, then of the enclosing modules.
+    A partial load may leave other tensors wrong, because the loader may rebuild a whole layer. The partial load then
+    also gets the sources of the wrong tensors, next of all tensors in the same modules, next of the enclosing modules.
+
+    Args:
+        computed: names of the computed tensors and numbers.
+        numbers: numbers of the checkpoint elements in all tensors that are copies, by name.
+        codes: numbers of the checkpoint elements.
+        load: the engine's loader.
+        held: current tensors of the model.
 
     Returns:
-        The plan, or None if the only computed values are numbers that do not depend on weights.
+        The partial load, or None if no computed value depends on weights.
 
     Raises:
-        UnsupportedLayout: the search cannot find the sources of a tensor, no partial load fills it
-            correctly, or two equal loads fill it differently. The message names all of them.
+        UnsupportedLayout: the search cannot find the sources of a tensor, no partial load gives the tensor the right
+            values, or two equal loads give it different values. The message names these tensors.
     """
 
     def prints() -> dict[str, int]:
@@ -316,7 +334,7 @@ def plan_recompute(
         {*unsteady} - held.numbers,
         "tensors that the engine computes differently in two equal loads",
     )
-    # A number that differs after two equal loads counts something. It does not follow from weights.
+    # A number that differs after two equal loads is a counter. It does not depend on weights.
     ignored = {*unsteady} | _saturated(base, codes, load, held)
     held.numbers -= ignored
     computed -= ignored
@@ -338,11 +356,11 @@ def plan_recompute(
 
 
 def _saturated(base: Mapping[str, int], codes: Codes, load: Load, held: Watched) -> frozenset[str]:
-    """Return the computed numbers that stay the same for other checkpoint values, such as counters at their limit.
+    """Return the names of computed numbers that do not depend on weights, such as counters that reached a limit.
 
     Raises:
-        UnsupportedLayout: digits change a number, but the values of a search do not. The message names
-            all of them.
+        UnsupportedLayout: a number changes if digits are loaded, but not if random values are loaded, so that
+            `Search` could not find its sources. The message names these numbers.
     """
     if not held.numbers:
         return frozenset()
@@ -360,7 +378,7 @@ def _saturated(base: Mapping[str, int], codes: Codes, load: Load, held: Watched)
 @final
 @dataclass(frozen=True)
 class _Part:
-    """Comparison of partial loads with loads of the whole checkpoint; see `plan_recompute`."""
+    """Trial updates, and the partial load that results from them; see `plan_recompute` for the attributes."""
 
     computed: frozenset[str]
     numbers: Mapping[str, ElementIds]
@@ -370,16 +388,16 @@ class _Part:
 
     @cached_property
     def copied(self) -> Mapping[str, frozenset[str]]:
-        """Checkpoint tensors in each of the engine's tensors that holds copies."""
+        """Name of each of the engine's tensors that is a copy -> names of the checkpoint tensors in it."""
         return {name: _tensors_in(found, self.codes) for name, found in self.numbers.items()}
 
     @property
     def depth(self) -> int:
-        """Largest number of parts in a tensor's name, which bounds the number of nested modules."""
+        """Maximum number of nested modules, from the dots in the tensors' names."""
         return max(len(name.split(".")) for name in [*self.computed, *self.copied])
 
     def disturbed(self, sources: frozenset[str]) -> frozenset[str]:
-        """Return the tensors that two trial updates leave wrong, or move although their address must stay."""
+        """Make two trial updates; return the names of tensors that have wrong bytes afterwards or have moved."""
         self.load(self.codes.random(0))
         before = self._fixed(sources)
         try:
@@ -397,7 +415,7 @@ class _Part:
         return frozenset(wrong | moved)
 
     def _write(self, names: Iterable[str], seed: int) -> None:
-        """Write the tensors that an update writes directly, with their values after `finalise`."""
+        """Write the values of a trial update into the tensors `names`, as an update followed by `finalise` would."""
         held = self.held()
         for name in names:
             memory = held[name].memory()
@@ -405,12 +423,12 @@ class _Part:
                 filled = numbers >= 0
                 values = self.codes.expected(numbers[filled], seed, memory.dtype, loud=True)
                 part = bits_of(memory[begin : begin + len(numbers)])
-                # Tensors that were made in inference mode can be written only in it.
+                # torch forbids writes to inference tensors outside inference mode.
                 with torch.inference_mode():
                     part[filled] = bits_of(values)
 
     def sources_near(self, names: frozenset[str], level: int) -> frozenset[str]:
-        """Return the sources of these tensors (level 0), or of all tensors in the modules `level` levels above."""
+        """Return the checkpoint tensors in `names` (level 0), or in all tensors of the modules `level` levels up."""
         if level == 0:
             chosen = names & self.copied.keys()
         else:
@@ -419,7 +437,7 @@ class _Part:
         return frozenset().union(*(self.copied[name] for name in chosen))
 
     def recompute(self, sources: frozenset[str]) -> Recompute:
-        """Return the plan for these sources, which trial updates have proven."""
+        """Return the partial load of `sources`, after trial updates have shown that it is enough."""
         return Recompute(
             names=tuple(sorted(self._filled(sources))),
             buffers=tuple(
@@ -435,7 +453,7 @@ class _Part:
         )
 
     def _unwritten(self, sources: frozenset[str]) -> dict[str, int]:
-        """Return `Recompute.unwritten`, except for tensors whose old values the loader reads."""
+        """Return `Recompute.unwritten`. Leave out a tensor if the loader reads its old values: NaN would spread."""
         held = self.held()
         names = {
             n
@@ -445,8 +463,8 @@ class _Part:
         self.load(self.codes.some(sources, _SEEDS[0]))
         plain = prints_of(self.held())
         while names:
-            # `clear` restores values of this load where marks remain. They differ from `plain` unless no load
-            # writes the place, so a NaN that the loader computed from a mark does not count as padding.
+            # First load other values. If the loader computes a NaN from a mark, `clear` takes the place for padding
+            # and restores the other value, which then differs from `plain`.
             self.load(self.codes.some(sources, _SEEDS[1]))
             marks = _Marks(self.held(), dict.fromkeys(names, -1))
             try:
@@ -464,15 +482,15 @@ class _Part:
         return {}
 
     def _filled(self, sources: frozenset[str]) -> frozenset[str]:
-        """Return the tensors that a load of `sources` fills: computed ones, and copies of `sources` only."""
+        """Return the names of tensors that a load of `sources` writes: computed tensors, and copies of `sources` only."""
         return self.computed | {n for n, found in self.copied.items() if found <= sources}
 
     def _written(self, sources: frozenset[str]) -> frozenset[str]:
-        """Return the tensors that updates write directly."""
+        """Return the names of the tensors that updates write directly."""
         return frozenset(self.copied.keys() - self._filled(sources))
 
     def _fixed(self, sources: frozenset[str]) -> dict[str, int]:
-        """Return addresses that must stay; see `Recompute.fix_addresses`."""
+        """Return the addresses that a load of `sources` must not change; see `_places`."""
         written, filled = self._written(sources), self._filled(sources)
         return _places(self.held(), written, filled)
 
@@ -480,7 +498,11 @@ class _Part:
 def _places(
     held: Mapping[str, Holding], written: Collection[str], filled: Collection[str]
 ) -> dict[str, int]:
-    """Return addresses that must stay: of `written` tensors, and of `filled` ones on GPUs, which CUDA graphs use."""
+    """Return name -> address for tensors that a load must not move.
+
+    These are the tensors that updates write, and on GPUs also the tensors that a load writes: CUDA graphs contain their
+    addresses.
+    """
     return {
         name: h.address
         for name, h in held.items()
@@ -490,15 +512,17 @@ def _places(
 
 @final
 class _Marks:
-    """Floating-point tensors filled with a NaN that no weight has, to find the elements that a load writes.
+    """Fills floating-point tensors with marks (a NaN that no weight has), to find the elements that a load writes.
 
-    `left` has the number of elements that a load leaves unwritten, by name; -1 if it is unknown.
+    Args:
+        held: current tensors of the model.
+        left: name of each tensor to fill -> number of elements that a load does not write; -1 if unknown.
     """
 
     def __init__(self, held: Mapping[str, Holding], left: Mapping[str, int]) -> None:
         self._names = tuple(left)
         self._before: dict[str, torch.Tensor] = {}
-        # Tensors that were made in inference mode can be written only in it.
+        # torch forbids writes to inference tensors outside inference mode.
         with torch.inference_mode():
             for name in left.keys() & held.keys():
                 memory = bits_of(held[name].memory())
@@ -507,7 +531,7 @@ class _Marks:
                 memory.fill_(_MARKS[held[name].tensor.dtype])
 
     def clear(self, held: Mapping[str, Holding]) -> dict[str, int]:
-        """Return the number of unwritten elements by name, and restore their old values.
+        """Restore the old values of elements that still have a mark, and return the number of these elements by name.
 
         The number is -1 for a tensor that no longer exists.
         """
@@ -516,7 +540,7 @@ class _Marks:
             memories = {n: bits_of(held[n].memory()) for n in found.keys() & held.keys()}
             marks = {n: _MARKS[held[n].tensor.dtype] for n in memories}
             counts = [(memory == marks[n]).sum() for n, memory in memories.items()]
-            # Stack the counts: this runs in every pause, and one transfer waits for the GPU only once.
+            # Stack the counts, to wait for the GPU only once: this function runs in every pause.
             if counts:
                 on = counts[0].device
                 found |= zip(
@@ -531,13 +555,13 @@ class _Marks:
 
 
 def _module(name: str, level: int) -> str:
-    """Return the name of the module `level` levels up, with a final dot so that it is an exact prefix."""
+    """Return the name of the module `level` levels above a tensor, with a final dot (for `startswith`)."""
     parts = name.split(".")[:-level]
     return "".join(f"{part}." for part in parts)
 
 
 def _tensors_in(numbers: ElementIds, codes: Codes) -> frozenset[str]:
-    """Return the checkpoint tensors that have elements in a tensor of the engine."""
+    """Return the names of the checkpoint tensors that have elements in a tensor of the engine."""
     bounds = torch.from_numpy(codes.starts[1:-1])
     found: set[int] = set()
     for _, part in numbers.chunks():
@@ -549,7 +573,10 @@ def _tensors_in(numbers: ElementIds, codes: Codes) -> frozenset[str]:
 
 @contextmanager
 def _nothing_left_over() -> Iterator[None]:
-    """Fill uninitialised tensors with NaN inside the block: old memory may hold correct values by chance."""
+    """Let torch fill uninitialised tensors with NaN in the `with` block.
+
+    Without this, freed memory of an earlier load might contain the right values by chance.
+    """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
