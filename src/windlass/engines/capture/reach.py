@@ -1,7 +1,7 @@
-"""Walk all objects that a model refers to: modules, tensors, containers, functions, other objects.
+"""Walk all objects that a model references, directly or indirectly: modules, tensors, containers, functions, others.
 
-Engines keep values that they derive from weights in many places besides parameters: in dicts, objects, closures, attributes
-of tensors, numpy arrays. Discovery and `Snapshot` use the same walk, so that discovery sees every tensor that a snapshot restores.
+Engines store values that they compute from weights in parameters, dicts, objects, closures, attributes of tensors and
+numpy arrays. Capture searches for tensors with the same walk that `Snapshot` uses to record and restore state.
 """
 
 from __future__ import annotations
@@ -34,32 +34,38 @@ import torch.distributed as dist
 
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
 _APART = frozenset({"compilation", "config", "configs", "distributed"})
-"""The walk skips objects of these packages, and of the parts of an engine's package with these names. Compiled code refers
-to memory of its graphs, and many parts of an engine share a configuration. The walk still enters containers, modules and
-tensors of these packages."""
+"""Names of subpackages whose objects the walk skips, such as `vllm.compilation` and `vllm.config`.
+
+Compiled code references the memory of CUDA graphs, and most objects of an engine share its configuration. The walk still
+enters containers, torch modules and tensors whose classes are defined in these subpackages.
+"""
 _RUNNERS = (
     *("vllm.v1.worker", "vllm.v1.core", "vllm.v1.engine", "vllm.v1.executor", "vllm.entrypoints"),
     *("sglang.srt.managers", "sglang.srt.mem_cache", "sglang.srt.model_executor"),
     "sglang.srt.entrypoints",
 )
-"""Packages that run an engine's model. The walk skips their objects too: a callable of the model may refer to one, and the
-walk would then reach caches and requests."""
+"""Packages that run an engine's model. The walk skips objects of these packages, too.
+
+If a function of the model references such an object, the walk would otherwise continue to KV caches and requests.
+"""
 _OPENED = (UserDict, UserList, ChainMap, SimpleNamespace, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)  # fmt: skip
-"""Classes of the standard library that are plain containers of values."""
+"""Container classes of the standard library, which the walk enters; it skips other classes of the library."""
 _SHARED = (
     *((dist.ProcessGroup,) if dist.is_available() else ()),
     *(threading.Thread, type(threading.Lock()), type(threading.RLock()), socket.socket),
 )
-"""The walk skips an object with an attribute of one of these classes (for example a communicator), because other objects
-share its state."""
+"""If an object has an attribute of one of these classes, the walk skips the object.
+
+Such an object (for example a communicator) has state that objects outside the model share.
+"""
 _MADE_IN_PYTHON = 1 << 9
-"""`Py_TPFLAGS_HEAPTYPE`, set for classes defined in Python. Only their slots are state that Python code may set."""
+"""`Py_TPFLAGS_HEAPTYPE`, the flag of classes defined in Python. The walk reads only slots of these classes."""
 _UNSET = object()
 Number = bool | int | float | complex
 
 
 class Form(enum.Enum):
-    """Kind of an object, which decides how the walk enters it."""
+    """Kind of an object, which determines how the walk finds the values in the object."""
 
     MODULE = enum.auto()
     TENSOR = enum.auto()
@@ -78,7 +84,7 @@ class Form(enum.Enum):
 
 
 class Join(enum.Enum):
-    """Kind of reference from an object to another."""
+    """Kind of reference from one object to another."""
 
     ATTRIBUTE = enum.auto()
     SLOT = enum.auto()
@@ -90,7 +96,13 @@ class Join(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Description of how the walk enters objects of one class."""
+    """Description of the values in objects of one class.
+
+    Attributes:
+        form: kind of the objects.
+        has_dict: whether the objects have a `__dict__` with attributes.
+        members: descriptors of the `__slots__`.
+    """
 
     form: Form
     has_dict: bool = False
@@ -99,18 +111,22 @@ class Shape:
 
 _NUMBER, _SHARED_STATE = object(), object()
 _SHAPES: dict[type, Any] = {}
-"""Class -> `Shape`, one of the two markers above, or None for classes that the walk skips."""
+"""Class -> `Shape`, `_NUMBER`, `_SHARED_STATE`, or None for a class that the walk skips."""
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Node:
-    """An object that the walk has reached.
+    """An object that the walk has found.
 
     Attributes:
-        holder: the object through which the walk reached it first; None for modules of the model and for globals.
-        join, key: kind of the reference in `holder`, and its name, index or key.
-        is_global: whether it belongs to a class or to a Python module, which other models may use as well.
+        item: the object.
+        shape: description of the object's values.
+        holder: the first object in which the walk found a reference to `item`; None for modules of the model, classes
+            and namespaces of Python modules.
+        join: kind of the reference in `holder`.
+        key: name, index or key of the reference in `holder`.
+        is_global: True if the object belongs to a class or to a Python module, so that other models may use it.
     """
 
     item: Any
@@ -123,13 +139,13 @@ class Node:
 
     @property
     def path(self) -> str:
-        """Path of the object, like the Python expression that reaches it from the model."""
+        """Path of the object, similar to a Python expression, such as `layers.0.cache['k']`."""
         if self._path is None:
             self._path = joined(self.holder.path if self.holder else "", self.join, self.key)
         return self._path
 
     def put(self, value: object) -> bool:
-        """Replace this object by `value` in its holder; return False if the holder cannot be changed."""
+        """Replace this object by `value` in `holder`; return False if this is not possible."""
         holder = self.holder
         if holder is None or not _put(holder, self.join, self.key, self.item, value):
             return False
@@ -138,7 +154,7 @@ class Node:
 
 
 def joined(path: str, join: Join, key: Any) -> str:
-    """Return the path of a value that an object at `path` holds."""
+    """Return the path of a value in the object at `path`."""
     match join:
         case Join.ATTRIBUTE:
             return f"{path}.{key}" if path else str(key)
@@ -194,7 +210,7 @@ def _put(holder: Node, join: Join, key: Any, old: object, value: object) -> bool
 
 
 def _named_or_plain(kind: Any, members: list[object]) -> object:
-    """Make a tuple of the class `kind`. The constructor of a named tuple takes its members one by one."""
+    """Return a tuple of the class `kind`, which may be a named tuple."""
     return kind(*members) if "_fields" in dir(kind) else kind(members)
 
 
@@ -204,12 +220,13 @@ class Reach:
     """Result of one walk.
 
     Attributes:
-        nodes: all objects that can hold values, once each; modules of the model first.
-        tensors: tensors and arrays among them: parameters of the model's modules first, then buffers, then other
-            attributes of these modules.
-        num_parameters, num_buffers, num_attributes: number of tensors of each of these three kinds.
-        empty, empty_globals: empty containers of the model; empty containers of classes and Python modules.
-        globals: global variables that functions of the model use: namespace, name, value.
+        nodes: all objects that can contain values, each once; modules of the model first.
+        tensors: the tensors and arrays among `nodes`, in this order: parameters of the model's modules, their buffers,
+            other attributes of these modules, and then the rest.
+        num_parameters, num_buffers, num_attributes: number of tensors in each of the first three groups.
+        empty: empty containers of the model.
+        empty_globals: empty containers of classes and Python modules.
+        globals: global variables that functions of the model use: (namespace, name, value).
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -223,13 +240,16 @@ class Reach:
     _numbers: list[tuple[Node, Join, Any, Number]] = field(default_factory=list)
 
     def numbers(self) -> dict[str, Number]:
-        """Return the numbers that the objects hold, by path."""
+        """Return the Python numbers in all objects, by path."""
         return {joined(n.path, join, key): value for n, join, key, value in self._numbers}
 
 
 @final
 class Signature:
-    """Identities of all objects that a model reached. It keeps containers alive, but no tensors."""
+    """Identities (`id`) of all objects of a walk, to find out later whether the model references new objects.
+
+    A signature keeps the model's containers alive, but not its tensors.
+    """
 
     def __init__(self, found: Reach) -> None:
         self._dicts: list[tuple[Mapping[Any, Any], list[int], list[int]]] = []
@@ -253,7 +273,7 @@ class Signature:
         self._dicts.append((held, [*map(id, held.values())], _followed(held.values())))
 
     def holds(self) -> bool:
-        """Return whether the model reaches the same objects. Numbers and texts may differ."""
+        """Return whether the model still references the same objects. Numbers and strings may differ."""
         try:
             return self._holds()
         except RuntimeError:  # another thread changed a container during the comparison
@@ -273,7 +293,7 @@ def _followed(values: Iterable[object]) -> list[int]:
 
 
 def _members(item: Any, shape: Shape) -> Iterable[object]:
-    """Return the values in an object other than a dict, without those in its `__dict__`."""
+    """Return the values in an object that is no dict. Values in the object's `__dict__` are left out."""
     held: Iterable[object] = ()
     match shape.form:
         case Form.SEQUENCE | Form.SET:
@@ -294,14 +314,14 @@ def _members(item: Any, shape: Shape) -> Iterable[object]:
 
 
 def reach(model: torch.nn.Module) -> Reach:
-    """Walk a model, breadth first, so that every object has a short path."""
+    """Walk a model breadth first, so that every object has a short path, and return the result."""
     with _uncollected():
         return _reached(model)
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Disable the garbage collector: thousands of new nodes, none of them garbage, would start a full collection."""
+    """Disable the garbage collector in the `with` block, because thousands of new objects would start it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -332,7 +352,7 @@ def _reached(model: torch.nn.Module) -> Reach:
 class _Walk:
     def __init__(self, found: Reach) -> None:
         self._found = found
-        # The nodes keep every object alive, so that no other object gets the same `id`.
+        # `id` of every object found. `Reach.nodes` keeps these objects alive, so no other object gets the same `id`.
         self._seen: set[int] = set()
         self._classes: dict[type, None] = {}
 
@@ -345,7 +365,7 @@ class _Walk:
         return node
 
     def of_module(self, module: Node, which: str) -> None:
-        """Add a module's dict of parameters or buffers, and the tensors in it."""
+        """Add the dict `_parameters` or `_buffers` (`which`) of a module, and the tensors in this dict."""
         held = vars(module.item)[which]
         if id(held) in self._seen:
             return
@@ -360,7 +380,7 @@ class _Walk:
                 self._add(tensor, _shape_of(tensor), node, Join.ITEM, name, joined(module.path, Join.ATTRIBUTE, name))  # fmt: skip
 
     def enter_others(self, begin: int) -> None:
-        """Enter every node from index `begin` on, including nodes that this adds, then the classes of modules and globals."""
+        """Enter every node from index `begin` on, and the classes of modules, until nothing new is found."""
         nodes = self._found.nodes
         at, num_classes = begin, 0
         while True:
@@ -388,7 +408,7 @@ class _Walk:
             self._classes[type(item)] = None
 
     def enter(self, node: Node) -> None:
-        """Add the values of an object."""
+        """Add nodes for the values in an object."""
         shape, item = node.shape, node.item
         if shape.has_dict and not self._attributes(node, vars(item)):
             return
@@ -419,9 +439,9 @@ class _Walk:
                 pass
 
     def _attributes(self, node: Node, held: Mapping[str, Any]) -> bool:
-        """Add the attributes of an object and return True.
+        """Add nodes for an object's attributes, and return True.
 
-        If an attribute is of a class in `_SHARED`, drop the object and return False.
+        If an attribute's class is in `_SHARED`, remove the object's node and return False.
         """
         if node.shape.form is Form.OBJECT:
             shapes = _SHAPES
@@ -434,7 +454,7 @@ class _Walk:
         return True
 
     def _values(self, node: Node, join: Join, held: Iterable[tuple[Any, Any]]) -> None:
-        """Add values that a node holds: pairs of key and value."""
+        """Add nodes for the values in the object of `node`; `held` has pairs of key and value."""
         shapes, found, seen = _SHAPES, self._found, self._seen
         for key, value in held:
             kind = type(value)
@@ -464,7 +484,7 @@ class _Walk:
         self._globals(_globals_of(function))
 
     def _enter_class(self, kind: type) -> None:
-        """Add the state of a module's class, and globals that the class's functions use."""
+        """Add a module's class and base classes with their data, and the globals that their functions use."""
         for base in kind.__mro__:
             if not _is_foreign(base.__module__):
                 self._class_state(base)
@@ -498,24 +518,24 @@ _COMPARED = frozenset(
 )  # fmt: skip
 """Forms for which `_members` returns values."""
 PLAIN = frozenset({dict, OrderedDict, list, set, deque})
-"""Containers without attributes. An `OrderedDict` could have some, but engines set none."""
+"""Container classes whose instances have no attributes of their own (engines set none on an `OrderedDict`)."""
 
 
 def contents_of(cell: CellType) -> Iterator[tuple[str, object]]:
-    """Yield an empty key and the value in a closure's cell; nothing for an empty cell."""
+    """Yield an empty key and the value in a closure's cell; yield nothing for an empty cell."""
     try:
         yield "", cell.cell_contents
-    except ValueError:  # it is empty
+    except ValueError:  # the cell is empty
         return
 
 
 def slots_of(item: object, shape: Shape) -> dict[MemberDescriptorType, object]:
-    """Return the values in the `__slots__` of an object, for classes that were made in Python."""
+    """Return the values in the `__slots__` of an object, without empty slots."""
     return {m: v for m in shape.members if (v := value_of(m, item)) is not _UNSET}
 
 
 def value_of(member: MemberDescriptorType, item: object) -> object:
-    """Return the value in a slot, `_UNSET` for an empty slot."""
+    """Return the value in a slot; `_UNSET` if the slot is empty."""
     try:
         return member.__get__(item)
     except AttributeError:
@@ -523,7 +543,7 @@ def value_of(member: MemberDescriptorType, item: object) -> object:
 
 
 def _shape_of(item: object) -> Shape:
-    # `__class__` of a proxy would name another class.
+    # Use `type`, because `__class__` of a proxy object is the class of another object.
     kind = type(item)
     found: Shape = _SHAPES[kind] if kind in _SHAPES else _look_at(kind)
     return found
@@ -547,7 +567,7 @@ _LINKS = "_lru_list_elem"
 
 
 def _look_at(kind: type) -> Any:
-    """Make and return the entry of `_SHAPES` for a class."""
+    """Add an entry to `_SHAPES` for a class, and return the entry."""
     _SHAPES[kind] = found = _looked_at(kind)
     return found
 
@@ -590,7 +610,7 @@ def _is_apart(kind: type) -> bool:
 
 
 def _is_data(value: object) -> bool:
-    """Return whether a value of a class or of a Python module is state rather than code."""
+    """Return whether a value in a class or Python module is data (and not a function, method or class)."""
     kind = type(value)
     shape = _SHAPES[kind] if kind in _SHAPES else _look_at(kind)
     if shape is _NUMBER:
@@ -604,7 +624,7 @@ _OF_CLASS: weakref.WeakKeyDictionary[type, _Named] = weakref.WeakKeyDictionary()
 
 
 def _globals_of(function: FunctionType) -> _Named:
-    """Return globals (state and classes) that a function may read, directly or through a function that it calls."""
+    """Return the global variables (data and classes) that a function may read; see `_named`."""
     if function.__code__ not in _OF_CODE:
         _OF_CODE[function.__code__] = tuple(_named([function]))
     return _OF_CODE[function.__code__]
@@ -626,7 +646,11 @@ def _function_in(value: object) -> FunctionType | None:
 
 
 def _named(functions: list[FunctionType]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield globals that functions use. Follow calls within a Python module, and one call into another module."""
+    """Yield (namespace, name) of the global variables that functions use.
+
+    Also search the functions that they call in the same Python module, and functions of other modules that these call
+    directly.
+    """
     waiting = [(function, True) for function in functions]
     seen = {function.__code__ for function in functions}
     names = set[tuple[int, str]]()

@@ -1,9 +1,9 @@
-"""Record all state of a model that a loader may change, and restore it.
+"""Record all state of a model that a loader may change, and restore this state.
 
 An engine's loader replaces parameters, moves them to the meta device, registers buffers, sets attributes of
 modules, tensors and quantisation methods, and may fail at any point. A snapshot keeps references to every
-module, tensor, container and engine object that the model reaches, and their contents. `restore` therefore
-brings back the same objects at the same addresses, which the engine's graphs, kernels and compiled code use.
+module, tensor, container and engine object that the model references, and records their contents. `restore` restores
+the same objects at the same addresses, because the engine's CUDA graphs and compiled code contain these addresses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from windlass.engines.capture.reach import Form, Node, contents_of, slots_of, va
 
 CHUNK_NBYTES = 32 << 20
 MAX_THREADS = 16
-"""Most threads that copy between a GPU and the host."""
+"""Maximum number of threads that copy between a GPU and the host."""
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -38,14 +38,14 @@ class Snapshot:
     """State of a model at the time of construction. A snapshot keeps every tensor of the model alive.
 
     Args:
-        model: the model of this rank.
-        ignored: addresses of storages without weights (key-value caches), which are not copied.
-        copies: whether to copy the bytes of every tensor that the model reaches, to its device if it
-            has room, else to the host. `restore` skips GPU tensors with a copy on the host that have not changed.
-        parameters: whether to copy parameters, too. Scalar parameters are always copied.
+        model: model of this rank.
+        ignored: addresses of storages that are not copied, such as KV caches.
+        copies: whether to copy the bytes of tensors, and not only references. The copies of GPU tensors are on the
+            GPU if it has enough free memory, else on the host.
+        parameters: whether to copy the bytes of parameters; scalar parameters are copied in any case.
 
     Attributes:
-        prints: fingerprints of the copied tensors, by the names of `held_by`; empty without copies.
+        prints: fingerprints of the copied tensors, by name; empty if `copies` is False.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Snapshot:
     def _keep_bytes(self, held: Mapping[str, Holding]) -> None:
         """Copy tensors and record their fingerprints.
 
-        If GPU tensors need more than half of the GPU's free memory, copy all of them to the host.
+        If the copies of the GPU tensors need more than half of the GPU's free memory, make these copies on the host.
         """
         self._memories = {name: holding.memory() for name, holding in held.items()}
         self.prints = {name: fingerprint(memory) for name, memory in self._memories.items()}
@@ -118,7 +118,7 @@ class Snapshot:
                 pass
 
     def restore(self) -> None:
-        """Restore the model. Idempotent; may be called in any thread and in any inference mode."""
+        """Restore the model. Idempotent; may be called in any thread, and inside or outside inference mode."""
         for container in (*self._empty, *filter(_holds_values, self._empty_globals)):
             container.clear()
         for restore, item, held in self._kept:
@@ -128,7 +128,7 @@ class Snapshot:
                 names[name] = value
         for tensor in self._tensors:
             tensor.restore()
-        # Tensors that were made in inference mode can be written only in it; all others can be, too.
+        # torch forbids writes to inference tensors outside inference mode.
         with torch.inference_mode():
             for name, copy in self._copies.items():
                 self._memories[name].copy_(copy)
@@ -156,7 +156,7 @@ def _members(container: Any) -> tuple[object, ...]:
 def _restore_slots(item: object, values: dict[MemberDescriptorType, object]) -> None:
     for member, value in values.items():
         if value_of(member, item) is not value:
-            # A read-only member of a class in C may create its value at each access and cannot be assigned.
+            # A read-only member of a class in C cannot be assigned, and may create a new value at each access.
             with suppress(AttributeError, TypeError):
                 member.__set__(item, value)
 
@@ -184,7 +184,7 @@ def _restore_class(kind: type, kept: dict[str, object]) -> None:
 
 
 def _holds_values(item: object) -> bool:
-    """Return whether a shared object contains a tensor, an array or a float, which may depend on weights."""
+    """Return whether an object directly contains a tensor, an array or a float, which may depend on weights."""
     held: Iterable[object] = vars(item).values() if type(item).__dictoffset__ else ()
     if isinstance(item, dict):
         held = (*held, *item.values())
@@ -194,10 +194,10 @@ def _holds_values(item: object) -> bool:
 
 
 def undone_if_it_fails(load: Load, watched: Watched) -> Load:
-    """Wrap a load so that replaced tensors are copied back into the model's original tensors where possible.
+    """Wrap the engine's loader so that a tensor that it replaces keeps its address where possible.
 
-    The caller has quiesced the model. If `load` raises, the wrapper restores the model's objects; their bytes
-    may differ.
+    After a load, the wrapper copies the new tensor's values into the original tensor, and puts the original tensor back
+    into the model. If `load` raises, the wrapper restores the model's objects, but not the bytes of tensors.
     """
 
     def guarded(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -216,9 +216,17 @@ def undone_if_it_fails(load: Load, watched: Watched) -> Load:
 
 
 def _put_back(before: Mapping[str, Holding], now: Mapping[str, Holding]) -> bool:
-    """Copy tensors that a load replaced into the original tensors and put these back; return whether there were any.
+    """Put original tensors back into the model where a load replaced them by new tensors of the same layout.
 
-    Graphs refer to the original tensors, and updates write them.
+    Each original tensor gets the new tensor's values. CUDA graphs use the addresses of the original tensors, and updates
+    write to these addresses.
+
+    Args:
+        before: tensors of the model before the load.
+        now: tensors of the model after the load.
+
+    Returns:
+        True if there were such tensors.
     """
     made = [
         (old, new)
@@ -229,7 +237,7 @@ def _put_back(before: Mapping[str, Holding], now: Mapping[str, Holding]) -> bool
         and new.address != old.address
         and _lies_alike(old.tensor, new.tensor)
     ]
-    # Tensors that were made in inference mode can be written only in it.
+    # torch forbids writes to inference tensors outside inference mode.
     with torch.inference_mode():
         for old, new in made:
             if old.node is None or new.node is None:
@@ -248,22 +256,20 @@ def _lies_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @final
 class HostCopies:
-    """Copies of CUDA memory in pageable host memory.
+    """Copies of CUDA tensors in pageable host memory.
 
-    Up to `MAX_THREADS` threads share the work. Each has a stream and two pinned staging buffers. While the GPU
-    writes (or reads) one, the thread copies the other to (or from) pageable memory. Pinning all of the host
-    memory would take longer than the copies.
+    Each thread has a CUDA stream and two pinned staging buffers. While the GPU writes (or reads) one buffer, the thread
+    copies the other buffer to (or from) pageable memory. To pin all of the host memory would take longer than the copies.
 
     Args:
-        memories: tensors to copy, (n,) each, contiguous, on one GPU. The constructor waits for all queued work
-            of the GPU, and the object keeps the tensors alive.
+        memories: tensors to copy, (n,) each, contiguous, on one GPU. This object keeps the tensors alive.
     """
 
     def __init__(self, memories: Sequence[torch.Tensor]) -> None:
         self._device = memories[0].device
         total = sum(memory.nbytes for memory in memories)
         pages = mmap.mmap(-1, max(1, total), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Huge pages cost one page fault per 2 MiB instead of one per 4 KiB. Some kernels lack them.
+        # Huge pages cause one page fault per 2 MiB instead of one per 4 KiB. Some Linux kernels do not support them.
         with suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
         host = torch.frombuffer(pages, dtype=torch.uint8)
@@ -275,7 +281,7 @@ class HostCopies:
         self._run(range(len(memories)), to_host=True)
 
     def restore(self, chosen: Sequence[int]) -> None:
-        """Restore the memories with these indices and wait until they are written. May be called in any thread."""
+        """Copy the host copies with the indices `chosen` back to the GPU, and wait. May be called in any thread."""
         self._run(chosen, to_host=False)
 
     def _run(self, chosen: Sequence[int], *, to_host: bool) -> None:
@@ -296,12 +302,10 @@ def _chunks(memory: torch.Tensor, copy: torch.Tensor) -> Iterator[_Pair]:
 
 
 def _copy(device: torch.device, to_host: bool, chunks: Sequence[_Pair]) -> None:
-    """Copy one thread's share of the chunks.
-
-    This runs in inference mode because tensors that were made in it can be written only in it.
-    """
+    """Copy one thread's share of the chunks, each a pair (GPU memory, host memory)."""
     size = max(len(memory) for memory, _ in chunks)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # torch forbids writes to inference tensors outside inference mode.
     with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
         staging = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -316,7 +320,7 @@ def _copy(device: torch.device, to_host: bool, chunks: Sequence[_Pair]) -> None:
                     done[1 - number % 2].synchronize()
                     _move(*late.pop(0))
             else:
-                # The GPU may still read the staging buffer's previous chunk.
+                # Wait until the GPU has read the previous chunk from this staging buffer.
                 event.synchronize()
                 _move(stage, copy)
                 memory.copy_(stage, non_blocking=True)
@@ -327,13 +331,16 @@ def _copy(device: torch.device, to_host: bool, chunks: Sequence[_Pair]) -> None:
 
 
 def _move(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy with numpy, which releases the GIL and starts no threads."""
+    """Copy between CPU tensors with numpy, which releases the GIL and starts no threads."""
     target.numpy()[:] = source.numpy()
 
 
 @dataclass(frozen=True, slots=True)
 class _KeptTensor:
-    """Type and memory of a tensor; `data` is None for a tensor without memory."""
+    """A tensor, and its class, `requires_grad` and memory at the time of the snapshot.
+
+    `data` is None for a tensor without memory.
+    """
 
     tensor: torch.Tensor
     kind: type
@@ -355,7 +362,7 @@ class _KeptTensor:
 
 
 def _same(one: Collection[object], other: Collection[object]) -> bool:
-    """Return whether these are the same objects in the same order."""
+    """Return whether two collections contain identical objects in the same order."""
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 

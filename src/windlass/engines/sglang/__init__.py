@@ -1,1 +1,1 @@
-"""SGLang, unmodified: a custom weight loader, and its own HTTP routes."""
+"""Adapter for SGLang: a plugin for its server, and a custom weight loader that runs in its ranks."""

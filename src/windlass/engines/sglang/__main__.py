@@ -1,7 +1,7 @@
-"""An SGLang server in the fleet: `python -m windlass.engines.sglang --name a --model DIR --port 8000`.
+"""Start an SGLang server and join a fleet: `python -m windlass.engines.sglang --name a --model DIR --port 8000`.
 
-Everything else on the command line goes to `sglang.launch_server`. Run it with the interpreter of
-SGLang's environment; the token is read from WINDLASS_TOKEN.
+Run this with the Python interpreter of SGLang's environment. The token is in the environment variable WINDLASS_TOKEN.
+All other options are passed to `sglang.launch_server`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Custom weight loader through which SGLang's ranks get orders (`windlass.engines.sglang.hook.run`).
 
 SGLang calls a custom weight loader in every rank's scheduler loop, between batches, with the rank's model. The
-"weights" are one empty tensor with a name that is an order in JSON: capture the layout, join the fleet, block
-during a pause, report that the loop is quiesced, or report fingerprints of the model's tensors.
+"weights" are one empty tensor, whose name is an order in JSON (`windlass.engines.sglang.orders`).
 """
 
 from __future__ import annotations
@@ -35,18 +34,22 @@ from windlass.errors import UnsupportedLayout, WindlassError
 
 _log = logging.getLogger(__name__)
 LONGEST_BLOCK_S = 20.0
-"""Most seconds that a paused loop is blocked; after that it polls for requests as usual. A blocked loop receives no
-orders, so an order may wait this long, or twice as long if the agent has not requested the pause yet."""
+"""Maximum seconds that a main loop is blocked during a pause; afterwards the paused loop polls for requests as usual.
+
+A blocked loop receives no orders, so an order may wait this long, or twice as long if the agent has not asked for the
+pause yet.
+"""
 
 
 @dataclass(slots=True)
 class _Rank:
-    """State of this process, which has one model.
+    """State of this rank's process, which has one model.
 
     Attributes:
-        can_block: whether a pause may block the loop. SGLang must not change the weights of any rank around an order,
-            there must be no pipeline stages (later stages would not get the order), and no replicas (not tested).
-        namespace: prefix-cache namespace of the current weights on every rank; empty before the first update.
+        engine_rank: captured layout and fleet of this rank.
+        can_block: whether a pause may block the main loop. This is False with pipeline stages (later stages would not
+            get the order) and with replicas (not tested), or if an order changes weights or an update writes buffers.
+        namespace: prefix-cache namespace of the current weights; empty before the first update.
     """
 
     engine_rank: EngineRank = field(default_factory=partial(EngineRank, looks=False))
@@ -89,7 +92,7 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
 
 
 def _rest(order: Quiesce) -> None:
-    """Let the agent write weights: block the loop as long as the order says, or let the paused loop continue."""
+    """Report to the agent that the main loop is quiesced; block the loop if the order says so."""
     if order.blocked_s is None:
         _rank.engine_rank.gate.quiesced(order.pause_id)
     else:
@@ -97,24 +100,24 @@ def _rest(order: Quiesce) -> None:
 
 
 def _as_refusal(error: Exception) -> WindlassError:
-    """Return an error that the agent reports; errors of the engine's own code become one."""
+    """Return the error as a `WindlassError`, which the agent can report."""
     if isinstance(error, WindlassError):
         return error
     return UnsupportedLayout(f"the rank could not pause: {reason_of(error)}")
 
 
 def own_rank() -> int:
-    """Return this process's number among all processes of the server: replicas, stages, tensor-parallel ranks.
+    """Return the rank of this process among all ranks of the server.
 
-    Each replica is a separate torch.distributed world.
+    Each data-parallel replica has its own torch.distributed world, so the ranks of earlier replicas are added.
     """
     return _own_replica() * dist.get_world_size() + dist.get_rank()
 
 
 def _own_replica() -> int:
-    """Return the index of this rank's replica.
+    """Return the index of this rank's data-parallel replica.
 
-    This is 0 in releases that do not give ranks this index; the launcher refuses replicas with these releases.
+    Return 0 in old releases, whose ranks do not know the index; the launcher refuses several replicas with them.
     """
     try:
         from sglang.srt.runtime_context import get_parallel
@@ -127,7 +130,7 @@ def _own_replica() -> int:
 
 
 def _own_sampler() -> int:
-    """Return the number of the replica or data-parallel attention group of this rank; each has its own sampling seed."""
+    """Return the index of this rank's sampler: each replica, and each data-parallel attention group, has one."""
     try:
         from sglang.srt.runtime_context import get_parallel
 
@@ -138,7 +141,10 @@ def _own_sampler() -> int:
 
 
 def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> bytes:
-    """Carry out a capture or a join and return the report: a `CapturedLayout` in JSON, or nothing for a join."""
+    """Capture the layout, or join the fleet, as the order says; return the body of the report.
+
+    The body is a `CapturedLayout` in JSON for a capture, and empty for a join.
+    """
     settings = order.settings
     if order.step is RankStep.JOIN:
         _rank.engine_rank.join(settings, rank, secrets.token)
@@ -151,7 +157,7 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
             return _layout_of(model, order, rank)[0]
         every = partial(all_ranks, device=next(model.parameters()).device)
         found, untouched = capture_on_every_rank(lambda: _layout_of(model, order, rank), every)
-        # True if updates write only the model's own memory, and no buffers.
+        # Updates write the model's memory only, and no buffers.
         plain = not found.repacked and not found.recomputed
         _rank.can_block = every(plain and untouched)
         return found
@@ -171,7 +177,7 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
 
 
 def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured, bool]:
-    """Return the captured layout, and whether SGLang leaves the weights unchanged around an order."""
+    """Return the captured layout, and True if SGLang does not change weights before and after an order."""
     settings = order.settings
     captured = capture(
         model,
@@ -184,21 +190,21 @@ def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured
     untouched = _orders_change_nothing(model)
     if order.num_stages > 1 and _has_sessions() and not untouched:
         raise UnsupportedLayout(
-            "pp: stages must hold weights that SGLang neither packs nor restores around an "
-            "order, since it answers for the first stage while others still do"
+            "pp: stages must have weights that SGLang does not repack before and after an order, "
+            "because later stages may still repack when SGLang answers for the first stage"
         )
     return captured, untouched
 
 
 def _has_sessions() -> bool:
-    """Return whether SGLang restores and packs weights around an order; 0.5.16 does not."""
+    """Return whether this release unpacks weights before an order and repacks them after; 0.5.16 does not."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     return "restore_weights_before_loading" in vars(DefaultModelLoader)
 
 
 def _orders_change_nothing(model: torch.nn.Module) -> bool:
-    """Return whether SGLang changes no tensor when it unpacks and packs weights around an order. Called in an order."""
+    """Return whether every tensor stays the same when SGLang repacks and unpacks the weights. Call this in an order."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     if not _has_sessions():
@@ -216,14 +222,14 @@ def _orders_change_nothing(model: torch.nn.Module) -> bool:
 
 
 def _state(model: torch.nn.Module) -> Mapping[str, tuple[int, int]]:
-    """Return the address and the fingerprint of every tensor."""
+    """Return the address and the fingerprint of every tensor, by name."""
     held = held_by(model)
     prints = prints_of(held)
     return {name: (holding.address, prints[name]) for name, holding in held.items()}
 
 
 def load_again(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Load weights as SGLang does while it runs: unpack, load, post-process."""
+    """Load weights as SGLang does while it serves: unpack old weights, load new weights, post-process them."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     device = next(model.parameters()).device
@@ -241,29 +247,28 @@ _NO_NAMESPACES = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
 
 
 def _separate_caches() -> None:
-    """Patch SGLang so that requests use only prefix-cache entries of the weights that they started with.
+    """Patch SGLang so that a request finds only prefix-cache entries of the weights with which it starts.
 
-    SGLang (0.5.16, 0.5.23) passes a tree to `Req.init_next_round_input` only when a waiting request may start: a new
-    or queued request, or a retracted request without cache entries. The patch then adds the namespace of the current
-    weights to the request's key, and the request keeps it while it runs. A request that spans an update stores its
-    entries under the old namespace, so later requests do not find them. SGLang evicts entries of old namespaces
-    like other unused entries.
+    The patched `Req.init_next_round_input` adds the namespace of the current weights to a request's `extra_key`, which is
+    part of the key of cache entries. It does so only when a waiting request may start: SGLang (0.5.16, 0.5.23) passes a
+    `tree_cache` only then. If an update comes while the request runs, its entries keep the old namespace, so later
+    requests do not find them. SGLang evicts these entries like other unused entries.
 
     Raises:
-        UnsupportedLayout: this release lacks the method or the key, or its tree ignores keys.
+        UnsupportedLayout: this release has no `init_next_round_input` or `extra_key`, or its tree ignores `extra_key`.
     """
     from sglang.srt.managers.schedule_batch import Req
 
     if environment_value(_NO_NAMESPACES).lower() in ("1", "true", "yes", "y"):
         raise UnsupportedLayout(
-            f"{_NO_NAMESPACES} must not be set: that tree finds prefixes of old weights, whatever "
-            "their key"
+            f"{_NO_NAMESPACES} must not be set: that tree ignores extra_key, and returns cache entries "
+            "of old weights"
         )
     begin: Callable[..., None] | None = vars(Req).get("init_next_round_input")
     if begin is None or "extra_key" not in inspect.signature(Req.__init__).parameters:
         raise UnsupportedLayout(
-            "sglang: Req must have extra_key and init_next_round_input, by which prefixes of old and "
-            "new weights are told apart"
+            "sglang: Req must have extra_key and init_next_round_input, with which Windlass separates "
+            "cache entries of old and new weights"
         )
     if _FOLLOWS in vars(begin):
         return
@@ -282,9 +287,9 @@ def _separate_caches() -> None:
 
 
 def _outdate_caches(namespace: str) -> None:
-    """Prevent later requests from using cache entries that were computed until now."""
+    """Set the namespace of later requests, so that they do not use existing cache entries."""
     _rank.namespace = namespace
-    # SGLang's flush does not clear the embedding cache, which is in the first module in 0.5.23, the second in 0.5.16.
+    # The embedding cache has no namespaces. It is in `mm_schedule` in 0.5.23, and in `mm_utils` in 0.5.16.
     for module in ("mm_schedule", "mm_utils"):
         found = sys.modules.get(f"sglang.srt.managers.{module}")
         embeddings = None if found is None else vars(found).get("embedding_cache")
@@ -293,9 +298,9 @@ def _outdate_caches(namespace: str) -> None:
 
 
 def _quiesce(namespace: str) -> None:
-    """Outdate caches, search for new derived values, and wait for the GPU.
+    """Set a new cache namespace, search for new derived values, and wait for the GPU.
 
-    Called between two steps, before an update writes, with the weights in the state that they have in an order.
+    Called in an order between two steps, before an update writes weights.
 
     Raises:
         UnsupportedLayout: see `Captured.look`.

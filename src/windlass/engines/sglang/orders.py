@@ -1,7 +1,7 @@
-"""Orders to the ranks of an SGLang server, and its pause, which uses orders and the server's own routes.
+"""Orders (messages to the ranks of an SGLang server), and pauses, which use orders and the server's own routes.
 
-An order travels as the name of an empty tensor: SGLang's route for tensors passes it to a custom weight
-loader in the main loop of every rank.
+An order is sent as the name of an empty tensor to `/update_weights_from_tensor`. SGLang passes the name to a custom
+weight loader (`HOOK`) in the main loop of every rank, and the loader carries out the order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassE
 HOOK = "windlass.engines.sglang.hook.run"
 """Function that SGLang calls in every rank as a custom weight loader."""
 DRAIN_S = 30.0
-"""Seconds for pipeline stages to notice that no request is left, which takes each stage a turn of every micro-batch."""
+"""Seconds until all pipeline stages have noticed that no request is left; each stage first runs all micro-batches."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """Capture the layout, or join the fleet once the captured layouts of all ranks have been accepted.
+    """Order to capture the layout or to join the fleet; see `windlass.engines.spec.EngineServer.order`.
 
-    Each rank reports its result in `folder`; see `windlass.engines.spec.EngineServer.order`.
+    `num_stages` is the number of pipeline stages of the engine.
     """
 
     step: RankStep
@@ -42,13 +42,13 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
-    """End every earlier step, and hide the caches of the current weights from later requests.
+    """Order to wait for the last step, and to stop the use of prefix-cache entries of the current weights.
 
     Attributes:
-        pause_id: pause that the loop is quiesced for.
-        namespace: unique name, part of all cache keys from now on.
-        blocked_s: the loop stays in the order until the pause ends, or for 20 s; this is the number of
-            seconds within which the agent must ask for that pause. None lets the loop continue.
+        pause_id: id of the pause.
+        namespace: unique name, which becomes part of the key of all new prefix-cache entries.
+        blocked_s: None to return from the order at once. A number blocks the main loop until the pause ends, but
+            for at most `hook.LONGEST_BLOCK_S`; the pause fails if the agent does not ask for it in `blocked_s` seconds.
     """
 
     pause_id: str
@@ -57,7 +57,7 @@ class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
 
 
 class Digests(msgspec.Struct, frozen=True, tag="digests"):
-    """Write a digest of every tensor of the model into `folder`, as JSON."""
+    """Order to report a fingerprint of every tensor of the model in `folder`, as JSON."""
 
     folder: str
 
@@ -66,9 +66,9 @@ Order = Step | Quiesce | Digests
 
 
 class _Empty:
-    """Object that the ranks unpickle as an empty tensor.
+    """Object that is unpickled as an empty CPU tensor.
 
-    SGLang's ranks patch how torch passes tensors between processes, and the patch fails on CPU tensors.
+    A real tensor cannot be used: SGLang patches torch's pickling of tensors, and the patch fails on CPU tensors.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -83,13 +83,13 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def order_ranks(server: EngineHttp, order: Order, world_size: int, deadline_s: float) -> None:
-    """Make every rank carry out an order in its main loop; return once the ranks of the first stage have done so.
+    """Send an order to every rank, and wait until the ranks of the first pipeline stage have carried out the order.
 
-    `deadline_s` applies to every request.
+    Ranks of later stages may carry out the order afterwards. `deadline_s` applies to each HTTP request.
 
     Raises:
-        PeerUnreachable: the server refused, or a rank failed.
-        PeerTimeout: no answer in time.
+        PeerUnreachable: the server refused the order, or a rank failed.
+        PeerTimeout: the server did not answer in time.
     """
     with session(server, deadline_s) as selector:
         send_order(server, order, selector, world_size, deadline_s)
@@ -97,19 +97,19 @@ def order_ranks(server: EngineHttp, order: Order, world_size: int, deadline_s: f
 
 @contextmanager
 def session(server: EngineHttp, deadline_s: float) -> Iterator[Mapping[str, str]]:
-    """Open an update session and yield the fields that every order in it must contain.
+    """Open an update session of SGLang, and yield the fields that the request of every order must contain.
 
-    Closing the session works on weights; later stages are not awaited.
+    At the end of the `with` block, SGLang's ranks post-process weights; this does not wait for later pipeline stages.
     """
     try:
         _call(server, "/begin_weight_update", {"selector": "target"}, deadline_s)
-    # SGLang 0.5.16 has no sessions, and no draft model here.
+    # SGLang 0.5.16 has no sessions.
     except NoSuchRoute:
         yield {}
         return
-    # A signal raises SystemExit while the server waits for requests.
+    # A signal raises SystemExit in the launcher.
     except (PeerTimeout, SystemExit):
-        # The server opens the session later, and no other process would close it.
+        # The server may open the session later, and no other process would close it.
         with suppress(WindlassError):
             _call(server, "/end_weight_update", {}, deadline_s)
         raise
@@ -128,12 +128,18 @@ def send_order(
     *,
     hook: str = HOOK,
 ) -> None:
-    """Send an order within a session, as `order_ranks` does.
+    """Send an order in an open session; see `order_ranks`.
 
-    `deadline_s` is None only for an order that lasts as long as a pause.
+    Args:
+        server: server of the engine.
+        order: the order.
+        selector: fields that `session` yielded.
+        world_size: number of ranks of the engine.
+        deadline_s: seconds to wait for the server's response; None (no limit) for an order that blocks main loops.
+        hook: path of the custom weight loader.
     """
     name = msgspec.json.encode(order).decode()
-    # SGLang's own serialiser produces these bytes.
+    # These are the bytes that SGLang's own serialiser would produce.
     payload = ForkingPickler.dumps([(name, _Empty())])
     body = {
         "serialized_named_tensors": [base64.b64encode(payload).decode()] * world_size,
@@ -152,13 +158,17 @@ def _call(server: EngineHttp, path: str, body: object, deadline_s: float | None)
 
 @final
 class SglangApi:
-    """`EngineApi` over SGLang's routes.
+    """`EngineApi` that uses SGLang's routes and orders.
 
-    In every mode, the order that quiesces the loop outdates the caches of old weights before any weights are
-    written. `/flush_cache` cannot do this: it refuses while requests are kept, and it leaves embeddings.
+    The order `Quiesce` stops the use of prefix-cache entries of old weights. `/flush_cache` is not enough: SGLang refuses
+    it while requests run, and it does not clear the embedding cache.
 
-    `gate` is the gate of rank 0. `blocks` says whether weights may be written while an order blocks the
-    loops.
+    Args:
+        server: server of the engine.
+        world_size: number of ranks of the engine.
+        gate: gate of rank 0.
+        blocks: whether updates may write weights while an order blocks the main loops.
+        num_stages: number of pipeline stages.
     """
 
     def __init__(
@@ -174,21 +184,21 @@ class SglangApi:
         self._gate, self._blocks = gate, blocks
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
-        """Pause in one of SGLang's own modes.
+        """Pause in one of SGLang's own modes; see `EngineApi.pause`.
 
-        SGLang's loop of a pipeline (0.5.23) does not check whether it is paused. Only `abort`, which waits
-        until no request is left, stops it.
+        With pipeline stages, the main loop of SGLang 0.5.23 ignores a pause. Only the mode `abort` stops the loop, because
+        no request is left.
         """
         if self._num_stages > 1 and mode is not PauseMode.ABORT:
             raise ConfigError(
-                f"SGLang: pause_mode must be abort with stages, whose loop runs on in the others, "
+                f"SGLang: pause_mode must be abort with pipeline stages, whose main loops ignore other modes, "
                 f"got {mode}"
             )
         self._server.post("/pause_generation", {"mode": str(mode)}, deadline_s)
         return True
 
     def blocks(self, mode: PauseMode) -> bool:  # noqa: ARG002
-        """See `EngineApi.blocks`; a loop that is only paused keeps a core busy."""
+        """Return whether to block the main loops; a loop that is paused but not blocked uses a whole CPU core."""
         return self._blocks
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
@@ -197,9 +207,9 @@ class SglangApi:
             answered_s = None if block else deadline_s
             send_order(self._server, order, selector, self._world_size, answered_s)
             if block:
-                # The end of a session works on weights, so it must follow the pause.
+                # SGLang post-processes weights at the end of the session, so the session must outlast the pause.
                 self._gate.wait_ended(pause_id)
-        # A flush waits until every stage knows that no request is left.
+        # SGLang answers this flush after every stage has noticed that no request is left.
         if self._num_stages > 1:
             waits_s = min(DRAIN_S, deadline_s)
             self._server.post(f"/flush_cache?timeout={waits_s}", {}, deadline_s)
@@ -208,6 +218,6 @@ class SglangApi:
         self._server.post("/continue_generation", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """See `EngineApi.set_version`; running requests are not aborted."""
+        """Set the version without aborting running requests; see `EngineApi.set_version`."""
         body = {"new_version": str(version), "abort_all_requests": False}
         self._server.post("/update_weight_version", body, deadline_s)

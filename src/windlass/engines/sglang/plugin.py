@@ -1,21 +1,20 @@
-"""SGLang plugin: lets SGLang's own server join a fleet if WINDLASS_CONTROLLER is set.
+"""SGLang plugin: makes SGLang's own server join a fleet if WINDLASS_CONTROLLER is set.
 
     WINDLASS_CONTROLLER=http://TRAINER:8000 WINDLASS_TOKEN_FILE=token python -m sglang.launch_server ...
 
 SGLang calls entry points of the group `sglang.srt.plugins` before it reads its settings
-(`sglang/srt/plugins/__init__.py`, 0.5.11 and later). This plugin does nothing if the variable is not set and no
-launcher of Windlass has started the server. Otherwise the process that serves HTTP
+(`sglang/srt/plugins/__init__.py`, 0.5.11 and later). The plugin is active if WINDLASS_CONTROLLER is set, or if a
+launcher of Windlass started the server. In the process that serves HTTP, the plugin
 
-- refuses settings that would make updates wrong, before it loads a model;
+- refuses settings of the engine that break a rule (`RULES`), before SGLang loads a model;
 - registers the custom weight loader `windlass.engines.sglang.hook.run` on every rank;
-- protects private routes (`windlass.engines.private_routes`) and sends orders to every replica;
-- orders its ranks to join the controller's fleet after warm-up. With `wait` instead of a URL, the ranks join when
-  `POST /windlass/join` names a controller. They can join another one after the previous controller has ended.
+- protects private routes (`windlass.engines.private_routes`), and lets orders reach every data-parallel replica;
+- orders the ranks to join the controller's fleet after warm-up. If WINDLASS_CONTROLLER is `wait`, the ranks join when
+  `POST /windlass/join` names a controller; after this controller has ended, they can join another controller. If a
+  launcher started the server, the launcher sends this order.
 
-A server that a launcher started is prepared in the same way, and joins when the launcher orders it.
-
-A server may span several hosts. Hosts after the first (`--node-rank 1` and so on) serve no HTTP. They check the same
-settings and prepare their ranks in the same way. The first host sends them orders and receives their reports
+If a server runs on several hosts, only the first host serves HTTP. The plugin checks the same settings on the other hosts
+(`--node-rank 1` and so on). Their ranks get orders from the first host, and send reports to it
 (`windlass.engines.report_route`).
 """
 
@@ -58,23 +57,23 @@ _HTTP = "sglang.srt.entrypoints.http_server"
 _OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_USE_MODELSCOPE")
 _SAMPLED = "rollouts carry log-probabilities of the distribution that was sampled"
 _OF_TENSORS = (None, "direct", "flattened_bucket")
-"""Load formats of plain tensors, without a custom weight loader."""
+"""Values of SGLang's `load_format` that do not name a custom weight loader."""
 _log = logging.getLogger(__name__)
 _done: set[str] = set()
-"""Steps that this process has done and must not repeat."""
+"""Names of the steps that this process has done and must not repeat."""
 
 
 def load() -> None:
     """Register the plugin. Idempotent.
 
-    SGLang calls this in every process of a server, and `windlass.engines.sglang.serve` calls it, too. It refuses
-    nothing, because SGLang only logs an exception of a plugin and continues without the plugin.
+    SGLang and `windlass.engines.sglang.serve` call this in every process of a server. This function checks no settings,
+    because SGLang logs an exception of a plugin and continues; `_prepare` checks them.
     """
     if not (environment_value(CONTROLLER_VARIABLE) or is_launched()) or not _first("load"):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # SGLang calls this method after it has resolved the settings and before it starts ranks.
+    # SGLang calls `check_server_args` after it has resolved the settings and before it starts ranks.
     HookRegistry.register(
         "sglang.srt.server_args.ServerArgs.check_server_args", _prepare, HookType.BEFORE
     )
@@ -84,11 +83,12 @@ def _check_variables() -> None:
     """Check the server's environment variables.
 
     Raises:
-        ConfigError: updates were never tested with a variable that is set, or it makes rollouts wrong.
+        ConfigError: a variable is set with which updates were not tested, or a launcher started the server and
+            `SGLANG_RETURN_ORIGINAL_LOGPROB` is set.
     """
     for variable in _OTHER_SERVERS:
         if _is_set(variable):
-            raise ConfigError(f"{variable} must not be set: updates with it have not been shown")
+            raise ConfigError(f"{variable} must not be set: updates were not tested with it")
     if not _is_set(ORIGINAL):
         return
     if is_launched():
@@ -108,7 +108,7 @@ def _first(step: str) -> bool:
 
 
 def _prepare(server_args: Any) -> None:
-    """Prepare a server after its settings are resolved and before its ranks start; see the module docstring."""
+    """Check the resolved settings and patch the server before its ranks start; see the module docstring."""
     settings = _resolved(server_args)
     for warning in check_installed(RELEASES):
         _log.warning("%s", warning)
@@ -146,17 +146,17 @@ def _prepare(server_args: Any) -> None:
 
 
 def _have_ranks_know_the_token() -> None:
-    """Give ranks on this host the token that authenticates their reports to the first host.
+    """Check that ranks on this host can read the token with which they authenticate to the first host.
 
     Raises:
         ConfigError: the variable for the token's file is not set.
     """
-    # This call removes the token from the environment, so that no child process inherits it.
+    # `control_token` removes the token from the environment, so that no child process inherits it.
     control_token()
     if not environment_value(TOKEN_FILE_VARIABLE):
         raise ConfigError(
-            f"{TOKEN_FILE_VARIABLE} must be set on every host of a server but the first: its ranks read the "
-            f"token there, got ''"
+            f"{TOKEN_FILE_VARIABLE} must be set on every host of a server but the first: ranks on the host "
+            f"read the token from this file, got ''"
         )
     set_values({OTHER_NODES_VARIABLE: "1"})
 
@@ -189,10 +189,15 @@ def _require_followed(settings: Any, checkpoint: Path) -> None:
 def reach_replicas(mixin: Any) -> None:
     """Patch SGLang's tokenizer manager so that orders reach every data-parallel replica.
 
-    SGLang (0.5.23) can send tensors to the schedulers of all replicas and wait for them. But it refuses tensors with
-    several replicas, because a payload has one entry per tensor-parallel rank. Orders are equal for every rank, so
-    the patch skips this check for orders. SGLang also returns only one replica's answer to a flush. The patch
-    returns a refusal if any replica refuses, because stages of that replica still run steps.
+    SGLang (0.5.23) refuses `/update_weights_from_tensor` with several replicas, because a request has one payload per
+    tensor-parallel rank of one replica. An order has the same payload for every rank, so the patched manager sends it
+    to the schedulers of all replicas.
+
+    SGLang returns the result of only one replica for `/flush_cache`. The patched manager returns a refusal if any
+    replica refuses the flush, because pipeline stages of this replica still run steps.
+
+    Args:
+        mixin: SGLang's class `TokenizerControlMixin`.
     """
     update: Callable[..., Awaitable[Any]] = mixin.update_weights_from_tensor
     flush: Callable[..., Awaitable[Any]] = mixin.flush_cache
@@ -213,7 +218,7 @@ def reach_replicas(mixin: Any) -> None:
         )
 
     async def flush_cache(manager: Any, timeout_s: float | None = None) -> Any:
-        """Flush all replicas: return the first refusal, else the answer of SGLang's own flush, which runs again."""
+        """Flush all replicas; return the first refusal, or if there is none, flush again by SGLang's own method."""
         if manager.server_args.dp_size == 1:
             return await flush(manager, timeout_s)
         from sglang.srt.managers.io_struct import FlushCacheReqInput
@@ -227,12 +232,12 @@ def reach_replicas(mixin: Any) -> None:
 
 
 def _stand_in_front(http_server: ModuleType, member: _Member | None, token: str) -> None:
-    """Wrap SGLang's application in Windlass's routes, also if SGLang adds middleware later.
+    """Wrap SGLang's ASGI application in Windlass's middleware, outside all middleware that SGLang adds later.
 
     Args:
-        http_server: SGLang's module of that name.
-        member: membership of this server; None for a server that a launcher started.
-        token: token of ranks on other hosts, which report to this server; empty for a server on one host.
+        http_server: SGLang's module `http_server`.
+        member: this server; None if a launcher started it.
+        token: token that ranks on other hosts send with their reports; empty for a server on one host.
     """
     app = vars(http_server)["app"]
     build: Callable[[], Any] = app.build_middleware_stack
@@ -265,13 +270,13 @@ def _call_when_warm(action: Callable[[], None]) -> None:
 
 @final
 class _Member(Member):
-    """Membership of an SGLang server.
+    """`Member` for an SGLang server.
 
     Args:
         settings: SGLang's resolved settings.
 
     Raises:
-        ConfigError: the server spans several hosts and has no token; see also `Member`.
+        ConfigError: the server runs on several hosts and has no token; see also `Member`.
         PeerUnreachable: see `Member`.
     """
 
@@ -294,8 +299,8 @@ class _Member(Member):
     def _have_ranks_join(self, order: JoinOrder, name: str, url: str) -> None:
         if self._spans_hosts and order.token not in ("", self.token):
             raise ConfigError(
-                "token must not be given to a server over several hosts: ranks on the others show the one "
-                "of their start"
+                "token must not be given to a server over several hosts: ranks on other hosts use the "
+                "token with which they were started"
             )
         given = self._settings
         from windlass.engines.capture.codes import checkpoint_folder

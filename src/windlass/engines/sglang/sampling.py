@@ -1,9 +1,10 @@
-"""Log-probabilities of the sampled distribution in SGLang's ranks, and seeds of replicas.
+"""Log-probabilities of the sampled distribution in SGLang's ranks, and the seeds of data-parallel replicas.
 
-SGLang (0.5.23) returns log-probabilities after temperature. Its sampler then cuts tokens off by `top_k`, `top_p` and
-`min_p`, and draws from the rest. This module divides each probability by the share of the rest.
+SGLang (0.5.23) returns log-probabilities after temperature only, but samples from the tokens that remain after `top_k`,
+`top_p` and `min_p`. This module divides the probability of each sampled token by the sum of the remaining tokens'
+probabilities.
 
-A server chooses a seed at each start, and gives the same seed to all of its replicas.
+SGLang gives the same seed to all replicas of a server. This module gives each replica a different seed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _TOLERANCE = 0.01
 
 @functools.cache
 def return_sampled_logprobs() -> None:
-    """Have this rank return log-probabilities of the distribution that it samples from. Once per process."""
+    """Patch SGLang's sampler to return log-probabilities of the distribution that it samples from. Idempotent."""
     module = sys.modules.get("sglang.srt.layers.sampler")
-    if module is None:  # not a rank that samples
+    if module is None:  # this rank does not sample
         return
     Sampler: Any = vars(module)["Sampler"]  # noqa: N806 - a class
     forward = Sampler.forward
@@ -44,7 +45,8 @@ def return_sampled_logprobs() -> None:
                 _require_probabilities(probs)
                 is_checked = True
             output.next_token_logprobs -= _mass_left(probs, sampling).log()
-        # SGLang spells a greedy request as temperature 1 and top_k 1; another request with top_k 1 has no other answer.
+        # SGLang gives a greedy request temperature 1 and top_k 1, and returns the model's log-probability. For another
+        # request with top_k 1, only one token can be sampled: its log-probability is 0.
         alone = (sampling.top_ks == 1) & (sampling.temperatures[:, 0] != 1.0)
         output.next_token_logprobs.masked_fill_(alone, 0.0)
         return tokens
@@ -53,7 +55,7 @@ def return_sampled_logprobs() -> None:
 
 
 def _mass_left(probs: torch.Tensor, sampling: Any) -> torch.Tensor:
-    """Return the probability of all tokens that may be drawn, for each row; 1 for a greedy one."""
+    """Return, for each row, the sum of the probabilities of all tokens that can be sampled; 1 if top_k is 1."""
     ordered = probs.sort(dim=-1, descending=True).values
     rank = torch.arange(probs.shape[-1], device=probs.device)
     kept = rank < sampling.top_ks[:, None]
@@ -65,20 +67,26 @@ def _mass_left(probs: torch.Tensor, sampling: Any) -> torch.Tensor:
 
 
 def _require_probabilities(probs: torch.Tensor) -> None:
-    """Raise unless the sampler left probabilities where it found logits, as SGLang does on CPUs and on Nvidia's GPUs."""
+    """Raise UnsupportedLayout unless `probs` are probabilities.
+
+    SGLang's sampler overwrites the logits with probabilities, on CPUs and on Nvidia's GPUs.
+    """
     sums = probs.float().sum(-1)
     if float((sums - 1).abs().max()) > _TOLERANCE or float(probs.min()) < 0:
         raise UnsupportedLayout(
-            "sglang: Sampler.forward must leave probabilities in next_token_logits, by which "
-            "log-probabilities of top_p and top_k are made right, got sums of "
+            "sglang: Sampler.forward must write probabilities into next_token_logits, from which Windlass computes "
+            "log-probabilities after top_p and top_k, got sums of "
             f"{float(sums.min())} to {float(sums.max())}"
         )
 
 
 def seed_replica(index: int) -> None:
-    """Derive the seed of a replica, or of a group of data-parallel attention, from the server's seed.
+    """Set the sampling seed of a data-parallel replica, or of a group of data-parallel attention.
 
-    All ranks of the replica call this in the same step, so they continue to draw equal tokens.
+    All ranks of the replica must call this after the same step, because they must sample equal tokens.
+
+    Args:
+        index: index of the replica or group, which is added to the server's seed.
     """
     if index:
         torch.manual_seed(torch.initial_seed() + index)

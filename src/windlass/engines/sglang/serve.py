@@ -1,7 +1,7 @@
-"""`python -m windlass.engines.sglang.serve OPTIONS`: `sglang.launch_server`, with the plugin loaded in any case.
+"""`python -m windlass.engines.sglang.serve OPTIONS`: loads the plugin and runs `sglang.launch_server OPTIONS`.
 
-SGLang finds the plugin by an entry point, which a source tree on PYTHONPATH does not have and which
-SGLANG_PLUGINS may leave out: a launcher's server without it would have its private routes open.
+SGLang itself finds the plugin by its entry point only. A source tree on PYTHONPATH has no entry points, and the variable
+SGLANG_PLUGINS may exclude the plugin. Without the plugin, the server's private routes would be open to every client.
 """
 
 from __future__ import annotations

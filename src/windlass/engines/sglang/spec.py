@@ -1,4 +1,4 @@
-"""Windlass's knowledge of SGLang: supported releases, allowed settings, and the command that starts its server."""
+"""SGLang's supported releases, the rules for its settings, and the command that starts its server."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
 from windlass.net.addresses import free_port
 
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""Environment variable that makes SGLang return log-probabilities of the model's own distribution at any
-temperature."""
+"""Environment variable that makes SGLang return log-probabilities before temperature, `top_k` and `top_p`."""
 
 REPLICAS = Feature(
     "ranks that know their replica (`dp_rank` of `get_parallel()`)",
@@ -41,20 +40,20 @@ RELEASES = EngineReleases(
             "plugins (entry points `sglang.srt.plugins`)",
             since=(0, 5, 11),
             missing_in=(0, 5, 10),
-            without="nothing is put in front of its server",
+            without="its private routes are not protected",
             needed=True,
         ),
         Feature(
             "`--custom-weight-loader`",
             since=(0, 4, 10),
-            without="nothing can be run in its ranks",
+            without="Windlass cannot run code in its ranks",
             needed=True,
         ),
         Feature(
             "`/update_weight_version` without aborting",
             since=(0, 5, 2),
             missing_in=(0, 4, 10),
-            without="the version that it serves cannot be stamped",
+            without="tokens do not carry the version of the weights",
             needed=True,
         ),
         Feature(
@@ -68,7 +67,7 @@ RELEASES = EngineReleases(
             "weight version per token",
             since=(0, 5, 19),
             missing_in=(0, 5, 18),
-            without="all tokens of an answer carry one version, also where an update came between",
+            without="all tokens of an answer carry one version, even if an update came between them",
         ),
         Feature(
             "sessions (`/begin_weight_update`, `/end_weight_update`)",
@@ -80,29 +79,25 @@ RELEASES = EngineReleases(
 )
 
 _ADAPTERS = (
-    "updates of adapters have not been shown: SGLang 0.5.23 serves none on a CPU (its LoRA layers "
+    "updates of adapters were not tested: SGLang 0.5.23 serves no adapter on a CPU (its LoRA layers "
     "allocate pinned memory, which torch refuses without an accelerator)"
 )
 _DRAFT = "the draft model's weights are not captured"
-_ATTENTION = "it has been shown as --attn-dp-size, in releases that have it, alone"
-_APART_CONTROL = "orders reach ranks at different steps, in each of which they wait for each other"
+_ATTENTION = "updates were tested only with --attn-dp-size, which newer releases have instead"
+_APART_CONTROL = "ranks would get an order at different steps, and wait for each other in each step"
 _EXPERTS = "experts move between ranks while it serves"
 _EXPERTS_LEAVE = "ranks come and go, and experts move with them"
 _OFFLOADED = "weights are copied to the GPU for every step"
-_APART = "prefill and decoding apart are paused in other ways, which have not been shown"
+_APART = "servers with separate prefill and decoding pause differently, and updates were not tested with them"
 _TOKENIZERS = (
-    "an abort pause waits for the requests of one tokenizer: those of another reach the engine while "
-    "weights are written"
+    "an abort pause waits for the requests of one tokenizer process: requests of another process "
+    "would run while weights are written"
 )
-_CLEAR = "its ranks call its routes in clear text"
-_STORED = (
-    "keys and values of old weights are kept outside the engine, where other servers read them"
-)
-_OWN_TREE = "a cache of prefixes that is not SGLang's own may find those of old weights"
-_SLOTS = "a session's keys and values of old weights go into its next request past the prefix cache"
-_OTHER_LISTENER = (
-    "private routes are closed to strangers on the HTTP server alone; let clients use HTTP"
-)
+_CLEAR = "ranks call the server's routes over HTTP without TLS"
+_STORED = "the KV cache of old weights is stored outside the engine, where other servers read it"
+_OWN_TREE = "a prefix cache other than SGLang's own may return entries of old weights"
+_SLOTS = "a session passes the KV cache of old weights to its next request without the prefix cache"
+_OTHER_LISTENER = "Windlass protects private routes on the HTTP server only; let clients use HTTP"
 _ENCODERS = "its encoders are in other processes, whose weights are not updated"
 
 
@@ -122,7 +117,7 @@ _CACHES = (
     _rule("language_only", (False,), _ENCODERS),
     _rule("encoder_only", (False,), _ENCODERS),
 )
-"""Rules against caches of old weights that neither a new cache namespace nor a flush reaches."""
+"""Rules against caches of old weights that neither a new namespace nor a flush makes unused."""
 RULES = (
     *_CACHES,
     _rule(
@@ -134,7 +129,7 @@ RULES = (
     Rule("--speculative-draft-model-path", (), _DRAFT),
     _rule("enable_dp_attention", (False,), _ATTENTION),
     _rule("enable_dp_attention_local_control_broadcast", (False,), _APART_CONTROL),
-    _rule("torchao_config", ("",), "it has SGLang quantise while it loads"),
+    _rule("torchao_config", ("",), "SGLang would quantise weights while it loads them"),
     _rule("enable_lora", (None, False), _ADAPTERS),
     Rule("--lora-paths", (), _ADAPTERS),
     Rule("--adapter", (), _ADAPTERS),
@@ -150,7 +145,7 @@ RULES = (
     _rule("grpc_mode", (False,), _OTHER_LISTENER),
     _rule("smg_grpc_mode", (False,), _OTHER_LISTENER),
 )
-"""Rules for a server whose ranks run an agent."""
+"""Rules for a server that gets updates."""
 _SIZES = ("tp_size", "pp_size", "dp_size")
 
 
@@ -165,8 +160,8 @@ class SglangServer:
         require_followed(Path(args.model), rest)
         if args.dp > 1 and not has(REPLICAS, version := installed_version(RELEASES)):
             raise ConfigError(
-                f"dp: must be 1 with SGLang {version}, whose ranks do not say which replica they "
-                f"are, got --dp {args.dp}"
+                f"dp: must be 1 with SGLang {version}, whose ranks do not know the index of their "
+                f"replica, got --dp {args.dp}"
             )
         return ServerCommand(
             (
@@ -177,8 +172,7 @@ class SglangServer:
                     "--model-path",
                     args.model,
                 ),
-                # Nodes other than the first serve only SGLang's own health checks, which no client asks
-                # for: any port will do.
+                # On other nodes, this port serves only SGLang's health checks, which no client uses.
                 *("--host", args.host, "--port", str(free_port() if args.node_rank else args.port)),
                 *("--tp-size", str(args.tp)),
                 *(("--pp-size", str(args.pp)) if args.pp > 1 else ()),
@@ -202,20 +196,18 @@ class SglangServer:
 
 
 def check_server(server: EngineHttp, world_size: int) -> int:
-    """Check the settings that a running server reports.
+    """Check the settings that a running server reports, and return its number of pipeline stages.
 
-    If the server does not report its settings, its command line counts.
+    Return 1 without a check if the server's release has no route `/server_info`.
 
     Args:
         server: the running server.
-        world_size: number of ranks that the launcher announced.
-
-    Returns:
-        Number of pipeline stages.
+        world_size: number of ranks according to the launcher's options.
 
     Raises:
-        ConfigError: an update would be wrong with a setting, or the server has another number of ranks.
-        PeerUnreachable, PeerTimeout: the server does not answer, or not as SGLang does.
+        ConfigError: a setting breaks a rule, or the server has another number of ranks.
+        PeerUnreachable: the server does not answer, or its response is not SGLang's.
+        PeerTimeout: the server does not answer in time.
     """
     try:
         told = msgspec.json.decode(server.get("/server_info"), type=dict[str, object])
@@ -223,10 +215,9 @@ def check_server(server: EngineHttp, world_size: int) -> int:
         return 1
     except DECODE_ERRORS as error:
         raise PeerUnreachable(f"{server.url}/server_info: not SGLang's answer: {error}") from error
-    # A server that reports `attn_dp_size` sets `enable_dp_attention` only as a consequence of it.
+    # If a release has `attn_dp_size`, it derives `enable_dp_attention` from `attn_dp_size`.
     if "attn_dp_size" in told:
         told.pop("enable_dp_attention", None)
-    # Settings that this release does not have are not checked.
     refuse_settings(server.url, RULES, told.__getitem__)
     sizes = [size if isinstance(size := told.get(name), int) else 1 for name in _SIZES]
     if told.keys() >= set(_SIZES) and math.prod(sizes) != world_size:
