@@ -1,1 +1,1 @@
-"""Integration of unmodified vLLM: a worker extension, a scheduler class, and vLLM's own HTTP routes."""
+"""Adapter for vLLM: a worker extension, a scheduler class, a weight-transfer backend, and middleware."""

@@ -1,7 +1,7 @@
 """Start a vLLM server that joins a fleet: `python -m windlass.engines.vllm --name a --model DIR --port 8000`.
 
-All other options are passed to vLLM's API server. Run this with the Python of vLLM's environment. The token
-is read from WINDLASS_TOKEN.
+Run this with the Python interpreter of vLLM's environment. The token is in the environment variable WINDLASS_TOKEN.
+All other options are passed to vLLM's API server.
 """
 
 from __future__ import annotations

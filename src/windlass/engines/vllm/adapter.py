@@ -1,8 +1,8 @@
-"""Capture the slot of the LoRA adapter that a vLLM worker serves.
+"""Capture the memory layout of the LoRA adapter that a vLLM worker serves.
 
-vLLM wraps layers for adapters. The wrappers have the low-rank weights in tuples of tensors, one row per adapter
-slot; these tensors are neither parameters nor buffers. vLLM fills them from a folder, multiplies B by alpha / rank, splits and
-pads them. Windlass captures their layout in the same way as a model's layout.
+vLLM wraps each layer to which an adapter applies. The wrapper has tuples of tensors with the low-rank weights of all
+adapter slots; these tensors are neither parameters nor buffers. vLLM loads an adapter from a folder, multiplies B by
+alpha / rank, and splits and pads the result. Windlass captures the layout of these tensors as it does for a model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from windlass.errors import UnsupportedLayout
 
 @final
 class Slot(torch.nn.Module):
-    """View of a model's slots: buffers that share memory with the layers that vLLM wrapped for adapters."""
+    """Module whose buffers are the low-rank weights in a model's wrapped layers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         from vllm.lora.layers import BaseLayerWithLoRA
@@ -39,7 +39,7 @@ class Slot(torch.nn.Module):
             for index, tensor in enumerate(value)
             if isinstance(tensor, torch.Tensor)
         ]
-        # If tensors share memory (views of experts), the largest one must come first.
+        # Capture takes the first of several tensors that share memory (views of experts): register the largest first.
         for name, tensor in sorted(found, key=lambda item: -item[1].numel()):
             self.register_buffer(name, tensor)
 
@@ -49,11 +49,11 @@ def capture_adapter(
 ) -> Captured:
     """Capture the layout of the adapter that vLLM's worker serves. The worker's main loop calls this.
 
-    Afterwards, vLLM's copy of the adapter in host memory has the weights of the adapter's folder. If capture
-    refuses the layout, the copy does not change.
+    vLLM keeps a copy of each loaded adapter in host memory. After a capture, this copy has the weights of the adapter's
+    folder; after a failed capture, it has its old weights.
 
     Raises:
-        UnsupportedLayout: vLLM serves no adapter, or several; see also `capture`.
+        UnsupportedLayout: vLLM does not serve exactly one adapter; see also `capture`.
     """
     from vllm.lora.request import LoRARequest
 
@@ -65,7 +65,7 @@ def capture_adapter(
             worker.remove_lora(number)
             worker.add_lora(LoRARequest(settings.adapter, number, str(place)))
 
-    # vLLM's `LoRAModelManager` (0.24, 0.32), which has the worker's copies of all loaded adapters.
+    # vLLM's `LoRAModelManager` (0.24, 0.32), which has the copies of all loaded adapters in host memory.
     adapters = vars(worker.model_runner.lora_manager)["_adapter_manager"]
     served, before = adapters.get_adapter(number), Snapshot(Slot(model), copies=True)
     try:
@@ -80,7 +80,7 @@ def capture_adapter(
             recompute=False,
         )
     except BaseException:
-        # Restore the served adapter from vLLM's own copy, because the folder may have another adapter.
+        # Restore the adapter from vLLM's old copy, because the folder may have other weights by now.
         adapters.remove_adapter(number)
         adapters.add_adapter(served)
         adapters.activate_adapter(number)
@@ -91,12 +91,12 @@ def capture_adapter(
 
 
 def keep_adapter(worker: Any) -> None:
-    """Pin the adapter to its slot, so that vLLM never fills the slot from its own copy in host memory.
+    """Pin the adapter to its slot. From then on, vLLM does not overwrite the slot with its copy in host memory.
 
-    Called before every update. The update then overwrites anything that vLLM wrote to the slot before.
+    The caller must pin the adapter before every update.
 
     Raises:
-        UnsupportedLayout: vLLM serves no adapter, or several.
+        UnsupportedLayout: vLLM does not serve exactly one adapter.
     """
     worker.pin_lora(_the_only(worker))
 

@@ -1,8 +1,8 @@
-"""Windlass's additions to the API server of a vLLM server that its user starts with the plugin.
+"""Windlass's additions to vLLM's API server, if the user starts the server with the plugin.
 
-The API server is the only process that reaches the ranks of all replicas. It orders them to capture their layouts,
-checks the layouts, and then orders the ranks to join a fleet. A rank returns its answer through vLLM's own channel, so
-that ranks on other hosts need no secret of their own.
+The API server is the only process that can call the ranks of all data-parallel replicas. It orders the ranks to capture
+their layouts, checks the layouts, and then orders the ranks to join a fleet. Each rank returns its result through vLLM's
+RPC, so that ranks on other hosts need no secret to report.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class InitInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name of the engine in the fleet.
-        controller: address that the trainer's rank 0 gives.
+        controller: address of the controller, which runs in the trainer's rank 0.
         token: token of the engine role.
         transport: name of the transport that receives weights.
-        url: address of this server, as the trainer calls it.
+        url: address at which the trainer calls this server.
     """
 
     name: str
@@ -52,9 +52,9 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         step: step of the join.
-        settings: settings of the join. Each rank fills in `checkpoint` and `loaded`.
-        secrets: secrets of the rank's agent.
-        pauses_itself: whether the server pauses itself for an update. If not, the trainer calls the server's routes.
+        settings: settings of the join. Each rank sets `checkpoint` and `loaded` itself.
+        secrets: secrets with which the ranks authenticate to the controller and to the server.
+        pauses_itself: True if rank 0's agent pauses the server for an update; False if the trainer does so by HTTP.
     """
 
     step: RankStep
@@ -68,7 +68,8 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         failed: whether the rank could not carry out the order.
-        said: the captured layout in JSON, or the reason of the failure. The reason is empty if another rank has it.
+        said: `CapturedLayout` in JSON for a capture, empty for a join. If the rank failed, this is the reason, or empty
+            if it failed because of another rank.
     """
 
     failed: bool = False
@@ -77,7 +78,7 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class _Served:
-    """The adapter that this process's server gets updates for, as `NAME=FOLDER`; empty if updates are for the model."""
+    """Adapters that this process's server serves, as `NAME=FOLDER`; empty if it serves only the model."""
 
     adapter = ""
 
@@ -89,7 +90,10 @@ def note_adapters(modules: Sequence[Any] | None) -> None:
 
 @functools.cache
 def extend_api_server() -> None:
-    """Patch vLLM's `AsyncLLM` (0.24, 0.32). It behaves as before with another weight-transfer backend."""
+    """Patch `init_weight_transfer_engine` and `update_weights` of vLLM's `AsyncLLM` (0.24, 0.32). Idempotent.
+
+    The patched methods do nothing new if the server uses another weight-transfer backend.
+    """
     from vllm.v1.engine.async_llm import AsyncLLM
 
     initialise, update = AsyncLLM.init_weight_transfer_engine, AsyncLLM.update_weights
@@ -104,7 +108,7 @@ def extend_api_server() -> None:
         if not is_backend_of(engine.vllm_config) or not _runs_in_lockstep(engine.vllm_config):
             await update(engine, request)
             return
-        # A held replica would never take part in a step that another replica has begun.
+        # Pause all replicas first: a replica that is blocked cannot take part in a step that another has begun.
         is_paused = await engine.is_paused()
         if not is_paused:
             await engine.pause_generation(mode="keep", clear_cache=False)
@@ -119,12 +123,12 @@ def extend_api_server() -> None:
 
 
 def _runs_in_lockstep(config: Any) -> bool:
-    """Return whether replicas take part in each other's steps, as they do with experts."""
+    """Return whether all replicas must run each step together: they do if they share the experts of a MoE model."""
     return bool(config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe)
 
 
 async def _join_trainer(engine: Any, info: InitInfo) -> None:
-    """Have every rank join the fleet of a trainer, and report to the trainer why that fails."""
+    """Order every rank to join the trainer's fleet. If the join fails, report the reason to the trainer and raise."""
     try:
         settings = settings_of(engine, info.name, info.controller, info.transport, info.url)
         await join_ranks(engine, settings, Secrets(info.token), pauses_itself=False)
@@ -134,19 +138,21 @@ async def _join_trainer(engine: Any, info: InitInfo) -> None:
                 report_cannot_join, info.controller, info.token, info.name, reason_of(error)
             )
         except WindlassError as unheard:
-            logger.warning("the trainer was not told why this server does not join: %s", unheard)
+            logger.warning(
+                "cannot report to the trainer why this server does not join: %s", unheard
+            )
         raise
 
 
 def settings_of(engine: Any, name: str, controller: str, transport: str, url: str) -> AgentSettings:
-    """Return the settings of a join; see `AgentSettings`. Each rank fills in the folder of its own model.
+    """Return the settings of a join; see `AgentSettings`. Each rank sets the folder of its own model.
 
     Raises:
-        ConfigError: the server has several adapters, or one with replicas, or this host does not have the model;
-            see also `adapter_of`.
+        ConfigError: the server has several adapters, or an adapter and several replicas, or this host does not have the
+            model; see also `adapter_of`.
         UnsupportedLayout: see `adapter_of`.
     """
-    # This imports torch, which the API server of every vLLM has imported.
+    # Import here, because this module imports torch.
     from windlass.engines.capture.codes import checkpoint_folder
 
     model = engine.vllm_config.model_config
@@ -158,7 +164,7 @@ def settings_of(engine: Any, name: str, controller: str, transport: str, url: st
         if world_size > engine.vllm_config.parallel_config.world_size:
             raise ConfigError(
                 "--lora-modules: --data-parallel-size must be 1, got "
-                f"{engine.vllm_config.parallel_config.data_parallel_size}: adapters on replicas have not been shown"
+                f"{engine.vllm_config.parallel_config.data_parallel_size}: adapters on replicas have not been tested"
             )
     return AgentSettings(
         name=name,
@@ -176,20 +182,20 @@ def settings_of(engine: Any, name: str, controller: str, transport: str, url: st
 async def join_ranks(
     engine: Any, settings: AgentSettings, secrets: Secrets, *, pauses_itself: bool
 ) -> None:
-    """Order every rank of this server to leave its previous fleet and to join another.
+    """Order every rank of this server to leave its previous fleet and join a new one.
 
-    No rank joins before the layouts of all ranks have been checked.
+    All ranks capture their layouts, this process checks the layouts, and then all ranks join.
 
     Args:
         engine: vLLM's `AsyncLLM`.
         settings: settings of the join.
-        secrets: secrets of the rank's agents.
+        secrets: see `RankOrder`.
         pauses_itself: see `RankOrder`.
 
     Raises:
-        ConfigError: no rank has a checkpoint tensor, or the server has ranks that this process does not reach.
-        PeerUnreachable: a rank failed; quotes its reason.
-        PeerTimeout: a rank did not answer within the deadline of the settings.
+        ConfigError: see `check_layouts`; or this process cannot call all ranks of the server.
+        PeerUnreachable: a rank failed; the message has the rank's reason.
+        PeerTimeout: a rank did not answer within `settings.join_deadline_s`.
     """
     capture = RankOrder(
         step=RankStep.CAPTURE, settings=settings, secrets=secrets, pauses_itself=pauses_itself
@@ -201,9 +207,9 @@ async def join_ranks(
 
 
 async def _order(engine: Any, order: RankOrder) -> list[str]:
-    """Send an order to every rank and return what the ranks say.
+    """Send an order to every rank; return `RankAnswer.said` of all ranks, by rank.
 
-    vLLM's own `collective_rpc` returns the answers of the first replica only.
+    `AsyncLLM.collective_rpc` is not enough, because it returns the results of the first replica only.
     """
     client, deadline_s = engine.engine_core, order.settings.join_deadline_s
     args = (str(order.step), msgspec.json.encode(order).decode())

@@ -1,9 +1,8 @@
 """Replacement of vLLM's CPU kernels that multiply by private copies of the weights.
 
-With AVX-512 or AMX, vLLM (0.32) packs the weight of every linear layer into memory of oneDNN or of its own
-kernel. It then drops the parameter, or keeps the parameter and never reads it again, so that an update of the
-parameter would have no effect. Without these instructions vLLM multiplies by the parameter in torch; this
-module makes it do so on every CPU.
+On a CPU with AVX-512 or AMX, vLLM (0.32) packs the weight of every linear layer into memory of oneDNN or of its own
+kernel, and never reads the parameter again. An update of the parameter would have no effect. This module makes vLLM call
+`torch.nn.functional.linear` with the parameter, as vLLM does on other CPUs.
 """
 
 from __future__ import annotations
@@ -18,15 +17,13 @@ from windlass.errors import UnsupportedLayout
 
 
 def multiply_by_parameters(applies: Callable[[], bool] = lambda: True) -> None:
-    """Make this worker's linear layers read their parameters. Call it before vLLM loads the model.
+    """Make this worker's linear layers read their parameters. Call this function before vLLM loads the model.
 
-    It has no effect outside a vLLM worker on a CPU. vLLM calls `applies` for every layer while it loads the
-    model; where it returns False, vLLM packs the weight.
+    This has no effect outside a vLLM worker on a CPU. While vLLM loads the model, it raises UnsupportedLayout if a
+    weight of a convolution was packed (AVX512-BF16): updates cannot reach a second copy that the kernels read.
 
-    Raises:
-        UnsupportedLayout: raised later, while the model is loaded, if vLLM packed the weight of a convolution
-            (AVX512-BF16). The convolution kernels need the packed weight, and they also read a copy that vLLM
-            makes once and that no later load renews.
+    Args:
+        applies: function that is called for every layer; if it returns False, vLLM packs the layer's weight.
     """
     if "vllm" not in sys.modules:
         return
@@ -49,8 +46,8 @@ def multiply_by_parameters(applies: Callable[[], bool] = lambda: True) -> None:
         pack(layer, remove_weight)
         if layer.weight.data_ptr() != place:
             raise UnsupportedLayout(
-                "vLLM packs the weights of convolutions on CPUs with AVX512-BF16, and also reads a copy that no "
-                "load renews; on this machine, recurrent layers can be updated only with `--dtype float32`"
+                "vLLM packs the weights of convolutions on CPUs with AVX512-BF16, and also reads a copy that it "
+                "never loads again; on this machine, recurrent layers can be updated only with `--dtype float32`"
             )
 
     utils.dispatch_cpu_unquantized_gemm = dispatch

@@ -1,41 +1,36 @@
-"""Additions to vLLM's EngineCore: caches separated by version, versions of tokens, and calls from a rank in its process.
+"""Additions to vLLM's EngineCore: caches separated by version, weight versions of tokens, and calls from a rank.
 
-`--scheduler-cls windlass.engines.vllm.engine_core._scheduler`, or the plugin
-`windlass.integrations.vllm.plugin`, makes vLLM import this module in every EngineCore process, before the
-first request. The patched functions were read in vLLM 0.24 and 0.32.
+`--scheduler-cls windlass.engines.vllm.engine_core._scheduler`, or the plugin `windlass.integrations.vllm.plugin`, makes
+vLLM import this module in every EngineCore process before the first request. We wrote the patches for vLLM 0.24 and 0.32.
+In this module, "the core" is the EngineCore, and its loop schedules steps.
 
-Hold. While weights change, the core holds its workers between two steps. A hold starts like vLLM's own
-pause that keeps requests (`AsyncLLM.pause_generation`), but needs no request to the API server and does not
-sleep for 20 ms at the end. The core first stops scheduling and sends out the results of running steps.
-Therefore tokens made before the update do not wait for it, and every later token is of the new version.
+Hold. During a hold, the core's loop waits between two steps while weights change. The core first stops scheduling and
+sends out the results of running steps, so that clients get these tokens before the update. vLLM's own pause
+(`AsyncLLM.pause_generation`) does the same, but needs a request to the API server and sleeps for 20 ms at its end.
 
-Prefix cache. The core salts the block hashes of a request with a namespace, and every update begins a new
-namespace. The namespace begins in the core's loop, in the same call that then quiesces or holds the workers,
-so that no step is scheduled in between. At this point no weights have changed; if beginning the namespace
-fails, the pause fails. A request enters the current namespace when vLLM looks up its prefix: a request that
-waited during the update, or that was preempted and must compute its keys and values again, finds no older
-blocks. A running request keeps its blocks and its salt, and later requests do not find the blocks that it
-still adds. vLLM evicts blocks of older namespaces as it evicts any unused block.
+Prefix cache. The core adds a namespace to the cache salt of each request, and every update sets a new namespace. A
+request gets the current namespace when vLLM looks up its prefix. A request that waited during the update, or that was
+preempted, therefore finds no cache blocks of old weights. A running request keeps its cache blocks and its salt; later
+requests do not find the blocks that it adds. vLLM evicts blocks of old namespaces like other unused blocks. The core
+sets the namespace in its loop, in the same call that quiesces or holds the workers, so that no step comes in between.
 
-Encoder cache. vLLM finds outputs of encoders by a hash of the input alone, so every update empties this
-cache. A capture of the layout empties it too: when vLLM loads weights, its workers drop their outputs without
-notice to the EngineCore, which would then request missing outputs and crash. If a running request still needs
-an output, the scheduler runs the encoder again. The cache of multimodal processors contains inputs, which do
-not depend on the version.
+Encoder cache. vLLM's cache of encoder outputs has keys without a salt, so the core clears this cache in every update. If
+a running request still needs an output, the scheduler runs the encoder again. The core also clears the cache before a
+capture: a load of weights clears the workers' part of the cache, and vLLM would crash if the core still expected an
+output there. The cache of multimodal processors contains inputs, which do not depend on weights.
 
-Versions of tokens, in releases that do not report them (0.24). The scheduler records the version in every
-step that it schedules, and for each request the spans of tokens that each version generated. A step that was
-scheduled before a pause and read after it keeps its own version. The spans leave with the last output of a request in
-`kv_transfer_params`, the only field that vLLM's server passes on unchanged (connectors, which use it too, are
-refused). The version comes from the agents in the ranks: a loop that was blocked for an update returns it
-before the core schedules the next step. vLLM 0.32 sets the version itself in the core's loop. A hold sets it
-at its end; without a hold, the engine must be paused by `/pause`, which sleeps for 20 ms. With
-WINDLASS_VLLM_OWN_VERSIONS=1, 0.32 behaves as 0.24.
+Weight versions of tokens, in releases that do not report them (0.24). The scheduler records the weight version in every
+step that it schedules. For each request, it records which version generated which tokens (`Span`), and returns the spans
+with the last output of the request in `kv_transfer_params`. Only this field is passed on unchanged by vLLM's server;
+connectors, which also use it, are refused. The ranks' agents know the version: a worker method that was blocked for
+an update returns the version to the core before the next step.
 
-Calls. A server of one rank runs the rank in the core's process. `/collective_rpc` would reach it through the
-event loop of the API server, behind all rollout requests that arrive when a trainer step ends, and the update
-is due at that moment. Therefore the rank puts its call into the core's own queue, and the core runs it
-between two steps, like a call through `/collective_rpc`.
+vLLM 0.32 records versions itself, and the core sets the version at the end of a hold. Without a hold, the engine must be
+paused by `/pause`. With WINDLASS_VLLM_OWN_VERSIONS=1, 0.32 behaves as 0.24.
+
+Calls. If a server has one rank, the rank runs in the core's process and puts a call into the core's own queue; the core
+runs the call between two steps. `/collective_rpc` would be slower: the request would wait in the API server behind all
+rollout requests that arrive at the end of a trainer step.
 """
 
 from __future__ import annotations
@@ -62,41 +57,44 @@ BACKEND = "windlass"
 SCHEDULER = "windlass.engines.vllm.engine_core._scheduler"
 """Value for `--scheduler-cls`."""
 OUTSIDE = "caches outside the engine would keep keys and values of older weights"
-"""Reason to refuse connectors for keys and values or for encoder outputs: some of them ignore the cache salt."""
+"""Reason to refuse connectors for the KV cache or for encoder outputs: some connectors ignore the cache salt."""
 QUIESCES = "windlass_quiesce"
-"""Method of workers that the EngineCore calls with an additional argument: the namespace that it has begun.
+"""Worker method to which the core passes the new cache namespace as an additional argument.
 
-A worker that receives no namespace refuses the pause, because the core would mix versions in its caches.
+A worker that gets no namespace refuses the pause, because the core's caches would not be separated by version.
 """
 _TELLING_CALLS = frozenset({QUIESCES, "windlass_set_version"})
-"""Worker methods that return the version to record for later tokens, or None."""
+"""Worker methods that return the weight version of later tokens, or None."""
 _HOLDS = "update_weights"
-"""vLLM's own worker method. With our weight-transfer backend the core holds its workers during this call."""
+"""vLLM's own worker method. With our weight-transfer backend, the core holds its loop during this call."""
 WHOLE = "whole"
-"""Key in the `update_info` of that method. If True, the client calls neither `/start_weight_update` nor
-`/finish_weight_update`, and the core sets the version."""
+"""Key in the `update_info` of `/update_weights`.
+
+If the value is True, the client calls neither `/start_weight_update` nor `/finish_weight_update`, and the core sets the
+version.
+"""
 _LOADS = "windlass_capture"
 ORDERS = "windlass_order"
-"""Method of workers with our weight-transfer backend; its first argument is a `RankStep`."""
+"""Worker method of our weight-transfer backend; the first argument is a `RankStep`."""
 OWN_VERSIONS = "WINDLASS_VLLM_OWN_VERSIONS"
 SPANS = "weight_versions"
 """Key in `kv_transfer_params`: a list of spans in the form of vLLM 0.32 and SGLang."""
 _NOTED, _KEPT = "windlass_weight_version", "windlass_weight_versions"
 SLOW_S = 0.1
-"""Longest expected step in seconds. A call that waits longer for the core's loop is logged."""
+"""Longest expected duration of a step, in seconds. If a call waits longer for the core's loop, a warning is logged."""
 NUM_FRAMES = 8
 _CALL = object()
-"""Marker of our calls in the core's queue, where vLLM puts the kind of a client's request."""
+"""Kind of our entries in the core's queue. vLLM's own entries have the kind of a client's request."""
 
 Span = dict[str, int]
-"""`version` of the output tokens [`start`, `end`)."""
+"""Weight version of successive output tokens: keys `version`, `start` and `end` (exclusive)."""
 
 
 @final
 class Namespace:
-    """Prefix of cache salts: unique per version of the weights and across processes.
+    """Current cache namespace of one EngineCore: a random prefix of cache salts, new for every update.
 
-    Each EngineCore has one. Any thread may call `salt`; only the core's loop calls the other methods.
+    Any thread may call `salt`; only the core's loop calls the other methods.
     """
 
     def __init__(self) -> None:
@@ -104,19 +102,22 @@ class Namespace:
         self._has_salted = False
 
     def begin(self) -> str:
-        """Begin a new namespace and return its name."""
+        """Set a new random namespace, and return it."""
         self._name = uuid.uuid4().hex
         return self._name
 
     def salt(self, own: str | None) -> str:
-        """Return the salt of a request that arrives now; `own` is the salt that the client gave."""
+        """Return the salt of a new request. `own` is the salt that the client chose, if any."""
         self._has_salted = True
         return self._name + (own or "")
 
     def enter(self, request: Any) -> None:
-        """Salt and hash the blocks of a vLLM `Request` again if its namespace is older. It must own no cache blocks yet.
+        """If a request's salt has an older namespace, give it the current one and hash its blocks again.
 
-        Do nothing if no request was ever salted: Windlass does not update this engine.
+        Do nothing if `salt` was never called, because Windlass then does not update this engine.
+
+        Args:
+            request: vLLM's `Request`, which must own no cache blocks yet.
         """
         salt = request.cache_salt or ""
         if not self._has_salted or salt.startswith(self._name):
@@ -128,7 +129,7 @@ class Namespace:
 
 @final
 class CoreCalls:
-    """Calls from a server's only rank to the EngineCore in the same process. Create it in the core's loop.
+    """Calls from a server's only rank to the EngineCore in the same process. Create this object in the core's loop.
 
     Args:
         core: vLLM's `EngineCoreProc`.
@@ -138,9 +139,12 @@ class CoreCalls:
         self._core, self._loop = core, threading.get_ident()
 
     def call(self, method: str, args: list[object], deadline_s: float | None) -> None:
-        """Run a method of the worker in the core's loop and return when it has ended. Call this from another thread.
+        """Run a worker method in the core's loop, and wait for its end. Call this from another thread.
 
-        `deadline_s` is None only for a call that lasts as long as a pause.
+        Args:
+            method: name of the worker method.
+            args: arguments of the worker method.
+            deadline_s: seconds to wait; None (no limit) only for a method that blocks until the end of a pause.
 
         Raises:
             PeerTimeout: the method did not end within `deadline_s`; it may still run.
@@ -149,9 +153,11 @@ class CoreCalls:
         self._run(method, lambda core: core.collective_rpc(method, args=tuple(args)), deadline_s)
 
     def hold(self, blocked: Callable[[], int]) -> None:
-        """Hold the core between two steps while `blocked` runs in its loop. Call this from another thread.
+        """Run `blocked` in the core's loop between two steps, and wait for its end. Call this from another thread.
 
-        `blocked` returns the version that the engine serves afterwards; < 0 for none.
+        Args:
+            blocked: function that blocks the loop, and returns the version that the engine then serves (negative for
+                no version).
 
         Raises:
             PeerUnreachable: `blocked` raised.
@@ -167,7 +173,7 @@ class CoreCalls:
             try:
                 work(self._core)
                 done.set_result(None)
-            # As in vLLM's own calls, the thread that waits for the result gets the error.
+            # Pass the error to the waiting thread, as vLLM's own calls do.
             except Exception as error:  # noqa: BLE001
                 done.set_exception(error)
 
@@ -190,11 +196,12 @@ class CoreCalls:
 
 
 class _Core:
-    """State that this module keeps for the EngineCore of this process.
+    """State of this module for the EngineCore of this process.
 
     Attributes:
-        version: newest version that the workers reported.
-        calls: calls into this core, set when the first capture begins; None in an EngineCore without its own loop.
+        namespace: current cache namespace.
+        version: newest weight version that the workers returned; None before the first.
+        calls: calls into this core; None before the first capture, and in an EngineCore without a loop of its own.
     """
 
     namespace = Namespace()
@@ -206,25 +213,34 @@ _own = _Core()
 
 
 def core_calls() -> CoreCalls | None:
-    """Return the calls into this process's core; None before the first capture, and in a process without a core."""
+    """Return the calls into this process's EngineCore.
+
+    Return None before the first capture, and in a process without an EngineCore.
+    """
     return _own.calls
 
 
 def stamps_tokens() -> bool:
-    """Return whether Windlass, and not vLLM, records the version of each token. Called in vLLM's processes."""
+    """Return True if Windlass records the weight version of each token, False if vLLM does.
+
+    Call this in vLLM's processes only.
+    """
     from vllm.v1.engine.core import EngineCore
 
     return "set_weight_version" not in vars(EngineCore) or bool(environment_value(OWN_VERSIONS))
 
 
 def is_backend_of(config: Any) -> bool:
-    """Return whether an engine of this `VllmConfig` was started with our weight-transfer backend."""
+    """Return whether vLLM's `VllmConfig` selects our weight-transfer backend."""
     transfer = vars(config).get("weight_transfer_config")
     return transfer is not None and bool(transfer.backend == BACKEND)
 
 
 def _scheduler(**made_with: Any) -> object:
-    """Make vLLM's own scheduler, extended to record versions of tokens if vLLM does not. Called by an EngineCore."""
+    """Return a scheduler of vLLM's own class; if vLLM records no versions of tokens, of a subclass that does.
+
+    vLLM's EngineCore calls this function in place of the scheduler class.
+    """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -238,9 +254,9 @@ def _scheduler(**made_with: Any) -> object:
 
 @functools.cache
 def keep_caches_apart() -> None:
-    """Patch the EngineCore of this process as this module describes. Idempotent.
+    """Patch the EngineCore of this process as the module docstring describes. Idempotent.
 
-    An engine that Windlass does not update, in a process that only has the plugin, behaves as before.
+    The patches do not change an engine that Windlass does not update.
     """
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -293,7 +309,10 @@ def keep_caches_apart() -> None:
 def _update(
     core: Any, call: Callable[..., list[Any]], timeout: float | None, info: dict[str, object]
 ) -> list[Any]:
-    """Hold the core while the workers run vLLM's own `update_weights`; a `whole` update needs no other call."""
+    """Hold the core's loop while the workers run vLLM's `update_weights`; return the workers' results.
+
+    If `info` has the key `whole`, call `receive_weights` in the workers instead, which needs no start and finish.
+    """
     found: list[Any] = []
 
     def update(namespace: str) -> int:
@@ -302,7 +321,7 @@ def _update(
         if told.pop(WHOLE, False):
             return int(min(call(_receive, timeout, (told,))))
         found = call(_HOLDS, timeout, (), {"update_info": told})
-        # A client that began the update with its own call also ends it, with the version.
+        # The client sets the version in its own call at the end of the update.
         return -1
 
     _hold(core, update)
@@ -310,17 +329,17 @@ def _update(
 
 
 def _receive(worker: Any, info: dict[str, object]) -> int:
-    """Receive weights in a worker that has our backend; return the version that it then serves, < 0 for none."""
+    """Receive weights in a worker; return the version that the worker then serves, negative for no version."""
     engine = worker.weight_transfer_engine
     engine.receive_weights(engine.parse_update_info(info))
     return int(engine.served_version)
 
 
 def _hold(core: Any, held: Callable[[str], int]) -> None:
-    """Quiesce vLLM's `EngineCore` and run `held`, which blocks its workers. Called in the core's loop.
+    """Pause vLLM's `EngineCore` between two steps and run `held`. Called in the core's loop.
 
-    `held` gets the new cache namespace and returns the version that the engine then serves, < 0 for none. See
-    "Hold" in the module docstring.
+    `held` gets the new cache namespace, blocks the workers while weights change, and returns the version that the engine
+    then serves (negative for no version).
     """
     with _quiesced(core):
         _drop_encoder_outputs(core)
@@ -331,9 +350,9 @@ def _hold(core: Any, held: Callable[[str], int]) -> None:
 
 @contextmanager
 def _quiesced(core: Any) -> Iterator[None]:
-    """Pause the scheduler and process the running steps, then run the block and restore the scheduler's state.
+    """Pause the scheduler, and process the results of running steps. Restore the scheduler's state at the end.
 
-    `EngineCoreProc.pause_scheduler` and the core's loop make the same calls.
+    These are the calls that vLLM itself makes in `EngineCoreProc.pause_scheduler` and in the core's loop.
     """
     from vllm.v1.core.sched.interface import PauseState
 
@@ -349,19 +368,19 @@ def _quiesced(core: Any) -> Iterator[None]:
 
 
 def _drop_encoder_outputs(core: Any) -> None:
-    """Make an EngineCore and its workers drop the outputs of encoders. Called in the core's loop."""
+    """Clear the encoder cache of an EngineCore and its workers. Called in the core's loop."""
     model = core.vllm_config.model_config
-    # In an encoder-decoder model the output belongs to one request and is never looked up by another.
+    # In an encoder-decoder model, requests do not share encoder outputs.
     if model.is_multimodal_model and not model.is_encoder_decoder:
         core.scheduler.reset_encoder_cache()
         core.model_executor.reset_encoder_cache()
 
 
 def _noting(scheduler: Any) -> Any:
-    """Return a subclass of a vLLM scheduler class (0.24, 0.32) that records the version of every token."""
+    """Return a subclass of a vLLM scheduler class (0.24, 0.32) that records the weight version of every token."""
 
     class NotingScheduler(scheduler):  # type: ignore[misc]
-        """Scheduler that records the version of each step, and otherwise does what its base class does."""
+        """vLLM's scheduler; it also records the weight version of each step and of each token."""
 
         def schedule(self, throttle_prefills: bool = False) -> Any:
             step = super().schedule(throttle_prefills)
@@ -370,7 +389,7 @@ def _noting(scheduler: Any) -> Any:
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             version: int | None = vars(scheduler_output)[_NOTED]
-            # A request leaves the scheduler's table with its last tokens.
+            # Look up the requests first: the base class removes a request that has its last token.
             kept = {name: self.requests.get(name) for name in scheduler_output.num_scheduled_tokens}
             found = super().update_from_output(scheduler_output, model_runner_output)
             for output in (each for outputs in found.values() for each in outputs.outputs):
@@ -387,7 +406,7 @@ def _noting(scheduler: Any) -> Any:
 
 
 def add_tokens(spans: list[Span], num_tokens: int, version: int) -> None:
-    """Add the tokens that one step generated with `version` to the spans of a request."""
+    """Record in a request's spans that one step generated `num_tokens` tokens with weights of `version`."""
     start = spans[-1]["end"] if spans else 0
     if spans and spans[-1]["version"] == version:
         spans[-1]["end"] = start + num_tokens

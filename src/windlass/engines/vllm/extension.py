@@ -1,7 +1,7 @@
 """Methods that `--worker-extension-cls windlass.engines.vllm.extension.WindlassExtension` adds to a worker.
 
 vLLM makes this class a base class of its worker, so `self` is the worker. `collective_rpc` calls the methods
-in the worker's main loop, after every earlier step.
+in the worker's main loop, between two steps.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ from windlass.engines.vllm.rank import (
 )
 from windlass.errors import ConfigError
 
-# vLLM imports this module in a worker before it loads the model.
+# vLLM imports this module in a worker before the worker loads the model.
 multiply_by_parameters()
 
 _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE: "keep"}
 
 
 class VllmApi:
-    """`EngineApi` over the routes of `VLLM_SERVER_DEV_MODE=1`.
+    """`EngineApi` that uses the routes of `VLLM_SERVER_DEV_MODE=1`.
 
-    `can_block` and `stamps` are the results of `_can_block` and `stamps_tokens`. If the server has one rank,
-    `core` calls it through the EngineCore of this process. Without `core`, `/collective_rpc` calls all ranks.
+    Args:
+        server: server of the engine.
+        can_block: result of `_can_block`.
+        stamps: result of `stamps_tokens`.
+        core: calls into the EngineCore of this process, for a server with one rank. None to call worker methods by
+            `/collective_rpc`.
     """
 
     def __init__(
@@ -52,10 +56,10 @@ class VllmApi:
         self._is_blocking = False
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
-        """Pause: `abort` ends running requests; `in_place` keeps requests and their blocks.
+        """Pause: `abort` ends running requests; `in_place` keeps requests and their KV cache.
 
-        The request has `clear_cache=false`, because caches are separated by version. If vLLM 0.32 cleared them
-        with `keep`, it would compute the keys and values of all running requests again.
+        `clear_cache=false`, because caches are separated by version. If vLLM 0.32 cleared the cache, it would compute the
+        KV cache of all kept requests again.
         """
         if mode not in _MODES:
             raise ConfigError(f"vLLM: pause_mode must be one of {list(_MODES)}, got {mode}")
@@ -65,7 +69,7 @@ class VllmApi:
         return True
 
     def blocks(self, mode: PauseMode) -> bool:
-        """See `EngineApi.blocks`. A block replaces `/pause`, which sleeps for 20 ms at its end (0.24, 0.32)."""
+        """Return whether to block the main loops instead of calling `/pause`, which sleeps for 20 ms (0.24, 0.32)."""
         return mode is PauseMode.IN_PLACE and self._can_block
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
@@ -80,9 +84,9 @@ class VllmApi:
         self._server.post("/resume", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """Set the version of later tokens, see `EngineApi.set_version`.
+        """Set the version of later tokens; see `EngineApi.set_version`.
 
-        If Windlass records versions, a blocked loop needs no call: it returns the version to the core when it continues.
+        If Windlass records versions and the main loop is blocked, do nothing: `windlass_quiesce` returns the version.
         """
         if not self._stamps:
             self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
@@ -99,7 +103,7 @@ class VllmApi:
 
 
 def own_api(worker: Worker, settings: AgentSettings, secrets: Secrets) -> VllmApi:
-    """Return the calls by which a rank pauses its own server."""
+    """Return the `EngineApi` with which a rank pauses its own server."""
     return VllmApi(
         secrets.server(settings.url),
         can_block=_can_block(worker.parallel_config),
@@ -109,18 +113,18 @@ def own_api(worker: Worker, settings: AgentSettings, secrets: Secrets) -> VllmAp
 
 
 class WindlassExtension:
-    """Methods added to every worker. vLLM refuses a name that its worker class already has."""
+    """Methods added to every worker. Their names begin with `windlass_`, because vLLM refuses names that it uses."""
 
     @cached_property
     def windlass_engine_rank(self) -> EngineRank:
-        """Windlass's state of this process."""
+        """Captured layout and fleet of this rank."""
         return EngineRank()
 
     def windlass_capture(self, encoded: str, folder: str) -> None:
-        """Capture the layout. If capture refuses the layout, the model does not change. `windlass_join` comes later.
+        """Capture the layout. A failed capture does not change the model.
 
         Args:
-            encoded: `AgentSettings` as JSON.
+            encoded: `AgentSettings` in JSON.
             folder: folder of the launcher, to which the rank writes its `CapturedLayout`; see `carry_out`.
         """
         settings = msgspec.json.decode(encoded, type=AgentSettings)
@@ -134,7 +138,7 @@ class WindlassExtension:
         carry_out(folder, self.windlass_rank(), capture, server_url=settings.url)
 
     def windlass_join(self, encoded: str, folder: str) -> None:
-        """Join the fleet, after the launcher has accepted all ranks' layouts. Arguments: see `windlass_capture`."""
+        """Join the fleet, after the launcher has checked all ranks' layouts. For arguments see `windlass_capture`."""
         settings, rank = msgspec.json.decode(encoded, type=AgentSettings), self.windlass_rank()
 
         def join(secrets: Secrets) -> bytes:
@@ -144,17 +148,21 @@ class WindlassExtension:
         carry_out(folder, rank, join, server_url=settings.url)
 
     def windlass_rank(self) -> int:
-        """Return this process's number among all ranks of the server: replicas, stages, tensor-parallel ranks."""
+        """Return the rank of this process among all ranks of the server; see `number_of`."""
         return number_of(self)
 
     def windlass_quiesce(
         self, pause_id: str, blocked_s: str = "", namespace: str = ""
     ) -> int | None:
-        """Quiesce the main loop: mark a paused loop as quiesced, or block a running one until the pause ends.
+        """Report to the agent that the main loop is quiesced; with `blocked_s`, block the loop until the pause ends.
 
-        `blocked_s` is the deadline of `QuiesceGate.block`; empty if the loop is paused. `namespace` is the
-        cache namespace that the EngineCore began for this pause. Return the version that the rank serves after
-        a block; None if the loop was not blocked or the rank serves no version of a fleet.
+        Args:
+            pause_id: id of the pause.
+            blocked_s: `deadline_s` of `QuiesceGate.block`; empty not to block, because the scheduler is paused.
+            namespace: new cache namespace, which the EngineCore adds to the call.
+
+        Returns:
+            After a block, the version that the rank serves; None without a block or a version.
 
         Raises:
             ConfigError: the EngineCore sent no cache namespace.
@@ -175,22 +183,22 @@ class WindlassExtension:
         return rank.served_version if rank.served_version >= 0 else None
 
     def windlass_set_version(self, version: int) -> int:
-        """Return `version`, which the core reads and records. Called in the main loop while it is paused."""
+        """Return `version`, which the EngineCore records for later tokens."""
         return version
 
     def windlass_digests(self) -> dict[str, str]:
-        """Return a fingerprint of every tensor that this rank serves: model, draft model and adapter."""
+        """Return a fingerprint of every tensor of the model, the draft model and the adapter, by name."""
         worker: Worker = self
         held = held_by(served_by(worker), cache_storages(worker))
         return fingerprints(held) | fingerprints(held_by(Slot(worker.model_runner.get_model())))
 
 
 def _can_block(parallel: Any) -> bool:
-    """Return whether the main loop of a rank may be blocked between two steps while weights change.
+    """Return whether the agent may block the main loop of a rank between two steps.
 
-    False with pipeline stages or with replicas that share experts (vLLM reports one replica for dense models):
-    another rank may then be in a step that waits for this rank. Also False if vLLM records the versions of tokens
-    (0.32): it sets the version in the core's loop, which waits for the blocked ranks.
+    Return False with pipeline stages or with replicas of a MoE model, because another rank may be in a step that waits
+    for this rank (for a dense model, vLLM reports one replica). Also return False if vLLM records versions of tokens
+    (0.32), because vLLM could not set the version while the loop is blocked.
     """
     shared = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1
     return not shared and stamps_tokens()

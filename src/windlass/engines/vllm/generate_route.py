@@ -1,9 +1,9 @@
-"""SGLang's `POST /generate` as middleware of vLLM's API server.
+"""SGLang's route `POST /generate` for vLLM's API server, so that rollout workers send every engine the same request.
 
-`--middleware windlass.engines.vllm.generate_route.GenerateRoute` adds the route, so that rollout workers send
-the same request to every engine. `GenerateRoute` forwards the request to `/inference/v1/generate`, where vLLM
-itself reports the weight version of each token. `CompletionsRoute` serves releases in which Windlass records
-the versions (`windlass.engines.vllm.engine_core`): it forwards to `/v1/completions`, which every release has.
+`--middleware windlass.engines.vllm.generate_route.GenerateRoute` adds the route. `GenerateRoute` forwards a request to
+`/inference/v1/generate`, where vLLM reports the weight version of each token. Older releases do not have this route;
+`CompletionsRoute` forwards to `/v1/completions` instead, and Windlass records the weight versions
+(`windlass.engines.vllm.engine_core`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Request(msgspec.Struct, frozen=True):
     sampling_params: SamplingParams = SamplingParams(max_new_tokens=16)
     rid: str = ""
     lora_path: str = ""
-    """Name of a served adapter, as in SGLang's requests; empty selects the base model."""
+    """Name of a served LoRA adapter; empty for the base model. SGLang uses this name for the field."""
 
 
 class _Candidate(msgspec.Struct, frozen=True):
@@ -68,21 +68,21 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class GenerateRoute:
-    """ASGI middleware that answers `POST /generate` through `/inference/v1/generate` and forwards all other requests."""
+    """ASGI middleware that serves `POST /generate` and passes on all other requests."""
 
     path: ClassVar[str] = "/inference/v1/generate"
-    """Path of the vLLM route that answers the request."""
+    """Path of vLLM's route to which a request is forwarded."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     def to_inner(self, request: _Request) -> dict[str, object]:
-        """Return the request in the form of vLLM's route."""
+        """Convert a request of `/generate` into a request of vLLM's route."""
         sampling = {**_sampling(request), "detokenize": False}
         return {"token_ids": request.input_ids, "sampling_params": sampling, **_named(request)}
 
     def to_outer(self, body: bytes) -> dict[str, object]:
-        """Return the answer of vLLM's route in the form of `/generate`."""
+        """Convert the response of vLLM's route into a response of `/generate`."""
         choice = msgspec.json.decode(body, type=_Answer).choices[0]
         content = choice.logprobs.content if choice.logprobs is not None else None
         logprobs = [(each.logprob, each.token_id) for each in content or []]
@@ -123,10 +123,10 @@ class GenerateRoute:
 
 @final
 class CompletionsRoute(GenerateRoute):
-    """ASGI middleware that answers `POST /generate` through `/v1/completions`.
+    """ASGI middleware that serves `POST /generate` by vLLM's route `/v1/completions`.
 
-    The answer to an aborted request has no tokens: vLLM omits their weight versions, so the rollout worker must
-    request the tokens again.
+    The response to an aborted request has no tokens, because vLLM omits their weight versions. The rollout worker must
+    generate these tokens again.
     """
 
     path = "/v1/completions"
@@ -147,7 +147,7 @@ class CompletionsRoute(GenerateRoute):
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the new body first and then the client's own messages, such as its disconnect."""
+    """Return an ASGI `receive` that returns `body` first, and then the client's messages (such as its disconnect)."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -157,7 +157,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _sampling(request: _Request) -> dict[str, object]:
-    """Return the sampling parameters under vLLM's names, which are the same in both routes."""
+    """Return the sampling parameters under vLLM's names, which are the same in both of vLLM's routes."""
     sampling = request.sampling_params
     return {
         "max_tokens": sampling.max_new_tokens,
@@ -166,13 +166,13 @@ def _sampling(request: _Request) -> dict[str, object]:
         "top_k": sampling.top_k,
         "stop_token_ids": sampling.stop_token_ids,
         "ignore_eos": sampling.ignore_eos,
-        # 0 alternatives: vLLM then returns the log-probability of the sampled token only.
+        # 0: vLLM returns the log-probability of the sampled token, and of no other token.
         "logprobs": 0,
     }
 
 
 def _named(request: _Request) -> dict[str, object]:
-    """Return the adapter and the id of a request, if the request has them."""
+    """Return the fields for the adapter and the id of a request; leave out a field that is empty."""
     return {
         **({"model": request.lora_path} if request.lora_path else {}),
         **({"request_id": request.rid} if request.rid else {}),

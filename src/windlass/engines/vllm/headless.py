@@ -1,6 +1,7 @@
-"""`python -m windlass.engines.vllm.headless OPTIONS`: `vllm serve --headless`, for every node of a server except the first.
+"""`python -m windlass.engines.vllm.headless OPTIONS`: `vllm serve --headless`, for all nodes of a server but the first.
 
-The `vllm` command itself reads the version of the package `vllm`, and fails because vLLM's wheel for CPUs has another name.
+The command `vllm` cannot be used: it reads the version of the distribution `vllm`, but vLLM's wheel for CPUs has another
+name.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Membership of a vLLM server that its user started with WINDLASS_CONTROLLER, without a launcher.
+"""Join of a vLLM server to a fleet, if the user started the server with WINDLASS_CONTROLLER and without a launcher.
 
     WINDLASS_CONTROLLER=http://TRAINER:8000 WINDLASS_TOKEN_FILE=token vllm serve MODEL ...
 
-`prepare` completes the server's options before vLLM reads them: the weight-transfer backend, the development routes
-that pause the server, `POST /generate`, and the middleware `Membership`. The middleware protects the private routes,
-serves `POST /windlass/join`, and orders the ranks to join the controller's fleet when the server has started.
+`prepare` adds options before vLLM reads them: the weight-transfer backend, the routes that pause the server, the route
+`POST /generate`, and the middleware `Membership`. The middleware protects the private routes, serves
+`POST /windlass/join`, and orders the ranks to join the controller's fleet after the server has started.
 """
 
 from __future__ import annotations
@@ -47,12 +47,15 @@ _log = logging.getLogger(__name__)
 
 
 def prepare(args: Any) -> None:
-    """Complete the parsed options of a server if WINDLASS_CONTROLLER is set. vLLM's API server calls this.
+    """Add options to the parsed options of a vLLM server, if WINDLASS_CONTROLLER is set. vLLM's API server calls this.
 
-    With several API servers their parent calls this first, and passes the completed options to them.
+    If a server has several API servers, their parent process calls this first and passes the options to them.
+
+    Args:
+        args: parsed options, which this function changes.
 
     Raises:
-        ConfigError: the options contradict WINDLASS_CONTROLLER, or a token is required and missing.
+        ConfigError: an option contradicts WINDLASS_CONTROLLER, or a token is required and missing.
     """
     if not environment_value(CONTROLLER_VARIABLE) or is_launched():
         return
@@ -68,7 +71,7 @@ def prepare(args: Any) -> None:
     if stamps_tokens() and args.scheduler_cls is None:
         args.scheduler_cls = SCHEDULER
     if vars(args).get("headless", False):
-        # Ranks on this host get the token with the order. Remove it from the environment of child processes.
+        # `secret_value` removes the token from the environment. Ranks on this host get the token with the order.
         secret_value(TOKEN_VARIABLE)
         return
     if MEMBERSHIP in args.middleware:
@@ -90,7 +93,7 @@ def prepare(args: Any) -> None:
             "--api-server-count 1"
         )
     keep_key(args.port)
-    # vLLM serves its routes for pausing only in this mode.
+    # vLLM has the routes `/pause` and `/resume` only in this mode.
     set_values({"VLLM_SERVER_DEV_MODE": "1"})
     *scale_out, _, generate_route = generate_options()
     args.enable_scale_out = bool(scale_out) or vars(args).get("enable_scale_out", False)
@@ -99,11 +102,7 @@ def prepare(args: Any) -> None:
 
 @final
 class Membership:
-    """ASGI middleware in front of a vLLM API server; see the module.
-
-    Args:
-        app: application of the server.
-    """
+    """ASGI middleware in front of vLLM's API server; see the module docstring."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -111,16 +110,16 @@ class Membership:
         self._joins_at_start: VllmMember | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request, or the start of the server."""
+        """Serve one request, or handle the start of the server (scope `lifespan`)."""
         if self._behind is None:
             try:
-                # vLLM has set this state before the server starts.
+                # vLLM sets `state` before the server starts.
                 self._behind = self._protect(scope["app"].state)
             except WindlassError as error:
                 _log.error("%s: %s", type(error).__name__, error)
                 if scope["type"] != "lifespan":
                     raise
-                # Otherwise the server would serve without Windlass.
+                # uvicorn ends the server after this message.
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
                 return
 
@@ -133,7 +132,7 @@ class Membership:
 
     def _protect(self, state: Any) -> App:
         member = VllmMember(state.engine_client, state.args)
-        # One of several API servers is enough.
+        # If there are several API servers, only the first orders the ranks to join.
         if member.controller != WAIT and not state.engine_client.engine_core.client_index:
             self._joins_at_start = member
         return JoinRoute(PrivateRoutes(self._app, member.key), member.token, member.join)
@@ -141,7 +140,7 @@ class Membership:
 
 @final
 class VllmMember(Member):
-    """Membership of a vLLM server. Created in the loop of its API server.
+    """`Member` for a vLLM server. Create this object in the event loop of the API server.
 
     Args:
         engine: vLLM's `AsyncLLM`.
@@ -153,7 +152,7 @@ class VllmMember(Member):
 
     def __init__(self, engine: Any, args: Any) -> None:
         self._engine, self._loop = engine, asyncio.get_running_loop()
-        # vLLM takes one key or several.
+        # vLLM accepts any of several keys; the ranks use the first.
         keys = [key for key in args.api_key or () if key] or [environment_value("VLLM_API_KEY")]
         self._api_key = keys[0]
         super().__init__(

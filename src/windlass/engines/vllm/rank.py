@@ -1,4 +1,4 @@
-"""Capture the layout of a vLLM rank's model, for the worker extension and for the weight-transfer backend."""
+"""Capture the memory layout of a vLLM rank's model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from windlass.engines.vllm.adapter import capture_adapter
 from windlass.engines.vllm.spec import refuse_unsafe_config
 
 Worker = Any
-"""The vLLM worker of this process."""
+"""vLLM's worker, which each rank has."""
 
 
 def number_of(worker: Worker) -> int:
-    """Return a process's number among all processes of the server: replicas, stages, tensor-parallel ranks."""
-    # `parallel_config` describes one replica, except for `data_parallel_index`.
+    """Return the rank of a worker among all ranks of the server; the ranks of earlier replicas are added."""
+    # `world_size` and `rank` are those of one replica.
     parallel = worker.parallel_config
     return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
 
@@ -44,12 +44,19 @@ def capture_rank(
     *,
     is_launched: bool,
 ) -> CapturedLayout:
-    """Capture a rank's layout and store it in `engine_rank`. The main loop of every rank of the server calls this.
+    """Capture a rank's layout and store the layout in `engine_rank`. A failed capture does not change the model.
 
-    If capture refuses the layout, the model does not change.
+    The main loop of every rank of the server calls this.
+
+    Args:
+        worker: vLLM's worker.
+        engine_rank: state of this rank.
+        settings: settings of the join.
+        api: see `EngineRank.capture`.
+        is_launched: see `refuse_unsafe_config`.
 
     Raises:
-        RefusedByOtherRank: another rank failed to capture its layout; that rank reports the reason.
+        RefusedByOtherRank: another rank failed to capture its layout, and reports the reason.
         ConfigError, UnsupportedLayout: see `refuse_unsafe_config`, `EngineRank.capture` and `capture`.
     """
     rank = number_of(worker)
@@ -83,8 +90,7 @@ def capture_rank(
         )
 
     def captured() -> Captured:
-        # Replicas run this call in separate loops. A loop may wait in a step for another replica, so a
-        # collective over replicas could deadlock.
+        # With replicas, use no collective: the loop of one replica may wait in a step for another replica.
         if worker.parallel_config.world_size == settings.world_size > 1:
             return capture_on_every_rank(own, _on_every_rank)
         return own()
@@ -93,7 +99,7 @@ def capture_rank(
 
 
 def served_by(worker: Worker) -> torch.nn.Module:
-    """Return the model that a rank serves, together with its draft model if it has one."""
+    """Return the model of a rank, or a module with the model and its draft model if there is one."""
     target, draft = worker.model_runner.get_model(), _draft_of(worker)
     return target if draft is None else torch.nn.ModuleDict({"target": target, "draft": draft})
 
@@ -101,7 +107,7 @@ def served_by(worker: Worker) -> torch.nn.Module:
 def _draft_of(worker: Worker) -> torch.nn.Module | None:
     drafter = vars(worker.model_runner).get("drafter")
     model: Any = None if drafter is None else vars(drafter).get("model")
-    # vLLM wraps a model that runs in CUDA graphs.
+    # If a draft model runs in CUDA graphs, vLLM wraps it in an object that is no module.
     is_wrapped = model is not None and not isinstance(model, torch.nn.Module)
     found: torch.nn.Module | None = model.unwrap() if is_wrapped else model
     return found
@@ -115,9 +121,9 @@ def _set_aside(
     weights: Iterator[tuple[str, torch.Tensor]],
     drafts: list[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same tensors and add those of multi-token prediction layers to `drafts`.
+    """Yield all tensors, and add the tensors of layers for multi-token prediction to `drafts`.
 
-    Checkpoints give these layers the highest numbers, or the prefix `mtp.`.
+    In a checkpoint, these layers have higher numbers than the model's layers, or the prefix `mtp.`.
     """
     num_layers = int(worker.vllm_config.model_config.hf_text_config.num_hidden_layers)
     for name, tensor in weights:
@@ -130,7 +136,10 @@ def _set_aside(
 def _reload_draft(
     worker: Worker, draft: torch.nn.Module, weights: list[tuple[str, torch.Tensor]]
 ) -> None:
-    """Load the draft model as vLLM's `reload_weights` loads the target (0.24, 0.32), except modules that draft and target share."""
+    """Load the draft model, except modules that it shares with the target model.
+
+    The steps are those of vLLM's `reload_weights` (0.24, 0.32), which loads the target model only.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.layerwise import (
         finalize_layerwise_reload,
@@ -148,7 +157,7 @@ def _reload_draft(
 
 @contextmanager
 def _passed_by(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Make loaders skip these parameters inside the block, and then restore their weight loaders for later reloads."""
+    """Make vLLM's loaders skip `parameters` in the `with` block; restore the parameters' weight loaders afterwards."""
     found = [vars(parameter) for parameter in parameters]
     loaders = [attributes.get("weight_loader") for attributes in found]
     for attributes in found:
@@ -166,9 +175,9 @@ _HEAD = "lm_head.weight"
 
 
 def _specs_of(worker: Worker, checkpoint: Path) -> tuple[CheckpointSpec, ...]:
-    """Return the checkpoint's tensors, without the output matrix if the model ties it to the embedding.
+    """Return the checkpoint's tensors, without the output matrix if vLLM has tied it to the embedding.
 
-    vLLM (0.32, `model_loader/weight_tying.py`) loads both matrices and ties them again if they are equal.
+    vLLM (0.32, `model_loader/weight_tying.py`) ties the two matrices if the checkpoint contains both and they are equal.
     """
     specs = checkpoint_specs(checkpoint)
     settings = vars(worker.vllm_config.model_config)
@@ -180,7 +189,7 @@ def _specs_of(worker: Worker, checkpoint: Path) -> tuple[CheckpointSpec, ...]:
 
 
 def _on_every_rank(mine: bool) -> bool:
-    """Return whether `mine` is true on all ranks of this server. Collective: every rank must call it."""
+    """Return whether `mine` is True on all ranks of this server. Collective."""
     from vllm.distributed.parallel_state import get_world_group
 
     return all_ranks(mine, torch.device("cpu"), get_world_group().cpu_group)
@@ -188,12 +197,11 @@ def _on_every_rank(mine: bool) -> bool:
 
 @final
 class _DirectCopies(TorchFunctionMode):
-    """Torch function mode for models that copy tensors into parameters without a weight loader.
+    """Torch function mode for models that call `copy_` on parameters instead of the parameters' weight loaders.
 
-    During a reload by vLLM (0.32, `model_loader/reload/layerwise.py`), parameters have no memory, and their weight
-    loaders buffer the tensors that they get. A copy that bypasses the weight loaders would be lost (gpt-oss:
-    experts, sinks); the mode passes it to the reload. The mode ignores copies that vLLM makes only to count the
-    elements that a weight loader writes.
+    During a reload (0.32, `model_loader/reload/layerwise.py`), parameters are on the meta device, and vLLM wraps their
+    weight loaders to buffer tensors. A direct `copy_` to a parameter would be lost (gpt-oss: experts, sinks), so this mode
+    calls a wrapped weight loader instead. It ignores the `copy_` calls with which vLLM counts elements.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -204,7 +212,10 @@ class _DirectCopies(TorchFunctionMode):
 
     @contextmanager
     def where_needed(self) -> Iterator[None]:
-        """Use the mode inside the block, unless an earlier load made no direct copies: the mode slows a load by seconds."""
+        """Use the mode in the `with` block, unless an earlier load made no direct copies.
+
+        The mode makes a load slower by seconds.
+        """
         if not self._is_needed:
             yield
             return
@@ -238,7 +249,7 @@ class _DirectCopies(TorchFunctionMode):
                 for name, parameter in module.named_parameters(recurse=False)
             }
         module, name = self._places[id(target)]
-        # The parameter's own loader would need the number of an expert as an argument.
+        # The parameter's own weight loader may need further arguments, such as an expert's index.
         target.weight_loader = default_weight_loader
         make_online_process_loader(module, name)(target, value)
 
@@ -246,17 +257,18 @@ class _DirectCopies(TorchFunctionMode):
 _Count = Callable[[Any, inspect.BoundArguments], tuple[int, object]]
 _Known = dict[tuple[object, ...], tuple[int, object]]
 _NUMBER_IN_PATH = re.compile(r"\.\d+\.")
-"""Number of a layer or an expert in a parameter's path. The expert's number is also a separate argument."""
+"""Index of a layer or an expert in a parameter's path. A weight loader gets the expert's index as an argument, too."""
 
 
 @contextmanager
 def _counted_once(known: _Known) -> Iterator[None]:
-    """Cache vLLM's count of the elements that a weight loader copies: count calls with equal arguments only once.
+    """Cache vLLM's counts of the elements that a weight loader copies, in the `with` block.
 
-    vLLM's reload (0.24, 0.32) processes a layer when all of its elements have arrived. It therefore calls every
-    weight loader twice, the first time on a parameter without memory, to count the copied elements. Counting takes
-    a third of the reload. Identical layers have equal counts. With a wrong count, vLLM would process a layer before its last
-    tensors arrive, and the layer would fail the proof of the capture.
+    vLLM's reload (0.24, 0.32) post-processes a layer when all elements of the layer have arrived. To count elements, it
+    calls every weight loader an additional time, on a parameter on the meta device. This takes a third of a reload. The
+    cache makes one such call for all identical layers.
+
+    If a cached count were wrong, vLLM would post-process a layer too early, and capture would notice wrong values.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -278,9 +290,9 @@ def _counted_once(known: _Known) -> Iterator[None]:
 
 
 def _key_of(loader: Any, arguments: inspect.BoundArguments) -> tuple[object, ...] | None:
-    """Return a key for a call of a weight loader. Calls with equal keys copy the same number of elements.
+    """Return a cache key for a call of a weight loader. Calls with equal keys copy the same number of elements.
 
-    Return None if an argument cannot be part of a key; vLLM then counts this call.
+    Return None if an argument cannot be part of a key; the count of this call is then not cached.
     """
     method = inspect.ismethod(loader)
     found: list[object] = [loader.__func__, type(loader.__self__)] if method else [loader]
@@ -300,21 +312,21 @@ def _key_of(loader: Any, arguments: inspect.BoundArguments) -> tuple[object, ...
 
 _DATA = vars(torch._C.TensorBase)["data"].__get__
 _OF_KERNELS = ("moe_kernel", "moe_quant_config")
-"""Attributes through which a layer refers to tensors of its experts: the kernel, and the configuration with block scales."""
+"""Attributes of a layer whose objects reference the experts' tensors: the kernel, and the configuration with scales."""
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
 
 @contextmanager
 def reloading(model: torch.nn.Module) -> Iterator[None]:
-    """Make vLLM's reload (0.24, 0.32) give the same result as vLLM's first load, and leave no state if it fails.
+    """Change vLLM (0.24, 0.32) in the `with` block so that a reload gives the same weights as the first load.
 
-    - The reload needs a `__name__` of each weight loader; partials (for example of MiniMax-M2) have none.
-    - vLLM 0.32 packs experts for its CPU kernel only if the layer has no kernel yet, so reloaded weights would stay
-      unpacked. This function removes the kernels and restores them at the end. Only the original kernels refer to
-      the tensors that the model keeps.
-    - The reload warns about every layer that gets no tensor. This is expected here, and capture proves the result.
-    - The reload buffers tensors of incomplete layers in `LAYERWISE_INFO`. After a failed load, the next load would
-      continue with these tensors.
+    - vLLM reads the `__name__` of each weight loader, but a `functools.partial` (MiniMax-M2) has none. Set it.
+    - vLLM 0.32 packs experts for its CPU kernel only if a layer has no kernel. Remove the kernels of all layers, and
+      restore them at the end: the original kernels reference the tensors that the model keeps.
+    - vLLM logs a warning for each layer that gets no tensors. Suppress the warnings, because capture loads parts of a
+      checkpoint.
+    - vLLM keeps the tensors of incomplete layers in `LAYERWISE_INFO`. If a load fails, delete these tensors, so that
+      the next load does not use them.
     """
     for parameter in model.parameters():
         loader = vars(parameter).get("weight_loader")
@@ -353,7 +365,7 @@ def reloading(model: torch.nn.Module) -> Iterator[None]:
 
 
 def cache_storages(worker: Worker) -> frozenset[int]:
-    """Return the addresses of the storages of the key-value cache, which have no weights."""
+    """Return the addresses of the KV cache's storages, which capture must skip."""
     caches = worker.model_runner.kv_caches
     found = [t for c in caches for t in ([c] if isinstance(c, torch.Tensor) else c)]
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in found)

@@ -1,11 +1,11 @@
-"""Settings of a vLLM server for rollouts: its seed, and the distribution of its log-probabilities.
+"""Two settings of a vLLM server for rollouts: the seed, and the log-probabilities to return.
 
-vLLM's default seed is 0, so two servers draw the same samples for the same requests. By default vLLM returns the
-model's own log-probabilities (`--logprobs-mode raw_logprobs`). The sampler draws from another distribution once
-temperature, `top_p` or `top_k` are set.
+vLLM's default seed is 0, so that two servers would sample the same tokens for the same request. By default vLLM
+returns log-probabilities of the model's own distribution (`--logprobs-mode raw_logprobs`), which differs from the sampled
+distribution if temperature, `top_p` or `top_k` are set.
 
-The launcher passes both settings as options (`sampling_options`). `set_defaults` changes both defaults for a server that a
-user started with our weight-transfer backend. A value that the user passes takes precedence.
+A launcher passes both settings as options (`sampling_options`). If a user starts a server with our weight-transfer
+backend, `set_defaults` changes both defaults. A value that the user passes takes precedence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from windlass.engines.options import options_of
 PROCESSED = "processed_logprobs"
 _SEED, _LOGPROBS_MODE = "--seed", "--logprobs-mode"
 _BITS = 31
-"""Bits of a seed; numpy accepts at most 32."""
+"""Number of bits of a seed; numpy accepts at most 32."""
 _ONE_PROCESS_PER_RANK = "external_launcher"
 
 
@@ -31,9 +31,9 @@ def sampling_options(rest: Sequence[str], meeting_place: str = "") -> tuple[str,
     """Return options for vLLM's command line. The user's own options follow them and take precedence.
 
     Args:
-        rest: options that the user gave.
-        meeting_place: address where the nodes of a server meet. The seed is derived from it, because all ranks
-            must sample with the same seed. Empty for a server on one node.
+        rest: options of the user.
+        meeting_place: rendezvous address of a server on several nodes; empty for a server on one node. Every node
+            derives the same seed from it, because all ranks must sample with the same seed.
     """
     file = dict(options_of(rest)).get("--config", "")
     names_seed = file and re.search(r"^\s*seed\s*:", Path(file).read_text(), re.MULTILINE)
@@ -42,7 +42,7 @@ def sampling_options(rest: Sequence[str], meeting_place: str = "") -> tuple[str,
 
 
 def new_seed(meeting_place: str = "") -> int:
-    """Return a random seed, or one derived from `meeting_place`, so that all nodes of a server get the same."""
+    """Return a random seed, or if `meeting_place` is not empty, a hash of `meeting_place`."""
     if meeting_place:
         digest = hashlib.sha256(meeting_place.encode()).digest()
         return int.from_bytes(digest[:4], "big") >> (32 - _BITS)
@@ -50,7 +50,7 @@ def new_seed(meeting_place: str = "") -> int:
 
 
 def set_defaults(args: Any) -> None:
-    """Set both defaults in vLLM's `EngineArgs` of a server that its user started with our weight-transfer backend."""
+    """Set both defaults in vLLM's `EngineArgs`, for a server that a user started with our weight-transfer backend."""
     said, defaults = dict(options_of(sys.argv[1:])), type(args)
     if args.logprobs_mode == defaults.logprobs_mode and _LOGPROBS_MODE not in said:
         args.logprobs_mode = PROCESSED
@@ -59,7 +59,7 @@ def set_defaults(args: Any) -> None:
 
 
 def _has_one_process(args: Any) -> bool:
-    """Return False if every rank creates its own configuration: each rank would then draw another seed."""
+    """Return False if every rank creates its own configuration, because each rank would get another random seed."""
     return bool(args.distributed_executor_backend != _ONE_PROCESS_PER_RANK)
 
 

@@ -1,4 +1,4 @@
-"""Windlass's knowledge of vLLM: supported releases, allowed settings, and the command that starts its API server."""
+"""vLLM's supported releases, the rules for its settings, and the command that starts its API server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROUTES = "windlass.engines.vllm.generate_route"
 PRIVATE = "windlass.engines.private_routes.PrivateRoutes"
 REPORTS = "windlass.engines.report_route.ReportRoute"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapter slots that vLLM supports; an adapter of lower rank is padded."""
+"""Values of vLLM's `--max-lora-rank`. vLLM pads an adapter of lower rank with zeros."""
 LOADS_WHILE_IT_RUNS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 RELEASES = EngineReleases(
@@ -42,25 +42,25 @@ RELEASES = EngineReleases(
         Feature(
             "`--worker-extension-cls`, `/collective_rpc`",
             since=(0, 24),
-            without="nothing can be run in its ranks",
+            without="Windlass cannot run code in its ranks",
             needed=True,
         ),
         Feature(
             "`/pause?mode=` with `abort` and `keep`, `/resume`",
             since=(0, 24),
-            without="it cannot be paused",
+            without="Windlass cannot pause it",
             needed=True,
         ),
         Feature(
             "`reload_weights` from an iterator",
             since=(0, 24),
-            without="its layout cannot be captured",
+            without="Windlass cannot capture its layout",
             needed=True,
         ),
         Feature(
             "adapters that a worker adds, pins and lists (`pin_lora`)",
             since=(0, 24),
-            without="`--adapter` cannot be served",
+            without="`--adapter` cannot be used",
         ),
         Feature(
             "`/update_weight_version`, weight version per token",
@@ -72,8 +72,8 @@ RELEASES = EngineReleases(
             "`--enable-scale-out`: `/inference/v1/generate` with token ids beside logprobs",
             since=(0, 32),
             missing_in=(0, 24),
-            without="`/v1/completions` answers `/generate`, the route of rollout workers; an answer "
-            "that an abort pause ends is generated again from its prompt",
+            without="Windlass forwards `/generate`, the route of rollout workers, to `/v1/completions`; if an abort "
+            "pause ends an answer, the worker generates it again from its prompt",
         ),
     ),
 )
@@ -83,7 +83,7 @@ _ONE_SLOT = "use --adapter NAME=FOLDER, which serves and updates one adapter in 
 _OFFLOADED = "weights are copied to the GPU for every step"
 _EVICTED = "vLLM may evict an adapter that shares slots, and would then read its old weights from its folder"
 _NODES = "use --nnodes, --node-rank and --dist-init-addr of the launcher"
-_EXPERTS_LEAVE = "ranks come and go, and experts move with them"
+_EXPERTS_LEAVE = "experts move to other ranks when ranks are added or removed"
 _LORA = "lora_config"
 _SCHEDULER = Rule(
     "--scheduler-cls",
@@ -107,7 +107,7 @@ _OF_ADAPTERS = (
     Rule("", (False,), "adapters that are split along their rank have not been tested",
          (f"{_LORA}.fully_sharded_loras",)),
     Rule("", (None,), _ONE_SLOT, (f"{_LORA}.default_mm_loras",)),
-    Rule("", (1,), "adapters on stages have not been shown", ("parallel_config.pipeline_parallel_size",)),
+    Rule("", (1,), "adapters on pipeline stages have not been tested", ("parallel_config.pipeline_parallel_size",)),
 )  # fmt: skip
 """Further rules for a rank whose adapter gets updates."""
 _PLAIN_SCHEDULER = replace(
@@ -151,7 +151,7 @@ RULES = (
     _SCHEDULER,
     _LOGPROBS,
 )  # fmt: skip
-"""Rules for settings; `settings` are paths inside vLLM's `VllmConfig`."""
+"""Rules for a server that gets updates; `Rule.settings` are paths inside vLLM's `VllmConfig`."""
 
 
 @final
@@ -164,11 +164,10 @@ class VllmServer:
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         quantised = require_followed(Path(args.model), rest)
         served = adapter_options(adapter_of(args.adapter), rest, pp=args.pp, dp=args.dp)
-        # vLLM serves its routes for pausing only in this mode.
+        # vLLM has the routes `/pause` and `/resume` only in this mode.
         environment = {"VLLM_SERVER_DEV_MODE": "1"}
         if quantised and not environment_value("VLLM_USE_DEEP_GEMM"):
-            # For the DeepGEMM kernel vLLM rescales weights to power-of-two scales, which updates would
-            # not reproduce.
+            # For the DeepGEMM kernel, vLLM changes the scales of weights to powers of two. Updates would not do so.
             environment["VLLM_USE_DEEP_GEMM"] = "0"
         program = "windlass.engines.vllm.headless"
         serves: tuple[str, ...] = ()
@@ -206,17 +205,17 @@ class VllmServer:
 def adapter_options(
     adapter: Adapter | None, rest: Sequence[str], *, pp: int = 1, dp: int = 1
 ) -> tuple[str, ...]:
-    """Return the vLLM options that serve one adapter, which keeps its slot.
+    """Return the vLLM options that serve one LoRA adapter in the only adapter slot.
 
     Args:
-        adapter: the adapter, or None to serve none.
-        rest: engine options from the command line; a `--max-lora-rank` among them takes precedence.
+        adapter: the adapter, or None to serve no adapter.
+        rest: engine options from the command line; `--max-lora-rank` in `rest` takes precedence.
         pp: number of pipeline stages.
         dp: number of replicas.
 
     Raises:
-        ConfigError: vLLM cannot serve the adapter's rank, vLLM may load other adapters at run time, or the
-            engine has several stages or replicas.
+        ConfigError: the adapter's rank is too high for vLLM, vLLM may load other adapters at run time, or the
+            engine has several pipeline stages or replicas.
     """
     if adapter is None:
         return ()
@@ -241,15 +240,15 @@ def adapter_options(
 
 
 def refuse_runtime_adapters() -> None:
-    """Check that vLLM loads no further adapters while it serves one that gets updates.
+    """Check that vLLM does not load other adapters at run time.
 
     Raises:
-        ConfigError: the server's environment allows that.
+        ConfigError: `VLLM_ALLOW_RUNTIME_LORA_UPDATING` is set.
     """
     if environment_value(LOADS_WHILE_IT_RUNS).lower() in ("1", "true"):
         raise ConfigError(
-            f"{LOADS_WHILE_IT_RUNS} must not be set with an adapter that gets updates: an adapter that is loaded "
-            "besides can evict this one"
+            f"{LOADS_WHILE_IT_RUNS} must not be set with an adapter that gets updates: vLLM could evict this "
+            "adapter to load another"
         )
 
 
@@ -265,7 +264,7 @@ def _node_options(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def generate_options() -> tuple[str, ...]:
-    """Return the options that add `/generate`, through vLLM's own route if it reports versions."""
+    """Return the vLLM options that add the route `/generate`; see `windlass.engines.vllm.generate_route`."""
     # `find_spec` locates vLLM without importing it.
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
@@ -277,16 +276,16 @@ def generate_options() -> tuple[str, ...]:
 
 
 def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = True) -> None:
-    """Check the resolved configuration of a rank. A setting that this release does not have is not checked.
+    """Check the resolved configuration of a rank against the rules.
 
     Args:
         config: vLLM's `VllmConfig`.
-        adapter: whether updates go to the rank's adapter and not to its model.
-        is_launched: whether Windlass started the server, with `SCHEDULER`, which separates caches by version.
-            Otherwise the server must use vLLM's own scheduler, for which the plugin separates them.
+        adapter: True if updates change the rank's adapter, False if they change the model.
+        is_launched: True if a launcher of Windlass started the server, with the option `--scheduler-cls`. False if the
+            user started the server; vLLM's own scheduler is then allowed.
 
     Raises:
-        ConfigError: an update would be wrong with a setting; names the setting and the reason.
+        ConfigError: a setting breaks a rule; the message names the setting and the reason.
     """
 
     def setting(place: str) -> object:
@@ -311,7 +310,7 @@ def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = T
     if adapter:
         rules += _OF_ADAPTERS
     if not is_launched:
-        # The person who started the server may use another mode on purpose, so any mode is allowed.
+        # Leave out `_LOGPROBS`: a user who starts the server may want another mode.
         plain = {_SCHEDULER: _PLAIN_SCHEDULER, _ADAPTERS: _PLAIN_ADAPTERS}
         rules = [plain.get(rule, rule) for rule in rules if rule is not _LOGPROBS]
     refuse_settings("vLLM", rules, setting)
@@ -339,8 +338,8 @@ ENGINE = EngineSpec(
     gpu_arguments=(
         *("--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "64"),
         *("--max-num-seqs", "256", "--max-num-batched-tokens", "4096"),
-        # With a fixed cache size vLLM does not measure free memory; the measurement fails when another
-        # process allocates memory at the same time.
+        # With a fixed size of the KV cache, vLLM does not measure free memory. The measurement would fail if another
+        # process allocated memory at the same time.
         *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)),
     ),
 )

@@ -1,15 +1,17 @@
-"""vLLM's weight-transfer backend "windlass": the worker's side of the trainer's calls.
+"""vLLM's weight-transfer backend "windlass", as it runs in each worker.
 
-`windlass.integrations.vllm.plugin` registers the backend. A server that was started with
-`--weight-transfer-config '{"backend": "windlass"}'` creates one in every worker after it has loaded the
-model. `/init_weight_transfer_engine` makes the API server order every worker to capture its layout and to join
-the trainer's fleet (`windlass.engines.vllm.api_server`). `/update_weights` holds the worker's loop between two steps while the agent's thread receives, verifies and
-applies the version. On a server of one rank the agent holds the loop itself (`_CoreApi`): a route would go
-through the event loop of the API server, which also delivers every token to its stream. The interface is the
-one of vLLM 0.24 and 0.32 (`vllm/distributed/weight_transfer/base.py`).
+`windlass.integrations.vllm.plugin` registers the backend. A server that is started with
+`--weight-transfer-config '{"backend": "windlass"}'` creates a `WindlassTransferEngine` in every worker. The interface is
+that of vLLM 0.24 and 0.32 (`vllm/distributed/weight_transfer/base.py`). The trainer calls two routes:
 
-vLLM answers a call with the first failure among its workers, and mistakes the remaining workers' answers for
-answers to its next call. Therefore a worker does not raise: it returns the reason of a failure.
+- `/init_weight_transfer_engine`: the API server orders every worker to capture its layout and to join the trainer's
+  fleet (`windlass.engines.vllm.api_server`).
+- `/update_weights`: the worker's main loop is blocked between two steps, while the agent's thread receives, verifies and
+  applies a version. On a server with one rank, the agent itself blocks the loop (`_CoreApi`). This is faster, because
+  HTTP requests wait for the API server's event loop, which also streams all tokens.
+
+Methods that vLLM calls in all workers return the reason of a failure instead of raising. If a worker raises, vLLM does
+not read the results of the other workers, and takes them for the results of the next call.
 """
 
 from __future__ import annotations
@@ -47,7 +49,6 @@ from windlass.errors import ConfigError, WindlassError
 logger = logging.getLogger(__name__)
 LEAVE_S = 1.0
 """Seconds that `shutdown` waits for the old controller to disconnect."""
-"""Seconds that `shutdown` waits for the old controller to disconnect."""
 
 
 @dataclass(kw_only=True)
@@ -55,9 +56,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Body of `/update_weights`.
 
     Attributes:
-        version: the version that the trainer is about to publish.
-        deadline_s: seconds within which the round of this version must reach this worker.
-        namespace: cache namespace that the EngineCore began for this update; see `engine_core.Namespace`.
+        version: version that the trainer is about to publish.
+        deadline_s: seconds within which the round of this version must reach this worker's agent.
+        namespace: cache namespace that the EngineCore set for this update; see `engine_core.Namespace`.
     """
 
     version: int
@@ -67,25 +68,21 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @final
 class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Weight-transfer engine of one worker. vLLM calls its methods in the worker's main loop, between two steps."""
+    """Weight-transfer engine of one worker. vLLM calls the methods in the worker's main loop, between two steps."""
 
     init_info_cls = WeightTransferInitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     worker: Worker
-    """The worker of this engine, set by its first order: vLLM 0.24 gives an engine only the model."""
+    """vLLM's worker; the first order sets this attribute, because vLLM 0.24 passes only the model to `__init__`."""
 
     def __init__(self, config: object, *made_with: object) -> None:
         super().__init__(config, *made_with)
         self.rank = EngineRank()
 
     def init_transfer_engine(self, init_info: object) -> None:
-        """Refuse a call that bypasses the API server, which orders all ranks; see `windlass.engines.vllm.api_server`.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: `windlass.engines.vllm.api_server` should have handled this call in the API server."""
         del init_info
         raise ConfigError(
             "init_weight_transfer_engine must be called through vLLM's API server, got a call of a worker; "
@@ -93,23 +90,23 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         )
 
     def start_weight_update(self) -> None:
-        """Do nothing: the agent writes the weights, and vLLM's loader has nothing to prepare."""
+        """Do nothing: the update does not use vLLM's loader."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Call `receive_weights`; vLLM's own implementation would also need a GPU."""
+        """Call `receive_weights`. vLLM's implementation of this method also needs a GPU."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo, load_weights: object = None) -> None:
         """Block this worker's main loop between two steps until the round of this version has ended.
 
-        The round may leave the old weights in place; its report tells the trainer. If no round reaches this
-        worker within `deadline_s`, the loop continues. If the weights may be of two versions, the loop stays
-        blocked until a later round has repaired them.
+        This function returns nothing about the result of the round: the controller reports it to the trainer. If no
+        round reaches this worker's agent within `deadline_s`, the loop continues. If the round leaves mixed weights, the
+        loop stays blocked until a later round has repaired them.
 
         Raises:
             ConfigError: the EngineCore sent no cache namespace.
         """
-        # vLLM 0.24 passes this argument.
+        # vLLM 0.24 passes `load_weights`.
         del load_weights
         if not update_info.namespace:
             raise ConfigError(
@@ -117,7 +114,7 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 "check that VLLM_PLUGINS does not exclude Windlass's plugin"
             )
         if self.served_version >= update_info.version:
-            # The round is already over.
+            # The round of this version has already ended.
             return
         _block(self.worker, f"version {update_info.version}", update_info.deadline_s)
 
@@ -127,10 +124,10 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return self.rank.served_version
 
     def finish_weight_update(self) -> None:
-        """Do nothing: the agent has already finalised the weights in its round."""
+        """Do nothing: the agent has already finalised the weights."""
 
     def shutdown(self) -> None:
-        """Leave the trainer's fleet. The server continues with its current weights."""
+        """Leave the trainer's fleet. The server keeps its current weights."""
         try:
             self.rank.leave(LEAVE_S)
         except WindlassError as error:
@@ -138,11 +135,7 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @staticmethod
     def trainer_send_weights(_iterator: object, _trainer_args: object) -> None:
-        """Refuse the sending function of vLLM 0.24, which has no class for trainers.
-
-        Raises:
-            ConfigError: always. The function takes whole tensors, so the trainer would have to gather them.
-        """
+        """Raise ConfigError: vLLM 0.24's function for trainers needs whole tensors, which Windlass does not gather."""
         raise ConfigError(
             "trainer_send_weights: not supported; use windlass.integrations.vllm.WeightSync"
         )
@@ -150,9 +143,10 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
 @final
 class _CoreApi:
-    """`EngineApi` of a server with one rank. Its EngineCore runs in this process, so the agent holds it without HTTP.
+    """`EngineApi` of a server with one rank, whose EngineCore runs in the rank's process.
 
-    In a pause mode other than `in_place`, the trainer itself calls `/pause` and then `/update_weights`.
+    The agent blocks the EngineCore's loop through `CoreCalls`, without HTTP. In a pause mode other than `in_place`, the
+    trainer itself calls `/pause` and then `/update_weights`.
     """
 
     def __init__(self, core: CoreCalls, worker: Worker) -> None:
@@ -174,7 +168,7 @@ class _CoreApi:
             self._core.hold(blocked)
 
     def resume(self, deadline_s: float) -> None:
-        """Do nothing: `pause` did not pause anything."""
+        """Do nothing, because `pause` does nothing."""
 
     def set_version(self, version: int, deadline_s: float) -> None:
         """Do nothing: `CoreCalls.hold` sets the version."""
@@ -191,7 +185,7 @@ def _block(worker: Worker, pause_id: str, deadline_s: float) -> None:
 
 
 class PlainRank(WindlassExtension):
-    """Methods of the worker of a server that its user started; a launched server's has `WindlassExtension` alone."""
+    """Methods added to vLLM's worker if the user started the server; workers of a launcher's server do not have them."""
 
     @property
     def windlass_engine_rank(self) -> EngineRank:
@@ -199,14 +193,14 @@ class PlainRank(WindlassExtension):
         return cast("WindlassTransferEngine", worker.weight_transfer_engine).rank
 
     def windlass_order(self, step: str, encoded: str) -> str:
-        """Carry out an order of the API server. The main loop calls this, after every earlier step.
+        """Carry out an order of the API server. The main loop calls this between two steps.
 
         Args:
-            step: step of the order; vLLM's core reads it.
-            encoded: a `RankOrder` in JSON.
+            step: `RankStep` of the order, which only the EngineCore uses (`engine_core.keep_caches_apart`).
+            encoded: `RankOrder` in JSON.
 
         Returns:
-            A `RankAnswer` in JSON.
+            `RankAnswer` in JSON.
         """
         del step
         order = msgspec.json.decode(encoded, type=RankOrder)
@@ -216,7 +210,7 @@ class PlainRank(WindlassExtension):
             answer = RankAnswer(said=_carry_out(worker, order, rank))
         except RefusedByOtherRank:
             answer = RankAnswer(failed=True)
-        # An exception would leave the answers of other ranks unread.
+        # If this rank raised, vLLM would not read the results of the other ranks.
         except Exception as error:
             logger.exception("rank %s cannot join the trainer's fleet", rank)
             answer = RankAnswer(failed=True, said=f"rank {rank}: {reason_of(error)}")
@@ -224,12 +218,12 @@ class PlainRank(WindlassExtension):
 
 
 def _carry_out(worker: Worker, order: RankOrder, rank: int) -> str:
-    """Carry out an order in the rank of this worker and return what the rank says; see `RankAnswer`."""
+    """Carry out an order in this worker's rank; return the text for `RankAnswer.said`."""
     settings, own = _on_this_host(worker, order.settings), worker.windlass_engine_rank
     if order.step is RankStep.JOIN:
         own.join(settings, rank, order.secrets.token)
         return ""
-    # End an update that a dead trainer left open. vLLM raises RuntimeError if none is open.
+    # End an update that a trainer began before it died. vLLM raises RuntimeError if no update has begun.
     with contextlib.suppress(RuntimeError):
         worker.finish_weight_update()
     refuse_expandable_segments()
@@ -239,8 +233,8 @@ def _carry_out(worker: Worker, order: RankOrder, rank: int) -> str:
     )
     if model.logprobs_mode != PROCESSED and rank == 0:
         logger.warning(
-            "--logprobs-mode is %s: log-probabilities of answers are not those of the distribution that "
-            "was sampled, as %s are",
+            "--logprobs-mode is %s: log-probabilities in responses do not belong to the distribution from which "
+            "tokens are sampled; use %s for rollouts",
             *(model.logprobs_mode, PROCESSED),
         )
     api = _api_for(worker, order, settings)
@@ -251,7 +245,7 @@ def _carry_out(worker: Worker, order: RankOrder, rank: int) -> str:
 def _api_for(
     worker: Worker, order: RankOrder, settings: AgentSettings
 ) -> Callable[[], EngineApi] | None:
-    """Return what makes the calls that pause this server; None if the trainer calls the server's routes."""
+    """Return a function that creates this rank's `EngineApi`; None if the trainer pauses the server by HTTP."""
     if order.pauses_itself:
         return partial(own_api, worker, settings, order.secrets)
     core = core_calls() if settings.world_size == 1 else None
@@ -259,7 +253,7 @@ def _api_for(
 
 
 def _on_this_host(worker: Worker, settings: AgentSettings) -> AgentSettings:
-    """Return the settings with the checkpoint that this rank has loaded: hosts may keep it in different folders."""
+    """Return the settings with this rank's checkpoint folder, which may differ from other hosts' folders."""
     if settings.adapter:
         return settings
     return msgspec.structs.replace(
@@ -284,5 +278,5 @@ def _extend_worker() -> None:
                 setattr(VllmWorker, name, member)
 
 
-# vLLM imports this module in every worker with this backend while the worker loads the model.
+# vLLM imports this module in every worker that uses this backend, while the worker loads the model.
 _extend_worker()
