@@ -21,7 +21,7 @@ help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
 	@echo "make test                                                   lint, types, import contracts, tests, a live vLLM"
 	@echo "make test-all                                               that and everything below"
-	@echo "make test-long [ARGS=tests/control/test_chaos.py]           generated faults, kills, relays, whole jobs"
+	@echo "make test-long [ARGS='-k chaos']                            generated faults, kills, relays, whole jobs"
 	@echo "make test-megatron | test-engines | test-truth              Megatron-core, live vLLM and SGLang; installs them first"
 	@echo "make test-integrations [ARGS='-k trl']                      engines and frameworks that the user starts in their own way"
 	@echo "make test-scripts                                           every script in benchmarks/, on a CPU at a small size"
@@ -85,7 +85,7 @@ test: lint types imports unit engine
 # Long tests with the same requirements as `make test`: ten thousand simulated rounds, every planted bug, every kind of
 # process killed in every phase, relays, NIXL over TCP, whole jobs.
 test-long: setup
-	$(RUN) -m "long and not engines and not cluster" $(or $(ARGS),tests --ignore tests/trainers)
+	$(RUN) -m "long and not engines and not cluster" tests --ignore tests/trainers $(ARGS)
 
 # More Megatron-core layouts on four processes, and training steps of every model family. transformers gives the expected
 # logits, and mbridge is an independent converter.
@@ -159,11 +159,11 @@ test-hosts: setup
 	$(RUN) -m cluster tests/control tests/integrations/test_vllm_hosts.py tests/integrations/test_sglang_hosts.py $(ARGS)
 
 # Real verbs calls in a virtual machine with two soft-RoCE devices. Emulation makes this slow: many minutes.
-# RDMA_TESTS='-k Mooncake' runs a part of the tests.
+# ARGS='-k Mooncake' runs a part of the tests.
 test-rdma: setup
 	bash tools/rdma/build_guest.sh build/rdma
 	$(BIN)/python tools/rdma/guest.py --machine build/rdma --deadline-s 5400 -- \
-	  bash tools/rdma/guest_network.sh bash tools/rdma/guest_tests.sh $(VENV) $(RDMA_TESTS)
+	  bash tools/rdma/guest_network.sh bash tools/rdma/guest_tests.sh $(VENV) $(ARGS)
 
 test-all: test test-long test-megatron test-hosts test-clusters test-engines test-integrations test-rdma
 

@@ -1,10 +1,10 @@
-"""Run `make test` and the suites of every run, then as many of the other suites as the time allows.
+"""Run `make test` and the suites of every run, then parts of the other suites while time is left.
 
-All suites together take over two hours on two cores, and CI has one hour. So the other suites form a ring, and each
-run starts at a place that depends on the time and moves every three hours. A suite starts only if it should end in
-time: its expected time is its minutes in `EVERY` or `MINUTES`, multiplied by the slowness of this machine, which
-`make test` shows. A suite that exceeds the time left is stopped. The last lines list the suites that passed, failed,
-were stopped, or did not start.
+All suites together take over three hours on two cores, and CI has one hour. So the other suites are cut into parts of
+a few minutes (`pytest-split`) and form a ring. Each run starts three suites later in the ring than the run of the hour
+before it, so every suite gets its turn in three runs, with its next part. A part starts only if it should end in time:
+its expected time is multiplied by the slowness of this machine, which `make test` shows. A part that exceeds the time
+left is stopped. The last lines list the parts that passed, failed, were stopped, or did not start.
 
     python3 tools/run_suites.py [--minutes 55]      run them; the exit status is the first failed suite's
     python3 tools/run_suites.py --list              print the order of this run with minutes
@@ -19,45 +19,76 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-EVERY = {"test": 18.0, "test-security": 2.0, "test-scripts": 8.0}
-"""Suites of every run, and their minutes without set-up on two idle cores of the CI machine."""
-MINUTES = {
-    "test-megatron": 2.0,
-    "test-long": 13.0,
-    "test-truth": 20.0,
-    "test-clusters": 7.0,
-    "test-browser": 1.0,
-    "test-hosts": 17.0,
-    "test-rdma": 12.0,
-    "test-engines": 27.0,
-    "test-integrations": 31.0,
+EVERY = {"test": 22.0, "test-security": 3.0, "test-scripts": 11.0}
+"""Suites of every run, and their minutes without set-up on two idle cores."""
+PERIOD_S = 3600
+PLACES_PER_PERIOD = 3
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite of the ring.
+
+    Attributes:
+        minutes: time of its tests on two idle cores.
+        num_parts: number of parts that it is cut into.
+        set_up_minutes: time that each part needs before its first test.
+    """
+
+    minutes: float
+    num_parts: int = 1
+    set_up_minutes: float = 0.0
+
+    @property
+    def part_minutes(self) -> float:
+        """Minutes of one part."""
+        return self.set_up_minutes + self.minutes / self.num_parts
+
+
+RING = {
+    "test-megatron": Suite(3),
+    "test-truth": Suite(70, 14, 3),
+    "test-hosts": Suite(17, 3, 3),
+    "test-long": Suite(24, 5),
+    "test-engines": Suite(37, 8, 3),
+    "test-clusters": Suite(10, 2, 4),
+    "test-browser": Suite(1.5),
+    "test-integrations": Suite(31, 7, 4),
+    "test-rdma": Suite(12, 3, 2),
 }
-"""Other suites in the order of the ring, and their minutes."""
-PERIOD_S = 3 * 3600
-PLACES_PER_PERIOD = 2
 
 
 def order_at(time_s: float) -> Sequence[str]:
     """Return the order of the ring for a run that starts at this time, in seconds since 1970."""
-    ring = tuple(MINUTES)
+    ring = tuple(RING)
     place = int(time_s // PERIOD_S) * PLACES_PER_PERIOD % len(ring)
     return (*ring[place:], *ring[:place])
 
 
-def run(target: str, deadline: float) -> tuple[int | None, float]:
+def part_at(target: str, time_s: float) -> tuple[str, ...]:
+    """Return the arguments of make for the part of a suite whose turn it is."""
+    num_parts = RING[target].num_parts
+    if num_parts == 1:
+        return ()
+    num_turns = int(time_s // PERIOD_S) * PLACES_PER_PERIOD // len(RING)
+    return (f"ARGS=--splits {num_parts} --group {num_turns % num_parts + 1}",)
+
+
+def run(words: Sequence[str], deadline: float) -> tuple[int | None, float]:
     """Run a target of the Makefile.
 
     Args:
-        target: name of the target.
+        words: arguments of make.
         deadline: value of `time.monotonic` at which the target and all processes of its session are stopped.
 
     Returns:
         Exit status, or None if the target was stopped, and duration in seconds.
     """
     began = time.monotonic()
-    print(f"run_suites: make {target}", flush=True)
-    process = subprocess.Popen(("make", target), start_new_session=True)
+    print(f"run_suites: make {' '.join(words)}", flush=True)
+    process = subprocess.Popen(("make", *words), start_new_session=True)
     try:
         return process.wait(max(1.0, deadline - began)), time.monotonic() - began
     except subprocess.TimeoutExpired:
@@ -70,36 +101,40 @@ def run(target: str, deadline: float) -> tuple[int | None, float]:
         return None, time.monotonic() - began
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the suites and print their results."""
     parser = argparse.ArgumentParser(
         prog="run_suites.py", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--minutes", type=float, default=55.0, help="time of the whole run")
     parser.add_argument("--list", action="store_true", help="print the order and run nothing")
-    known = parser.parse_args(words)
-    order, minutes = order_at(time.time()), {**EVERY, **MINUTES}
+    known = parser.parse_args(arguments)
+    began = time.time()
+    work: list[tuple[tuple[str, ...], float]] = [
+        ((target,), minutes) for target, minutes in EVERY.items()
+    ]
+    work += [((t, *part_at(t, began)), RING[t].part_minutes) for t in order_at(began)]
     if known.list:
-        for target in (*EVERY, *order):
-            print(f"{minutes[target]:5.1f} min  make {target}")
+        for words, minutes in work:
+            print(f"{minutes:5.1f} min  make {' '.join(words)}")
         return 0
     deadline = time.monotonic() + known.minutes * 60
-    first, *others = (*EVERY, *order)
-    status, seconds = run("setup", float("inf"))
+    (first, expected), *others = work
+    status, seconds = run(("setup",), float("inf"))
     if not status:
         status, seconds = run(first, float("inf"))
     if status:
         return status
-    said = [f"make {first}: passed in {seconds:.0f} s"]
-    slowness = max(1.0, seconds / (minutes[first] * 60))
-    for target in others:
-        left = deadline - time.monotonic()
-        if minutes[target] * 60 * slowness > left:
-            said.append(f"make {target}: not run, expected {minutes[target] * slowness:.0f} min")
+    said = [f"make {first[0]}: passed in {seconds:.0f} s"]
+    slowness = max(1.0, seconds / (expected * 60))
+    for words, minutes in others:
+        what = f"make {' '.join(words)}"
+        if minutes * 60 * slowness > deadline - time.monotonic():
+            said.append(f"{what}: not run, expected {minutes * slowness:.0f} min")
             continue
-        status, seconds = run(target, deadline)
+        status, seconds = run(words, deadline)
         ended = "stopped" if status is None else "failed" if status else "passed"
-        said.append(f"make {target}: {ended} in {seconds:.0f} s")
+        said.append(f"{what}: {ended} in {seconds:.0f} s")
         if status:
             break
     for line in said:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.run_suites import EVERY, MINUTES, PERIOD_S, order_at
+from tools.run_suites import EVERY, PERIOD_S, PLACES_PER_PERIOD, RING, order_at, part_at
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_SUITES = {"test-all"}
@@ -30,13 +30,25 @@ def test_steady():
 
 def test_ci_knows_every_suite_of_the_makefile() -> None:
     targets = set(re.findall(r"^(test[a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {*EVERY, *MINUTES} == targets - NOT_SUITES
+    assert {*EVERY, *RING} == targets - NOT_SUITES
 
 
-def test_each_suite_of_ci_is_first_once_per_rotation() -> None:
-    orders = [order_at(number * PERIOD_S) for number in range(len(MINUTES))]
-    assert all(sorted(order) == sorted(MINUTES) for order in orders)
-    assert {order[0] for order in orders} == set(MINUTES)
+def test_every_suite_of_ci_gets_a_turn_in_three_runs() -> None:
+    orders = [order_at(number * PERIOD_S) for number in range(100, 103)]
+    assert all(sorted(order) == sorted(RING) for order in orders)
+    turns = [target for order in orders for target in order[:PLACES_PER_PERIOD]]
+    assert sorted(turns) == sorted(RING)
+
+
+@pytest.mark.parametrize("target", RING)
+def test_the_turns_of_a_suite_go_through_all_its_parts(target: str) -> None:
+    num_parts = RING[target].num_parts
+    turns = [
+        part_at(target, number * PERIOD_S)
+        for number in range(3 * num_parts)
+        if target in order_at(number * PERIOD_S)[:PLACES_PER_PERIOD]
+    ]
+    assert len(turns) == len(set(turns)) == num_parts
 
 
 @pytest.mark.parametrize(
