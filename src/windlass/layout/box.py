@@ -54,11 +54,11 @@ class Box:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """One past the last index, per tensor dim."""
+        """Index after the last element, per tensor dim."""
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common elements; None if the boxes are disjoint.
+        """Return the box of the common elements; None if there are none.
 
         Raises:
             ManifestError: the boxes differ in the number of dims.
@@ -79,7 +79,7 @@ class Box:
         return other.numel == 0 or self.intersect(other) == other
 
     def subtract(self, other: Box) -> tuple[Box, ...]:
-        """Return this box without `other`, as disjoint boxes (at most two per dim)."""
+        """Return the elements of this box that `other` lacks, as disjoint boxes (at most two per dim)."""
         common = self.intersect(other)
         if common is None:
             return (self,) if self.numel else ()
@@ -103,7 +103,10 @@ class Box:
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (offset, size) of part `index`, cut as in `torch.chunk` and FSDP2; later parts may be empty."""
+    """Return (offset, size) of part `index` if `size` elements are divided into `parts`.
+
+    The division is that of `torch.chunk` and FSDP2. The last parts may be empty.
+    """
     step = -(-size // parts)
     offset = min(index * step, size)
     return offset, min(step, size - offset)

@@ -59,31 +59,31 @@ class Columns:
         return len(self.columns()[fields(self)[0].name])
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays by name. They are not copies."""
+        """Return the arrays by name, without copying them."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def empty(cls, num_rows: int) -> Self:
-        """Return uninitialised columns. Filling them part by part needs half the memory of joining the parts."""
+        """Return a table of `num_rows` uninitialised rows. `empty` and `fill` need half the memory of `join`."""
         return cls(
             **{f.name: np.empty(_shape(f, num_rows), f.metadata["dtype"]) for f in fields(cls)}
         )
 
     @classmethod
     def join(cls, parts: Iterable[Columns]) -> Self:
-        """Return the rows of all parts, one part after another, with the columns of this class."""
+        """Return one table of this class with the rows of all `parts`, in order."""
         tables = [cls.empty(0), *parts]
         return cls(
             **{f.name: np.concatenate([getattr(t, f.name) for t in tables]) for f in fields(cls)}
         )
 
     def fill(self, first: int, part: Columns) -> None:
-        """Copy `part` into the rows from `first` on."""
+        """Overwrite rows with the rows of `part`, from row `first` on."""
         for name, values in self.columns().items():
             values[first : first + len(part)] = getattr(part, name)
 
     def select(self, rows: slice | npt.NDArray[np.intp]) -> Self:
-        """Return the given rows (a view for a slice)."""
+        """Return a table of the given rows: a view if `rows` is a slice, otherwise a copy."""
         return type(self)(**{name: values[rows] for name, values in self.columns().items()})
 
 
@@ -93,11 +93,11 @@ def encode_tables(holder: object) -> bytes:
 
 
 def decode_tables(data: bytes, kind: type[T]) -> T:
-    """Return the inverse of `encode_tables`, with read-only columns over `data`.
+    """Decode the wire form that `encode_tables` returned. The columns are read-only views of `data`.
 
     Raises:
-        msgspec.DecodeError, UnicodeDecodeError: the data is not of this type, or a column does not
-            fit its table.
+        msgspec.DecodeError, UnicodeDecodeError: `data` does not describe a `kind`, or the columns
+            of a table have wrong lengths.
     """
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_column_of)
 

@@ -18,7 +18,7 @@ class DType(StrEnum):
     safetensors_name: str
 
     def __new__(cls, name: str, itemsize: int = 0, safetensors_name: str = "") -> Self:
-        """Make a member from the values in its definition; `DType(name)` does not call this."""
+        """Create a member of the enum. `DType(name)` looks up a member and does not call this."""
         member = str.__new__(cls, name)
         member._value_, member.itemsize, member.safetensors_name = name, itemsize, safetensors_name
         return member
@@ -50,8 +50,8 @@ CASTS = tuple(
 
 A cast rounds to nearest even, bit for bit as torch does, also to subnormal numbers and to zero. An
 infinity stays an infinity, and a NaN stays a NaN with unspecified bits. A finite number that would
-become an infinity is an error; see `can_overflow`. Float8 is written only with scales
-(`layout/quantization.py`). Without them, float8 and all other types are sent unchanged.
+become an infinity is an error; see `can_overflow`. A cast to float8 needs scales
+(`layout/quantization.py`). Elements of any other pair of types are sent only if the types are equal.
 """
 
 CAST_RULE = f"only {', '.join(_LARGEST)} are cast into one another"

@@ -148,13 +148,13 @@ class ShardManifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that belong to a tensor, over all rows."""
+        """Size of all shards in bytes, without padding."""
         itemsizes = np.array([p.dtype.itemsize for p in self.parameters], dtype=np.int64)
         numel = self.table.sizes.prod(axis=1)
         return int((numel * itemsizes[self.table.parameter]).sum()) if len(self.table) else 0
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the rows in readable form; for messages and tests, not for the planner."""
+        """Yield each row of the table as a `Shard`. This is slow: use it only in messages and tests."""
         table = self.table
         for row in range(len(table)):
             spec = self.tensors[int(table.tensor[row])]
@@ -176,7 +176,7 @@ class ShardManifest:
 
     @classmethod
     def decode(cls, data: bytes) -> ShardManifest:
-        """Return the manifest in the wire form `data`; validate it like `ManifestBuilder.build`.
+        """Decode a manifest, and check it like `ManifestBuilder.build`.
 
         Raises:
             ProtocolError: `data` is not a manifest, or has another schema version.
@@ -196,11 +196,11 @@ class ShardManifest:
         return manifest
 
     def digest(self) -> str:
-        """Return a hex digest of the wire form. It is equal only for equal manifests."""
+        """Return a hex digest of the wire form. Two manifests with the same digest are equal."""
         return self._digest
 
     def without(self, names: Collection[str]) -> ShardManifest:
-        """Return the manifest without the rows and aliases of these tensors. Indices do not change."""
+        """Return the manifest without shards and aliases of the tensors `names`. Indices into `tensors` stay valid."""
         if not names:
             return self
         gone = [index for index, spec in enumerate(self.tensors) if spec.name in names]
@@ -210,7 +210,7 @@ class ShardManifest:
 
     @cached_property
     def layout_digest(self) -> str:
-        """Digest that leaves out the worker's name: equal for ranks with the same boxes at the same places."""
+        """Digest of the manifest without `worker`: two ranks with the same layout have the same digest."""
         return replace(self, worker="").digest()
 
     @cached_property
@@ -242,7 +242,7 @@ class ManifestBuilder:
     def add_parameter(
         self, name: str, *, nbytes: int, dtype: DType, padding_nbytes: int = 0
     ) -> None:
-        """Declare local memory; see `ParameterSpec`."""
+        """Declare a local parameter; see `ParameterSpec`."""
         if name in self._parameters:
             raise ManifestError(f"{self._worker}: parameter {name!r} is declared twice")
         spec = ParameterSpec(name, nbytes, dtype, padding_nbytes)
@@ -253,7 +253,7 @@ class ManifestBuilder:
         self._aliases[name] = tensor
 
     def add_quantized(self, quantized: QuantizedTensor) -> None:
-        """Declare a quantised weight. The caller also adds the shards of the weight and of its scales."""
+        """Declare a quantised weight. The caller adds the shards of the weight and of its scales by `add_shard`."""
         self._quantized.append(quantized)
 
     def add_shard(
@@ -271,14 +271,15 @@ class ManifestBuilder:
         Args:
             tensor: checkpoint name.
             global_shape: the tensor's global shape, at most `MAX_DIMS` dims.
-            box: elements of the tensor; empty boxes are accepted and dropped.
-            parameter: a declared parameter.
-            offset_bytes: byte offset of the box's first element.
-            strides_bytes: per tensor dim; contiguous in box order when omitted.
+            box: elements of the tensor. An empty box adds no shard.
+            parameter: name of a parameter from `add_parameter`.
+            offset_bytes: byte offset of the box's first element from the parameter's start.
+            strides_bytes: byte stride per tensor dim; by default the box is contiguous and
+                row-major.
 
         Raises:
-            ManifestError: the parameter is not declared, or shapes or numbers of dims contradict
-                each other.
+            ManifestError: the parameter is not declared, the tensor has another shape in an earlier
+                shard, or the arguments differ in the number of dims.
             UnsupportedLayout: the tensor has more than `MAX_DIMS` dims.
         """
         if len(global_shape) > MAX_DIMS:
@@ -316,9 +317,9 @@ class ManifestBuilder:
         """Return the checked manifest.
 
         Raises:
-            ManifestError: a box is outside its tensor, bytes are outside a parameter, an alias
-                names an unknown tensor, a quantised weight has no matching scales, or the shards
-                and padding of a parameter do not add up to its size (engines only).
+            ManifestError: a box is outside its tensor, a shard reaches outside its parameter, an
+                alias names an unknown tensor, a quantised weight has no matching scales, or the
+                shards and padding of an engine's parameter do not add up to its size.
         """
         rows = self._rows
         manifest = ShardManifest(
@@ -343,7 +344,7 @@ class ManifestBuilder:
 
 
 def _padded(rows: Sequence[tuple[int, ...]], fill: int) -> Int64Array:
-    """Return (n, MAX_DIMS) values, padded on the left."""
+    """Return `rows` as (n, MAX_DIMS) values, with `fill` on the left."""
     wide = [(fill,) * (MAX_DIMS - len(row)) + row for row in rows]
     return np.array(wide, np.int64).reshape(-1, MAX_DIMS)
 
@@ -359,10 +360,7 @@ def contiguous_strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]
 
 
 def _check(manifest: ShardManifest) -> None:
-    """Check indices, boxes against shapes, and bytes against parameters.
-
-    In an engine's manifest, shards and padding must make up every byte of every parameter.
-    """
+    """Raise for a manifest that contradicts itself; see `ManifestBuilder.build`."""
     table, worker = manifest.table, manifest.worker
     for alias, tensor in manifest.aliases.items():
         if all(spec.name != tensor for spec in manifest.tensors):
@@ -425,7 +423,7 @@ def _check_quantized(manifest: ShardManifest) -> None:
 
 
 def _check_bytes(manifest: ShardManifest) -> Int64Array:
-    """Return the bytes that shards describe, per parameter; raise for bytes outside a parameter."""
+    """Return the bytes of all shards per parameter. Raise for a shard that reaches outside its parameter."""
     table, worker = manifest.table, manifest.worker
     itemsizes = np.array([p.dtype.itemsize for p in manifest.parameters], np.int64)
     extents = np.array([p.nbytes for p in manifest.parameters], np.int64)

@@ -102,7 +102,7 @@ class QuantizedTensor(msgspec.Struct, frozen=True):
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales of a matrix of `shape`."""
+    """Return the shape of a matrix's scales, one per block. `shape` is the shape of the matrix."""
     return tuple(-(-size // BLOCK) for size in shape)
 
 
@@ -110,7 +110,8 @@ def require_supported(quantized: QuantizedTensor) -> None:
     """Raise for a scheme that trainers cannot quantise to.
 
     Raises:
-        UnsupportedLayout: the scheme is not supported; the message has the reason from `CAPABILITIES`.
+        UnsupportedLayout: the scheme is not supported; the message gives the reason from
+            `CAPABILITIES`.
     """
     for capability in CAPABILITIES:
         if capability.scheme is quantized.scheme and capability.reason:

@@ -36,20 +36,23 @@ class SourceMemory:
 
     @property
     def has_pinned(self) -> bool:
-        """Whether this object has pinned memory."""
+        """True if this object has pinned memory."""
         return bool(self._pinned)
 
     def reach(self, parameters: Sequence[tuple[int, int]]) -> list[int]:
-        """Unpin the memory of an earlier call; return the address of each parameter for kernels.
+        """Make `parameters` accessible to kernels. First unpin the memory that an earlier call pinned.
 
         Args:
-            parameters: address and size in bytes of each parameter. If the size is 0, because only
-                other ranks have the parameter, the address does not matter.
+            parameters: address and size in bytes of each parameter. A parameter that only other
+                ranks have has size 0.
+
+        Returns:
+            The address of each parameter for kernels; 0 for size 0.
 
         Raises:
             RegionError: a parameter is in memory of another GPU, or in GPU memory that is not from
                 cudaMalloc.
-            TransferFailed: the host refuses to pin so much memory.
+            TransferFailed: the driver cannot pin so much host memory.
         """
         self.close()
         kinds = [memory_kind(address) if nbytes else None for address, nbytes in parameters]
@@ -77,14 +80,17 @@ class SourceMemory:
         return address
 
     def close(self) -> None:
-        """Unpin all memory that was pinned here. Idempotent."""
+        """Unpin all memory that this object has pinned. Idempotent."""
         for start in self._pinned:
             self._device.unpin(start)
         self._pinned = []
 
 
 def covering_pages(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges (start, stop) of whole pages that cover pieces of memory, disjoint and ascending."""
+    """Return the whole pages that contain `memory`, as disjoint ranges (start, stop) in ascending order.
+
+    `memory` has an address and a size in bytes per entry.
+    """
     page = mmap.PAGESIZE
     pages = ((0, at // page * page, -(-(at + nbytes) // page) * page) for at, nbytes in memory)
     return [(start, stop) for _, start, stop in joined_ranges(pages)]
@@ -94,18 +100,18 @@ def covering_pages(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 class PinnedArena:
     """Pinned host memory of this process. Peers do not write it, and no transport registers it.
 
-    Memory: owned by the arena from construction to `close`. Several threads touch the pages, so that
-    the kernel zeroes them in parallel.
+    Memory: owned by the arena from construction to `close`. Several threads write the pages, so that
+    Linux zeroes new pages in parallel.
 
     Args:
-        device: device that accesses it.
+        device: GPU that accesses the memory.
         nbytes: capacity, >= 1.
 
     Attributes:
         address: address for kernels and copy engines.
 
     Raises:
-        TransferFailed: the host refuses to pin so much memory.
+        TransferFailed: the driver cannot pin so much host memory.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -115,16 +121,16 @@ class PinnedArena:
         with ThreadPoolExecutor(_NUM_TOUCHING, "windlass-pin") as threads:
             for _ in threads.map(self._touch, range(0, nbytes, _TOUCHED_NBYTES)):
                 pass
-        # Pin whole pages, because the mapping ends with a whole page.
+        # Pinning works on whole pages, and the mapping ends with a whole page.
         device.pin(self._start, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         self.address = device.device_pointer(self._start)
 
     def _touch(self, at: int) -> None:
-        """Zero a part of the memory; `memset` releases the GIL."""
+        """Zero up to `_TOUCHED_NBYTES` from offset `at`. `memset` releases the GIL."""
         ctypes.memset(self._start + at, 0, min(_TOUCHED_NBYTES, self.nbytes - at))
 
     def close(self) -> None:
-        """Unpin the pages. They are unmapped when the last reference is dropped. Idempotent."""
+        """Unpin and release the memory. Idempotent."""
         if self.address:
             self._device.unpin(self._start)
             self._memory.close()

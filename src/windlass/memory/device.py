@@ -128,7 +128,7 @@ class CudaMemory:
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
     ) -> torch.Tensor:
-        """See `MemoryOps.view`. Torch uses `__cuda_array_interface__`, which needs no copy."""
+        """See `MemoryOps.view`. Torch reads `__cuda_array_interface__` without a copy."""
         import torch
 
         from windlass.memory.torch_dtypes import torch_dtype
@@ -146,7 +146,7 @@ class CudaMemory:
 
 
 class _DeviceBytes:
-    """GPU memory as an array of another library that torch can read."""
+    """GPU memory as an array that torch can wrap."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -178,7 +178,7 @@ class _CudaCopies(GpuTables):
         if self._words:
             gpu.device.clear(self._words, WORDS_NBYTES, gpu.stream)
         for table, may_overflow in self._tables:
-            # Only hashing kernels report an overflow.
+            # Only kernels that hash report an overflow.
             words = self._words if may_overflow else 0
             gpu.kernels.put(table, gpu.stream, words, num_multiprocessors=self._num_multiprocessors)
 
@@ -241,7 +241,7 @@ class _ReceivedDigests(_LinkDigests):
 
 @final
 class _SentDigests(_LinkDigests):
-    """Per link: words, tables hashed in place, and tables that are cast into scratch memory."""
+    """Tables of each link: `hashed` is hashed in place, `cast` is cast into scratch memory."""
 
     def __init__(
         self, gpu: Gpu, programs: Mapping[str, LinkProgram], addresses: UInt64Array
@@ -257,7 +257,8 @@ class _SentDigests(_LinkDigests):
                     if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:
                         hashed.append((kind_of(op), pieces))
                         continue
-                    # Kernels digest the values in registers. The values that they store over each other are never read.
+                    # The kernel hashes cast values in registers. It stores all of them to the same scratch memory, which
+                    # nothing reads.
                     pieces["dst"], pieces["dst_pitch"] = scratch, pieces["pos_pitch"]
                     cast.append((kind_of(op), pieces))
                 words = self._allocate(WORDS_NBYTES)
@@ -297,7 +298,6 @@ class _ChunkDigests(GpuTables, Digests[int]):
     ) -> dict[int, str]:
         gpu, chunks = self._gpu, list(keys)
         if not chunks:
-            # Return early: the words below are read without a deadline, once kernels have ended.
             return {}
         gpu.device.clear(self._words, self._nbytes, gpu.stream)
         for chunk in chunks:
@@ -311,7 +311,7 @@ class _ChunkDigests(GpuTables, Digests[int]):
 
 @final
 class _CudaPack(GpuTables):
-    """Tables per turn. Both ends cut ops the same way, because the digest depends on the lengths of rows."""
+    """Tables of pieces for each turn."""
 
     def __init__(
         self, gpu: Gpu, program: LinkProgram, addresses: UInt64Array, places: Sequence[range]
@@ -346,7 +346,7 @@ class _CudaPack(GpuTables):
 
 
 def _source_pieces(program: LinkProgram, addresses: UInt64Array) -> Iterator[OpPieces]:
-    """Yield ops with pieces that are hashed in place at the source."""
+    """Yield the ops of a link with pieces at source addresses, ready for hashing in place."""
     for found in cut_ops(program, at_source=True):
         pieces = found.pieces
         pieces["src"] += addresses[found.op.src_parameter]

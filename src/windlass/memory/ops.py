@@ -62,7 +62,7 @@ class Digests(Protocol[Key]):
         """Compute the digests of these links or chunks from the current bytes, and wait for the result.
 
         Returns:
-            key -> digest, hex, in the order of `keys`.
+            Key -> digest, hex, in the order of `keys`.
 
         Raises:
             TransferFailed: a cast at the source overflows.
@@ -85,8 +85,8 @@ class LinkPack(Protocol):
     Only the ops of the link that cannot be sent directly are packed.
 
     Attributes:
-        turns: for each turn, the parts that it packs, in the order of the payload. The places are used in
-            rotation, so a later turn overwrites an earlier one.
+        turns: parts of the payload that each turn packs, in the order of the payload. Turns use the
+            places in rotation, so a later turn overwrites an earlier turn.
     """
 
     @property
@@ -97,12 +97,12 @@ class LinkPack(Protocol):
 
         Raises:
             TransferFailed: a cast in host memory overflows.
-            TransferOutcomeUnknown: the turn did not end within `deadline_s`.
+            TransferOutcomeUnknown: the packing did not end within `deadline_s`.
         """
         ...
 
     def pack_and_hash(self, deadline_s: float) -> str:
-        """Pack all turns and return the digest of the link, including ops that are not packed.
+        """Pack all turns. Return the digest of the whole link, including ops that are sent directly.
 
         Raises:
             TransferFailed: a cast overflows.
@@ -137,7 +137,10 @@ class MemoryOps(Protocol):
         return None
 
     def allocation(self, address: int) -> tuple[int, int] | None:  # noqa: ARG002
-        """Return start and bytes of the allocation that contains an address; None if it is unknown.
+        """Return the start and the size in bytes of the allocation that contains `address`.
+
+        Returns:
+            None for host memory, where the allocation is unknown.
 
         Raises:
             RegionError: the address is not in the memory of this GPU.
@@ -157,12 +160,12 @@ class MemoryOps(Protocol):
     ) -> PreparedCopies:
         """Prepare copies that run repeatedly. No copy may read bytes that another copy writes.
 
-        Sources and destinations may be in pinned host memory.
+        On a GPU, sources and destinations may also be in pinned host memory.
 
         Args:
             copies: the copies.
-            beside_transfers: whether the copies run while a transfer uses the same GPU, and must leave
-                most of the GPU to the transfer.
+            beside_transfers: whether the copies run while a transfer uses the same GPU, and must
+                leave most of the GPU to the transfer.
 
         Raises:
             ConfigError: no cast exists between the dtypes.
@@ -172,26 +175,30 @@ class MemoryOps(Protocol):
     def sent_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array
     ) -> LinkDigests:
-        """Prepare digests of the payload of each peer's link at the source: in plan order, in the destination's dtype.
+        """Prepare the digest of each peer's link at its source.
 
-        Elements are cast while they are read, and are not stored.
+        A digest covers the payload of the link in plan order and in the destination's dtype.
+        Elements are cast while they are hashed; the parameters do not change.
         """
         ...
 
     def received_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array, staging_address: int = 0
     ) -> LinkDigests:
-        """Prepare digests of links at the destination. They equal the sent digests if all bytes have arrived.
+        """Prepare the digest of each peer's link at its destination.
 
-        `staging_address` is the address to which peers write the payload of staged ops; 0 if they
-        write each element to its final address.
+        It equals the digest of the link at its source if all bytes have arrived. `staging_address`
+        is the address to which peers write the payload of staged ops; 0 if they write each element
+        to its final address.
         """
         ...
 
     def chunk_digests(
         self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
     ) -> ChunkDigests:
-        """Prepare digests of chunks, each a run of pieces. Two chunks with equal piece sizes and bytes have equal digests.
+        """Prepare one digest per chunk. A chunk is a sequence of pieces of memory.
+
+        Two chunks have the same digest if their pieces have the same sizes and the same bytes.
 
         Args:
             addresses: (n,) addresses of the pieces.
@@ -201,7 +208,7 @@ class MemoryOps(Protocol):
         ...
 
     def least_pack_nbytes(self, program: LinkProgram) -> int:
-        """Return the smallest number of bytes that one place of `pack_link` must have."""
+        """Return the smallest size in bytes that a place of `pack_link` may have."""
         ...
 
     def pack_link(
@@ -220,7 +227,7 @@ class MemoryOps(Protocol):
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
     ) -> torch.Tensor:
-        """Return this memory as a tensor of `sizes`. The caller keeps the memory allocated at this address."""
+        """Return memory as a tensor of `sizes`, without a copy. The caller keeps the memory allocated."""
         ...
 
     def settle(self, deadline_s: float) -> None:  # noqa: ARG002
@@ -237,7 +244,6 @@ class MemoryOps(Protocol):
 
         Raises:
             TransferFailed: the work failed.
-            TransferOutcomeUnknown: the work did not end within `deadline_s` and may continue
-                without limit.
+            TransferOutcomeUnknown: the work did not end within `deadline_s` and may still run.
         """
         return

@@ -50,7 +50,7 @@ class PackedPart(NamedTuple):
 
 @final
 class Turns(Generic[Work]):
-    """Distribution of a payload over turns: one turn fills the packing memory once.
+    """Distribution of a payload over turns. One turn fills one place of the packing memory.
 
     Args:
         places: address ranges of packing memory, which the turns use in rotation.
@@ -67,7 +67,10 @@ class Turns(Generic[Work]):
         self.work: list[list[Work]] = []
 
     def place(self, op: int, start: int, nbytes: int, work: Work) -> int:
-        """Place a part in the current turn, or in a new one if it does not fit; return its address."""
+        """Return the address for the next part of the payload, of `nbytes`; record its `work`.
+
+        A part that does not fit into the current turn begins a new turn.
+        """
         if not self.parts or self._at + aligned(nbytes) > self._stop:
             place = self._places[len(self.parts) % len(self._places)]
             self._at, self._stop = place.start, place.stop
@@ -115,7 +118,7 @@ class StridedCopy:
 
     @classmethod
     def of_op(cls, op: BoundOp, src_address: int, dst_address: int) -> StridedCopy:
-        """Return the copy of an op without a transform, between the addresses of its first element."""
+        """Return the copy that an op without a transform makes. The addresses are those of its first element."""
         return cls(
             sizes=op.sizes,
             src_address=src_address,
@@ -145,7 +148,7 @@ class PreparedCopies(Protocol):
     """Copies between fixed addresses that can be run any number of times."""
 
     def run(self) -> None:
-        """Run all copies. On a GPU this only queues them: `MemoryOps.finish` waits, and `check` raises errors.
+        """Run all copies. On a GPU, only queue them: `MemoryOps.finish` waits for them, and `check` finds overflows.
 
         Raises:
             TransferFailed: a cast in host memory overflowed.
@@ -167,7 +170,7 @@ class PreparedCopies(Protocol):
 
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
-    """Return raw memory as a writable buffer. The caller keeps the memory allocated at this address."""
+    """Return raw memory as a writable buffer. The caller keeps the memory allocated while the buffer is used."""
     view: memoryview = _memoryview_from_memory(address, nbytes, _PYBUF_WRITE)
     return view
 
@@ -175,10 +178,10 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
 def split_inner(
     sizes: Sequence[int], strides_bytes: Sequence[int], itemsize: int
 ) -> tuple[int, int]:
-    """Find the inner dims whose elements, in row-major order, are contiguous in memory.
+    """Split the dims of an array into outer dims and inner dims, which are contiguous in row-major order.
 
     Returns:
-        (number of the other, outer dims; size of one contiguous run in bytes).
+        (number of outer dims, bytes of one contiguous run over the inner dims).
     """
     step, outer = itemsize, len(sizes)
     while outer and (sizes[outer - 1] == 1 or strides_bytes[outer - 1] == step):
@@ -195,7 +198,7 @@ def is_contiguous(sizes: Sequence[int], strides_bytes: Sequence[int], itemsize: 
 def row_major_blocks(
     sizes: Sequence[int], max_numel: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut an array into blocks that follow each other in row-major order.
+    """Cut an array into blocks of at most `max_numel` elements, each contiguous in row-major order.
 
     Yields:
         (index of the block's first element, sizes of the block), both with all dims.
@@ -207,8 +210,8 @@ def row_major_blocks(
     if dim == 0:
         yield (0,) * len(sizes), tuple(sizes)
         return
-    # Step through the dims before `dim - 1` one index at a time, cut `dim - 1` into chunks, and
-    # keep the other dims whole.
+    # Take one index at a time of the dims before `dim - 1`, chunks of `dim - 1`, and all of the dims
+    # after it.
     chunk, size, rest = max(max_numel // inner, 1), sizes[dim - 1], sizes[dim:]
     for outer in itertools.product(*map(range, sizes[: dim - 1])):
         for first in range(0, size, chunk):
@@ -230,7 +233,7 @@ def copy_cast(target: torch.Tensor, source: torch.Tensor, tensor: str) -> None:
     target.copy_(source)
     if have is want or not can_overflow(have, want) or not target.numel():
         return
-    # One pass over the stored values finds infinities and NaNs; only then compare with the source.
+    # The comparison with the source is slow, so first look for an infinity or NaN in the stored values.
     least, most = target.aminmax()
     if least.isfinite() and most.isfinite():
         return
@@ -239,14 +242,14 @@ def copy_cast(target: torch.Tensor, source: torch.Tensor, tensor: str) -> None:
 
 
 def overflow_text(tensor: str, have: DType, want: DType) -> str:
-    """Return the message of an update that ends because a cast overflowed, on a GPU or in host memory."""
+    """Return the error text for a cast that overflowed, on a GPU or in host memory."""
     return f"tensor {tensor!r}: a finite {have} is too large for {want} and would become infinite"
 
 
 def strided_view(
     address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
 ) -> torch.Tensor:
-    """Return host memory as a tensor of `sizes`. The caller keeps the memory alive and in place."""
+    """Return host memory as a tensor of `sizes`, without a copy. The caller keeps the memory allocated."""
     import torch
 
     from windlass.memory.torch_dtypes import torch_dtype
@@ -264,10 +267,11 @@ def hash_strided(
     strides_bytes: Sequence[int],
     dtype: DType,
 ) -> None:
-    """Add elements to a digest in row-major order of `sizes`. Uses at most 1 MiB of scratch memory.
+    """Add the elements of an array in host memory to a digest, in row-major order of `sizes`.
 
-    The digest of a link covers its ops in plan order, and the elements of each op in this order and
-    in the destination's dtype. It does not depend on the layout of the bytes or on the transport.
+    The digest of a link covers the ops in plan order, and for each op the elements in row-major
+    order and in the destination's dtype. Therefore it does not depend on the layout of the bytes or
+    on the transport. This function uses at most 1 MiB of scratch memory.
     """
     outer, run_nbytes = split_inner(sizes, strides_bytes, dtype.itemsize)
     if outer == 0:
@@ -299,5 +303,5 @@ def _hash_gathered(
 
 
 def offset_of(index: Sequence[int], strides_bytes: Sequence[int]) -> int:
-    """Return the bytes from the first element to the one at `index`, which may cover only outer dims."""
+    """Return the byte offset of the element at `index`. Inner dims that `index` omits count as 0."""
     return sum(i * s for i, s in zip(index, strides_bytes, strict=False))

@@ -13,7 +13,7 @@ Pieces = tuple[UInt64Array, UInt64Array, UInt64Array]
 
 
 def merge_adjacent(local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array) -> Pieces:
-    """Merge pieces that are adjacent on both sides."""
+    """Merge consecutive pieces that are adjacent in local and in remote memory."""
     if len(nbytes) < 2:
         return local, remote, nbytes
     joins = (local[:-1] + nbytes[:-1] == local[1:]) & (remote[:-1] + nbytes[:-1] == remote[1:])
@@ -24,7 +24,7 @@ def merge_adjacent(local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array)
 def split_pieces(
     local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array, max_nbytes: int
 ) -> Pieces:
-    """Cut pieces above `max_nbytes`, so that each copy stays short."""
+    """Cut pieces that are larger than `max_nbytes`."""
     if len(nbytes) == 0 or int(nbytes.max()) <= max_nbytes:
         return local, remote, nbytes
     limit = np.uint64(max_nbytes)
@@ -48,7 +48,10 @@ def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[
 
 
 def edges_of(address: int, nbytes: int, step_nbytes: int) -> list[int]:
-    """Return the addresses at which a region is cut if it is registered in steps; none for a step of 0."""
+    """Return the addresses at which registrations of `step_nbytes` divide a region.
+
+    There are none if one registration covers the region, or if `step_nbytes` is 0 (no limit).
+    """
     if not 0 < step_nbytes < nbytes:
         return []
     return list(range(address + step_nbytes, address + nbytes, step_nbytes))
@@ -57,7 +60,7 @@ def edges_of(address: int, nbytes: int, step_nbytes: int) -> list[int]:
 def cut_at_edges(pieces: Pieces, *, local: list[int], remote: list[int]) -> Pieces:
     """Cut pieces that cross a border between two registrations of the local or the remote memory.
 
-    `local` and `remote` are start addresses of registrations, in any order; duplicates are allowed.
+    `local` and `remote` are start addresses of registrations, in any order. Duplicates are allowed.
     """
     if local:
         pieces = _cut(pieces, pieces[0], np.unique(np.array(local, np.uint64)))
@@ -83,7 +86,7 @@ def _cut(pieces: Pieces, addresses: UInt64Array, edges: UInt64Array) -> Pieces:
 
 
 def joined_ranges(rows: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Sort (owner, start, stop) ranges, and join ranges of the same owner that touch or overlap; return them.
+    """Return `rows`, each (owner, start, stop), in sorted order. Join ranges of one owner that touch or overlap.
 
     An owner is any number, for example the index of a parameter.
     """

@@ -18,7 +18,7 @@ from windlass.planning.rows import RowTable, TensorNames
 
 
 def find_hole(atoms: Atoms, box: Box) -> tuple[Box, ...]:
-    """Return the parts of `box` that no atom covers, as disjoint boxes."""
+    """Return the parts of `box` that no atom contains, as disjoint boxes."""
     left: tuple[Box, ...] = (box,)
     for index in range(len(atoms)):
         atom = box_of(atoms.offsets[index], atoms.sizes[index])
@@ -35,7 +35,7 @@ def refuse_hole(
     destinations: Sequence[ShardManifest],
     atoms: Atoms,
 ) -> NoReturn:
-    """Raise an error for a row of `dst`: no source has some elements of its box.
+    """Raise the error for row `row` of `dst`, which has elements without a source.
 
     `atoms` are the boxes of the same tensor that trainers have.
 
@@ -61,12 +61,12 @@ def refuse_overlaps(
 ) -> None:
     """Check that no two rows of `dst` share a byte.
 
-    The manifest check compares only sums of bytes. Two shards that overlap and leave a gap of the
-    same size pass it, although one byte would be written twice and another never.
+    The check of a manifest compares only sums of bytes. It accepts two shards that overlap if a gap
+    of the same size is left, although one byte would be written twice and another byte never.
 
-    Rows whose address ranges do not overlap need only comparisons of whole columns. Interleaved
-    rows (strided shards in one parameter) are compared address by address, once for all parameters
-    with the same arrangement of rows.
+    The address ranges of all rows are compared at once. Only rows with overlapping ranges (strided
+    shards in one parameter) are compared address by address, once for all parameters with the same
+    arrangement of rows.
 
     Raises:
         ManifestError: two rows share memory. The message names worker, parameter and both tensors.
@@ -78,8 +78,8 @@ def refuse_overlaps(
     owner = dst.rank.astype(np.int64) << 32 | dst.parameter
     order = np.lexsort([low, owner])
     owner, low, high = owner[order], low[order], high[order]
-    # Compute the running maximum of the ends within each parameter. Adding `group * step` keeps one
-    # parameter's ends out of the maximum of the next.
+    # Compute the running maximum of the ends within each parameter. `group * step` is larger than any end in
+    # the parameters before, so their ends never are the maximum.
     starts = np.flatnonzero(np.r_[True, owner[1:] != owner[:-1]]) if len(owner) else owner
     group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(owner))))
     step = int(high.max(initial=0)) + 1
@@ -102,7 +102,10 @@ def refuse_overlaps(
 def _check_addresses(
     rows: Int64Array, dst: RowTable, names: TensorNames, destinations: Sequence[ShardManifest]
 ) -> None:
-    """Mark the memory of each row, in the largest unit that divides all rows; raise if two rows share bytes."""
+    """Raise if two of `rows`, which are in one parameter, share bytes.
+
+    Addresses are compared in the largest unit that divides all offsets, strides and runs.
+    """
     manifest = destinations[int(dst.rank[rows[0]])]
     parameter = manifest.parameters[int(dst.parameter[rows[0]])]
     shapes = [_runs(dst, row, parameter.dtype.itemsize) for row in rows.tolist()]
@@ -128,7 +131,7 @@ def _check_addresses(
 
 
 def _runs(dst: RowTable, row: int, itemsize: int) -> tuple[int, list[tuple[int, int]]]:
-    """Return one row as contiguous runs: (run bytes, [(size, stride) of the outer dims])."""
+    """Return one row as contiguous runs: (bytes of a run, [(size, stride) of each outer dim])."""
     sizes, strides = dst.sizes[row].tolist(), dst.strides_bytes[row].tolist()
     dims = sorted(
         ((n, s) for n, s in zip(sizes, strides, strict=True) if n > 1), key=lambda dim: abs(dim[1])

@@ -56,7 +56,7 @@ class Boxes:
 
 
 def unique_boxes(table: RowTable, num_classes: int) -> Boxes:
-    """Group the rows of `table` by identical box."""
+    """Group the rows of `table` by tensor class and box."""
     columns: list[Int32Array | Int64Array] = [table.rank]
     for wide in (table.sizes, table.offsets):
         for dim in range(MAX_DIMS - 1, -1, -1):
@@ -156,7 +156,10 @@ class Pieces(Columns):
 def intersect_boxes(
     a_offsets: Int64Array, a_sizes: Int64Array, b_offsets: Int64Array, b_sizes: Int64Array
 ) -> Pieces:
-    """Return all non-empty intersections of boxes a (n, MAX_DIMS), the atoms, with boxes b, ordered by (b, a)."""
+    """Return the non-empty intersections of boxes a (the atoms) with boxes b, sorted by (b, a).
+
+    All arguments are (n, MAX_DIMS).
+    """
     parts: list[Pieces] = []
     step = max(1, _CHUNK_PAIRS // max(1, len(a_offsets)))
     a_ends, b_ends = a_offsets + a_sizes, b_offsets + b_sizes
@@ -188,7 +191,7 @@ class Holders:
 
 
 def classes_by_pattern(boxes: Boxes) -> list[Int64Array]:
-    """Return, for each pattern, the tensor classes that have it, in ascending order."""
+    """Return the tensor classes of each pattern, in ascending order."""
     order = np.argsort(boxes.pattern, kind="stable")
     bounds = np.searchsorted(boxes.pattern[order], np.arange(boxes.num_patterns + 1))
     return [order[a:b] for a, b in itertools.pairwise(bounds)]
@@ -206,7 +209,7 @@ def atoms_by_pattern(boxes: Boxes) -> list[Atoms]:
 def find_holders(
     boxes: Boxes, atoms: Sequence[Atoms], table: RowTable
 ) -> tuple[Int64Array, Holders]:
-    """Give each atom a number that is unique over all tensors, and list the rows that contain it.
+    """Give each atom of all tensors a number, and find the rows of `table` that contain each atom.
 
     Returns:
         (number of the first atom of each tensor class, holders)

@@ -55,7 +55,6 @@ class Candidates(Columns):
         count = (boxes.row_start[1:] - boxes.row_start[:-1])[pieces.box]
         piece = np.repeat(np.arange(len(count)), count)
         row = boxes.rows[ranges(boxes.row_start[pieces.box], count)]
-        # Rows are numbered by ascending rank.
         order = np.lexsort([piece, row])
         piece, row = piece[order], row[order]
         transform = dst.transform[row]
@@ -104,8 +103,8 @@ def build_ops(given: RoutedPieces) -> OpTable:
     """Turn routed pieces into ops, in plan order. Work in chunks to bound memory.
 
     Raises:
-        UnsupportedLayout: a dtype cannot be cast to the destination's (`CASTS`), or a cut divides a
-            block of a quantised tensor.
+        UnsupportedLayout: an element cannot be cast to the destination's dtype (`CASTS`), or a
+            shard contains only a part of a quantisation block.
     """
     src, dst, routed = given.src, given.dst, given.routed
     atom = given.pieces.atom[given.candidates.piece[routed.op]]
@@ -120,7 +119,10 @@ def build_ops(given: RoutedPieces) -> OpTable:
 
 
 def _ops(given: RoutedPieces, part: Rows, s: Int64Array, d: Int64Array) -> OpTable:
-    """Return the ops of the routed pieces `part`. `s`, `d`: their rows in the source and destination tables."""
+    """Return the ops of the routed pieces with indices `part`.
+
+    `s` and `d` are the rows of these pieces in the source table and in the destination table.
+    """
     src, dst = given.src, given.dst
     transform = dst.transform[d]
     offsets, sizes = _shares(given, part, transform)
@@ -168,7 +170,7 @@ def _ops(given: RoutedPieces, part: Rows, s: Int64Array, d: Int64Array) -> OpTab
 def _shares(
     given: RoutedPieces, part: Rows, transform: UInt8Array
 ) -> tuple[Int64Array, Int64Array]:
-    """Return offsets and sizes of each op: a piece, or the slice of a piece that one source sends."""
+    """Return the offsets and sizes of each op: a whole piece, or the slice of a piece that one source sends."""
     routed, candidates = given.routed, given.candidates
     op = routed.op[part]
     piece = candidates.piece[op]
@@ -182,7 +184,7 @@ def _shares(
 
 
 def _source_rows(given: RoutedPieces, atom: Int64Array) -> Int64Array:
-    """Return, per routed piece, the source row from which its rank sends it."""
+    """Return, per routed piece, the row of the source table from which the chosen rank sends the piece."""
     src, holders = given.src, given.holders
     num_ranks = int(src.rank.max(initial=0)) + 1
     atom_of_row = np.repeat(np.arange(len(holders.start) - 1), np.diff(holders.start))
@@ -197,7 +199,7 @@ def _plan_order(
     dst_row: Int64Array,
     routed: Assignment,
 ) -> Rows:
-    """Sort by (src, dst, src parameter, dst parameter, destination offset, destination row, slice)."""
+    """Return the plan order: by (src, dst, src parameter, dst parameter, destination offset, destination row, slice)."""
     link = src.rank[src_row].astype(np.int64) << 32 | dst.rank[dst_row]
     parameters = src.parameter[src_row].astype(np.int64) << 32 | dst.parameter[dst_row]
     place = dst.offset_bytes[dst_row]
@@ -222,9 +224,9 @@ class Strided(Columns):
 
 
 def collapse(given: Strided, kept: BoolArray) -> Strided:
-    """Order dims by destination stride, and join dims that are contiguous on both sides.
+    """Order dims by descending destination stride, and join dims that are contiguous on both sides.
 
-    `kept`: ops that are returned unchanged.
+    The ops in `kept` do not change.
     """
     sizes, src_strides, dst_strides = given.sizes, given.src_strides, given.dst_strides
     unit = sizes == 1
@@ -311,16 +313,16 @@ def choose_modes(
 def coalesce(ops: OpTable) -> OpTable:
     """Replace several ops of a link by one longer op where possible.
 
-    First join contiguous direct ops that are adjacent on both sides: stacked experts, and projections that both sides
-    fuse in the same way, become one long run. Then join ops that repeat at a constant distance: the shares of all
-    experts of a layer become one strided op. Every rank binds its ops one by one, so the number of ops decides how long
-    a mixture of experts takes to connect.
+    First join contiguous direct ops that are adjacent on both sides. Stacked experts, and
+    projections that trainer and engine fuse in the same way, become one long run. Then join ops
+    that repeat at a constant distance. The shards of all experts of a layer become one strided op.
+    Every rank binds each op in Python, so fewer ops let a mixture of experts connect faster.
 
     Args:
         ops: sorted by (src, dst, src_parameter, dst_parameter, dst_offset).
 
     Returns:
-        The same bytes in the same order, in at most as many ops; a joined op keeps its first tensor's name.
+        Ops for the same bytes in the same order. A joined op keeps the name of its first tensor.
     """
     ops = _join_adjacent(ops)
     # The first pass may join the two halves of each expert, and the next pass the experts.
@@ -364,9 +366,10 @@ def _join_adjacent(ops: OpTable) -> OpTable:
 def _join_repeated(ops: OpTable) -> OpTable:
     """Join consecutive ops of equal shape at a constant distance into one op with one more dim.
 
-    The outermost dim of the joined op has the number of ops as its size and the distance as its stride. A joined op keeps
-    only the name of its first tensor. Ops that cast are not joined, because an error of a cast names the tensor and
-    recovery looks up the tensor's dtype. Ops that quantise are not joined, because their two dims define blocks.
+    The size of the new outermost dim is the number of ops, and its stride is the distance. A joined
+    op has only the name of its first tensor. Ops that cast are not joined, because the error of a
+    failed cast must name the right tensor. Ops that quantise are not joined, because their two dims
+    define blocks.
     """
     if len(ops) < 2:
         return ops
@@ -385,14 +388,14 @@ def _join_repeated(ops: OpTable) -> OpTable:
     same &= (ops.mode[1:] != CopyMode.PACKED) | (dst_step == ops.nbytes[:-1])
     if not same.any():
         return ops
-    # A joined op has one distance. If a row is at another distance from the row before it, the row begins the next joined
-    # op, and the row after it decides the distance in that op. If several consecutive rows are at new distances, every
-    # second one of them begins an op.
-    turns = np.zeros(len(ops), np.bool_)
-    turns[2:] = same[1:] & same[:-1] & ((np.diff(src_step) != 0) | (np.diff(dst_step) != 0))
+    # A joined op has one distance between its rows. `changes[i]` is True if the distance from row i - 1 to row i is not
+    # the distance before. Then row i begins an op, and row i + 1 sets the distance of this op. Row i + 1 must not begin
+    # an op itself, so of consecutive changes only every second begins one.
+    changes = np.zeros(len(ops), np.bool_)
+    changes[2:] = same[1:] & same[:-1] & ((np.diff(src_step) != 0) | (np.diff(dst_step) != 0))
     row = np.arange(len(ops))
-    nth_turn = row - np.maximum.accumulate(np.where(turns, 0, row))
-    first = np.flatnonzero(np.r_[True, ~same] | (nth_turn % 2 == 1))
+    nth_change = row - np.maximum.accumulate(np.where(changes, 0, row))
+    first = np.flatnonzero(np.r_[True, ~same] | (nth_change % 2 == 1))
     count = np.diff(np.r_[first, len(ops)])
     joined, grown = ops.select(first), count > 1
     geometry = Strided(

@@ -170,7 +170,7 @@ class TransferPlan:
 
     @property
     def quantizes(self) -> bool:
-        """True if sources must compute some values that they send; a backend that only copies must refuse the plan."""
+        """True if a source must quantise. A backend that only copies must refuse such a plan."""
         return bool((self.ops.transform != Transform.NONE).any())
 
     def links(self) -> tuple[Link, ...]:
@@ -186,11 +186,12 @@ class TransferPlan:
         )
 
     def parts(self, *, sending: bool, all_names: bool) -> dict[str, TransferPlan]:
-        """Return rank -> its rows of the plan, for all sources if `sending`, otherwise for all destinations.
+        """Return the part of the plan for each source if `sending`, otherwise for each destination.
 
-        `all_names`: keep the names of all ranks and tensors in every part; the size of all parts
-        together then grows with the square of the number of ranks. Otherwise a part keeps only the
-        name of its own rank and the names that its rows use.
+        A part contains the ops of one rank. With `all_names`, every part also has the names of all
+        ranks and tensors; the size of all parts together then grows with the square of the number
+        of ranks. Without `all_names`, a part has only the names that its ops use and the name of
+        its rank.
         """
         workers = self.sources if sending else self.destinations
         index = self.ops.src if sending else self.ops.dst
@@ -219,10 +220,10 @@ class TransferPlan:
         )
 
     def without_staging(self, links: Collection[tuple[str, str]]) -> TransferPlan:
-        """Return the plan without staging for `links`: their ops write directly to the parameters.
+        """Return the plan with ops that write directly to the parameters on `links`, without staging.
 
-        `links`: (source, destination) pairs whose source can write strided elements. A destination
-        keeps its staging memory if other links need it.
+        `links` are (source, destination) pairs with a source that can write strided elements. A
+        destination keeps its staging memory if other links need it.
         """
         stored = np.zeros(len(self.ops), np.bool_)
         for link in self.links():
@@ -237,7 +238,10 @@ class TransferPlan:
         return replace(self, staging_nbytes=staging_nbytes, ops=ops)
 
     def for_replica(self, leader: str, copy: ShardManifest) -> TransferPlan:
-        """Return this part, made for destination `leader`, as a part for the rank of `copy`, which has the same layout."""
+        """Return this part, which is made for destination `leader`, as the part of another rank.
+
+        `copy` is the manifest of that rank, which has the same layout.
+        """
         index = self.destinations.index(leader)
         return replace(
             self,
@@ -253,7 +257,7 @@ class TransferPlan:
 
     @classmethod
     def decode(cls, data: bytes) -> TransferPlan:
-        """Return the plan in the wire form `data`.
+        """Decode a plan from its wire form.
 
         Raises:
             ProtocolError: `data` is not a plan, or has another schema version.
@@ -269,14 +273,14 @@ class TransferPlan:
         return plan
 
     def digest(self) -> str:
-        """Return a hex digest that every rank confirms before memory is registered."""
+        """Return a hex digest of the wire form. Every rank confirms the digest before it registers memory."""
         return xxhash.xxh3_128_hexdigest(self.encode())
 
 
 def _renumbered(index: Int32Array, own: int | None) -> tuple[Int32Array, list[int]]:
-    """Replace each value of `index` by its position among the values that occur in it and `own`.
+    """Replace the distinct values of `index` by numbers from 0, in ascending order.
 
-    Return the new index and these values, in ascending order.
+    `own`, if given, also gets a number. Return the new `index`, and the old value of each number.
     """
     used = np.unique(index if own is None else np.append(index, own))
     return np.searchsorted(used, index).astype(np.int32), used.tolist()

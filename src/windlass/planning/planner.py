@@ -76,8 +76,8 @@ def plan_transfer(
     Raises:
         ManifestError: manifests contradict each other.
         IncompleteCoverage: destination bytes have no source.
-        UnsupportedLayout: a dtype cannot be cast to the destination's (`CASTS`), or a cut divides a
-            block of a quantised tensor.
+        UnsupportedLayout: an element cannot be cast to the destination's dtype (`CASTS`), or a
+            shard contains only a part of a quantisation block.
     """
     policy = policy or PlanPolicy()
     given = route(sources, destinations, policy)
@@ -99,7 +99,7 @@ def plan_transfer(
 def route(
     sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest], policy: PlanPolicy
 ) -> RoutedPieces:
-    """Cut destination rows into pieces and choose the source rank of every piece; raise like `plan_transfer`."""
+    """Cut destination rows into pieces and choose the source rank of every piece. Raise like `plan_transfer`."""
     if not sources or not destinations:
         side = "destinations" if sources else "sources"
         raise ManifestError(f"plan_transfer: {side} must not be empty")
@@ -136,7 +136,7 @@ def _pieces(
     names: TensorNames,
     destinations: Sequence[ShardManifest],
 ) -> tuple[Pieces, Holders, Boxes]:
-    """Intersect both sides, pattern by pattern; raise for destination elements without a source."""
+    """Intersect source boxes with destination boxes, by pattern. Raise for destination elements without a source."""
     num_classes = len(names.names)
     src_boxes = unique_boxes(src, num_classes)
     dst_boxes = unique_boxes(dst, num_classes)

@@ -76,13 +76,13 @@ class BoundOp:
 
     @property
     def src_extent_nbytes(self) -> int:
-        """Bytes of the source parameter from the first byte that is read to the end of the last."""
+        """Bytes between the first and the last byte that the op reads in the source parameter."""
         reach = sum((n - 1) * s for n, s in zip(self.src_sizes, self.src_strides, strict=True))
         return reach + self.src_dtype.itemsize
 
     @property
     def dst_extent_nbytes(self) -> int:
-        """Bytes of the destination parameter from the first byte that is written to the end of the last."""
+        """Bytes between the first and the last byte that the op writes in the destination parameter."""
         reach = sum((n - 1) * s for n, s in zip(self.sizes, self.dst_strides, strict=True))
         return reach + self.dst_dtype.itemsize
 
@@ -93,7 +93,7 @@ class BoundOp:
 
     @property
     def cast_dtype(self) -> DType:
-        """Dtype that elements are rounded to, before any quantisation."""
+        """Dtype to which the source casts elements before it may quantise them."""
         return self.dst_dtype if self.transform is Transform.NONE else DType.BFLOAT16
 
     @property
@@ -137,7 +137,7 @@ class LinkProgram:
 
 
 def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:
-    """Return the links of a plan part as programs. `sending`: True if this rank is their source.
+    """Return one program per link of a plan part. `sending` is True if this rank is the source of the links.
 
     Raises:
         UnsupportedLayout: a stride is negative or not a multiple of the item size.
@@ -169,8 +169,8 @@ def _check_strides(plan: TransferPlan) -> None:
 def _bind_ops(plan: TransferPlan, link: Link) -> Iterator[BoundOp]:
     """Yield the ops of a link.
 
-    Whole columns become lists first, because reading single array elements would dominate the time. A link of a
-    mixture of experts has about 10,000 ops.
+    Convert whole columns to lists first: a link of a mixture of experts has about 10,000 ops, and
+    reading their values one by one from numpy arrays is slow.
     """
     ops, rows = plan.ops, slice(link.start, link.stop)
     integers = zip(
@@ -241,7 +241,11 @@ def _direct_runs(ops: OpTable, link: Link) -> DirectRuns:
 
 
 def _runs(ops: OpTable, link: Link, rows: Int64Array, offsets: Int64Array) -> DirectRuns:
-    """Return one run per row of `rows`, at (n, 2) `offsets` of their first elements."""
+    """Return one run for each op in `rows`.
+
+    `offsets`, (n, 2), are byte offsets of the runs from the op's first element, at source and
+    destination.
+    """
     return DirectRuns(
         src_parameter=ops.src_parameter[rows],
         src_offset=ops.src_offset[rows] + offsets[:, 0],
@@ -258,7 +262,7 @@ def _run_offsets(
     dst_strides: Int64Array,
     run_numel: int,
 ) -> Int64Array:
-    """Return (n, 2) byte offsets of every run at source and destination, from the op's first element, row-major."""
+    """Return the (n, 2) byte offsets of all runs of an op from its first element, at source and destination."""
     inner, num_outer = 1, len(sizes)
     while num_outer and inner < run_numel:
         num_outer -= 1

@@ -27,7 +27,7 @@ _QUANTIZABLE = np.array([dtype in _SOURCES for dtype in DTYPES], np.bool_)
 
 
 def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
-    """Return the table with boxes of scales replaced by boxes of the elements that they scale."""
+    """Return `dst` with the box of each shard of scales widened to the weight's elements that it scales."""
     rows = np.flatnonzero(dst.transform == Transform.FP8_BLOCK_SCALES)
     if not len(rows):
         return dst
@@ -41,7 +41,7 @@ def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
 
 
 def payload_sizes(sizes: Int64Array, transform: UInt8Array) -> Int64Array:
-    """Return the payload's sizes per op: the number of scales if the op computes scales, otherwise `sizes`."""
+    """Return the sizes of each op's payload: the number of scales if the op computes scales, otherwise `sizes`."""
     scales = transform == Transform.FP8_BLOCK_SCALES
     if not scales.any():
         return sizes
@@ -51,17 +51,17 @@ def payload_sizes(sizes: Int64Array, transform: UInt8Array) -> Int64Array:
 
 
 def split_units(units: Int64Array, transform: UInt8Array) -> Int64Array:
-    """Return the number of slices into which an op may be cut: blocks if it quantises, otherwise `units`."""
+    """Return the number of slices into which an op may be cut: blocks if the op quantises, otherwise `units`."""
     return np.where(transform != Transform.NONE, -(-units // BLOCK), units)
 
 
 def refuse_casts(
     src: RowTable, dst: RowTable, src_row: Int64Array, dst_row: Int64Array, names: TensorNames
 ) -> None:
-    """Raise for pairs of dtypes that can be neither cast nor quantised, including float8 without scales.
+    """Raise if a source dtype can be neither cast nor quantised to the destination's, e.g. float8 without scales.
 
     Raises:
-        UnsupportedLayout: there is such a pair. The message names tensor and dtypes.
+        UnsupportedLayout: the message names the tensor and both dtypes.
     """
     have, want, transform = src.dtype[src_row], dst.dtype[dst_row], dst.transform[dst_row]
     plain = transform == Transform.NONE
@@ -93,10 +93,10 @@ def refuse_cut_blocks(
     names: TensorNames,
     sources: Sequence[str],
 ) -> None:
-    """Raise for a quantising op that does not consist of whole blocks, because a block has one scale.
+    """Raise for a quantising op that contains only a part of a block, because a block has one scale.
 
     Raises:
-        UnsupportedLayout: there is such an op. The message names tensor, source and box.
+        UnsupportedLayout: the message names tensor, source and box.
     """
     ops = np.flatnonzero(dst.transform[dst_row] != Transform.NONE)
     if not len(ops):

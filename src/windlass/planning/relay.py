@@ -59,7 +59,7 @@ def depths_of(group: RelayGroup) -> tuple[tuple[int, ...], ...]:
 
 
 def find_replicas(engines: Mapping[str, Sequence[ShardManifest]]) -> tuple[tuple[str, ...], ...]:
-    """Return sets of at least two engines with equal layouts, in the given order."""
+    """Return groups of at least two engines with equal layouts. `engines` gives the order."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name, manifests in engines.items():
         found.setdefault(tuple(m.layout_digest for m in manifests), []).append(name)
@@ -67,14 +67,17 @@ def find_replicas(engines: Mapping[str, Sequence[ShardManifest]]) -> tuple[tuple
 
 
 def stripes_of(shape: RelayShape, num_members: int) -> tuple[tuple[int, ...], ...]:
-    """Return, per stripe, the parent of each member, -1 for the root; no stripes for `OFF` or one member."""
+    """Return, per stripe, the parent of each member, -1 for the root.
+
+    There are no stripes for `OFF`, or for one member.
+    """
     if shape is RelayShape.OFF or num_members < 2:
         return ()
     if shape is RelayShape.CHAIN or (shape is RelayShape.AUTO and num_members <= LONGEST_CHAIN):
         return (tuple(range(-1, num_members - 1)),)
     first = tuple(_parent(member, num_members) for member in range(num_members))
     if num_members % 2:
-        # Shift by one place: the odd members were leaves, and now the even members are.
+        # Shift all members by one: odd members are leaves of the first tree, even members of the second tree.
         second = tuple(
             -1 if (p := first[(member - 1) % num_members]) < 0 else (p + 1) % num_members
             for member in range(num_members)
@@ -88,7 +91,7 @@ def stripes_of(shape: RelayShape, num_members: int) -> tuple[tuple[int, ...], ..
 
 
 def _parent(member: int, num_members: int) -> int:
-    """Return the parent of a member in the tree with odd members as leaves and 0 as root; -1 for the root."""
+    """Return the parent of a member, -1 for the root. Member 0 is the root, and odd members are leaves."""
     if member == 0:
         return -1
     bit = member & -member

@@ -65,11 +65,11 @@ can be compared."""
 
 
 def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
-    """Return the (n,) `HELD` table of the rank of `manifest`, ascending by box, from its wire form `data`.
+    """Decode the (n,) `HELD` table of one rank, ascending by box, and check the table against `manifest`.
 
     Raises:
         ProtocolError: `data` is not a `HELD` table.
-        PlanError: a box leaves the rank's parameters, or contains a byte twice.
+        PlanError: a box reaches outside the rank's parameters, or contains a byte twice.
     """
     try:
         held = np.frombuffer(data, HELD)
@@ -92,8 +92,8 @@ def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
             f"parameter {manifest.parameters[index].name!r}" if known[row] else f"parameter {index}"
         )
         raise PlanError(
-            f"{where} of {manifest.worker}: its replicated boxes must be inside its memory and contain each byte once; an expanded "
-            "tensor must be made contiguous"
+            f"{where} of {manifest.worker}: its replicated boxes must be inside the parameter and contain each byte "
+            "once; make an expanded tensor contiguous"
         )
     return held
 
@@ -116,19 +116,19 @@ def _num_blocks(held: StructuredArray) -> Int64Array:
 def due_pieces(
     held: StructuredArray, turn: int, period: int
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Return the pieces whose bytes the trainer ranks compare in one update.
+    """Return the pieces that the trainer ranks compare in one update.
 
-    Pieces form blocks, and consecutive blocks of a box form runs. Run number r is due if r % period == turn % period, so
-    that every run is due once in `period` comparisons.
+    Pieces form blocks, and consecutive blocks form runs. Run number r is due if r % period == turn
+    % period. So `period` comparisons cover every run once.
 
     Args:
         held: replicated boxes of one rank, one row each.
         turn: number of earlier comparisons.
-        period: number of comparisons in which everything is compared once.
+        period: number of comparisons that cover every run once.
 
     Returns:
-        (row of `held`, byte offset in the parameter, size in bytes) per piece, box after box, in
-        the order in which they are hashed.
+        (row of `held`, byte offset in the parameter, size in bytes) per piece, in the order of
+        hashing.
     """
     first, run, per_block = held["first"], held["run"].astype(np.int64), _pieces_per_block(held)
     stop = first + _num_blocks(held)
@@ -173,16 +173,16 @@ class Replicated:
     def period(self, sent_nbytes: int) -> int:
         """Return the number of turns in which every block is compared once.
 
-        `sent_nbytes`: bytes that the busiest rank sends in an update.
+        `sent_nbytes` is the number of bytes that the busiest rank sends in an update.
         """
         wanted = int(self.nbytes // max(sent_nbytes * SAMPLE_SHARE, 1)) + 1
         # At most `num_runs`, so that no turn is empty.
         return max(min(wanted, self.num_runs), 1)
 
     def disagreement(self, found: Mapping[str, StructuredArray]) -> str:
-        """Return why ranks do not hold the same bytes; "" if they do.
+        """Return an error text if ranks hold different bytes of one box; otherwise "".
 
-        `found`: worker -> (n,) `DIGESTED`, for all workers in `parts`.
+        `found` has the (n,) `DIGESTED` of every worker in `parts`.
         """
         workers = sorted(found)
         table = np.concatenate([np.zeros(0, DIGESTED), *(found[w] for w in workers)])
@@ -240,9 +240,9 @@ def decode_digested(data: bytes) -> StructuredArray:
 
 
 def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = ()) -> Replicated:
-    """Return every piece of a tensor that more than one rank holds in one dtype.
+    """Return the boxes of tensors that more than one rank holds in one dtype.
 
-    `unread`: tensors that no engine takes; their bytes may differ between ranks.
+    Tensors in `unread` are left out. No engine takes them, so their bytes may differ between ranks.
 
     Raises:
         ManifestError: manifests contradict each other.
@@ -304,7 +304,7 @@ def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = 
 
 
 def _slowest_first(sizes: Int64Array, strides: Int64Array) -> Int64Array:
-    """Return the dims sorted so that rows become as long as possible: dims of size 1, then by descending stride."""
+    """Return an order of the dims that makes rows long: first dims of size 1, then by descending stride."""
     order: Int64Array = np.argsort(
         np.where(sizes == 1, np.iinfo(np.int64).min, -strides), 1, "stable"
     )
@@ -312,7 +312,10 @@ def _slowest_first(sizes: Int64Array, strides: Int64Array) -> Int64Array:
 
 
 def _join_rows(held: StructuredArray, first: Int64Array) -> None:
-    """Merge inner dims into rows if they are contiguous at every holder. `first`: (b,) first row of each box."""
+    """Merge inner dims into rows if they are contiguous at every holder. Change `held` in place.
+
+    `first` is the (b,) first row of each box.
+    """
     sizes, joins = held["sizes"], np.ones(len(held), np.bool_)
     for dim in range(MAX_DIMS - 1, -1, -1):
         follows = (sizes[:, dim] == 1) | (held["strides"][:, dim] == held["row_nbytes"])

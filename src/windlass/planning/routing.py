@@ -42,7 +42,7 @@ class Assignment(Columns):
 def group_by_holders(
     ranks: Int32Array, start: Int64Array
 ) -> tuple[Int64Array, list[tuple[int, ...]]]:
-    """Assign a number to each distinct set of holders, which is a group.
+    """Group the atoms that have the same holders.
 
     Args:
         ranks: ranks that hold each atom, atom after atom, in ascending order for each atom.
@@ -73,7 +73,7 @@ def group_by_holders(
 def pour(
     nbytes: Float64Array, holders: Sequence[tuple[int, ...]], num_sources: int
 ) -> list[Float64Array]:
-    """Share each group's bytes over its holders so that the loads of all ranks are as even as possible.
+    """Divide each group's bytes among its holders, so that the loads of all ranks are as even as possible.
 
     Returns:
         Per group: bytes per holder, in the order of `holders`.
@@ -101,7 +101,7 @@ def pour(
 
 
 def _level(ground: Float64Array, total: float) -> Float64Array:
-    """Return the bytes that each rank gets if `total` bytes are added to the loads `ground` as evenly as possible."""
+    """Return each rank's part of `total` bytes if the sums of part and load (`ground`) are as even as possible."""
     ordered = np.sort(ground)
     below = np.cumsum(ordered)
     counts = np.arange(1, len(ordered) + 1)
@@ -119,11 +119,11 @@ def assign(
     shares: Sequence[Float64Array],
     min_split_bytes: int,
 ) -> Assignment:
-    """Assign the ops of each group, in the given order, to its holders by their quotas.
+    """Assign the ops of each group, in the given order, to the group's holders.
 
-    `units`: number of equal slices that an op may be cut into (its outermost extent). `shares`:
-    result of `pour`. An op smaller than `min_split_bytes` is never split; the holder of its middle
-    byte gets it.
+    Each holder gets about as many bytes as its share, the result of `pour`. `units` is the number
+    of equal slices into which an op may be cut (its outermost extent). An op smaller than
+    `min_split_bytes` is not cut; its middle byte decides which holder gets it.
     """
     rank = np.array([of_group[0] for of_group in holders] or [0], np.int64)[group]
     begin, end = np.zeros(len(group), np.int64), units.copy()

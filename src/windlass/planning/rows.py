@@ -71,11 +71,10 @@ def resolve_names(
 ) -> TensorNames:
     """Give every tensor name a class.
 
-    `unread`: names that no destination has, for a call without destinations; sources may disagree
-    on their shapes.
-
     An alias of a source joins two names into one class. An alias of a destination only helps to
-    find a source. An engine that ties two tensors which the trainer keeps separate is refused.
+    find a source. If an engine ties two tensors that the trainer keeps separate, raise.
+
+    `unread` has names that no engine takes. Sources may have these names with different shapes.
 
     Raises:
         ManifestError: two workers disagree on a shape, or an alias of a destination contradicts the
@@ -84,7 +83,7 @@ def resolve_names(
     index: dict[str, int] = {}
     shapes: list[tuple[int, ...]] = []
     seen_at: list[str] = []
-    # Computed only if two shapes differ, because it takes a pass over all tensors of all
+    # Computed only if two shapes differ, because `_read_names` is slow: it visits all tensors of all
     # destinations.
     read: set[str] | None = None
     for manifest in (*sources, *destinations):
@@ -119,7 +118,7 @@ def resolve_names(
 def _read_names(
     sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest]
 ) -> set[str]:
-    """Return the names of destination tensors, and source names that a source's alias ties to them."""
+    """Return the names that destinations have, and the names that a source's alias ties to such a name."""
     read = {n for m in destinations for n in (*m.aliases, *(spec.name for spec in m.tensors))}
     for alias, target in (pair for m in sources for pair in m.aliases.items()):
         if not read.isdisjoint({alias, target}):
@@ -178,7 +177,7 @@ def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTa
 
     Raises:
         ManifestError: two manifests have the same worker name.
-        IncompleteCoverage: a shard's tensor has no class, so no source holds it.
+        IncompleteCoverage: no source has the tensor of a shard.
     """
     workers = [manifest.worker for manifest in manifests]
     if len(set(workers)) != len(workers):
@@ -201,7 +200,7 @@ def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTa
 
 
 def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> None:
-    """Raise if some shards belong to tensors without a class. The error lists the tensors by pattern, with advice."""
+    """Raise if no source has the tensors of some shards. The error lists the tensors by pattern, with advice."""
     missing: set[str] = set()
     workers: list[str] = []
     for manifest in manifests:
@@ -231,7 +230,7 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
 
 
 def _transforms(manifest: ShardManifest, names: TensorNames) -> UInt8Array:
-    """Return, per tensor of a destination's `manifest`, the transform that computes its values."""
+    """Return, per tensor of a destination's `manifest`, the transform that computes the tensor's values."""
     transform = np.zeros(len(manifest.tensors), np.uint8)
     if manifest.quantized:
         at = {spec.name: index for index, spec in enumerate(manifest.tensors)}

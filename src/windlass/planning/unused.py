@@ -51,7 +51,7 @@ def find_kept(
     destinations: Sequence[ShardManifest],
     patterns: Collection[str],
 ) -> frozenset[str]:
-    """Return the tensors of `destinations` that no source has and whose name matches a pattern (`fnmatch`).
+    """Return the destination tensors that no source has and that match one of `patterns` (`fnmatch`).
 
     Raises:
         ManifestError: see `resolve_names`.
@@ -64,7 +64,9 @@ def find_kept(
 def refuse_unused(
     unused: Collection[str], allowed: Collection[str], sources: Sequence[ShardManifest]
 ) -> None:
-    """Raise for trainer tensors that no engine needs, unless they are harmless (`_HARMLESS`, MTP layers) or allowed.
+    """Raise for trainer tensors that no engine needs and that are neither harmless nor allowed.
+
+    MTP layers and names that match `_HARMLESS` are harmless.
 
     Args:
         unused: see `find_unused`.
@@ -72,8 +74,7 @@ def refuse_unused(
         sources: manifests of the trainers.
 
     Raises:
-        ManifestError: an engine would serve weights without these tensors, and no pattern allows
-            it.
+        ManifestError: there are such tensors; the message lists them.
     """
     layers = tuple(n.removesuffix(_MTP_MARK[1:]) for n in unused if n.endswith(_MTP_MARK))
     refused = sorted(
@@ -94,7 +95,7 @@ def refuse_unused(
 
 
 def _tie_hints(refused: Collection[str], sources: Sequence[ShardManifest]) -> Iterator[str]:
-    """Yield a hint if the trainers have a separate output matrix and the engines use the embedding for it."""
+    """Yield a hint if trainers have a separate output matrix, but engines use the embedding as output matrix."""
     shapes = {spec.name: spec.shape for manifest in sources for spec in manifest.tensors}
     for head in (name for name in refused if name.endswith(_HEADS)):
         for name, shape in shapes.items():

@@ -22,7 +22,7 @@ def patterns_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def said(names: Iterable[str]) -> str:
-    """Return these names, shortened for a message: `48 of 'model.layers.*.mlp.gate.weight', 'lm_head.weight'`."""
+    """Return names as short text for a message: `48 of 'model.layers.*.mlp.gate.weight', 'lm_head.weight'`."""
     groups = patterns_of(sorted(names))
     words = [
         repr(of[0]) if len(of) == 1 else f"{len(of)} of {pattern!r}"
@@ -33,7 +33,10 @@ def said(names: Iterable[str]) -> str:
 
 
 def as_argument(names: Sequence[str]) -> str:
-    """Return a Python tuple of patterns that match the names, for a message; if it is cut, also how many are left out."""
+    """Return the source text of a Python tuple of patterns that match `names`, for a message.
+
+    The tuple has at most six patterns. The text after it says how many more there are.
+    """
     patterns = [of[0] if len(of) == 1 else p for p, of in patterns_of(names).items()]
     rest = len(patterns) - _MOST
     more = f", and {rest} more pattern{'s' * (rest > 1)}" if rest > 0 else ""
@@ -43,15 +46,17 @@ def as_argument(names: Sequence[str]) -> str:
 def renaming(
     missing: Mapping[str, _Shape], there: Mapping[str, _Shape], matched: Collection[str] = ()
 ) -> str:
-    """Return advice for a message about missing tensors: a remedy, or a `name_map` that gives them their names.
+    """Return advice for an error about tensors that an engine needs and no trainer has.
 
-    A `name_map` is proposed only if exactly one change of a prefix or of the last part gives every
-    missing tensor a different source. Names that are only similar are listed and never paired.
+    If a wrapper such as FSDP1 or PEFT has changed the trainer's names, the advice says how to
+    remove the wrapper. If exactly one change of a prefix or of the last part gives every missing
+    tensor a different source, the advice contains that change as a `name_map`. Otherwise the advice
+    only lists names.
 
     Args:
         missing: names and shapes of tensors that an engine needs and no trainer has.
         there: names and shapes of trainer tensors that the engine does not need.
-        matched: names that both sides have.
+        matched: names that trainer and engine have.
 
     Returns:
         The advice; "" if `there` is empty.
@@ -141,14 +146,14 @@ class _Change:
     line: str
 
     def fits(self, there: Mapping[str, _Shape], matched: Collection[str]) -> bool:
-        """Return whether the change keeps the names in `matched` and gives no name twice."""
+        """Return whether the change leaves the names in `matched` alone and gives no two tensors the same name."""
         changed = [n for n in matched if f"{n}.".startswith(self.begins) and n.endswith(self.ends)]
         others = there.keys() - self.pairs.values()
         return not changed and self.pairs.keys().isdisjoint({*matched, *others})
 
 
 def _changes(missing: Mapping[str, _Shape], there: Mapping[str, _Shape]) -> Iterator[_Change]:
-    """Yield changes of a prefix or of the last part that give every missing tensor a source of its shape."""
+    """Yield changes of a prefix or of the last part that give every missing tensor a source of the same shape."""
     first = min(missing)
     parts = first.split(".")
     prefixes: set[tuple[str, str]] = set()

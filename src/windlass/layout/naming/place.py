@@ -39,7 +39,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coords:
-    """Coordinates of a rank on the axes that cut parameters; (index, size) each."""
+    """Coordinates (index, size) of a rank on the mesh axes that cut parameters."""
 
     tp: tuple[int, int] = (0, 1)
     ep: tuple[int, int] = (0, 1)
@@ -66,9 +66,10 @@ class Placed:
 
 
 def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: Coords) -> Placed:
-    """Return the boxes in a contiguous local parameter.
+    """Return the boxes of checkpoint tensors in one contiguous local parameter.
 
-    `name`: name of the parameter, with the global layer number and the expert's number on this rank.
+    `name` is the parameter's name with the global layer number and with the expert's number on this
+    rank.
 
     Raises:
         UnsupportedLayout: the family has no rule for the name.
@@ -115,7 +116,7 @@ class _Part:
         )
 
     def rows(self, index: int, num_rows: int, first: int, count: int, at: int) -> PlacedShard:
-        """Return rows [first, first + count) of tensor `index`, which begin at local row `at`."""
+        """Return the shard with rows [first, first + count) of tensor `index`; `at` is its first local row."""
         tail = self.shape[1:]
         strides = contiguous_strides(self.shape, 1)
         box = Box((first, *(0 for _ in tail)), (count, *tail))
@@ -162,7 +163,7 @@ def _shards(part: _Part, geometry: Geometry, num_local: int) -> Iterator[PlacedS
 
 
 def _interleaved(part: _Part, geometry: Geometry) -> Iterator[PlacedShard]:
-    """Yield queries, key and value of each group. With fewer groups than ranks, groups are cut too."""
+    """Yield the query, key and value rows of each query group on this rank. Ranks may share a group."""
     head, groups = geometry.head_dim, geometry.num_query_groups
     counts = (geometry.queries_per_group * head, head, head)
     local, total = part.shape[0], groups * sum(counts)
@@ -194,10 +195,11 @@ def _latent(part: _Part, geometry: Geometry) -> PlacedShard:
 
 
 def _grouped(part: _Part, geometry: Geometry, num_local: int) -> Iterator[PlacedShard]:
-    """Yield the tensors of all local experts in one matrix.
+    """Yield the tensors of all local experts in one parameter (Megatron's GroupedMLP).
 
     `weight1` has shape `(hidden, experts * 2 * inner)`, but its memory is ordered as `(experts,
-    hidden, 2 * inner)`. `weight2` has shape `(experts * inner, hidden)`. Each expert's matrix is transposed relative to the checkpoint.
+    hidden, 2 * inner)`. `weight2` has shape `(experts * inner, hidden)`. Each expert's matrix is
+    transposed relative to the checkpoint.
     """
     hidden, numel = geometry.hidden_size, math.prod(part.shape)
     per_expert = part.even(numel, num_local)

@@ -82,7 +82,9 @@ class Family:
     rules: tuple[Rule, ...]
 
     def match(self, name: str) -> Match:
-        """Return the rule for a parameter; `name` has the global layer number.
+        """Return the first rule that matches a parameter's name, and the numbers in the name.
+
+        `name` contains the global layer number.
 
         Raises:
             UnsupportedLayout: no rule matches; the message says how to add one.
@@ -99,13 +101,13 @@ class Family:
         )
 
     def extended(self, *rules: Rule) -> Family:
-        """Return the same family with more rules, which are tried first."""
+        """Return the family with more rules, which are tried before the present rules."""
         return Family(self.name, (*rules, *self.rules))
 
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Return a regular expression for a pattern; its `{layer}` and `{expert}` match numbers."""
+    """Return the regular expression of a rule's pattern. `{layer}` and `{expert}` match numbers."""
     escaped = re.escape(pattern)
     for field in ("layer", "expert"):
         escaped = escaped.replace(rf"\{{{field}\}}", rf"(?P<{field}>\d+)")

@@ -92,7 +92,7 @@ def gated(name: str, tensor: str) -> tuple[Rule, ...]:
 
 
 def experts(tensor: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return rules for routed experts: Megatron has one parameter per expert (under two names), or two for all experts."""
+    """Return rules for routed experts, under the names of Megatron's TEGroupedMLP, SequentialMLP and GroupedMLP."""
     pair = (f"{tensor}.{{expert}}.{gate}.weight", f"{tensor}.{{expert}}.{up}.weight")
     last = f"{tensor}.{{expert}}.{down}.weight"
     return (
@@ -118,7 +118,10 @@ DEEPSEEK = (*ENDS, *NORMS, *LATENT, *gated("mlp", "mlp"), *SPARSE, *SHARED)
 
 
 def with_predictors(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Return the rules of a model and of its MTP layers, which checkpoints number after the decoder layers."""
+    """Return `rules` and the rules of multi-token prediction (MTP) layers.
+
+    A checkpoint numbers its MTP layers after the decoder layers.
+    """
     decoder, own = "decoder.layers.{layer}.", "mtp.layers.{layer}."
     at = "model.layers.{layer}."
     return (

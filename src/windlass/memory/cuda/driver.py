@@ -114,7 +114,7 @@ def memory_kind(address: int) -> MemoryKind:
 
 
 def gpu_of(address: int) -> int:
-    """Return the ordinal of the GPU with `address`; -1 for host memory or without a driver."""
+    """Return the ordinal of the GPU that owns `address`; -1 for host memory or without a driver."""
     if not _has_driver() or memory_kind(address) is not MemoryKind.DEVICE:
         return -1
     ordinal = _attribute_of(address, _POINTER_DEVICE_ORDINAL)
@@ -126,10 +126,10 @@ def gpu_of(address: int) -> int:
 
 
 def pointer_device(address: int) -> int:
-    """Return the ordinal of the GPU that `address` belongs to.
+    """Return the ordinal of the GPU that owns `address`.
 
     Raises:
-        RegionError: it is not GPU memory, or another process could not open it.
+        RegionError: `address` is not in GPU memory, or another process could not open the memory.
     """
     ordinal = _attribute_of(address, _POINTER_DEVICE_ORDINAL)
     capable = _attribute_of(address, _POINTER_IS_LEGACY_IPC_CAPABLE)
@@ -153,7 +153,7 @@ class Stream:
         device.call("cuStreamCreate", ctypes.byref(self.handle), _NON_BLOCKING)
 
     def record(self) -> Event:
-        """Return an event that is reached after all work that is in the stream now."""
+        """Record an event after the work that is in the stream now, and return the event."""
         return Event(self._device, self.handle)
 
     def close(self) -> None:
@@ -174,16 +174,16 @@ class Event:
             _call("cuEventRecord", self._handle, stream)
 
     def wait(self) -> None:
-        """Block this thread until the stream reaches the point.
+        """Block this thread until the stream reaches the event. Destroy the event.
 
         Raises:
-            TransferFailed: work before the point failed, now or earlier in this process.
+            TransferFailed: work before the event failed, or earlier work of this process did.
         """
         self._device.call("cuEventSynchronize", self._handle)
         self.close()
 
     def close(self) -> None:
-        """Destroy the event. `wait` does this too, so call one of the two."""
+        """Destroy the event. Do not call this after `wait`, which also destroys the event."""
         driver().cuEventDestroy_v2(self._handle)
 
 
@@ -216,7 +216,10 @@ class Device:
         self.call("cuCtxSynchronize")
 
     def record(self, stream: int) -> Event:
-        """Return an event that is reached after all work queued in another library's stream; 0 is the default stream."""
+        """Record an event after the work that is in another library's stream now, and return the event.
+
+        `stream` is the handle of the stream; 0 is the default stream.
+        """
         return Event(self, ctypes.c_void_p(stream))
 
     def call(self, name: str, *arguments: object) -> None:
@@ -226,7 +229,7 @@ class Device:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make this the thread's current context inside the block and restore the previous one after it."""
+        """Make this device's context current in the calling thread, and restore the previous context after the block."""
         _call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -241,7 +244,7 @@ class Device:
             _check(code, f"cuCtxEnablePeerAccess({self.ordinal} -> {other.ordinal})")
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate with cuMemAlloc: outside every pool, never moved. The caller frees it."""
+        """Allocate GPU memory by cuMemAlloc, outside torch's memory pool. The caller frees it by `free`."""
         address = ctypes.c_uint64()
         self.call("cuMemAlloc_v2", ctypes.byref(address), _size(nbytes))
         return address.value
@@ -251,17 +254,17 @@ class Device:
         self.call("cuMemFree_v2", _u64(address))
 
     def upload(self, address: int, data: bytes | memoryview) -> None:
-        """Copy from the host to the device; complete on return."""
+        """Copy `data` to GPU memory and wait for the end of the copy."""
         view = memoryview(data).cast("B")
         source = (ctypes.c_char * len(view)).from_buffer_copy(view)
         with self.current():
             _call("cuMemcpyHtoD_v2", _u64(address), source, _size(len(view)))
-            # cuMemcpyHtoD may return before the bytes are on the device, and non-blocking streams would not
-            # wait for them.
+            # cuMemcpyHtoD may return before the bytes are on the device, and work in a non-blocking stream does
+            # not wait for such a copy.
             _call("cuStreamSynchronize", None)
 
     def download(self, address: int, nbytes: int, stream: Stream | None = None) -> bytes:
-        """Copy to the host, in the order of `stream`, or after the queued work of the default stream."""
+        """Return bytes of GPU memory, after the work in `stream` (by default, in CUDA's default stream) has ended."""
         target = (ctypes.c_char * nbytes)()
         with self.current():
             if stream is None:
@@ -272,15 +275,15 @@ class Device:
         return bytes(target)
 
     def clear(self, address: int, nbytes: int, stream: Stream) -> None:
-        """Zero memory, in stream order."""
+        """Queue the zeroing of GPU memory in `stream`."""
         self.call("cuMemsetD8Async", _u64(address), ctypes.c_ubyte(0), _size(nbytes), stream.handle)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Copy with a copy engine, in stream order. Source and target may be a peer's memory."""
+        """Queue a copy by a copy engine in `stream`. Source and target may be memory of a peer."""
         self.call("cuMemcpyAsync", _u64(target), _u64(source), _size(nbytes), stream.handle)
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """Return start and bytes of the allocation that contains `address`."""
+        """Return the start and the size in bytes of the allocation that contains `address`."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), _u64(address))
         return base.value, size.value
@@ -314,7 +317,7 @@ class Device:
             driver().cuMemHostUnregister(ctypes.c_void_p(address))
 
     def device_pointer(self, address: int) -> int:
-        """Return the address of pinned host memory for kernels."""
+        """Return the address at which kernels access the pinned host memory at `address`."""
         found = ctypes.c_uint64()
         flags = ctypes.c_uint(0)
         self.call(
@@ -323,13 +326,13 @@ class Device:
         return found.value
 
     def load(self, image: bytes) -> ctypes.c_void_p:
-        """Return a module from a compiled image."""
+        """Load a cubin and return the module."""
         module = ctypes.c_void_p()
         self.call("cuModuleLoadData", ctypes.byref(module), image)
         return module
 
     def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
-        """Return a kernel of a module."""
+        """Return the kernel `name` of a module."""
         found = ctypes.c_void_p()
         code = driver().cuModuleGetFunction(ctypes.byref(found), module, name.encode())
         _check(code, f"cuModuleGetFunction({name})")
@@ -343,7 +346,7 @@ class Device:
         arguments: Sequence[Any],
         stream: ctypes.c_void_p,
     ) -> None:
-        """Queue a kernel. `arguments` are ctypes values; `stream` is the handle of any library's stream."""
+        """Queue a kernel. `arguments` are ctypes values. `stream` is a stream's handle, also of another library."""
         pointers = (ctypes.c_void_p * len(arguments))(
             *(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in arguments)
         )

@@ -36,7 +36,7 @@ class Gpu:
 
     @property
     def is_late(self) -> bool:
-        """Whether queued work exceeded a deadline and may still continue."""
+        """True if queued work exceeded a deadline and may still run."""
         return bool(self._late)
 
     def wait(self, event: Event, deadline_s: float) -> None:
@@ -44,8 +44,9 @@ class Gpu:
 
         Raises:
             TransferFailed: queued work failed.
-            TransferOutcomeUnknown: `event` was not reached within `deadline_s`, now or in an
-                earlier call. The work continues.
+            TransferOutcomeUnknown: the stream did not reach `event` within `deadline_s`, or an
+                earlier wait exceeded its deadline, or no thread could start to wait. Queued work
+                may still run.
         """
         self.refuse_late()
         try:
@@ -60,7 +61,7 @@ class Gpu:
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from error
 
     def wait_or_leave(self, event: Event, deadline_s: float) -> None:
-        """Wait as `wait` does, but raise `TransferFailed` at the deadline, so that the GPU does not count as late.
+        """Wait like `wait`, but do not treat the GPU as late after `deadline_s`.
 
         Raises:
             TransferFailed: queued work failed, `event` was not reached within `deadline_s`, or no
@@ -72,14 +73,14 @@ class Gpu:
     def settle(self, deadline_s: float, step: Event | None = None) -> float:
         """Wait for all work of this process on the GPU, also of other libraries, such as a training step.
 
-        With `step`, wait only for this event and not for other streams or later work.
+        With `step`, wait only for this event and not for other streams or later work. Call this
+        before a transfer: the error says that nothing was sent.
 
         Returns:
             Seconds that the driver call took.
 
         Raises:
-            TransferFailed: the work failed or did not end within `deadline_s`; this library had
-                queued nothing.
+            TransferFailed: the work failed or did not end within `deadline_s`.
             TransferOutcomeUnknown: kernels exceeded an earlier deadline.
         """
         wait = self.device.synchronize if step is None else step.wait
@@ -103,11 +104,11 @@ class Gpu:
             ) from error
 
     def distrust(self, reason: str) -> None:
-        """Record that queued work may continue and its end is unknown; `is_late` is then True."""
+        """Mark the GPU as late: queued work may still run. `reason` becomes part of later errors."""
         self._late = reason
 
     def refuse_late(self) -> None:
-        """Raise if kernels are late. Call this before tables are freed or built: late kernels may read them.
+        """Raise if the GPU is late. Call this before building or freeing tables that late kernels may read.
 
         Raises:
             TransferOutcomeUnknown: kernels are late.
@@ -116,12 +117,12 @@ class Gpu:
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}")
 
     def finish(self, deadline_s: float) -> None:
-        """Wait as `wait` does, for everything in the stream now."""
+        """Wait like `wait` for all work that is in the stream now."""
         self.wait(self.stream.record(), deadline_s)
 
 
 def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
-    """Wait for queued work after `error`. If it returns, the work has ended, and the caller can raise `error`.
+    """Wait for queued work after `error`. If this returns, the work has ended, and the caller can raise `error`.
 
     Raises:
         TransferOutcomeUnknown: the work did not end, or its end cannot be determined.
@@ -136,13 +137,13 @@ def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
 
 @functools.cache
 def shared_gpu(ordinal: int) -> Gpu:
-    """Return this process's `Gpu` for work on the GPU's own memory; it is never closed."""
+    """Return the one `Gpu` of this process for work on the GPU's own memory. It is never closed."""
     return Gpu(ordinal)
 
 
 @final
 class _Waits:
-    """Threads for driver calls that wait without a deadline; each thread is used again.
+    """Threads for driver calls that wait without a deadline. An idle thread is used again.
 
     Daemon threads: a driver call that hangs cannot be cancelled and must not block process exit.
     """
@@ -151,7 +152,7 @@ class _Waits:
         self._idle: list[SimpleQueue[tuple[Callable[[], None], Future[float]]]] = []
 
     def submit(self, wait: Callable[[], None]) -> Future[float]:
-        """Start the wait; return a future of its seconds or of the `TransferFailed` that it raised.
+        """Call `wait` in a thread. Return a future of the seconds that the call took, or of its `TransferFailed`.
 
         Raises:
             RuntimeError: no thread could start.

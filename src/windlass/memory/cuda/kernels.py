@@ -46,7 +46,10 @@ takes 0.5 ms, and the parts are written as fast as one whole table (H200, 2026-1
 def raw_pieces(
     sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array, max_nbytes: int
 ) -> StructuredArray:
-    """Cut ranges, (n,) each, into pieces of at most `max_nbytes`, consecutive in the payload."""
+    """Return pieces of at most `max_nbytes` that copy n ranges of bytes, consecutive in the payload.
+
+    `sources`, `targets` and `nbytes` are (n,): addresses, and sizes in bytes.
+    """
     source, target, size = split_pieces(sources, targets, nbytes, max_nbytes)
     pieces = np.zeros(len(size), PIECE)
     pieces["src"], pieces["dst"], pieces["row_elems"] = source, target, size
@@ -61,15 +64,14 @@ class PieceTable:
 
     Args:
         pieces: (n,) `PIECE`.
-        kernel: name of their kernel, without the suffix of the hashing variant.
+        kernel: name of the kernel that copies the pieces, without the suffix `_hashed`.
         dst_itemsize: bytes of one element at the destination.
 
     Raises:
         TransferFailed: the GPU has too little free memory.
 
     Attributes:
-        parts: ranges of consecutive pieces that store about `PART_NBYTES` each; together all
-            pieces.
+        parts: index ranges that divide the pieces into parts of about `PART_NBYTES`.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class PieceTable:
         nbytes = pieces["rows"].astype(np.int64) * pieces["row_elems"] * dst_itemsize
         mean = nbytes.mean() if len(pieces) else 0
         self.parts = cut_parts(nbytes)
-        # Quantising kernels keep a block of 128 x 128 in the registers of 512 threads.
+        # Quantising kernels always use 512 threads, because they keep a block of 128 x 128 elements in registers.
         small = mean <= SMALL_PIECE_NBYTES and not kernel.startswith("fp8")
         self.block = SMALL_BLOCK if small else LARGE_BLOCK
         self._device = device
@@ -97,7 +99,7 @@ class PieceTable:
 
 
 def cut_parts(nbytes: Int64Array) -> tuple[range, ...]:
-    """Return ranges of pieces for `PieceTable.parts`, from the bytes of each piece, (num_pieces,)."""
+    """Return `PieceTable.parts` for pieces with the sizes `nbytes`, (num_pieces,)."""
     ends = np.cumsum(nbytes)
     if not len(ends):
         return ()
@@ -108,10 +110,10 @@ def cut_parts(nbytes: Int64Array) -> tuple[range, ...]:
 
 
 def put_kernel(src_dtype: DType, dst_dtype: DType) -> str:
-    """Return the kernel that stores elements of `src_dtype` as `dst_dtype`; each pair of `CASTS` has one.
+    """Return the name of the kernel that reads elements of `src_dtype` and stores them as `dst_dtype`.
 
     Raises:
-        ConfigError: no cast exists between them.
+        ConfigError: the dtypes differ and are no pair of `CASTS`.
     """
     if src_dtype is dst_dtype:
         return f"put_{dst_dtype.itemsize}"
@@ -149,12 +151,16 @@ class Kernels:
         part: range | None = None,
         num_multiprocessors: int = 0,
     ) -> None:
-        """Queue the copies of a table; with `digest_address`, add their digest to the two words there.
+        """Queue the copies of a table.
 
-        If a cast overflows, the third word becomes 1 + the position of an overflowing piece in the payload.
-
-        `part` is a range of the table's pieces; all by default. `num_multiprocessors` limits this
-        launch; 0 for the limit of the constructor.
+        Args:
+            table: pieces to copy.
+            stream: stream of the copies.
+            digest_address: address of three 64-bit words, or 0. Kernels add the digest of the
+                copied bytes to the first two words. If a cast overflows, kernels set the third word
+                to 1 + the position of an overflowing piece in the payload.
+            part: range of the table's pieces; by default all.
+            num_multiprocessors: limit for this launch; 0 for the limit of the constructor.
         """
         name = f"{table.kernel}_hashed" if digest_address else table.kernel
         self._launch(name, table, stream, digest_address, part, num_multiprocessors)
@@ -162,7 +168,7 @@ class Kernels:
     def hash(
         self, table: PieceTable, stream: Stream, digest_address: int, part: range | None = None
     ) -> None:
-        """Add the digest of the bytes at the pieces' destinations to the words at `digest_address`."""
+        """Queue the hashing of the bytes at the pieces' destinations; add the digest to the words at `digest_address`."""
         self._launch(f"hash_{table.itemsize}", table, stream, digest_address, part)
 
     def _launch(

@@ -40,7 +40,7 @@ class GpuTables:
         self._held: list[Callable[[], None]] = []
 
     def close(self) -> None:
-        """Free everything, unless late kernels may still use it. Idempotent."""
+        """Free all tables and words, unless late kernels may still use them. Idempotent."""
         held, self._held = self._held, []
         if not self._gpu.is_late:
             for free in held:
@@ -48,14 +48,14 @@ class GpuTables:
 
     @contextmanager
     def _building(self) -> Iterator[None]:
-        """Free everything if the preparation inside the block fails."""
+        """Free all tables and words if the block raises."""
         with ExitStack() as undo:
             undo.callback(self.close)
             yield
             undo.pop_all()
 
     def _load(self, tables: Mapping[PieceKind, StructuredArray]) -> list[PieceTable]:
-        """Upload one table per kind of piece."""
+        """Upload one table per kind of piece. `close` frees the tables."""
         loaded = []
         for kind, pieces in tables.items():
             loaded.append(load_table(self._gpu, kind, pieces))
@@ -70,7 +70,11 @@ class GpuTables:
     def _queue_digest(
         self, words: int, hashed: Iterable[PieceTable], stored: Iterable[PieceTable] = ()
     ) -> None:
-        """Queue the digest of tables: `hashed` in place, `stored` while kernels store them."""
+        """Queue kernels that write one digest of all tables to `words`.
+
+        Kernels hash the pieces of `hashed` in place. They copy the pieces of `stored` and hash the
+        copied bytes.
+        """
         gpu = self._gpu
         gpu.device.clear(words, WORDS_NBYTES, gpu.stream)
         for table in hashed:
@@ -81,11 +85,11 @@ class GpuTables:
 
 @final
 class DeviceLink(GpuTables):
-    """A link on the device.
+    """Tables and words of one link in GPU memory.
 
     Attributes:
-        tables: one per kind of piece, with the same order and the same pieces at both ends.
-        digest: address of its words.
+        tables: one per kind of piece. Both ends of the link have the same pieces in the same order.
+        digest: address of the link's words, `WORDS_NBYTES` long.
     """
 
     def __init__(
@@ -99,17 +103,17 @@ class DeviceLink(GpuTables):
 
 
 def load_table(gpu: Gpu, kind: PieceKind, pieces: StructuredArray) -> PieceTable:
-    """Upload pieces of one kind; the caller closes the table."""
+    """Upload pieces of one kind. The caller closes the table."""
     return PieceTable(gpu.device, pieces, kind.kernel, kind.dst_dtype.itemsize)
 
 
 def read_digest(gpu: Gpu, address: int) -> str:
-    """Return the digest at `address` in the form of links. Waits only for the GPU's own stream."""
+    """Wait for the GPU's stream, and return the digest at `address` as hexadecimal text."""
     return digest_text(read_words(gpu, address))
 
 
 def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
-    """Return the digest of a link at its source, and the error of a cast that overflowed, or ""."""
+    """Return a link's digest at its source, and the error text of a cast that overflowed, or ""."""
     words, reason = read_words(gpu, address), ""
     if words[2]:
         op = item_at(words[2], program.ops, (op.nbytes for op in program.ops))
@@ -118,18 +122,24 @@ def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
 
 
 def read_words(gpu: Gpu, address: int) -> list[int]:
-    """Return the words at `address`: a digest, and 1 + the position of a cast that overflowed, or 0."""
+    """Return the words at `address`: two of the digest, then 1 + the payload position of an overflow, or 0."""
     found = gpu.device.download(address, WORDS_NBYTES, gpu.stream)
     words: list[int] = np.frombuffer(found, "<u8").tolist()
     return words
 
 
 def item_at(overflow: int, items: Sequence[Item], nbytes: Iterable[int]) -> Item:
-    """Return the item at the position `overflow`. The items have consecutive payloads of `nbytes`."""
+    """Return the op or copy in which a cast overflowed.
+
+    Args:
+        overflow: third word of `read_words`.
+        items: ops or copies, with consecutive payloads.
+        nbytes: size of each item's payload in bytes.
+    """
     ends = itertools.accumulate(nbytes)
     return next(item for item, end in zip(items, ends, strict=True) if overflow <= end)
 
 
 def digest_text(words: Sequence[int]) -> str:
-    """Return the 128-bit digest, which `read_words` gives as two 64-bit words, as 32 hexadecimal digits."""
+    """Return a digest as 32 hexadecimal digits. Its two 64-bit words come first in `words`."""
     return f"{words[0]:016x}{words[1]:016x}"

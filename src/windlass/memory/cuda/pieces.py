@@ -38,7 +38,7 @@ class PieceKind(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel, without the suffix of the hashing variant.
+        """Name of the kernel, without the suffix `_hashed`.
 
         Raises:
             ConfigError: no cast exists between the dtypes.
@@ -68,13 +68,13 @@ def block_tables(
     Args:
         program: program of the link.
         sources: (num_parameters,) addresses of the source's parameters. None at the destination,
-            which only hashes; scales are then rows of one element, as the source sends them.
+            which only hashes: a piece of scales is then one element instead of a block.
         targets: (num_parameters,) addresses of the destination's parameters, for the kernel.
-        staging_address: address of the payload of staged ops; 0 to store them in their final
-            places.
+        staging_address: address of the payload of staged ops; 0 to store elements at their final
+            addresses.
 
     Returns:
-        `PIECE` arrays. Positions count from the start of the link's payload.
+        Kind -> `PIECE` array. Positions count from the start of the link's payload.
     """
     found = []
     for op, position, pieces in cut_ops(program, at_source=sources is not None):
@@ -89,7 +89,7 @@ def block_tables(
 
 
 class OpPieces(NamedTuple):
-    """The pieces of one op. `src` and `dst` are offsets from the start of its parameters.
+    """The pieces of one op, with `src` and `dst` relative to the starts of the op's parameters.
 
     `position` is the position of the op's payload in the link's payload.
     """
@@ -100,9 +100,9 @@ class OpPieces(NamedTuple):
 
 
 def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
-    """Yield the ops of a link in plan order, cut as both ends cut them.
+    """Yield the ops of a link in plan order with their pieces. Source and destination cut an op in the same way.
 
-    Each shape is cut once. A mixture of experts has thousands of ops, and most of them differ in their offsets only.
+    Ops that differ only in offsets are cut once. A mixture of experts has thousands of such ops.
     """
     position = 0
     cut: dict[object, StructuredArray] = {}
@@ -124,10 +124,11 @@ def kind_of(op: BoundOp) -> PieceKind:
 
 
 def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[StructuredArray, Int64Array]:
-    """Cut (n,) ranges of raw bytes into pieces that are hashed in place, in the order of the payload.
+    """Cut n ranges of bytes into pieces that are hashed in place.
 
     Returns:
-        The pieces, and (n + 1,) the index of each range's first piece and the number of pieces.
+        The pieces in the order of the ranges, and (n + 1,) the index of each range's first piece,
+        followed by the number of pieces.
     """
     first = np.append(0, np.cumsum(-(-nbytes // MAX_PIECE_NBYTES)))
     pieces = raw_pieces(addresses, addresses, nbytes.astype(np.uint64), MAX_PIECE_NBYTES)
@@ -137,7 +138,7 @@ def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[StructuredAr
 def join_tables(
     found: Iterable[KindOfPieces],
 ) -> dict[PieceKind, StructuredArray]:
-    """Return one table per kind, each in the given order."""
+    """Return one table per kind. A table keeps the given order of its pieces."""
     parts: dict[PieceKind, list[StructuredArray]] = {}
     for kind, pieces in found:
         parts.setdefault(kind, []).append(pieces)
@@ -159,7 +160,7 @@ def store_packed(pieces: StructuredArray, first: int, address: int) -> None:
 
 
 def _cut_op(op: BoundOp, *, at_source: bool) -> StructuredArray:
-    """Cut an op; `src`, `dst` and `pos` of the pieces count from its offsets and from its position in the payload."""
+    """Cut an op. `src` and `dst` count from the op's offsets, and `pos` from the start of the op's payload."""
     match op.transform:
         case Transform.NONE:
             return cut_copy(StridedCopy.of_op(op, 0, 0), 0)
@@ -172,7 +173,7 @@ def _cut_op(op: BoundOp, *, at_source: bool) -> StructuredArray:
 
 
 def _cut_values(op: BoundOp) -> StructuredArray:
-    """Cut one piece per block of the matrix, the same at both ends."""
+    """Return one piece per quantisation block. Both ends of the link get the same pieces."""
     (rows, columns), (src_row, src_col) = op.src_sizes, op.src_strides
     dst_row, dst_col = op.dst_strides
     if src_col != op.src_dtype.itemsize or dst_col != op.dst_dtype.itemsize:
@@ -191,7 +192,7 @@ def _cut_values(op: BoundOp) -> StructuredArray:
 
 
 def _cut_scales(op: BoundOp, *, at_source: bool) -> StructuredArray:
-    """Cut one piece per scale: a block at the source, one element at the destination."""
+    """Return one piece per scale: the scaled block at the source, the scale itself at the destination."""
     (rows, columns), (dst_row, dst_col) = op.src_sizes, op.dst_strides
     num_rows, num_columns = op.sizes
     row, col = np.arange(num_rows)[:, None], np.arange(num_columns)[None, :]
@@ -206,7 +207,7 @@ def _cut_scales(op: BoundOp, *, at_source: bool) -> StructuredArray:
 
 
 def cut_copy(copy: StridedCopy, position: int) -> StructuredArray:
-    """Return all pieces of one copy. `position` is the position of its payload."""
+    """Return the pieces of one copy. `position` is the position of the copy's payload in the link's payload."""
     sizes, src, dst = list(copy.sizes), list(copy.src_strides), list(copy.dst_strides)
     itemsize = copy.dst_dtype.itemsize
     run = 1
@@ -253,10 +254,11 @@ class PayloadPart:
 
 
 def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
-    """Cut an op between pieces into parts of at most `limit` bytes.
+    """Divide the pieces of an op into parts with at most `limit` bytes of payload each.
 
     Raises:
-        PlanError: interleaved pieces (a row of blocks) have more than `limit` bytes.
+        PlanError: a row of quantisation blocks, which cannot be divided, has more than `limit`
+            bytes.
     """
     op, pieces = found.op, found.pieces
     if op.nbytes <= limit:
@@ -279,9 +281,9 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
 
 
 def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -> Int64Array:
-    """Return the numbers of pieces, ascending, after which the payload may be cut.
+    """Return the indices, ascending, at which the pieces can be divided into two parts.
 
-    The pieces before such a cut contain no bytes behind it.
+    All pieces before such an index end, in the payload, before the piece at the index begins.
     """
     itemsize = found.op.dst_dtype.itemsize
     # A piece of scales is a block at the source but one element in the payload.
@@ -295,12 +297,12 @@ def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -
 
 
 def _ends_at(cuts: Int64Array, starts: Int64Array, nbytes: int) -> Int64Array:
-    """Return the payload position at which the pieces before each cut end."""
+    """Return, per cut, the payload position at which the pieces before the cut end."""
     return np.append(starts, nbytes)[cuts]
 
 
 def least_packed_nbytes(program: LinkProgram) -> int:
-    """Return the size in bytes of the largest unit of a link that cannot be cut: a piece, or a quantised row of blocks."""
+    """Return the bytes of the largest unit of a link that cannot be cut: a piece, or a row of quantisation blocks."""
     rows_of_blocks = (
         BLOCK * op.packed_strides[0]
         for op in program.ops

@@ -51,7 +51,7 @@ class RangeCopy:
         """Queue all copies in the GPU's stream.
 
         Raises:
-            TransferFailed: the driver refused; some copies may have been queued.
+            TransferFailed: the driver refused a copy; earlier copies are queued.
         """
         for source, target, size in self._large:
             self._gpu.device.copy(target, source, size, self._gpu.stream)
@@ -59,6 +59,6 @@ class RangeCopy:
             self._gpu.kernels.put(self._table, self._gpu.stream)
 
     def close(self) -> None:
-        """Free the table. No queued copy may still read it. Idempotent."""
+        """Free the table. The caller first waits for all queued copies. Idempotent."""
         if self._table is not None:
             self._table.close()
