@@ -73,7 +73,7 @@ for an engine rank.
 
 
 def role_token(secret: str, role: Access) -> str:
-    """Return the token of a role: the secret itself for the owner, and "" if the secret is empty."""
+    """Return the token of a role; the owner's token is the secret. Without a secret, return ""."""
     if role is Access.OWNER or not secret:
         return secret
     message = f"windlass token of role {role.value}".encode()
@@ -81,7 +81,7 @@ def role_token(secret: str, role: Access) -> str:
 
 
 def role_environment(secret: str, role: Access) -> dict[str, str]:
-    """Return the environment variables that contain the tokens which a process of this role needs."""
+    """Return environment variables with the tokens that a process of this role needs."""
     if not secret:
         return {}
     variables = {TOKEN_VARIABLE: role_token(secret, role)}
@@ -139,7 +139,7 @@ class AccessGate:
 
 
 def refusal_of(role: Access, method: str, route: str, allowed: Collection[Access]) -> str:
-    """Return a text that says why `role` may not call a route; empty if it may."""
+    """Return the reason why `role` may not call a route; "" if `role` may call the route."""
     roles = (Access.OWNER, *allowed)
     if role in roles:
         return ""

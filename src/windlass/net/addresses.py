@@ -88,7 +88,7 @@ def is_loopback(host: str) -> bool:
 
 
 def published_host(host: str, advertise_host: str, what: str) -> str:
-    """Return the address that peers use for a server that binds `host`.
+    """Return the address that peers use for a server that binds `host`: `advertise_host` if given, or `host`.
 
     Raises:
         ConfigError: the address is a wildcard, which peers cannot connect to.
@@ -134,8 +134,8 @@ def listen(host: str, port: int, what: str) -> socket.socket:
 def own_address(towards: str = "") -> str:
     """Return the address of this host that its peers should use.
 
-    WINDLASS_HOST may be an address or a name of this host, or a network (`10.1.0.0/16`). A network
-    can be the same for all hosts: each uses its own address in it.
+    WINDLASS_HOST may be an address or a name of this host, or a network (`10.1.0.0/16`). All hosts
+    may have the same network; each host then uses its own address in the network.
 
     Args:
         towards: URL of the controller; empty for a process without one.
@@ -159,7 +159,7 @@ def address_towards(url: str) -> str:
     """Return the address of this host on the route to `url`. Nothing is sent.
 
     Raises:
-        ConfigError: `url` is not the URL of a controller.
+        ConfigError: `url` is invalid; see `check_url`.
         PeerUnreachable: the host name is unknown, or there is no route to the host. Loopback is not
             used instead, because peers on other hosts could not reach it.
     """

@@ -94,7 +94,7 @@ class BlockingHttp(Closing):
         """
         what = f"{method} {self._url}{path.partition('?')[0]}"
         connection = self._connection
-        # A connection that is open already keeps the timeout of its socket.
+        # `timeout` is for a new connection. An open connection uses the timeout of its socket.
         connection.timeout = deadline_s
         if connection.sock is not None:
             connection.sock.settimeout(deadline_s)

@@ -35,10 +35,10 @@ class Deadline:
         return max(self.at_s - time.monotonic(), 0.0)
 
     def check_before_more(self) -> None:
-        """Raise if the deadline has passed, before another piece of work starts.
+        """Raise if the deadline has passed. Call this before the next piece of work, with nothing in flight.
 
         Raises:
-            TransferFailed: the deadline has passed; nothing is in flight.
+            TransferFailed: the deadline has passed.
         """
         if time.monotonic() > self.at_s:
             raise TransferFailed(f"{self.purpose}: deadline of {self.seconds} s passed")

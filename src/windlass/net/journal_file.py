@@ -87,21 +87,21 @@ class JournalFile(Generic[EntryT]):
 
     @property
     def is_long(self) -> bool:
-        """Whether to compact the file: it exceeds `compact_nbytes` and has doubled since the last try to compact it."""
+        """True if the file exceeds `compact_nbytes` and has doubled since the last try to compact it."""
         return self.nbytes >= self._compact_at
 
     def write(self, encoded: Iterable[bytes], *, recheck_path_s: float = 0.0) -> None:
-        """Write a line for each entry to the system, in one call.
+        """Append a line for each entry, in one system call.
 
-        The lines then survive the end of this process, but not a power cut.
+        The lines then survive the end of this process, but not a power cut; see `sync`.
 
         Args:
             encoded: entries, as `encode` returns them.
             recheck_path_s: seconds for which an earlier check of the path is trusted.
 
         Raises:
-            OSError: the file was removed or replaced, so that the next process would not find the lines; or, for
-                example, the disk is full. No entry counts as written: the next call cuts off any partial lines.
+            OSError: the file was removed or replaced, or the disk is full, for example. No entry
+                counts as written, and the next call cuts off partial lines.
         """
         if (now := time.monotonic()) >= self._path_checked_at + recheck_path_s:
             _check_is(self.path, os.fstat(self._descriptor))
@@ -132,10 +132,11 @@ class JournalFile(Generic[EntryT]):
     def rewrite(self, entries: Iterable[EntryT]) -> None:
         """Replace all entries by `entries`. The new file is on disk when this returns.
 
-        A crash at any moment leaves either the old file or the new one.
+        A crash at any moment leaves either the old file or the new file.
 
         Raises:
-            OSError, ConfigError: the file cannot be written. It has the old entries, or the new ones.
+            OSError, ConfigError: the file cannot be written. It has either the old or the new
+                entries.
         """
         self.write_replacement(entries)
         self.replace(self.nbytes)
@@ -149,9 +150,9 @@ class JournalFile(Generic[EntryT]):
         Raises:
             OSError, ConfigError: the file cannot be written; this file is unchanged.
         """
-        # If this fails, the file must double before the next try.
+        # After a failure, the file must double before the next try.
         self._compact_at = 2 * self.nbytes
-        # A process that was killed here may have left its file.
+        # A process that was killed in this method may have left its replacement.
         self._replacement.unlink(missing_ok=True)
         file = JournalFile(self._replacement, self._entry_type)
         try:
@@ -161,10 +162,10 @@ class JournalFile(Generic[EntryT]):
             file.close()
 
     def replace(self, upto_nbytes: int) -> None:
-        """Continue with the replacement, which stands for the first `upto_nbytes` of this file.
+        """Replace this file by the file of `write_replacement`, which covers the first `upto_nbytes` of this file.
 
-        Lines written after those are appended to it; then it takes the name of this file. The new file survives a
-        power cut only after the next `sync`. Before that, a power cut may restore the old file.
+        Lines after `upto_nbytes` are appended to the new file first. The new file survives a power
+        cut only after the next `sync`. Before that, a power cut may restore the old file.
 
         Raises:
             OSError: both files are unchanged.
@@ -203,7 +204,7 @@ def _check_is(path: Path, opened: os.stat_result) -> None:
 
 
 def add_checksum(entry: bytes) -> bytes:
-    """Return the line of a JSON object that is not empty, with its checksum as last member."""
+    """Return a JSON object with at least one member as a line, with its checksum as last member."""
     return entry[:-1] + CHECKSUM % xxhash.xxh3_64_intdigest(entry)
 
 
@@ -218,10 +219,10 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Open for appending, locked until the descriptor is closed or the process ends.
+    """Open a file for appending, and lock it until the descriptor is closed or the process ends.
 
     Raises:
-        OSError: another process has locked it or has just replaced it.
+        OSError: another process has locked the file or has just replaced it.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -248,7 +249,7 @@ def read_entries(
         for number, line in enumerate(file):
             is_torn, is_sound = not line.endswith(b"\n"), _has_checksum(line[:-1] + b"\n")
             if nbytes == upto_nbytes or (is_torn and not is_sound):
-                # Otherwise any file, even a foreign one, would be cut off here.
+                # The caller cuts off the rest of the file. It must not do so with a file of another kind.
                 if number == 0 and line[: len(FIRST_LINE)] != FIRST_LINE[: len(line)]:
                     raise ConfigError(
                         f"journal {path}: must be a journal, begins with {line[:20]!r}"

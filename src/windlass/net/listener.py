@@ -133,7 +133,7 @@ class Listener:
     def admit(self, request: web.Request) -> bool:
         """Make a connection a member after its request has shown a valid token.
 
-        Return False if there is no file descriptor left for it.
+        Return False if the connection uses one of the reserved file descriptors.
         """
         key = request.get_extra_info("socket")
         if key in self._strangers and _takes_reserved(key):
@@ -161,7 +161,7 @@ class Listener:
         if self._tls is None:
             self._serve(transport, accepted)
             return
-        # Read nothing until TLS is set up to decrypt it.
+        # Read nothing before TLS is set up to decrypt the bytes.
         transport.pause_reading()
         handshake = asyncio.get_running_loop().create_task(
             self._shake_hands(transport, accepted, self._tls)
@@ -197,7 +197,7 @@ class Listener:
             handler.data_received(bytes(accepted.received))
 
     def _make_room(self) -> None:
-        """Drop strangers that have closed their connections; without any, drop the oldest stranger."""
+        """Drop strangers with closed connections; if there are none, drop the oldest stranger."""
         gone = [key for key, (transport, _) in self._strangers.items() if transport.is_closing()]
         for key in gone or list(self._strangers)[:1]:
             self._drop(key)
@@ -214,7 +214,10 @@ class Listener:
 
 
 def _takes_reserved(connection: socket.socket) -> bool:
-    """Return whether a connection has a reserved file descriptor: the kernel assigns the lowest free number."""
+    """Return whether a connection has one of the reserved file descriptors, which have the highest numbers.
+
+    Linux assigns the lowest free number, so the process has no other descriptor left then.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return False
@@ -223,7 +226,7 @@ def _takes_reserved(connection: socket.socket) -> bool:
 
 @final
 class _Accepted(asyncio.Protocol):
-    """Connection before aiohttp takes it over. It keeps the bytes that arrive until then."""
+    """Connection before aiohttp takes it over. It keeps the bytes that arrive in this time."""
 
     def __init__(self, on_accepted: Callable[[asyncio.Transport, _Accepted], None]) -> None:
         self._on_accepted = on_accepted

@@ -53,7 +53,7 @@ def log_fields(
     version: int | None = None,
     engine: str | None = None,
 ) -> _Undo:
-    """Add fields to every later line of the running asyncio task, and of tasks that it creates.
+    """Add fields to every later log line of the running asyncio task, and of tasks that it creates.
 
     Returns:
         A context manager for `with`. Its end removes the fields again.

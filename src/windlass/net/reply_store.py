@@ -50,13 +50,14 @@ class ReplyStore(Generic[ResultT]):
         return None
 
     def received(self, round_id: RoundId) -> None:
-        """Record that a call of this round has arrived. It may still have to wait for other calls."""
+        """Record that a call of this round has arrived. The call may still wait for earlier calls."""
         self._received = max(self._received, round_id)
 
     def void(self) -> None:
-        """Make `lookup` refuse received calls that have not begun, because their connection was lost.
+        """Make `lookup` refuse calls that have arrived but not begun. Call this when the connection is lost.
 
-        The server has left this peer out of the round of these calls. Its next call belongs to a later round.
+        The server has then left this peer out of the round of these calls, and its next call
+        belongs to a later round.
         """
         self._void = self._received
 

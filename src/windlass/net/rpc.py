@@ -64,7 +64,7 @@ class Session(Generic[CommandT, ResultT]):
         self._calls: dict[CallId, tuple[CommandT, asyncio.Future[ResultT]]] = {}
 
     async def send(self, frame: msgspec.Struct, *, within_s: float | None = None) -> None:
-        """Send a frame; within `within_s`, if given, the whole frame must be sent.
+        """Send a frame. Cut the connection if the whole frame takes longer than `within_s` to send.
 
         Raises:
             PeerUnreachable: the connection is closed, or the peer does not read from it.
@@ -88,14 +88,15 @@ class Session(Generic[CommandT, ResultT]):
     async def call(
         self, call_id: CallId, command: CommandT, *, within_s: float | None = None
     ) -> asyncio.Future[ResultT]:
-        """Send a command, see `send`.
+        """Send a command; see `send`.
 
         Returns:
-            Future of the result. Unless `keeps_calls`, it fails with PeerUnreachable if the connection
-                is lost.
+            Future of the result. If the connection is lost, the future fails with
+            `PeerUnreachable`, unless `keeps_calls` is set.
 
         Raises:
-            PeerUnreachable: see `send`. Not raised with `keeps_calls`.
+            PeerUnreachable: see `send`. With `keeps_calls`, the call waits for the next connection
+                instead.
         """
         future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = command, future
@@ -111,7 +112,7 @@ class Session(Generic[CommandT, ResultT]):
         return future
 
     async def attach(self, socket: web.WebSocketResponse) -> None:
-        """Continue over another connection of the same process, and send the unanswered calls again.
+        """Continue over another connection of the same peer process, and send the unanswered calls again.
 
         Raises:
             PeerUnreachable: see `send`.
@@ -123,7 +124,7 @@ class Session(Generic[CommandT, ResultT]):
             await self.send(Envelope(*call_id, command))
 
     def detach(self, socket: web.WebSocketResponse, reason: str) -> None:
-        """Record that a connection ended. Unless `keeps_calls`, all unanswered calls fail."""
+        """Record that a connection ended. Unless `keeps_calls` is set, all unanswered calls fail."""
         if self._socket is socket and not self._keeps_calls:
             self.fail_calls(reason)
 
@@ -132,7 +133,7 @@ class Session(Generic[CommandT, ResultT]):
         self._calls.pop(call_id, None)
 
     def on_reply(self, call_id: CallId, result: ResultT) -> None:
-        """Give the result to the waiting future, if any."""
+        """Give the result of a call to the future that waits for it, if any."""
         _, future = self._calls.pop(call_id, (None, None))
         if future is not None and not future.done():
             future.set_result(result)
@@ -177,7 +178,7 @@ class Callee(ABC, Generic[CommandT, ResultT]):
     def carry_out(
         self, call: Envelope[CommandT] | UnreadCall, error: Exception | None = None
     ) -> Reply[ResultT]:
-        """Execute a call unless it is too late or was executed before; return the reply. Blocks.
+        """Return the reply to a call. Execute the call unless it is too late or was executed before. Blocks.
 
         For a call that could not be decoded, `error` is the reason, and the reply is a failure.
         """

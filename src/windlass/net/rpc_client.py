@@ -70,7 +70,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         token: token of this process's role.
         codec: decoder of the server's frames.
         executor: executor that runs calls, one at a time; None for a thread of this client.
-        loop: event loop for everything else; None for a new event loop.
+        loop: event loop for everything but calls; None for a new event loop.
         give_up_s: seconds without a connection after which this client ends.
         keeps_calls: whether to execute a call whose connection was lost before the call began.
 
@@ -204,7 +204,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             return
         self._closed = True
         if self._thread.is_alive():
-            # The thread may have closed its event loop just now.
+            # The client's thread may have closed the event loop just now.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._cancel)
             self._thread.join(JOIN_S)
@@ -217,7 +217,10 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     # --- in the loop ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Stay connected until cancelled, refused, or too long without a server; then fail `welcomed` and `ended`."""
+        """Stay connected until this is cancelled or refused, or finds no server for `give_up_s`.
+
+        At the end, `welcomed` and `ended` get an exception unless they are done.
+        """
         try:
             await self._stay_connected()
         finally:
@@ -247,7 +250,8 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             for task in left:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            # asyncio closes an interrupted TLS handshake only in a later iteration of the event loop.
+            # asyncio closes an interrupted TLS handshake only in a later iteration of the event loop, so
+            # run the loop for some more iterations.
             self._loop.run_until_complete(asyncio.sleep(CLOSING_S))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
@@ -257,7 +261,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             self._task.cancel()
 
     def _end(self, error: Exception) -> None:
-        """Stop connecting: fail `welcomed` and `ended` unless they are done. Idempotent."""
+        """Stop connecting. Set `error` in `welcomed` and `ended` unless they are done. Idempotent."""
         for future in (self.welcomed, self.ended):
             if not future.done():
                 future.set_exception(error)
@@ -270,8 +274,8 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                 try:
                     await self._converse(http)
                 except (AuthenticationError, ProtocolError) as error:
-                    # Before the welcome, `connect` raises the error; after it, only a log line can
-                    # report it.
+                    # Before the welcome, `connect` raises the error. After the welcome, only a log line
+                    # can report the error.
                     if self.welcomed.done():
                         _log.error("%s: not connecting again: %s", self._url, error)
                     self._end(error)
@@ -359,7 +363,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         if not self.welcomed.done():
             self.welcomed.set_result(None)
         # Replies that were sent just before the last connection was lost may not have arrived. The
-        # server must learn how a write ended, and it ignores a reply that it has already.
+        # server needs the result of every write, and ignores a reply that it already has.
         for reply in self._store.replies():
             await self.send(reply)
         await self.on_connected()
@@ -367,7 +371,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     def _answer_later(
         self, call: Envelope[CommandT] | UnreadCall, error: Exception | None = None
     ) -> None:
-        """Start to answer a call in a task, so that pings are answered while it runs."""
+        """Answer a call in a new task, so that this client answers pings during the call."""
         self._store.received(call.round_id)
         task = self._loop.create_task(self._answer(call, error))
         self._answers.add(task)

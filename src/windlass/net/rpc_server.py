@@ -79,8 +79,8 @@ async def serve(
 ) -> web.WebSocketResponse:
     """Serve one connection until it ends. An error of one peer does not affect other peers.
 
-    Each part of the first frame, and the answer to each ping, must arrive within `heartbeat_s`. A
-    frame may have at most `max_nbytes`.
+    `owner` handles the peers of the route. Each part of the first frame, and the answer to each
+    ping, must arrive within `heartbeat_s`. A frame may have at most `max_nbytes`.
     """
     # Large frames arrive in parts. Compression is off, because a small compressed frame could expand
     # to a thousand times its size.
@@ -115,7 +115,7 @@ async def serve(
         # process may still run.
         ended = not (session.was_cut or isinstance(socket.exception(), TimeoutError))
     except MustWait as error:
-        # The owner has already logged this if it is an error.
+        # If the reason is an error, `Owner.admit` has already logged it.
         reason = str(error)
         level = logging.DEBUG if isinstance(error, OwnerClosed) else logging.INFO
         await _refuse(socket, reason, final=False, level=level)
@@ -197,6 +197,6 @@ async def _refuse(
 
 
 def host_of(socket: web.WebSocketResponse) -> str:
-    """Return the IP address of the peer of a connection; empty if it is the same as the server's address."""
+    """Return the IP address of a connection's peer; "" if peer and server have the same address."""
     peer, own = (socket.get_extra_info(name) for name in ("peername", "sockname"))
     return "" if peer is None or own is None or peer[0] == own[0] else str(peer[0])

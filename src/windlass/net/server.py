@@ -96,10 +96,11 @@ class ControlServer:
         return url_of(self._published_host, self._port, scheme=scheme)
 
     def add_routes(self, routes: Iterable[web.AbstractRouteDef]) -> None:
-        """Add routes, before `start`.
+        """Add routes. Call this before `start`.
 
         Raises:
-            ConfigError: a route with this method and path exists already. None of `routes` is added.
+            ConfigError: a route with this method and path exists already. None of `routes` is
+                added.
         """
         added = list(routes)
         keys = [(r.method, r.path) for r in added if isinstance(r, web.RouteDef)]
@@ -111,7 +112,7 @@ class ControlServer:
         self._app.add_routes(added)
 
     def add_public_route(self, path: str, handler: Handler) -> None:
-        """Add a GET route that needs no token, for pages without secrets, before `start`."""
+        """Add a GET route that needs no token, for pages without secrets. Call this before `start`."""
         self._public.add(path)
         self._app.add_routes([web.get(path, handler)])
 
@@ -142,10 +143,10 @@ class ControlServer:
         await self._listener.start()
 
     async def stop_listening(self) -> None:
-        """Accept no new connections; existing ones continue. Idempotent.
+        """Accept no new connections; existing connections continue. Idempotent.
 
-        Call this before closing anything else. A disconnected peer reconnects at once, and aiohttp
-        never ends a connection that it accepts while it is ending the existing ones.
+        Call this before disconnecting peers. A disconnected peer reconnects at once, and aiohttp
+        never closes a connection that it accepts while it closes the existing connections.
         """
         if self._listener is not None:
             await self._listener.stop()

@@ -55,7 +55,7 @@ MessagePack never uses the byte c1."""
 
 WebSocket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 
-_turns: WeakKeyDictionary[WebSocket, asyncio.Lock] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[WebSocket, asyncio.Lock] = WeakKeyDictionary()
 """Connection that has sent a frame in parts -> lock that each send takes, so that frames keep their
 order and no frame is sent between the parts of another."""
 
@@ -89,16 +89,16 @@ async def send_frame(
         ConnectionError: the connection is closed or was cut.
         aiohttp.ClientError, RuntimeError: aiohttp reports that the connection is closed.
     """
-    if len(data) <= PART_NBYTES and not (_turns and websocket in _turns):
+    if len(data) <= PART_NBYTES and not (_locks and websocket in _locks):
         within_s = deadline_s if within_s is None else min(deadline_s, within_s)
         await _send_part(websocket, data, _Cutter(websocket, within_s, on_cut))
         return
     loop = asyncio.get_running_loop()
     end = None if within_s is None else loop.time() + within_s
-    turn = _turns.get(websocket)
-    if turn is None:
-        turn = _turns[websocket] = asyncio.Lock()
-    async with turn:
+    lock = _locks.get(websocket)
+    if lock is None:
+        lock = _locks[websocket] = asyncio.Lock()
+    async with lock:
         for part in _parts_of(data):
             left_s = deadline_s if end is None else min(deadline_s, max(end - loop.time(), 0.0))
             await _send_part(websocket, part, _Cutter(websocket, left_s, on_cut))
@@ -118,14 +118,14 @@ async def _send_part(websocket: WebSocket, part: bytes, cutter: _Cutter) -> None
 def _within(
     cutter: _Cutter, sending: Coroutine[object, object, None]
 ) -> Generator[object, object, None]:
-    """Await a send; start the cutter's timer only if the send has to wait, which is rare for small frames."""
+    """Await a send. Start the cutter's timer only if the send has to wait, which is rare for small frames."""
     with contextlib.suppress(StopIteration):
         waits_for = sending.send(None)
         with cutter:
             while True:
                 try:
                     resumed_with = yield waits_for
-                # A cancellation must reach the send too.
+                # Also pass a cancellation on to the send.
                 except BaseException as error:  # noqa: BLE001
                     waits_for = sending.throw(error)
                 else:
@@ -163,9 +163,9 @@ class PartJoiner:
         self.nbytes = 0
 
     def add(self, data: bytes) -> bytes | None:
-        """Add a WebSocket message; return a whole frame, or None while the frame is incomplete.
+        """Add a WebSocket message. Return a whole frame, or None while the frame is incomplete.
 
-        If a new frame begins, an incomplete frame is dropped: the sender has given it up.
+        If a new frame begins, drop an incomplete frame, because its sender has given it up.
 
         Raises:
             ProtocolError: the part is out of order, or the frame is too large.
@@ -192,9 +192,9 @@ class PartJoiner:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard limit; return it, or `sys.maxsize` if there is no limit.
+    """Raise the soft limit of open files to the hard limit. Return the limit, or `sys.maxsize` if there is none.
 
-    The usual soft limit of 1024 exists for programs that use `select`; a fleet may need more.
+    The usual soft limit of 1024 exists for programs that use `select`; a fleet may need more files.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Another thread or process may have lowered the hard limit in the meantime.
@@ -237,7 +237,7 @@ def open_http(
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(_refuse_redirect)
     tls = client_context(to_controller=to_controller)
-    # aiohttp may keep as many idle connections open as there are connections in use.
+    # Use only half of the descriptors: aiohttp may keep as many idle connections as there are in use.
     limit = max((raise_file_limit() - OTHER_DESCRIPTORS) // 2, 1) if many_connections else 100
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
@@ -273,9 +273,10 @@ async def close_socket(
 class _Cutter:
     """Context manager that cuts a connection if its block has not ended by the deadline.
 
-    A coroutine that waits for space in the connection's buffer then gets a `ConnectionError`. To cancel it
-    would cancel all coroutines that wait there, because in aiohttp they share one future. `Transport.close`
-    would wait for space too.
+    A coroutine that waits for space in the connection's buffer then gets a `ConnectionError`. It is
+    not cancelled, because in aiohttp all coroutines that wait for this space share one future and
+    would be cancelled too. `Transport.close` is no alternative, because it also waits for the
+    space.
     """
 
     __slots__ = ("_on_cut", "_timer", "_websocket", "deadline_s", "has_cut")

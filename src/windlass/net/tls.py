@@ -94,7 +94,7 @@ def _server_context(files: _Files) -> ssl.SSLContext:
 
 @cache
 def _client_context(files: _Files, to_controller: bool) -> ssl.SSLContext:
-    # This protocol checks the certificate chain and the host name.
+    # `PROTOCOL_TLS_CLIENT` checks the certificate chain and the host name.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if to_controller:
         context.sslsocket_class = _ControllerSocket

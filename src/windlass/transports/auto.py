@@ -56,7 +56,7 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
     offers: tuple[str, ...] = ()
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:
-        """See `TransportConfig.create`. Return a `TransportSet`, or the transport itself if there is only one.
+        """Start the transports; see `TransportConfig.create`. If several start, return a `TransportSet`.
 
         Raises:
             ConfigError: `offers` contains an unknown transport.
@@ -162,7 +162,7 @@ class TransportSet(OneSidedTransport):
         return next((mapper for mapper in found if mapper is not None), None)
 
     def report(self) -> WireReport:
-        """Return the report of the fastest member; `offers` has the reports of all."""
+        """Return the report of the fastest member; `offers` has the reports of all members."""
         return next(iter(self._members.values())).report()
 
     def endpoint(self) -> PeerEndpoint:
@@ -194,8 +194,7 @@ class TransportSet(OneSidedTransport):
     def _joined(
         self, span: tuple[int, int], parts: dict[str, MemoryRegion], refused: RegionError | None
     ) -> MemoryRegion:
-        # If the transport `allocates`, memory that it did not allocate can be a source but not a target of
-        # writes, and has no key.
+        # A transport that `allocates` registers other memory only as a source of writes, and without a key.
         remotes = [
             region.remote
             for name, region in parts.items()
@@ -250,9 +249,9 @@ class TransportSet(OneSidedTransport):
 def _registered_with(
     name: str, member: OneSidedTransport, spans: Sequence[tuple[int, int]]
 ) -> list[MemoryRegion | RegionError]:
-    """Register ranges with one transport; if it refuses them together, register each alone.
+    """Register ranges with one transport. Return a region, or the error, for each range.
 
-    Return a region, or the error, for each range.
+    If the transport refuses the ranges together, register each range separately.
     """
     try:
         return list(member.register_all(spans))

@@ -123,11 +123,11 @@ class TransportOffer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class MappedRegion:
-    """Published region that is mapped in this process: local address = address in the owner's process + `shift`.
+    """Region of a peer that is mapped in this process. Its address here is its address in the peer + `shift`.
 
     Attributes:
-        start, stop: begin and end of the region, as addresses in the owner's process.
-        shift: difference between the two addresses.
+        start, stop: begin and end of the region, as addresses in the peer's process.
+        shift: address in this process minus address in the peer's process.
     """
 
     start: int
@@ -140,14 +140,14 @@ class PeerMapper(Protocol):
 
     @property
     def gpu(self) -> Gpu:
-        """GPU that runs these kernels."""
+        """GPU that runs the kernels."""
         ...
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
-        """Map a peer's region. The whole allocation is mapped once, and stays mapped until `keep_mapped` drops it.
+        """Map the allocation that contains a peer's region. It stays mapped until `keep_mapped` drops it.
 
         Raises:
-            PeerUnreachable: the owner's process has ended.
+            PeerUnreachable: the peer's process has ended.
             RegionError: the key is malformed, or the region exceeds its allocation.
             TransferFailed: the driver cannot open the allocation.
         """
@@ -156,8 +156,8 @@ class PeerMapper(Protocol):
     def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
         """Unmap every allocation of a peer that contains none of `regions`.
 
-        Memory that a peer has freed stays allocated on its GPU while it is mapped here. After a write
-        with an unknown outcome nothing is unmapped, because kernels may still write.
+        Memory that a peer frees stays allocated on the peer's GPU while this process maps it. After
+        a write with an unknown outcome nothing is unmapped, because kernels may still write.
         """
         ...
 
@@ -225,17 +225,17 @@ class OneSidedTransport(Protocol):
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """End the registration of a region. The caller frees the memory in `released`, never earlier.
 
-        A native call of this transport may be unfinished: another thread waits for it, or its outcome
-        is unknown. It may still read from the memory or write into it, so the memory must stay
-        allocated until the call ends. Memory that no unfinished call uses is released at once. A batch
-        may need several native calls, and a call that has not begun does not count: so do not
-        unregister a region while a thread in `write` still has to send it.
+        A native call of this transport may be unfinished: another thread waits for the call, or its
+        outcome is unknown. The call may still use the memory, so the memory must stay allocated
+        until the call ends. If no unfinished call uses the memory, `released` is called at once. A
+        `write` may make several native calls, and this method does not know the later ones. So do
+        not unregister a region during a `write` that uses it.
 
         Args:
             region: registered region. The caller starts no further write with it.
             released: called once no native call of this transport uses the memory: before
-                `unregister` returns, or later in any thread, or never if the transport cannot know. It
-                must not register, write or close.
+                `unregister` returns, or later in any thread, or never if the transport cannot know.
+                It must not register, write or close.
 
         Raises:
             RegionError: the region is not registered; `released` is not called.
@@ -250,7 +250,7 @@ class OneSidedTransport(Protocol):
         Raises:
             RegionError: a piece is outside local registered memory or outside `batch.regions`.
                 Nothing was sent.
-            PeerUnreachable: the peer's process has ended, or another incarnation has its address.
+            PeerUnreachable: the peer's process has ended, or another process has its address.
             TransferFailed: the write ended incomplete. No further byte will arrive.
             TransferOutcomeUnknown: the deadline passed and bytes may still be in flight.
         """
@@ -259,8 +259,8 @@ class OneSidedTransport(Protocol):
     def fence(self, *, deadline_s: float) -> None:  # noqa: ARG002
         """Return once no write of an ended peer process can change memory of this process any more.
 
-        Call this while no peer writes. Peers that are alive reconnect by themselves. If the writes of a
-        process always end with it, nothing is done.
+        Call this while no peer writes. Peers that are alive reconnect by themselves. If writes over
+        this transport always end with the process that writes, this does nothing.
 
         Raises:
             TransferFailed: writes of an ended process may still arrive.

@@ -47,7 +47,7 @@ def choose_transport(
 
     Raises:
         ConfigError: the ranks have no transport in common, or no common transport reaches the
-            destination. The message contains the reason for each.
+            destination. The message contains the reason for each transport.
     """
     theirs = {offer.transport: offer for offer in destination}
     usable: list[tuple[float, str]] = []

@@ -81,7 +81,7 @@ def write_process_memory(
             if done == 0:
                 raise OSError(errno.EIO, "process_vm_writev wrote nothing")
             left -= done
-            # The kernel stops before the first bad page; the next call returns the reason.
+            # The kernel stops before the first page that cannot be written; the next call returns the reason.
             if left:
                 ends = np.cumsum(ours[:, 1])
                 whole = int(np.searchsorted(ends, done, side="right"))
@@ -106,7 +106,7 @@ _process_vm_writev.argtypes = [
 
 
 def _writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -> int:
-    """Make one call. Only this function turns errno into an exception."""
+    """Call `process_vm_writev` once and return the bytes written. Only this function turns errno into an exception."""
     done = int(
         _process_vm_writev(
             pid,
@@ -166,7 +166,7 @@ class CmaTransport(RegionTransport):
         check_alive(batch.endpoint)
 
     def _copy_into(self, pid: int, batch: WriteBatch, deadline: Deadline) -> None:
-        """Copy with several threads. Return or raise only once all have ended, so that no byte arrives later."""
+        """Write a batch with several threads. Return or raise after all threads have ended: no byte arrives later."""
         pieces = merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes)
         total = int(batch.nbytes.sum())
         num_parts = max(min(self._num_threads, total // MIN_THREAD_NBYTES), 1)
@@ -176,7 +176,7 @@ class CmaTransport(RegionTransport):
 
 
 def _shares(pieces: Pieces, total: int, num_parts: int) -> Iterator[Pieces]:
-    """Split pieces so that each fits into one call, and yield them in `num_parts` parts of similar size."""
+    """Divide pieces into `num_parts` parts of similar size, and cut pieces that are too large for one call."""
     limit = min(MAX_CALL_NBYTES, -(-total // num_parts))
     local, remote, nbytes = split_pieces(*pieces, limit)
     goals = np.arange(1, num_parts) * (total / num_parts)

@@ -102,7 +102,7 @@ class CudaIpcTransport(RegionTransport):
         return f"{ordinal}:{address - start}:{self.gpu.device.export(start).hex()}"
 
     def _is_touched(self, region: MemoryRegion) -> bool:  # noqa: ARG002
-        """Return whether a kernel has exceeded its deadline, because it may still access any region."""
+        """Return True if a kernel has exceeded its deadline: it may still access any region."""
         return self.gpu.is_late
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
@@ -137,7 +137,7 @@ class CudaIpcTransport(RegionTransport):
                 self.gpu.device.close_handle(self._opened.pop(place))
 
     def _forget_dead(self) -> None:
-        """Unmap allocations of ended processes: the driver frees their GPU memory only after that."""
+        """Unmap allocations of ended processes. Until then the driver does not free their GPU memory."""
         if self.gpu.is_late:
             return
         for endpoint in {endpoint for endpoint, _ in self._opened}:
@@ -163,14 +163,13 @@ class CudaIpcTransport(RegionTransport):
             end_queued(self.gpu, error, deadline.remaining_s)
             copy.close()
             raise
-        # If this raises because the outcome is unknown, a kernel may still read the table of `copy`, which
-        # therefore stays allocated.
+        # If this raises, `copy` is not closed, because a kernel may still read its table.
         self.gpu.wait(event, deadline.remaining_s)
         copy.close()
         check_alive(batch.endpoint)
 
     def close(self) -> None:
-        """See `OneSidedTransport.close`. If a kernel has exceeded its deadline, peers' memory stays mapped for it."""
+        """See `OneSidedTransport.close`. If a kernel has exceeded its deadline, the memory of peers stays mapped."""
         self._own.close()
         super().close()
         with self._lock:

@@ -39,7 +39,7 @@ def listening_ports() -> frozenset[int]:
 
 
 def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
-    """Return the TCP connections of this process whose remote port is one of `ports`."""
+    """Return the TCP connections of this process to a remote port in `ports`."""
     found = set()
     for own in _sockets():
         # Unconnected sockets have no peer.
@@ -51,10 +51,10 @@ def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
 
 
 def new_mark() -> int:
-    """Return a number of SYN retries that differs from the system's default, to mark sockets.
+    """Return a number of SYN retries that marks the sockets of a library. It differs from the system's default.
 
-    Some libraries let the caller set this number, but no other property that would identify their
-    sockets. All sockets that such a library opens or accepts then have this number.
+    Some libraries let the caller set this number for their sockets, and nothing else that would
+    identify them. All sockets that the library opens or accepts then have this number.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as fresh:
         default: int = fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT)
@@ -62,9 +62,9 @@ def new_mark() -> int:
 
 
 def end_connections(is_meant: Callable[[socket.socket], bool], deadline: Deadline) -> int:
-    """End each TCP connection for whose socket `is_meant` returns True; return their number.
+    """Shut down the TCP connections that `is_meant` selects by their sockets; return their number.
 
-    Waits until the library that reads each connection has closed its socket.
+    Wait until the library that reads each connection has closed its socket.
 
     Raises:
         TransferFailed: a library still has a socket open after `deadline`.
@@ -96,7 +96,7 @@ def _sockets() -> Iterator[socket.socket]:
         try:
             duplicate = os.dup(int(entry.name))
         except OSError:
-            # The descriptor was closed after the listing, as that of the listing itself is.
+            # The descriptor was closed after the listing, like the descriptor that was used for the listing.
             continue
         if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
             os.close(duplicate)

@@ -157,8 +157,8 @@ class PeerLiveness:
 
         Args:
             reconnect: whether to reconnect if the connection broke, at most once per `RECONNECT_S`;
-                this may take `RECONNECT_S`. If False, the call returns at once, and returns False for a
-                broken connection. Use False while other threads wait for the caller.
+                this may take `RECONNECT_S`. If False, return at once, with False for a broken
+                connection. Use False while other threads wait for the caller.
         """
         if self._gone or self._closed.is_set():
             return True
@@ -171,16 +171,16 @@ class PeerLiveness:
                 return reconnect and self._reconnect()
 
     def _look(self) -> _State:
-        """Return the state of the connection. Record a break: a socket reports its error only once."""
+        """Return the state of the connection. Remember if it is broken, because a socket reports an error only once."""
         with self._looking:
             state = _State.BROKEN if self._is_broken else _state_of(self._socket)
             self._is_broken = state is _State.BROKEN
             return state
 
     def wait_ended(self, timeout_s: float, wake: int = -1) -> bool:
-        """Wait until the peer has ended, `wake` is readable, or `timeout_s` passed; return whether it has ended.
+        """Wait until the peer has ended, `wake` is readable, or `timeout_s` has passed.
 
-        `wake` is a file descriptor; -1 for none.
+        `wake` is a file descriptor; -1 for none. Return whether the peer has ended.
         """
         waiting = select.poll()
         if wake >= 0:

@@ -126,10 +126,10 @@ class NativeCall(ABC):
 
     @abstractmethod
     def cancel(self) -> bool:
-        """Cancel the call if it has not begun; return whether it will certainly never begin."""
+        """Cancel the call if it has not begun. Return whether the call will certainly never begin."""
 
     def stop_waiting(self) -> None:
-        """Release resources that were only needed to wait for the end, such as `wake`; the call may continue."""
+        """Release resources that were only needed to wait for the end, such as `wake`. The call may still run."""
         return
 
 
@@ -174,7 +174,7 @@ class NetworkPeer(ABC):
 
     @abstractmethod
     def step_nbytes(self, region: RemoteRegion) -> int:
-        """Return the step in which the peer registered a region, in bytes; 0 if it registered the region at once.
+        """Return the size in bytes of each registration of a peer's region; 0 if the region is one registration.
 
         Raises:
             RegionError: the key of the region is malformed.
@@ -182,15 +182,15 @@ class NetworkPeer(ABC):
 
     @abstractmethod
     def _begin(self, pieces: Pieces) -> NativeCall:
-        """Begin a write. The caller holds the lock. `look` of the returned call reports errors of the library."""
+        """Begin a write. The caller holds the lock. If the library reports an error, `look` of the call returns FAILED."""
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a thread follows a call to this peer."""
+        """True if a thread follows a call to this peer."""
         return bool(self._under_way)
 
     def is_open(self) -> bool:
-        """Return whether a call that was given up may still continue; forget those that have ended."""
+        """Return whether a call that was given up may still run. Forget calls that have ended."""
         with self.lock:
             if self._given_up:
                 has_ended = not self.outlives_process and self.liveness.has_ended(reconnect=False)
@@ -211,7 +211,7 @@ class NetworkPeer(ABC):
 
     @contextlib.contextmanager
     def held(self, deadline: Deadline) -> Iterator[None]:
-        """Hold the lock of this peer while the transport is open.
+        """Hold the lock of this peer inside the block.
 
         Raises:
             TransferFailed: the transport is closed, or other threads held the lock until the
@@ -238,12 +238,12 @@ class NetworkPeer(ABC):
             raise TransferFailed(f"{deadline.purpose}: the transport is closed")
 
     def refuse_open(self, deadline: Deadline) -> None:
-        """Raise unless a call to this peer may begin. The caller holds the lock.
+        """Raise unless a new call to this peer may begin. The caller holds the lock.
 
         Raises:
             PeerUnreachable: the peer's process has ended.
             TransferFailed: the transport is closed.
-            TransferOutcomeUnknown: a call that was given up may still continue.
+            TransferOutcomeUnknown: a call that was given up may still run.
         """
         self.refuse_closed(deadline)
         if self.liveness.has_ended(reconnect=False):
@@ -269,7 +269,7 @@ class NetworkPeer(ABC):
         try:
             outcome = self._follow(call, deadline)
             failure = None if outcome is Outcome.DONE else self._failure(call, outcome, deadline)
-        # After an exception such as an interrupt, no thread follows the call any more.
+        # After an interrupt or a similar exception, no thread follows the call, and bytes may still arrive.
         except BaseException:
             with self.lock:
                 self._given_up[call] = f"{deadline.purpose}: interrupted; bytes may still arrive"
@@ -280,11 +280,15 @@ class NetworkPeer(ABC):
             raise failure
 
     def close(self) -> None:
-        """Wake waiting threads. Unless `is_closed` was set before, they treat the peer as ended. Idempotent."""
+        """Close `liveness`, which wakes waiting threads. They report an ended peer unless `is_closed` is set. Idempotent."""
         self.liveness.close()
 
     def _follow(self, call: NativeCall, deadline: Deadline) -> Outcome:
-        """Follow a call; return its outcome, or PENDING if the deadline passed, the peer ended or the transport closed."""
+        """Wait for the end of a call and return its outcome.
+
+        The outcome is PENDING if the deadline passed, the peer ended or the transport closed
+        before.
+        """
         pause_s, has_ended = FIRST_PAUSE_S, False
         while True:
             with self.lock:
@@ -415,7 +419,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         """
 
     def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """See `RegionTransport`. If the library refuses the ranges together, register each alone."""
+        """See `RegionTransport`. If the library refuses the ranges together, register each range separately."""
         if len(spans) > 1:
             with contextlib.suppress(RegionError):
                 return self._register_together(spans)
@@ -428,7 +432,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         return keys
 
     def _take_back(self, region: MemoryRegion) -> None:
-        """Undo a registration, which no write has used yet."""
+        """Undo a registration that no write has used yet."""
         if (later := self._unregister(region)) is not None:
             later()
 
@@ -481,7 +485,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             raise TransferFailed(f"{deadline.purpose}: the transport is closed")
 
     def _forget_ended(self) -> None:
-        """Close peers that have ended and have no unfinished call. The caller holds the lock.
+        """Close ended peers without unfinished calls. The caller holds the lock.
 
         A thread that is about to write to such a peer gets an error from `refuse_open`.
         """

@@ -65,11 +65,11 @@ def own_endpoint(transport: str) -> PeerEndpoint:
 
 
 def check_alive(peer: PeerEndpoint) -> int:
-    """Return the pid of the process that `peer` names, if this process is alive.
+    """Return the pid of a peer's process, which must be alive.
 
     Raises:
-        PeerUnreachable: the address is not a pid, the process has ended, or another process has
-            the pid.
+        PeerUnreachable: the address is not a pid, the process has ended, or another process has the
+            pid.
     """
     if not peer.address.isascii() or not peer.address.isdigit():
         raise PeerUnreachable(f"{peer.transport}: address must be a pid, got {peer.address!r}")
@@ -91,7 +91,8 @@ _OWN: set[PeerEndpoint] = set()
 def is_own_process(peer: PeerEndpoint) -> bool:
     """Return whether `peer` is an open transport of this process.
 
-    The comparison includes the secret, so it is False for a forged endpoint with the pid of this process.
+    The incarnation contains a secret, so a forged endpoint with the pid of this process does not
+    match.
     """
     return peer in _OWN
 
@@ -100,10 +101,11 @@ def is_own_process(peer: PeerEndpoint) -> bool:
 class OwnProcess:
     """Endpoint of a transport of this process. It proves to peers until `close` that it is this process.
 
-    The incarnation is the process's start time and a secret. While the transport is open, an abstract
-    Unix socket listens, whose name is a digest of both. A peer that has the endpoint connects to this
-    socket, and the kernel tells it the pid of the listening process. A forged endpoint with the pid
-    of another process fails, because that process does not listen at a socket of this name.
+    The incarnation is the process's start time and a secret. While the transport is open, this
+    process listens at an abstract Unix socket. The name of the socket is a digest of the
+    incarnation. A peer that has the endpoint connects to this socket, and the kernel tells the peer
+    the pid of the listening process. A forged endpoint with the pid of another process fails,
+    because that process does not listen at a socket of this name.
 
     Attributes:
         endpoint: address and identity that peers receive.
@@ -128,7 +130,7 @@ class OwnProcess:
         self._listener.close()
 
     def _serve(self) -> None:
-        """Accept and close: the kernel gives a client the listener's pid as soon as it has connected."""
+        """Accept connections and close them. A client only needs the listener's pid, which it gets from the kernel."""
         while not self._closed.is_set():
             try:
                 self._listener.accept()[0].close()
@@ -145,7 +147,7 @@ class PeerProcesses:
         self._proven: frozenset[PeerEndpoint] = frozenset()
 
     def check(self, peer: PeerEndpoint) -> int:
-        """Return the pid of `peer`, which must be alive and prove its identity at the first check.
+        """Return the pid of `peer`. Its process must be alive, and prove its identity at the first check.
 
         Raises:
             PeerUnreachable: see `check_alive`, or the process did not prove that it is this peer.
@@ -161,7 +163,7 @@ class PeerProcesses:
 def let_peers_write() -> None:
     """Allow other processes of the same user to write into this process, with Yama's default settings.
 
-    With ptrace_scope=1 only a parent process is allowed to, so this declares all processes as permitted
+    With ptrace_scope=1 only a parent process may write, so declare all processes as permitted
     tracers. The kernel still requires the same user. Without Yama the call fails and is not needed.
     """
     libc = ctypes.CDLL(None)

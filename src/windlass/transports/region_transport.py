@@ -37,8 +37,7 @@ class RegionTransport(OneSidedTransport):
 
     def __init__(self, endpoint: PeerEndpoint) -> None:
         self._endpoint = endpoint
-        # Reentrant, because `released` may free an allocation of this transport, which takes the lock
-        # too.
+        # Reentrant, because `released` may free an allocation of this transport, and freeing takes the lock.
         self._lock = threading.RLock()
         self._table = RegionTable()
         self._deferred: list[tuple[MemoryRegion, Callable[[], None]]] = []
@@ -75,7 +74,7 @@ class RegionTransport(OneSidedTransport):
                 )
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Check and write a batch; then free unregistered regions that no unfinished call uses any more."""
+        """Check and write a batch. Then free unregistered regions that no unfinished call uses any more."""
         name = self._endpoint.transport
         check_batch(self._table, batch, name)
         deadline = Deadline.after(deadline_s, f"{name} write to {batch.endpoint.address}")
@@ -95,8 +94,8 @@ class RegionTransport(OneSidedTransport):
         """Free the unregistered regions that no unfinished call uses any more. The caller holds the lock.
 
         Args:
-            keep: whether the other regions stay allocated until the process ends, because the
-                transport closes and will not learn when their calls end.
+            keep: whether regions that an unfinished call may use stay allocated until the process
+                ends. The transport is closing then, and does not learn when these calls end.
         """
         waiting, self._deferred = self._deferred, []
         for region, released in waiting:
@@ -116,7 +115,7 @@ class RegionTransport(OneSidedTransport):
 
     @abstractmethod
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
-        """Write a checked batch; return once it is visible in the peer's memory.
+        """Write a checked batch; return once all bytes are visible in the peer's memory.
 
         Raises:
             PeerUnreachable, TransferFailed, TransferOutcomeUnknown: see `OneSidedTransport.write`.
@@ -141,7 +140,7 @@ class RegionTransport(OneSidedTransport):
         return [self._register(*span) for span in spans]
 
     def _unregister(self, region: MemoryRegion) -> Callable[[], None] | None:  # noqa: ARG002
-        """End a registration now, or return a function that ends it. The caller holds the lock.
+        """End a registration, or return a function that ends it. The caller holds the lock.
 
         The function is called once no unfinished call uses the memory.
         """
@@ -157,6 +156,6 @@ class RegionTransport(OneSidedTransport):
 
 
 def _call_each(calls: Iterable[Callable[[], None]]) -> None:
-    """Call each function in order. If one raises, the later ones do not run."""
+    """Call each function in order. If a function raises, the later functions do not run."""
     for call in calls:
         call()

@@ -136,7 +136,8 @@ def check_inside(
     """Check that each piece is inside one of `spans`.
 
     Raises:
-        RegionError: a piece is empty or not inside; the message names the first such piece.
+        RegionError: a piece is empty or outside all `spans`; the message names the first such
+            piece.
     """
     if len(nbytes) == 0:
         return

@@ -68,7 +68,7 @@ class ShmConfig(TransportConfig, frozen=True, tag="shm"):
 class ShmTransport(RegionTransport):
     """`OneSidedTransport` over sealed memory files, and their `MemoryAllocator`.
 
-    Memory that it did not allocate can be registered as a source only. Segments are freed by
+    Memory from elsewhere can be registered only as a source of writes. Segments are freed by
     `release`, by `close`, and when the process ends.
     """
 
@@ -316,8 +316,8 @@ def _open(path: str, target: str) -> _MappedSegment:
         if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise RegionError(f"shm: the segment at {path} must be sealed against shrinking")
         found = os.fstat(handle)
-        # Touching a missing page would allocate it for this process. Otherwise a malicious owner could
-        # make this process allocate any amount.
+        # A write to a missing page would allocate the page for this process, so a malicious owner could make
+        # this process allocate any amount of memory.
         if found.st_blocks * 512 < found.st_size:
             raise RegionError(f"shm: the segment at {path} must have all of its pages")
         # One pass over the page tables now replaces a page fault per page in the first write.

@@ -118,7 +118,7 @@ def start_engine(host: str, device: str, protocol: MooncakeProtocol) -> Started:
             engine does not start, or it uses another wire than the configured one.
         ConfigError: `protocol` is rdma but the environment forces tcp.
     """
-    # The engine starts and returns 0 even for a host name that does not exist, so check it first.
+    # The engine starts and returns 0 even for a host name that does not exist, so check the host first.
     listen_on(host, "mooncake").close()
     forced = protocol is MooncakeProtocol.TCP
     detail = _installed_version()
@@ -183,7 +183,8 @@ def _check_chosen(device: str, protocol: MooncakeProtocol, wire: str, nics: list
 def _registration_limit(nics: list[str]) -> int:
     """Return the largest range to register at once; 0 for no limit.
 
-    The engine registers a larger range as several parts itself, and then refuses each piece that is in two of them.
+    The engine divides a larger range into several registrations, and then refuses each piece that
+    is in two of them.
     """
     asked = environment_value("MC_MAX_MR_SIZE") or ""
     limits = [max_registration_nbytes(nic) for nic in nics]
@@ -230,7 +231,7 @@ def _open_devices(*, mark: bool) -> set[str]:
     """
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
-        # A descriptor may be closed after the listing, as that of the listing itself is.
+        # A descriptor may be closed after the listing, like the descriptor that was used for the listing.
         with contextlib.suppress(OSError):
             target, number = str(entry.readlink()), int(entry.name)
             if not target.startswith(_VERBS) or fcntl.fcntl(number, fcntl.F_GETSIG) == _MARK:

@@ -134,13 +134,14 @@ class _Engine:
         return page
 
     def pin(self, steps: Sequence[tuple[int, int]]) -> int:
-        """Register ranges (start, stop); return the engine's code. If it is not 0, no range is registered.
+        """Register ranges (start, stop); return the engine's code. If the code is not 0, no range is registered.
 
-        One call for all ranges is faster: over RDMA the engine uses several threads for it.
+        One call for all ranges is faster, because over RDMA the engine uses several threads in one
+        call.
         """
         starts, sizes = [start for start, _ in steps], [stop - start for start, stop in steps]
         code = self.started.engine.batch_register_memory(starts, sizes)
-        # The engine checks for overlaps before it begins. After another error some ranges are registered.
+        # The engine checks for overlaps before it registers. After another error, some ranges are registered.
         if code not in (0, _OVERLAP):
             self.unpin(starts)
         return code
@@ -226,7 +227,11 @@ class MooncakePeer(NetworkPeer):
         return int(key)
 
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:  # noqa: ARG002
-        """See `NetworkPeer.confirm`. If the peer has cut the connection, two reads fail before the engine reconnects."""
+        """See `NetworkPeer.confirm`.
+
+        Try several reads: if the peer has cut the connection, two reads fail before the engine
+        reconnects.
+        """
         code: int | None = None
         for _ in range(READS):
             with self.held(deadline):
@@ -236,7 +241,7 @@ class MooncakePeer(NetworkPeer):
             if outcome is Outcome.DONE:
                 return
             with self.lock:
-                # The call only reads a token, so it does not matter whether it had begun.
+                # It does not matter whether the call had begun, because it only reads a token.
                 call.cancel()
                 self.refuse_open(deadline)
             code = call.code
@@ -277,7 +282,10 @@ class MooncakePeer(NetworkPeer):
         )
 
     def _has_refused(self, call: NativeCall, deadline: Deadline) -> bool:
-        """Return whether a read that was queued behind the failed call proves its end; see the module."""
+        """Return whether a failed call has certainly ended.
+
+        A read proves this if it was queued behind the call and succeeds; see the module docstring.
+        """
         if not isinstance(call, _Call) or call.seconds >= PROMPT_S:
             return False
         with self.lock:
@@ -333,7 +341,7 @@ class MooncakePeer(NetworkPeer):
         return call
 
     def _serve(self) -> None:
-        """Make calls until there was none for `IDLE_S`. The thread ends then, because the peer may have ended."""
+        """Make queued calls. End after `IDLE_S` without a call, because the peer may have ended."""
         while True:
             try:
                 call = self._calls.get(timeout=IDLE_S)
@@ -351,7 +359,7 @@ class MooncakePeer(NetworkPeer):
             try:
                 if call.begun:
                     code = call.run()
-            # If `run` raises, the waiting thread gets code -1 at once, and not only its deadline.
+            # If `run` raises, report code -1, so that the waiting thread does not wait until its deadline.
             finally:
                 with self.lock:
                     call.seconds = time.monotonic() - start
@@ -479,7 +487,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
 
 
 def _parse(endpoint: PeerEndpoint) -> tuple[str, int, str]:
-    """Return the token of a peer in hex, the token's address in the peer's process, and its listener's address."""
+    """Return the token of a peer in hex, its address in the peer's process, and the address of the peer's listener."""
     match = _INCARNATION.fullmatch(endpoint.incarnation)
     if match is None:
         raise PeerUnreachable(

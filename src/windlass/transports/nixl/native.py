@@ -117,7 +117,7 @@ class PutWire:
 
     @property
     def one_sided(self) -> bool:
-        """Whether a write completes while the target's process is stopped."""
+        """True if a write completes while the target's process is stopped."""
         return self.name in _ONE_SIDED and not self.emulated
 
 
@@ -273,7 +273,8 @@ def _native_agent(name: str, wire: NixlWire, device: str) -> NativeAgent:
 def _log_file() -> str:
     """Return the path of UCX's log in this process: the user's choice, or a file in a private folder.
 
-    In a shared folder, another user could create a link of this name that leads to a file of this user.
+    The folder is private, because in a shared folder another user could create a link of this name
+    to any file.
     """
     if chosen := environment_value("UCX_LOG_FILE"):
         return chosen
@@ -320,10 +321,10 @@ def new_write(
 
 @contextlib.contextmanager
 def _patient_progress() -> Iterator[None]:
-    """Make agents that start in the block let their UCX progress thread sleep between two polls.
+    """Inside the block, start agents with a UCX progress thread that sleeps between two polls.
 
-    NIXL's Python layer sets this sleep to 0, so that each idle agent keeps a core busy. The sleep can only be
-    changed by replacing the layer's configuration type during the start.
+    NIXL's Python layer sets this sleep to 0, so that each idle agent keeps a core busy. The sleep
+    can only be changed by replacing the layer's configuration type during the start.
     """
     bindings = _module("_bindings")
     original = bindings.nixlAgentConfig
@@ -369,15 +370,15 @@ class TcpFence:
         """Record the agent's connection to itself, so that `cut` keeps it.
 
         Call this after the agent has registered memory and before a peer learns its address. The
-        connection is found because this process opened it to a port of the agent. Connections that
-        peers opened are not kept, even if the peer is another agent of this process.
+        connection leads from this process to a port of the agent. Connections that peers opened are
+        not kept, even if the peer is another agent of this process.
         """
         found = connections_to(listening_ports() - self._listened)
         with _FENCES:
             _OF_AGENTS_WITH_THEMSELVES[self] = found | {(peer, own) for own, peer in found}
 
     def cut(self, deadline: Deadline) -> int:
-        """Close all connections of this process's agents that must not be kept; return their number.
+        """Close the connections of this process's agents to peers; return their number.
 
         Raises:
             TransferFailed: UCX has not closed the socket of a connection by the deadline.

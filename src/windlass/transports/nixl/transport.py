@@ -169,7 +169,7 @@ class NixlAgent:
 
 @final
 class _Transfer(NativeCall):
-    """A native transfer, which the constructor begins. If NIXL raises an error while preparing it, it never begins."""
+    """Native transfer, begun by the constructor. If NIXL cannot prepare the transfer, it never begins."""
 
     def __init__(self, agent: NixlAgent, peer: str, pieces: Pieces, gpus: tuple[int, int]) -> None:
         local, _, nbytes = pieces
@@ -248,7 +248,7 @@ class NixlPeer(NetworkPeer):
             self._confirmed = True
 
     def _wait_for_late(self, deadline: Deadline) -> None:
-        """Wait, at most until the deadline, for the end of earlier transfers that exceeded their deadlines."""
+        """Wait, at most until the deadline, for earlier transfers that exceeded their deadlines."""
         pause_s = FIRST_PAUSE_S
         while deadline.remaining_s > 0:
             with self.held(deadline):
@@ -280,7 +280,8 @@ class NixlPeer(NetworkPeer):
                 raise RegionError(f"nixl: key of {address} belongs to another process")
 
     def _begin(self, pieces: Pieces) -> _Transfer:
-        # All regions of an agent are on the same GPU, or in host memory; the scratch page has gpu -1.
+        # All regions of an agent are on one GPU, or all are in host memory. The scratch page has gpu -1, so
+        # the maximum is the GPU of the regions.
         gpu = max(key.gpu for keys in self._keys.values() for key in keys)
         return self._post(pieces, (self._agent.gpu, gpu))
 
@@ -288,7 +289,7 @@ class NixlPeer(NetworkPeer):
         return _Transfer(self._agent, self.endpoint.incarnation, pieces, gpus)
 
     def reach(self, deadline: Deadline) -> None:
-        """Check the connection with a probe write; connect again if the probe fails. Takes the lock.
+        """Check the connection with a probe write; reconnect if the probe fails. Take the lock.
 
         Raises:
             PeerUnreachable: no probe write arrived; nothing of the batch was sent.
@@ -306,11 +307,11 @@ class NixlPeer(NetworkPeer):
         )
 
     def _word_arrives(self, deadline: Deadline) -> bool:
-        """Return whether a probe write arrives. The peer ignores its bytes, even if they arrive late."""
+        """Return whether a probe write of one word arrives. The peer ignores the word, even if it arrives late."""
         (*_, last), *_ = self._keys.values()
         here, there = (np.array([a], np.uint64) for a in (self._agent.scratch, last.scratch))
         with self.held(deadline):
-            # While an earlier write may continue, the connection must not be replaced.
+            # Raise if an earlier write may still run, because the connection must not be replaced then.
             self.refuse_open(deadline)
             word = self._post((here, there, _WORD_NBYTES), (-1, -1))
             self._under_way.add(word)
@@ -453,7 +454,11 @@ class NixlTransport(NetworkTransport[NixlPeer]):
             raise TransferFailed(f"nixl: memory stays registered: {error}") from error
 
     def fence(self, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.fence`. Does nothing unless the wire may be TCP: other writes end with their process."""
+        """See `OneSidedTransport.fence`.
+
+        If the wire cannot be TCP, do nothing: writes over other wires end with the process that
+        writes.
+        """
         if may_use_tcp(self._config.wire):
             self._fence.cut(Deadline.after(deadline_s, "nixl fence"))
 
@@ -495,7 +500,11 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         return [(start, stop - start, max(gpu, 0), "") for start, stop in self._steps(spans)]
 
     def _key_of(self, native: object, nbytes: int) -> str:
-        """Return the key of one region. It is complete, so that peers can load regions in any order."""
+        """Return the key of one region.
+
+        The key includes the metadata of the scratch page, so that a peer can load the regions in
+        any order.
+        """
         step = self._step_nbytes if 0 < self._step_nbytes < nbytes else 0
         keys = [
             NixlKey(
