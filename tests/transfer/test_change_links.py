@@ -309,7 +309,7 @@ def test_links_of_a_relay_are_not_changed() -> None:
         _, binding = fleet.plan_for(fleet.engines["a"])
         group = RelayGroup(("a/0",), ((-1,),), 1 << 20)
         sender.connect_relay([group], [binding], [RelayAddress("a/0", "127.0.0.1", 1, "")])
-        with pytest.raises(ProtocolError, match="connect anew"):
+        with pytest.raises(ProtocolError, match="connect again"):
             sender.change_links(None, (), ["a/0"])
     finally:
         fleet.close()

@@ -27,7 +27,7 @@ from windlass.transports.traits import MemoryAllocator
 
 
 def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Return offsets for consecutive aligned blocks of these sizes, and their total bytes."""
+    """Return offsets for consecutive aligned objects of these sizes, and the total size in bytes."""
     offsets, total = [], 0
     for nbytes in sizes:
         offsets.append(total)
@@ -36,7 +36,7 @@ def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
 
 
 def memory_of(transport: OneSidedTransport) -> MemoryOps:
-    """Return the memory that `transport` registers.
+    """Return the `MemoryOps` for the memory that `transport` registers.
 
     Raises:
         TransportUnavailable: the kernels cannot be compiled for the GPU.
@@ -82,7 +82,7 @@ class Arena(Closing):
             allocator = transport.allocator
             buffer = HostBuffer(nbytes) if allocator is None else _Allocated(allocator, nbytes)
             self.bytes = buffer.bytes
-            # The first touch costs up to 3 s per GiB: pay it here.
+            # Touch all pages now, because the first touch takes up to 3 s per GiB.
             self.bytes[:: mmap.PAGESIZE] = 0
         self._buffer: Buffer | None = buffer
         self.address = buffer.address
@@ -95,11 +95,11 @@ class Arena(Closing):
             raise
 
     def close(self) -> None:
-        """Unregister and free the memory. Call it before the transport is closed. Idempotent.
+        """Unregister and free the memory. Call this before the transport is closed. Idempotent.
 
-        Memory: no peer may write after this. The transport keeps the memory until its writes can no
-        longer touch it. Views of `bytes` stay readable if the arena mapped the memory itself;
-        they dangle if the transport allocated it.
+        Memory: no peer may write after this. The transport frees the memory once its own writes no
+        longer use it. Views of `bytes` stay readable if the arena mapped the memory itself, but not
+        if the transport allocated it.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
@@ -157,7 +157,7 @@ class ArenaSlot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated now."""
+        """Size of the arena in bytes; 0 without an arena."""
         return self.arena.nbytes if self.arena is not None else 0
 
     def capacity_for(self, needed_nbytes: int) -> int:
@@ -177,7 +177,7 @@ class ArenaSlot:
             self.arena = self._make(capacity)
 
     def abandon(self, *, renew: bool) -> None:
-        """Keep the memory mapped and untouched until the process ends. `renew`: allocate a new arena."""
+        """Keep the arena's memory until the process ends, and do not use it again. With `renew`, allocate a new arena."""
         if self.arena is not None:
             nbytes = self.arena.nbytes
             keep_mapped(self.arena)

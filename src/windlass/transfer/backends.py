@@ -49,7 +49,7 @@ def _registered(name: str) -> Backend:
 def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBackend:
     """Return the trainer half of a backend, which sends the parameters of `sender`.
 
-    `host`: address at which the engines of a group can connect to this rank.
+    `host` is the address at which the engines of a group can connect to this rank.
 
     Raises:
         ConfigError: the backend is not installed here.
@@ -70,7 +70,7 @@ def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBacken
 def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> ReceiverBackend:
     """Return the engine half of a backend, which fills the live parameters of `receiver`.
 
-    `host`: address at which the other members of a group can connect to this rank.
+    `host` is the address at which the other members of a group can connect to this rank.
 
     Raises:
         ConfigError: the backend is not installed here.

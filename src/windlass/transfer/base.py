@@ -99,7 +99,7 @@ class ReceiverBackend(Protocol):
         ...
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the expected sources whose bytes have another digest here, or that have no link to this rank."""
+        """Return the sources in `expected` (source -> digest) with another digest here, or without a link to this rank."""
         ...
 
     def apply(self) -> None:
@@ -133,11 +133,11 @@ class GroupReceiver(GroupMember, Protocol):
         """Receive the bytes of a collective write.
 
         Args:
-            groups: source -> all destinations that take part in its broadcasts.
+            groups: source -> all destinations that take part in the broadcasts of this source.
             deadline_s: seconds for all groups together.
 
         Raises:
-            TransferError: some group did not deliver; `verify` reports which links lack bytes.
+            TransferError: a group failed; `verify` then reports the links that lack bytes.
         """
         ...
 
@@ -165,10 +165,10 @@ def is_unknown(error: BaseException) -> bool:
 
 
 def submit(pool: Executor, job: Callable[[*Arguments], T], /, *args: *Arguments) -> Future[T]:
-    """Submit a job like `Executor.submit`, but put an error of submitting into the future.
+    """Submit a job like `Executor.submit`, but return an error of the submission in the future.
 
-    The caller can so still wait for the jobs that it submitted earlier. An executor that cannot
-    start a thread has queued the job anyway, so the outcome of the job is unknown.
+    So the caller can still wait for jobs that it submitted before. The error says that the outcome
+    is unknown, because an executor that cannot start a thread has queued the job anyway.
     """
     try:
         return pool.submit(job, *args)
@@ -181,7 +181,7 @@ def submit(pool: Executor, job: Callable[[*Arguments], T], /, *args: *Arguments)
 def failed_link(
     destination: str, reason: str, status: LinkStatus = LinkStatus.FAILED
 ) -> LinkOutcome:
-    """Return the outcome of a link whose bytes did not all arrive."""
+    """Return the outcome of a link that failed."""
     return LinkOutcome(destination, status, 0, "", reason)
 
 
@@ -193,13 +193,13 @@ def failed_links(destinations: Sequence[str], reason: str) -> tuple[LinkOutcome,
 def joined_results(
     destinations: Sequence[str], begun: Future[Written], beside: Callable[[], Written]
 ) -> Written:
-    """Call `beside` to send some links while another thread sends the others (`begun`); join both results.
+    """Call `beside`, which sends some links, and wait for `begun`, a thread that sends the other links.
 
-    If both raise, an error of unknown outcome takes precedence.
+    Return the joined result. If both raise, raise the error of unknown outcome, if there is one.
     """
     errors: list[BaseException] = []
     results: list[Written] = []
-    # The other thread must have ended, with a known outcome, before this function returns or
+    # If `beside` raises, still wait for the other thread: it must have ended before this function
     # raises.
     for send in (beside, begun.result):
         try:

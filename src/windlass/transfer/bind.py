@@ -21,10 +21,10 @@ def check_part(
 ) -> int:
     """Return the index of this rank in `workers`, the sources or the destinations of a plan.
 
-    `digests`: manifest digests for which the plan was made, in the same order.
+    `digests` has, for each of `workers`, the manifest digest for which the plan was made.
 
     Raises:
-        PlanError: the rank is not in the plan, or the plan was made for another layout of it.
+        PlanError: the rank is not in the plan, or the plan was made for another layout of the rank.
     """
     if manifest.worker not in workers:
         raise PlanError(f"connect: {manifest.worker} is not one of the plan's {argument}")
@@ -38,10 +38,10 @@ def check_part(
 
 
 def check_destinations(known: Container[str], destinations: Sequence[str]) -> None:
-    """Raise for destinations that this rank has no link to.
+    """Check that this rank has a link to each of `destinations`.
 
     Raises:
-        RoundAborted: this rank has no link to some destination.
+        RoundAborted: a link is missing.
     """
     unknown = [name for name in destinations if name not in known]
     if unknown:
@@ -80,8 +80,8 @@ def check_binding(
 ) -> None:
     """Check every address that the link will write, before any engine is paused.
 
-    `staged`: True if the link writes SCATTER ops packed, into staging memory; False if kernels
-    store each element at its strided place.
+    `staged` is True if SCATTER ops are written packed, into staging memory. It is False if kernels
+    store each element at its final address.
 
     Raises:
         PlanError: the destination did not offer a parameter or the staging memory.
@@ -166,13 +166,13 @@ class SentLinks:
         return tuple(p for name, p in self.programs.items() if name not in self.peers)
 
     def none(self) -> SentLinks:
-        """Return a copy without links. Its `peers` stay, for links that are kept later."""
+        """Return a copy without links but with the same `peers`, for links that are kept later."""
         return replace(self, programs={})
 
     def with_copies(
         self, copies: Mapping[str, LinkProgram], bindings: Mapping[str, DestinationBinding]
     ) -> SentLinks:
-        """Return these links plus `copies`, links that the transport writes to members of relay groups."""
+        """Return these links plus `copies`, which the transport writes to members of relay groups."""
         peers = {name: Peer.bound_to(bindings[name]) for name in copies}
         return replace(self, programs={**self.programs, **copies}, peers={**self.peers, **peers})
 
@@ -183,9 +183,10 @@ class SentLinks:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> tuple[SentLinks, NewLinks]:
-        """Return the links after binding those of `plan` and removing those to `gone`, and the new links alone.
+        """Bind the links of `plan`, and remove the links to `gone`; see `Sender.change_links`.
 
-        See `Sender.change_links`.
+        Returns:
+            All links after the change, and the new links alone.
 
         Raises:
             PlanError: the plan was made for another layout, or a destination has no binding.

@@ -162,7 +162,10 @@ class CollectiveSender:
         self._group = self._rendezvous = self._offer = None
 
     def _broadcast(self, group: TorchBroadcastGroup, deadline: Deadline) -> float:
-        """Broadcast all buckets, packing one while another is on the wire; return the seconds of packing."""
+        """Broadcast all buckets. Pack each bucket while the bucket before it is being sent.
+
+        Return the seconds spent packing.
+        """
         packed_s = 0.0
         for bucket, parts in enumerate(self._buckets):
             slot = bucket % group.num_buffers
@@ -256,7 +259,7 @@ class CollectiveReceiver:
             )
 
     def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
-        """Receive all groups; see `GroupReceiver.receive`. A group that fails does not stop the others."""
+        """Receive all groups; see `GroupReceiver.receive`. After a group fails, the other groups are still received."""
         deadline = Deadline.after(deadline_s, "receive")
         failed = []
         for source in sorted(groups):
@@ -280,7 +283,7 @@ class CollectiveReceiver:
         self._destination.close()
 
     def _receive(self, group: TorchBroadcastGroup, source: str, deadline: Deadline) -> None:
-        """Receive all buckets of one group, unpacking one while the next is on the wire."""
+        """Receive all buckets of one group. Unpack each bucket while the next bucket arrives."""
         sizes, slots = self._groups[source][0].bucket_nbytes, group.num_buffers
         fills = self._fills[source]
         for bucket in range(min(slots, len(sizes))):
@@ -306,7 +309,7 @@ class CollectiveReceiver:
 def _whole(
     group: TorchBroadcastGroup | None, offer: GroupOffer | None, destinations: Sequence[str]
 ) -> TorchBroadcastGroup:
-    """Return the group if `destinations` are all of its members; otherwise raise.
+    """Return the group; raise unless `destinations` are all of its receivers.
 
     A broadcast without one of the members would never finish.
     """
@@ -444,8 +447,8 @@ def clip(op: BoundOp, start: int, stop: int) -> Iterator[BoundOp]:
 def signature_of_offer(offer: GroupOffer, source_digest: str, plan: str) -> str:
     """Return a digest that must be equal in all members of a group before its first collective.
 
-    It covers the offer (members, names, dtypes, sizes, order and buckets), the digest of the
-    source's manifest, and the tables that all parts of one plan have in common.
+    The digest covers the offer (members, names, dtypes, sizes, order and buckets), the digest of
+    the source's manifest, and the tables that all parts of one plan have in common.
     """
     digest = xxhash.xxh3_128(msgspec.msgpack.encode(offer))
     digest.update(f"{source_digest} {plan}".encode())

@@ -72,11 +72,18 @@ def join_group(
     hosted: Rendezvous | None = None,
     gpu: Gpu | None = None,
 ) -> TorchBroadcastGroup:
-    """Enter a group: compare its contents with the other members, then connect. All members call it.
+    """Enter a group. Collective: all members call this. First compare the contents, then connect.
 
-    `signature`: digest of the contents that this member expects; see `signature_of_offer`.
-    `hosted`: the store, at the source. `gpu`: the GPU whose kernels fill and empty this member's
-    buffers, in its stream; None if that happens in host memory.
+    Args:
+        offer: offer of the group's source.
+        worker: this member.
+        fabric: gloo or NCCL.
+        num_buffers: number of buffers of this member.
+        signature: digest of the contents that this member expects; see `signature_of_offer`.
+        host: address of this member, for gloo.
+        deadline: deadline for all members to join.
+        hosted: the store, at the source; None at the other members.
+        gpu: GPU with kernels that fill and empty this member's buffers; None for host memory.
 
     Raises:
         ConfigError: the fabric needs a GPU, and none was found.
@@ -172,11 +179,11 @@ def _connect(
 
     nccl = ProcessGroupNCCL.Options()
     nccl._timeout = timeout
-    # By default NCCL's watchdog ends the trainer process when an engine ends; here deadlines end
-    # the group.
+    # By default NCCL's watchdog ends the trainer process when an engine ends. Switch it off, because
+    # deadlines end the group.
     with temporary_values({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}):
         group = ProcessGroupNCCL(store, rank, size, nccl)
-    # By default NCCL connects in the first broadcast, while engines are already paused.
+    # Connect now: by default NCCL connects in the first broadcast, while engines are paused.
     group.eager_connect_single_device(torch.device("cuda", _ordinal(gpu)))
     return group
 
@@ -244,7 +251,7 @@ class TorchBroadcastGroup:
         return len(self._wire)
 
     def buffer(self, slot: int) -> int:
-        """Return the address of a buffer. The caller must not touch it between `start` and `finish`."""
+        """Return the address of a buffer. The caller must not use the buffer between `start` and `finish`."""
         return int(self._buffers[slot].data_ptr())
 
     def put(self, slot: int, offset: int, tensor: torch.Tensor) -> None:
@@ -255,7 +262,7 @@ class TorchBroadcastGroup:
             place.view(tensor.shape).copy_(tensor.detach())
 
     def start(self, slot: int, nbytes: int, deadline_s: float) -> None:
-        """Begin to broadcast the first `nbytes` of a buffer, from the root to all others.
+        """Begin to broadcast the first `nbytes` of a buffer, from the root to all other members.
 
         Raises:
             TransferFailed: the group is broken, or kernels that fill the buffer do not end.
@@ -311,7 +318,8 @@ class TorchBroadcastGroup:
         """Wait until all started broadcasts and the kernels between them have ended.
 
         Raises:
-            TransferFailed: some failed or did not end within `deadline_s`; the group is broken.
+            TransferFailed: a broadcast or a kernel failed, or did not end within `deadline_s`; the
+                group is broken.
         """
         if self._gpu is None:
             return
@@ -326,14 +334,14 @@ class TorchBroadcastGroup:
     def abort(self) -> None:
         """Close every connection, so that the other members notice. Idempotent.
 
-        If an NCCL communicator does not end in time, this process does not use its GPU again.
+        If an NCCL communicator does not end in time, this process does not use the GPU again.
         """
         if self.broken:
             return
         self.broken = True
         self._works = [None] * len(self._works)
         held = (self._process_group, self._store, self._wire, self._buffers)
-        # Without these last references the sockets close, and the other members notice.
+        # Drop the last references, so that the sockets close and the other members notice.
         self._process_group = self._store = None
         if not self._is_nccl:
             held[0].abort()
@@ -345,13 +353,16 @@ class TorchBroadcastGroup:
         if self._gpu is None:
             return
         try:
-            # NCCL's kernels end with their communicator.
+            # Wait for NCCL's kernels, which end with their communicator.
             self._gpu.finish(ABORT_S)
         except TransferError:
             keep_mapped(held)
 
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which torch uses the stream of `gpu`; without `gpu`, the device's current stream."""
+        """Return a context in which torch uses the stream of `gpu`.
+
+        Without `gpu`, torch uses the device's current stream.
+        """
         if self._ordinal < 0:
             return contextlib.nullcontext()
         import torch
@@ -366,7 +377,7 @@ class TorchBroadcastGroup:
 
 
 def _has_ended(abort: Callable[[], None], deadline_s: float) -> bool:
-    """Call `abort` in a daemon thread; return whether it ended in time."""
+    """Call `abort` in a daemon thread; return whether the call ended in time."""
     ended = threading.Event()
 
     def run() -> None:

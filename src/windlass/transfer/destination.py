@@ -152,9 +152,14 @@ class Destination:
         """Bind a plan part (`TransferPlan.parts`).
 
         Allocate the shadow copy and the staging memory if the plan needs them; later calls reuse
-        them. `shadow`: write to the shadow copy, so that live memory does not change before
-        `apply`. `staged`: SCATTER ops are written packed, for peers that cannot store strided
-        elements.
+        them.
+
+        Args:
+            plan: the part of this rank.
+            shadow: whether peers write to the shadow copy, so that live memory does not change
+                before `apply`.
+            staged: whether peers write SCATTER ops packed, because they cannot store strided
+                elements.
 
         Raises:
             PlanError: the plan is for another layout.
@@ -165,7 +170,7 @@ class Destination:
         index = check_part(
             self.manifest, plan.destinations, plan.destination_digests, "destinations"
         )
-        # Wait for kernels that may still read the memory that is freed below.
+        # Kernels may still read memory that is freed below, so wait for them.
         self.memory.finish(OWN_WORK_S)
         self._unbind()
         programs = {p.peer: p for p in bind_links(plan, sending=False)}
@@ -185,7 +190,10 @@ class Destination:
         return DestinationBinding(worker, endpoint, (), (), digest_kind=self.digest_kind)
 
     def fill(self, ops: Iterable[tuple[BoundOp, int]]) -> PreparedCopies:
-        """Prepare the copies and casts of ops; each op comes with the address of byte 0 of its source parameter."""
+        """Prepare the copies and casts of ops.
+
+        Each op comes with the address of byte 0 of the op's source parameter.
+        """
         return self.memory.prepare(
             [
                 StridedCopy.of_op(
@@ -201,10 +209,10 @@ class Destination:
     def verify(
         self, expected: Mapping[str, str], hashed: Mapping[str, str] | None = None
     ) -> tuple[str, ...]:
-        """Return the expected sources whose bytes have another digest here, or that have no link to this rank.
+        """Return the sources in `expected` (source -> digest) with another digest here, or without a link to this rank.
 
-        `hashed`: digests that this rank computed earlier. A digest that is not the expected one is
-        computed again.
+        `hashed` has digests that this rank computed earlier. A digest that is not the expected
+        digest is computed again.
 
         Raises:
             TransferOutcomeUnknown: kernels do not end.
@@ -217,7 +225,9 @@ class Destination:
         return tuple(sorted(s for s, digest in expected.items() if found.get(s) != digest))
 
     def apply(self) -> None:
-        """Make the written bytes live. Idempotent; does nothing for bytes that were written to live memory.
+        """Make the written bytes live. Idempotent.
+
+        Bytes that were written to live memory are not copied.
 
         Raises:
             TransferOutcomeUnknown: kernels do not end.

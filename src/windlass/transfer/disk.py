@@ -68,7 +68,7 @@ class DiskSender:
         try:
             prune(self._folder, version, self._source.manifest.worker, self._config.keep_versions)
         except OSError as error:
-            # If the disk has really failed, `write` reports it.
+            # If the disk has really failed, `write` reports the failure.
             _log.warning("old versions could not be removed: %s", error)
         self._pack_s = time.perf_counter() - began
 
@@ -93,7 +93,7 @@ class DiskSender:
         return Written(links, pack_s, time.perf_counter() - began)
 
     def close(self) -> None:
-        """Free the source; the files stay. Idempotent."""
+        """Free the digests and drop all links; the files stay. Idempotent."""
         self._source.close()
 
 
@@ -113,7 +113,7 @@ class DiskReceiver:
         return self._destination.unwritten(PeerEndpoint("disk", str(self._folder), ""))
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Read the boxes of `expected` sources into the shadow; return sources with wrong digests."""
+        """Read the boxes of `expected` sources into the shadow. Return sources with wrong digests or unreadable files."""
         indices, unreadable = [], []
         for source in sorted(expected):
             try:

@@ -75,10 +75,10 @@ def write_shards(
     addresses: tuple[int, ...],
     memory: MemoryOps,
 ) -> DiskIndex:
-    """Write the shards of one rank and version. Readers see them only when they are complete and on the device.
+    """Write the shards of one rank and version. Readers see only complete files that are flushed to the device.
 
-    `addresses`: addresses of the parameters, in manifest order. An address of 0 leaves the
-    parameter out: no engine takes it, and its layout is no longer the one in the manifest.
+    `addresses` has the address of each parameter, in manifest order. A parameter with address 0 is
+    left out: no engine takes the parameter, and its layout is no longer the one in the manifest.
 
     Raises:
         TransferFailed: the file system reported an error; nothing became visible.
@@ -145,9 +145,9 @@ def file_digest(path: Path) -> str:
 
 
 def prune(folder: Path, version: int, worker: str, keep_versions: int) -> None:
-    """Remove this rank's files of versions older than the newest `keep_versions` before `version`.
+    """Remove this rank's files of old versions. Keep the newest `keep_versions` versions before `version`.
 
-    Temporary files of a killed writer are removed too. Files of other ranks stay.
+    Also remove temporary files of a killed writer. Files of other ranks stay.
     """
     homes = {
         int(match[1]): home
@@ -194,7 +194,10 @@ def _content(
 
 
 def _elements(shard: Shard, address: int, dtype: DType, memory: MemoryOps) -> Iterator[memoryview]:
-    """Yield a box row-major; gather strided boxes and GPU memory block by block in host memory."""
+    """Yield the elements of a shard in row-major order.
+
+    Strided shards and GPU memory are copied to host memory block by block.
+    """
     import torch
 
     from windlass.memory.torch_dtypes import torch_dtype
@@ -216,7 +219,7 @@ def _elements(shard: Shard, address: int, dtype: DType, memory: MemoryOps) -> It
 
 
 def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a file through `replacing`, and flush it and its folder; return its length and its digest."""
+    """Write a file through `replacing`, and flush file and folder to the device; return the file's size and digest."""
     digest, nbytes = xxhash.xxh3_128(), 0
     with replacing(path, OWNERS_FILE) as file:
         for chunk in chunks:
@@ -241,14 +244,14 @@ def read_boxes(
 ) -> list[str]:
     """Fill a rank's parameters from files, and wait until the copies have ended.
 
-    If several files contain a box, it is read from one of them.
-
-    Raises:
-        TransferFailed: a cast overflowed, a file's dtype cannot be cast to the parameter's,
-            or work that was queued on the GPU does not end.
+    A box that several files contain is read from one of these files.
 
     Returns:
-        Workers whose files cannot be opened, or do not contain what their index describes.
+        Workers with files that cannot be opened, or that do not contain what their index describes.
+
+    Raises:
+        TransferFailed: a cast overflowed, a file's dtype cannot be cast to the parameter's, or work
+            that was queued on the GPU does not end.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -305,7 +308,10 @@ def _found(
     indices: Sequence[DiskIndex],
     manifest: ShardManifest,
 ) -> list[tuple[str, DiskEntry]]:
-    """Return entries of a tensor under its own name, or under an alias in a manifest of either side (tied weights)."""
+    """Return the entries of a tensor under its own name or under an alias (tied weights).
+
+    The aliases of the engine's manifest and of all files count.
+    """
     tied = {tensor}
     for aliases in (manifest.aliases, *(index.aliases for index in indices)):
         for pair in aliases.items():

@@ -72,8 +72,8 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
 def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) -> HeldPart:
     """Describe this rank's part of `parameter`, under `name`. Not collective.
 
-    A DTensor on a mesh without this rank has an empty part. `by_fsdp`: True if FSDP2 cut the
-    parameter; FSDP2 cuts uneven strided shards differently from all other parts of torch.
+    A DTensor on a mesh without this rank has an empty part. `by_fsdp` is True if FSDP2 cut the
+    parameter, because FSDP2 cuts uneven strided shards differently from all other parts of torch.
 
     Raises:
         UnsupportedLayout: a placement is not a plain part of the tensor (Partial), no order of the
@@ -89,14 +89,13 @@ def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) ->
         box = Box((0,) * len(shape), (0,) * len(shape))
     else:
         box = _box_of(name, parameter, by_fsdp=by_fsdp)
-    # An empty part has no elements that could be misplaced, and its torch shape differs from the
-    # box.
+    # Do not compare an empty part: torch gives it a shape that differs from the box.
     if box.sizes != tuple(local.shape) and (box.numel or local.numel()):
         raise ManifestError(
             f"parameter {name!r}: the local shard must be {box} of {shape}, got shape "
             f"{tuple(local.shape)}"
         )
-    # torch drops the dims of an empty part.
+    # torch drops the dims of an empty part, so its strides cannot be used.
     strides = local.stride() if box.numel else (0,) * len(shape)
     return HeldPart(name, shape, parameter.dtype, box, strides)
 
@@ -187,8 +186,8 @@ def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
 def _read_in_turn(tensor: DTensor, dim: int, axes: Sequence[int]) -> Int64Array:
     """Return the indices of `dim` that this rank gets if placements are applied from left to right.
 
-    `distribute_tensor` applies them so. A strided shard divides the indices into `split_factor`
-    parts and gives each rank its share of every part.
+    `distribute_tensor` applies placements in this order. A strided shard divides the indices into
+    `split_factor` parts and gives each rank a share of every part.
     """
     held = np.arange(tensor.shape[dim])
     for axis in axes:
@@ -232,15 +231,15 @@ def held_tensors(
 ) -> list[HeldTensor]:
     """Return the tensors of this rank that a checkpoint of `module` would contain, each under all of its names.
 
-    `role`: for TRAINER, buffers that cannot be sent (complex, sparse, without memory) are left
-    out, because few engines need them; an engine that needs such a buffer reports it as missing.
-    None skips all checks, for tensors that were already described.
-
     Names are names of the bare module, without the prefixes of `torch.compile`, activation
-    checkpointing, FSDP1 and `DistributedDataParallel`. FSDP2 modules that still hold gathered
-    parameters after a forward pass are resharded first (local, no communication), because the
-    optimizer steps the shards and not the gathered copy. Parameters on a mesh without this rank are
-    left out.
+    checkpointing, FSDP1 and `DistributedDataParallel`. Parameters on a mesh without this rank are
+    left out. FSDP2 modules that still hold gathered parameters after a forward pass are resharded
+    first (local, no communication), because the optimizer steps the shards and not the gathered
+    copy.
+
+    With role TRAINER, buffers that cannot be sent (complex, sparse, without memory) are left out,
+    because few engines need them; an engine that needs such a buffer reports it as missing. Without
+    a role nothing is checked, for tensors that were described before.
 
     Raises:
         ConfigError: `module` is not a module, or `name_map` returned something other than a name or
@@ -286,7 +285,7 @@ def _refuse_cut_by_fsdp1(path: str, wrapper: FullyShardedDataParallel) -> None:
     """Raise for an FSDP1 module unless its parameters are gathered now.
 
     Raises:
-        UnsupportedLayout: its parameters are ranges of a flat parameter, and torch does not record
+        UnsupportedLayout: the parameters are ranges of a flat parameter, and torch does not record
             which ranges.
     """
     handle = wrapper._handle
@@ -452,7 +451,7 @@ def describe_module(
         gaps = max(nbytes - parts[index].box.numel * dtype.itemsize, 0)
         builder.add_parameter(held.name, nbytes=nbytes, dtype=dtype, padding_nbytes=gaps)
         for placed in boxes[index]:
-            # Several parts may form one converted tensor; transformers decides that.
+            # Several parts may form one tensor only if transformers has converted them.
             if index not in converted and owners.setdefault(placed.tensor, held.name) != held.name:
                 _refuse_one_name(
                     [(placed.tensor, name) for name in (owners[placed.tensor], held.name)]
@@ -473,7 +472,7 @@ def _converted(
 ) -> dict[int, list[PlacedShard]]:
     """Return index of part -> boxes, for parts that a transformers model saves in another form.
 
-    `by_name`: convert only parts whose name is a tensor name in the model. A `name_map` has
+    With `by_name`, convert only parts with the name of a tensor in the model. A `name_map` has
     already converted all other parts.
     """
     model = transformers_model(module, inside=by_name)
@@ -482,15 +481,16 @@ def _converted(
     known = names_in(model) if by_name else None
     chosen = [i for i, part in enumerate(parts) if known is None or part.name in known]
     at = {index: place for place, index in enumerate(chosen)}
-    # For tied weights, `name_map` may have renamed only the first name.
+    # For tied weights, `name_map` may have renamed only the first name. Then `chosen` lacks the owner of the
+    # other parts, and each part is its own owner.
     owners = [at.get(owner[index], place) for place, index in enumerate(chosen)]
     return dict(zip(chosen, saved_parts(model, [parts[i] for i in chosen], owners), strict=True))
 
 
 def _refuse_one_name(names: Iterable[tuple[str, str]]) -> None:
-    """Raise ConfigError if two parameters have one name: the planner would treat them as copies.
+    """Raise ConfigError if two parameters have one name, because the planner would treat them as copies.
 
-    `names`: pairs of tensor name and parameter name.
+    `names` has pairs of tensor name and parameter name.
     """
     first: dict[str, str] = {}
     for tensor, parameter in names:
@@ -512,7 +512,7 @@ def parameter_addresses(
 def own_tensors(
     module: torch.nn.Module, name_map: NameMap | None = None, *, role: Role | None = None
 ) -> list[HeldTensor]:
-    """Return `held_tensors` with one name per tensor: one entry for each of `describe_module`'s parameters."""
+    """Return `held_tensors` with one entry per tensor: one for each of `describe_module`'s parameters."""
     own: dict[int, HeldTensor] = {}
     for held in held_tensors(module, name_map, role=role):
         own.setdefault(id(held.tensor), held)
@@ -533,7 +533,10 @@ class _State:
 
 
 def _merged(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield PEFT layers with merged adapters: PEFT writes through `Tensor.data`, which torch does not count."""
+    """Yield the id of each PEFT layer that has merged adapters, and the adapters' names.
+
+    PEFT merges through `Tensor.data`, and torch does not count such writes.
+    """
     if "peft" not in sys.modules:
         return
     for top in modules:
@@ -547,10 +550,10 @@ class LiveTensors:
     """Tensors of modules that were described in a manifest.
 
     Every update finds the tensors again and compares them with the description. A parameter may
-    move, be registered again, or change its place in the module's order. If an engine gets it
-    (`read`), its name, dtype, shape, strides and this rank's part must not change. A lookup
-    costs some microseconds per module and less per tensor, unless a module has changed. The object
-    keeps no tensor alive.
+    move, be registered again, or change its place in the module's order. If engines get a parameter
+    (`read`), its name, dtype, shape, strides and this rank's part must not change. A lookup costs
+    some microseconds per module and less per tensor, unless a module has changed. This object keeps
+    no tensor alive.
 
     Args:
         walk: finds the tensors again, each once.
@@ -638,7 +641,7 @@ class LiveTensors:
         return _local(tensor)
 
     def watch(self) -> None:
-        """Record the current tensors, so that `changed` compares with them; `locate` records them too.
+        """Record the state of the tensors, for `changed`; `locate` records the state too.
 
         Unlike `locate`, this method does not reshard FSDP2 modules and does not check tensors.
         """
@@ -772,7 +775,7 @@ def _memory_of(local: torch.Tensor | None, nbytes: int) -> ParameterMemory:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor itself; `to_local` of a parameter returns an alias (torch 2.13)."""
+    """Return the local tensor itself. `to_local` would return an alias of a parameter (torch 2.13)."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -870,7 +873,8 @@ def _refuse_changed(module: FSDPModule, parameter: FSDPParam) -> None:
         box = local_shard(name, shard, by_fsdp=True).box
         ranges = zip(box.offsets, box.sizes, strict=True)
         part = whole[tuple(slice(start, start + size) for start, size in ranges)]
-        # The counter includes changes that were dropped when the parameter was gathered again.
+        # Compare the values, because the counter includes changes that were dropped when the parameter was
+        # gathered again.
         if not part.numel() or torch.equal(part, local_tensor(shard).to(part.device, part.dtype)):
             return
     raise PlanError(
@@ -880,7 +884,7 @@ def _refuse_changed(module: FSDPModule, parameter: FSDPParam) -> None:
 
 
 def _reach(local: torch.Tensor) -> int:
-    """Return the bytes from the first element to the end of the last."""
+    """Return the bytes from the first element to the end of the last element."""
     if not local.numel():
         return 0
     steps = zip(local.shape, local.stride(), strict=True)

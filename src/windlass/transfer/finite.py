@@ -60,15 +60,15 @@ class FiniteCheck:
             pieces, key=lambda piece: (piece.offset // SAMPLE_NBYTES, piece.parameter)
         )
         if self._pieces:
-            # An import within a phase of an update could take longer than the phase may last.
+            # Import torch now. In a phase of an update, the import could take longer than the phase may last.
             importlib.import_module("torch")
 
     def find(self, *, everywhere: bool) -> tuple[str, ...]:
         """Return the names of checked parameters that contain NaN or infinity.
 
-        `everywhere`: check all bound parameters; otherwise check only the next `SAMPLE_NBYTES`, so
-        that successive calls reach all parameters. On a GPU, wait first for all work that this
-        process has queued there.
+        With `everywhere`, check all bound parameters. Otherwise check only the next
+        `SAMPLE_NBYTES`, so that successive calls reach all parameters. On a GPU, wait first for all
+        work that this process has queued there.
 
         Raises:
             PlanError: see `LocatedParameters`.
@@ -93,7 +93,7 @@ class FiniteCheck:
             extremes.setdefault((ordinal, dtype), []).extend((index, value) for value in found)
         bad: set[int] = set()
         for of_memory in extremes.values():
-            # Wait for a GPU once and not for each parameter.
+            # Read all results of a GPU at once, because each read waits for the GPU.
             is_bad = torch.stack([value for _, value in of_memory]).isfinite().logical_not()
             bad |= {
                 index for (index, _), wrong in zip(of_memory, is_bad.tolist(), strict=True) if wrong
@@ -101,7 +101,7 @@ class FiniteCheck:
         return tuple(self._manifest.parameters[index].name for index in sorted(bad))
 
     def _due(self, located: Sequence[ParameterMemory]) -> Iterator[_Piece]:
-        """Yield pieces until they count `SAMPLE_NBYTES`, starting after the last piece of the previous call."""
+        """Yield the pieces after the last piece of the previous call, until they count `SAMPLE_NBYTES`."""
         left = SAMPLE_NBYTES
         for _ in self._pieces:
             piece = self._pieces[self._next % len(self._pieces)]

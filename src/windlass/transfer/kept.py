@@ -28,7 +28,7 @@ class KeptTensors:
         self._digests: dict[str, str] = {}
 
     def bind(self, names: Collection[str]) -> None:
-        """Set the tensors to keep, and compute digests of those that were not kept before.
+        """Set the tensors to keep. Compute digests of tensors that were not kept before.
 
         Raises:
             TransferFailed, TransferOutcomeUnknown: see `Digests.take`.
@@ -82,7 +82,7 @@ class KeptTensors:
 
 
 def _runs(sizes: Int64Array, strides: Int64Array, itemsize: int) -> tuple[Int64Array, int]:
-    """Return byte offsets of the contiguous runs of a strided shard, and the bytes of each run."""
+    """Return the byte offsets of the contiguous runs of a strided shard, and the bytes of one run."""
     if not sizes.prod():
         return np.zeros(0, np.int64), 0
     run, offsets = itemsize, np.zeros(1, np.int64)

@@ -29,14 +29,17 @@ WRITE_PIECES = 4096
 
 
 def packed_capacity(programs: Sequence[LinkProgram]) -> int:
-    """Return the bytes of arena that hold every packed payload at once."""
+    """Return the size in bytes of an arena that can hold all packed payloads at once."""
     return sum(aligned(op.nbytes) for p in programs for op in p.ops if not op.is_direct)
 
 
 def batches_to(
     binding: DestinationBinding, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array
 ) -> Iterator[WriteBatch]:
-    """Yield batches of at most `WRITE_PIECES` of (n,) pieces."""
+    """Yield batches of at most `WRITE_PIECES` pieces.
+
+    `local`, `remote` and `nbytes` are (n,): addresses at both ends, and sizes in bytes.
+    """
     for start in range(0, len(nbytes), WRITE_PIECES):
         part = slice(start, start + WRITE_PIECES)
         yield WriteBatch(
@@ -105,19 +108,20 @@ class Packer:
 
     @sources.setter
     def sources(self, addresses: UInt64Array) -> None:
+        """Addresses of the parameters, in manifest order. The caller sets them before it packs or hashes."""
         if not np.array_equal(addresses, self._sources):
             self._drop()
         self._sources = addresses
 
     def holds(self, programs: Sequence[LinkProgram]) -> bool:
-        """Return whether the packed bytes of all these links fit at once."""
+        """Return whether the packed bytes of all these links fit into the arena at once."""
         return packed_capacity(programs) <= self.slot.nbytes
 
     def fit(self, programs: Sequence[LinkProgram], *, kept: Collection[str] = ()) -> None:
-        """Allocate an arena that is large enough for these links, in this order, within the limit.
+        """Make the arena large enough for the packed bytes of these links, within the limit.
 
-        `kept`: destinations with links that are unchanged since the last call. Their prepared copies
-        stay unless the arena or their place in it changes.
+        `kept` has destinations with links that have not changed since the last call. Their prepared
+        copies stay unless the arena or the link's place in the arena changes.
 
         Raises:
             PlanError: half of the arena cannot hold the smallest unit that can be packed.
@@ -125,7 +129,7 @@ class Packer:
             TransferFailed: the GPU has not enough memory.
             TransferOutcomeUnknown: earlier kernels may still run.
         """
-        # Wait for kernels that may still read the memory that is freed below.
+        # Kernels may still read memory that is freed below, so wait for them.
         self.memory.finish(OWN_WORK_S)
         needed = packed_capacity(programs)
         capacity = self.slot.capacity_for(needed)
@@ -134,12 +138,12 @@ class Packer:
         if capacity < min(needed, least):
             raise PlanError(
                 f"arena_nbytes: must be 0 or at least {least}, got {self.slot.limit_nbytes}: half of "
-                "it must hold one piece, or one row of blocks"
+                "the arena must hold one piece, or one row of blocks"
             )
         self.slot.fit(capacity)
 
     def abandon(self, *, renew: bool = True) -> None:
-        """Never reuse or unmap the arena, because a late write may still read it. `renew`: allocate a new arena.
+        """Never reuse or unmap the arena, because a late write may still read it. With `renew`, allocate a new arena.
 
         Raises:
             RegionError, TransferFailed: there is no memory for a new arena.
@@ -201,8 +205,9 @@ class Packer:
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
         """Yield the writes of a link, packing into one half of the arena and then into the other.
 
-        When the caller asks for the next batch, at most one earlier batch may be in flight. These
-        bytes are not hashed again: the engine verifies them against the digests of `hash_links`.
+        When the caller asks for the next batch, at most one earlier batch may be in flight. The
+        packed bytes are not hashed here, because the engine compares them with the digests of
+        `hash_links`.
         """
         self.memory.settle(OWN_WORK_S)
         yield from self._direct(program, peer)
@@ -218,7 +223,8 @@ class Packer:
             start, middle = self.slot.address, self.slot.address + nbytes
             places: tuple[range, ...] = (range(start, middle), range(middle, middle + nbytes))
             if nbytes < self._least(program) and self.holds((program,)):
-                # This link is written again and fits the whole arena.
+                # Half of the arena is too small for this link, but the whole arena is large enough. Such a link
+                # is written in turns only when it is written again.
                 places = (range(start, start + self.slot.nbytes),)
             self._packs[key] = self.memory.pack_link(program, self._sources, places)
         return self._packs[key]
@@ -239,7 +245,7 @@ class Packer:
     def _places(
         programs: Sequence[LinkProgram], names: Collection[str]
     ) -> frozenset[tuple[str, int]]:
-        """Return the places of the links to `names`: an offset if packed whole, -1 if packed in turns."""
+        """Return the keys of packs of the links to `names`: (name, offset) if packed whole, (name, -1) if in turns."""
         places, offset = set[tuple[str, int]](), 0
         for program in programs:
             if program.peer in names:

@@ -45,7 +45,7 @@ class Payload(DirectRuns):
         return slice(start, stop)
 
     def digests(self, memory: MemoryOps, addresses: UInt64Array) -> ChunkDigests:
-        """Return digests of the chunks, given the (n,) `addresses` of the pieces in `memory`.
+        """Return the digests of the chunks. `addresses` has the (n,) addresses of the pieces in `memory`.
 
         Raises:
             TransferFailed: the GPU has no room for the tables.
@@ -54,7 +54,7 @@ class Payload(DirectRuns):
         return memory.chunk_digests(addresses, self.nbytes, start)
 
     def at(self, parameter_addresses: Sequence[int], staging_address: int) -> UInt64Array:
-        """Return (n,) addresses at the destination, given the addresses of parameters and staging memory."""
+        """Return the (n,) addresses of the pieces at a destination with these addresses of parameters and staging memory."""
         targets = np.array(parameter_addresses, np.uint64)
         base = np.where(self.lands, np.uint64(staging_address), targets[self.dst_parameter])
         return base + self.dst_offset.astype(np.uint64)

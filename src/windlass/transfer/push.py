@@ -78,7 +78,7 @@ class PushReceiver:
         self._missing = {row for shards in self._shards.values() for row, _ in shards}
 
     def join_named(self, offer: GroupOffer, fabric: CollectiveFabric, deadline_s: float) -> None:
-        """Enter a leader's group; leave an older group of the same name.
+        """Enter the group of a leader. Leave an older group of the same name.
 
         Raises:
             PlanError: members disagree about the group.

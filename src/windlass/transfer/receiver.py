@@ -79,7 +79,7 @@ class Receiver:
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
         """Bind a plan part (`TransferPlan.parts`).
 
-        Allocate the shadow copy and the staging memory that the plan and the mode need, once.
+        The first call that needs the shadow copy or staging memory allocates it.
 
         Raises:
             PlanError: the plan is for another layout, or requires the engine's own loader.
@@ -90,7 +90,7 @@ class Receiver:
         with self._lock:
             found = self.destination
             shadow, staged = mode is UpdateMode.STAGED, not self.transport.traits.strided_stores
-            # Late kernels may still read memory that is freed below.
+            # Kernels may still read memory that is freed below, so wait for them.
             found.memory.finish(OWN_WORK_S)
             progress = self._hash_as_written()
             if progress is not None:
@@ -110,9 +110,9 @@ class Receiver:
             )
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the expected sources whose bytes have another digest here, or that have no link to this rank.
+        """Return the sources in `expected` (source -> digest) with another digest here, or without a link to this rank.
 
-        If a link was hashed while it was written, that digest is compared first, and the link is
+        If a link was hashed while it was written, this digest is compared first, and the link is
         hashed again only if the digest differs.
 
         Raises:
@@ -145,7 +145,7 @@ class Receiver:
                 self._bound.close()
 
     def _hash_as_written(self) -> ProgressDigests | None:
-        """Return the digests that are computed while peers write; None if no peer reports written parts."""
+        """Return the object that hashes while peers write; None if no peer reports written parts."""
         mapper = self.transport.mapper
         notifies = any(offer.traits.notifies for offer in self.transport.offers())
         if mapper is not None and notifies and self._progress is None:

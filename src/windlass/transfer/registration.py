@@ -26,19 +26,19 @@ _log = logging.getLogger(__name__)
 def stretches(
     spans: Iterable[Span], allocation: Callable[[int], Span | None] | None = None
 ) -> list[Span]:
-    """Join parameters into the (address, nbytes) stretches to register. Overlapping spans share a stretch.
+    """Return the (address, nbytes) ranges to register for some parameters. Overlapping parameters share a range.
 
-    With `allocation`, all spans in one allocation share a stretch, which also covers the bytes
+    With `allocation`, all parameters in one allocation share a range, which also covers the bytes
     between them.
 
     Args:
         spans: (address, nbytes) of parameters.
-        allocation: returns the allocation around an address, or None if it is unknown; spans of
-            unknown allocations share a stretch if they touch. Without this argument only
-            overlapping spans are joined.
+        allocation: returns the allocation around an address, or None if it is unknown. Parameters
+            in unknown allocations share a range if they touch. Without this argument only
+            overlapping parameters share a range.
     """
     joined: list[Span] = []
-    # Ends of the last stretch and of the allocation that it begins in.
+    # End of the last range, and end of the allocation in which that range begins.
     end = room = 0
     for begin, nbytes in sorted(spans):
         if joined and (begin < end or begin + nbytes <= room or (begin == end and room < 0)):
@@ -63,8 +63,8 @@ class RegisteredMemory:
 
     Args:
         memory: finds the allocations of GPU memory; parameters name their own host allocations.
-        by_owner: regions that the owner of the parameters has registered; parameters inside them
-            are not registered again.
+        by_owner: regions that the caller of `Sender` has registered; parameters inside them are
+            not registered again.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RegisteredMemory:
         return tuple(self._registered)
 
     def cover(self, memories: Iterable[ParameterMemory]) -> float:
-        """Register these parameters, and unregister allocations that contain none of them.
+        """Register the memory of these parameters. Unregister allocations that contain none of the parameters.
 
         Returns:
             Seconds of registering; 0 if no parameter has moved.
@@ -123,7 +123,7 @@ class RegisteredMemory:
         return seconds
 
     def _wanted(self, memories: Sequence[ParameterMemory]) -> dict[Span, Span | None]:
-        """Return the spans to register, in address order, each with its allocation."""
+        """Return the ranges to register, in address order, each with its allocation."""
         storages: dict[int, Span | None] = {}
         spans: dict[int, set[Span]] = {}
         for memory in memories:
@@ -131,8 +131,8 @@ class RegisteredMemory:
             span = memory.address, memory.nbytes
             if memory.nbytes and not (before and _holds(self._by_owner[before - 1], span)):
                 storages[memory.address] = memory.storage
-                # Spans on both sides of an owner's region stay apart, so that no stretch covers
-                # that region.
+                # Do not join parameters on both sides of a region of `by_owner`, so that no new range
+                # overlaps that region.
                 spans.setdefault(before, set()).add(span)
 
         def allocation(address: int) -> Span | None:
@@ -147,15 +147,16 @@ def _holds(outer: Span, inner: Span) -> bool:
 
 
 def _met_by(span: Span, ordered: Sequence[Span]) -> Sequence[Span]:
-    """Return the spans that overlap `span`, out of disjoint spans in address order."""
+    """Return the spans of `ordered` that overlap `span`. `ordered` is disjoint and sorted by address."""
     first = bisect_right(ordered, span[0], key=sum)
     return ordered[first : bisect_left(ordered, sum(span), key=itemgetter(0))]
 
 
 def _serves(registered: Span, around: Span | None, wanted: Span) -> bool:
-    """Return whether a registered region can stay in place of a new registration of `wanted`.
+    """Return whether `wanted` needs no registration, because `registered` serves for it.
 
-    It can if it is the same span, or if it contains `wanted` and lies within `around`, the allocation around them.
+    `registered` is `wanted` itself, or contains `wanted` and is inside `around`, their common
+    allocation.
     """
     within = around is not None and _holds(around, registered)
     return registered == wanted or (within and _holds(registered, wanted))

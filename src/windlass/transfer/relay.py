@@ -167,7 +167,7 @@ class RelaySender:
             raise PeerUnreachable(f"relay: cannot send to {self._peer}: {error}") from error
 
     def end(self, *, unknown: bool) -> None:
-        """Announce that nothing more will be written, and close."""
+        """Send `End`, after which this writer writes nothing more, and close the connection."""
         # If the frame is lost, the receiver sees the end of the connection, and the controller gets
         # `unknown` with the result of the round.
         with contextlib.closing(self), contextlib.suppress(PeerUnreachable):
@@ -257,14 +257,14 @@ class RelayReceiver:
             return frozenset(self._rounds[round_id].joined)
 
     def end(self, round_id: RoundId) -> frozenset[str]:
-        """Accept no more writers into the round; return the accepted ones."""
+        """Accept no more writers into the round; return the accepted writers."""
         with self._lock:
             of_round = self._rounds[round_id]
             of_round.closed = True
             return frozenset(of_round.joined)
 
     def refuse(self, round_id: RoundId, upstream: str) -> None:
-        """Keep `upstream` out of the round and put its `End` into the events, unless it was already accepted."""
+        """Refuse `upstream` in the round, and add its `End` to the events. If it is already accepted, do nothing."""
         with self._lock:
             if round_id < self._oldest:
                 return
@@ -445,9 +445,9 @@ class ChunkWriter:
         return Carried(self._nbytes, max(self.last_s - self.first_s, 0.0))
 
     def _submit(self, job: Callable[[RelaySender], None], *, last: bool = False) -> None:
-        """Queue a job that is skipped after an error of an earlier job.
+        """Queue a job. Skip the job after an error of an earlier job.
 
-        `last`: run it only when all earlier jobs have ended, not only the connection.
+        With `last`, the job waits for all earlier jobs. Otherwise it waits only for the connection.
         """
         earlier = tuple(self._jobs if last else self._jobs[:1])
 
@@ -458,8 +458,8 @@ class ChunkWriter:
             try:
                 job(self._sender)
             except BaseException as error:
-                # After any error, bytes may still land at the peer, which reports the link as
-                # incomplete.
+                # Later jobs are skipped after this error. The peer then lacks chunks and reports the link
+                # as incomplete.
                 self.errors.append(error)
                 if not isinstance(error, TransferError):
                     raise
@@ -480,7 +480,7 @@ def _at(payload: Payload, binding: DestinationBinding) -> UInt64Array:
 
 @final
 class GroupWrite:
-    """A relay group, as seen by a trainer rank: it writes to the roots, and can write to any member directly.
+    """A relay group, for a trainer rank. The rank writes to the roots, and can write to any member directly.
 
     Attributes:
         leader: first member; the plan contains the link to it.
@@ -520,7 +520,7 @@ class GroupWrite:
         return {name: replace(self._program, peer=name) for name in self._group.members[1:]}
 
     def keep(self, memory: MemoryOps, sources: UInt64Array, pack: LinkPack, digest: str) -> None:
-        """Hash the chunks of the link after it was packed, and keep their addresses.
+        """Hash the chunks of the link, and record the addresses of its pieces. Call this after the link was packed.
 
         Raises:
             TransferFailed: the GPU has no room for the tables.
@@ -628,7 +628,7 @@ class RelayedLinks:
         return copies
 
     def planned_for(self, name: str) -> str:
-        """Return the destination in the plan whose link has the bytes for `name`: its group's leader, or itself."""
+        """Return the destination of the planned link with the bytes for `name`: the leader of its group, or `name`."""
         return self.groups[name].leader if name in self.groups else name
 
     def forget(self) -> None:
@@ -653,7 +653,7 @@ class RelayedLinks:
     ) -> Written:
         """Write to the roots of all groups while `write` writes the links that are not relayed.
 
-        `failed`: makes the outcome of a root after its write raised an error.
+        `failed` returns the outcome of a link to a root after a write raised an error.
 
         Raises:
             TransferOutcomeUnknown: bytes may still land, and there is no outcome per link.
@@ -735,7 +735,7 @@ class BoundGroup:
     remote: Mapping[str, Mapping[str, UInt64Array]]
 
     def close(self) -> None:
-        """Free the digests' tables. Idempotent."""
+        """Free the tables of the digests. Idempotent."""
         for digests in self.digests.values():
             digests.close()
 
@@ -781,11 +781,11 @@ class RelayRound:
 
     @property
     def waits(self) -> bool:
-        """True while chunks can still come."""
+        """True while more chunks are expected."""
         return bool(self._left)
 
     def on_chunk(self, upstream: str, landed: ChunkLanded) -> None:
-        """Verify a chunk and pass it on."""
+        """Verify a chunk. If its digest is right, pass it on to the children."""
         key = landed.source, landed.chunk
         left = self._left.get(upstream)
         if left is None or key not in left:
@@ -793,7 +793,7 @@ class RelayRound:
         self._first_s = self._first_s or time.perf_counter()
         found = self._bound.digests[landed.source].take([landed.chunk], OWN_WORK_S)
         self._last_s = time.perf_counter()
-        # Only now is the chunk no longer missing: if hashing raised, it stays missing.
+        # Remove the chunk only now: if hashing raises, the chunk must stay in the missing chunks.
         left.discard(key)
         if not left:
             del self._left[upstream]
@@ -812,7 +812,10 @@ class RelayRound:
         return min(self._deadlines[writer].remaining_s for writer in self._left)
 
     def expire(self, joined: Collection[str]) -> None:
-        """Stop waiting for writers that have timed out. An accepted writer may still be writing."""
+        """Stop waiting for writers that have timed out.
+
+        A timed-out writer in `joined`, the accepted writers, may still be writing.
+        """
         for writer in [w for w in self._left if not self._deadlines[w].remaining_s]:
             self.on_end(writer, unknown=writer in joined)
 
@@ -831,13 +834,13 @@ class RelayRound:
             self._children[name].end_stripe(stripe)
 
     def on_disconnect(self, upstream: str) -> None:
-        """Record that the connection of an upstream ended without `End`; it writes nothing more."""
+        """Record that the connection of an upstream ended without `End`. The upstream writes nothing more."""
         if upstream in self._left:
             self._disconnected.add(upstream)
         self.on_end(upstream, unknown=False)
 
     def on_end(self, upstream: str, *, unknown: bool) -> None:
-        """Record that an upstream writes nothing more. `unknown`: bytes that it has written may still land."""
+        """Record that an upstream writes nothing more. With `unknown`, its last bytes may still land."""
         for stripe in self._stripes_of.get(upstream, ()):
             self.on_stripe_end(upstream, stripe)
         if unknown:
@@ -867,10 +870,10 @@ class RelayRound:
 
 @final
 class RelayNode:
-    """Relay part of one engine rank. The agent's command thread calls `run`; any thread may call the rest.
+    """Relay part of one engine rank. The agent's command thread calls `run`; any thread may call other methods.
 
     Args:
-        receiver: owner of the memory that upstreams write and that is passed on; its transport
+        receiver: owner of the memory that upstreams write and that is passed on. Its transport
             writes to the children.
         host: address at which upstreams can reach this rank.
     """
@@ -986,7 +989,7 @@ class RelayNode:
         return ended
 
     def refuse(self, round_id: RoundId, upstream: str) -> None:
-        """Refuse writes of `upstream` in the round `round_id`, because it takes no part in it."""
+        """Refuse writes of `upstream` in the round, because `upstream` takes no part in the round."""
         if self._listener is not None:
             self._listener.refuse(round_id, upstream)
 

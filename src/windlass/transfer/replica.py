@@ -80,15 +80,15 @@ def replica_of(
             f"replica: needs one transport for weights on a GPU, got {names}: name one of them"
         )
     if transport.mapper is not None:
-        # Kernels store from the replica themselves, so that nothing has to be registered.
+        # Kernels read the replica and store its bytes in the engine, so the replica need not be registered.
         gpu = transport.mapper.gpu
         if place is ReplicaPlace.DEVICE:
             return Replica(manifest, CudaMemory(gpu).allocate, gpu, COPY_ENGINE_NBYTES)
         return Replica(manifest, partial(PinnedArena, gpu.device), gpu, PCIE_ENGINE_NBYTES)
     if on_gpu and place is ReplicaPlace.HOST:
         raise ConfigError(
-            f"replica: must be 'device' with {name} and weights on a GPU, out of whose "
-            "memory it writes ('host' needs cuda_ipc), got 'host'"
+            f"replica: must be 'device' with {name} for weights on a GPU, because {name} writes only "
+            "from GPU memory ('host' needs cuda_ipc), got 'host'"
         )
     if not on_gpu and place is ReplicaPlace.DEVICE:
         raise ConfigError(
@@ -152,7 +152,7 @@ class Replica:
         version: int | None = None,
         stream: int | None = None,
     ) -> None:
-        """Prepare for a version that is about to be announced.
+        """Prepare to copy the weights of a version. Call this before the trainer announces the version.
 
         Args:
             on_taken: called when the version is copied; the weights may change after that. None if
@@ -160,8 +160,8 @@ class Replica:
                 than once.
             version: the announced version. `prepare` for any other version raises `RoundAborted`,
                 because the weights are not those of that version. None accepts any version.
-            stream: the copy waits only for work that is queued in this GPU stream now; None to wait
-                for all work that this process has queued.
+            stream: handle of a GPU stream. The copy waits only for work that is in this stream now;
+                None to wait for all work that this process has queued.
         """
         self._drop_step()
         if self._gpu is not None and stream is not None:
@@ -220,7 +220,7 @@ class Replica:
         self._slot.fit(nbytes)
 
     def take(self, sources: UInt64Array) -> UInt64Array:
-        """Copy the parameters; return the address to read each parameter from, in manifest order.
+        """Copy the parameters. Return, in manifest order, the address from which to read each parameter.
 
         Raises:
             RegionError: see `fit`.
@@ -272,14 +272,17 @@ class Replica:
         return step_s
 
     def taken(self, version: int | None = None) -> None:
-        """Record that everything is copied or packed, and call `on_taken`: the weights may change now."""
+        """Record that all parameters are copied or packed, and call `on_taken`. The weights may change now."""
         self._taken = self._whole = True
         self._holds = version
         if self._on_taken is not None:
             self._on_taken()
 
     def settle(self, *, renew: bool = True) -> None:
-        """Abandon the memory if a write of unknown outcome may still read it."""
+        """Abandon the memory if a write of unknown outcome may still read it.
+
+        With `renew`, allocate new memory.
+        """
         doubted, self.in_doubt = self.in_doubt, False
         if doubted:
             self._holds = None

@@ -64,7 +64,7 @@ class ReplicatedDigests:
         self.compare_s = self._waited_s = 0.0
 
     def bind(self, part: bytes) -> None:
-        """Set the boxes from the bytes of (n,) `HELD`; empty bytes for no boxes.
+        """Set the boxes from an encoded (n,) `HELD` table. Empty bytes mean no boxes.
 
         Raises:
             ProtocolError, PlanError: see `decode_held`.
@@ -122,7 +122,7 @@ class ReplicatedDigests:
             return np.concatenate(found)
 
     def cut_ahead(self) -> None:
-        """Build the tables for the turn after the last one, without reading parameters.
+        """Build the tables for the turn after the last turn, without reading parameters.
 
         The tables are used only if the parameters do not move. On a GPU, wait first for all work
         that this process has queued there.
@@ -153,13 +153,13 @@ class ReplicatedDigests:
         self._ahead, self._last = (None, []), None
 
     def _settle(self, memory: MemoryOps) -> None:
-        """Wait for GPU work with a deadline, because allocating or freeing tables waits for it without one."""
+        """Wait for GPU work with a deadline: to allocate or free tables would wait for the same work without a deadline."""
         began = time.perf_counter()
         memory.settle(OWN_WORK_S)
         self._waited_s += time.perf_counter() - began
 
     def _cut(self, turn: int, period: int, located: Sequence[ParameterMemory]) -> Iterator[_Cut]:
-        """Yield the due pieces, some boxes at a time."""
+        """Yield the due pieces, for some boxes at a time."""
         held = self._held
         batch = np.cumsum(num_pieces(held)) // BATCH_PIECES
         for rows in np.split(held, np.flatnonzero(np.diff(batch)) + 1):
@@ -193,5 +193,5 @@ def _still_hold(cuts: Iterable[_Cut], located: Sequence[ParameterMemory]) -> boo
 def _close(cuts: Iterable[_Cut]) -> None:
     for cut in cuts:
         with suppress(TransferFailed, TransferOutcomeUnknown):
-            # The memory stays allocated until the process ends.
+            # After an error, the memory stays allocated until the process ends.
             cut.chunks.close()

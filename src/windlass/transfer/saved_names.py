@@ -91,8 +91,9 @@ def saved_parts(
 ) -> list[list[PlacedShard]]:
     """Return, for each part, the boxes of saved tensors that it contains; offsets and strides in elements.
 
-    `model`: a transformers model, sharded or not; the parts have its names. `owner`: (num_held,)
-    index of the first part of the same parameter; tied weights have several parts.
+    `model` is a transformers model, sharded or not, with the tensor names of the parts. `owner` is
+    the (num_held,) index of the first part of the same parameter, because tied weights have several
+    parts.
 
     Raises:
         UnsupportedLayout: the conversion fails, or it computes values instead of moving them.
@@ -101,7 +102,7 @@ def saved_parts(
     once = [part for index, part in enumerate(held) if owner[index] == index]
     found = _reverted(model, once)
     if len(once) < len(held):
-        # A saved file contains tied weights once, so their other names need a second run.
+        # transformers saves tied weights under one name, so convert again for their other names.
         found = {**_reverted(model, held), **found}
     return [found[part.name] for part in held]
 
@@ -175,9 +176,9 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _bare(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
-    """Return a copy of the module with the same tensors and with the classes from before FSDP2 replaced them.
+    """Return a copy of the module tree with the same tensors and with the classes before `fully_shard`.
 
-    transformers finds conversions by class names.
+    transformers finds conversions by class name, and FSDP2 replaces the class of a module.
     """
     module = _unwrapped(module)
     if id(module) not in made:
@@ -202,7 +203,7 @@ class _Piece:
 
 
 class _Watched(torch.Tensor):
-    """A tensor without elements that records where they come from. No operator changes it in place."""
+    """A tensor without elements that records from which source elements it is made. No operator changes it in place."""
 
     pieces: list[_Piece]
 
@@ -360,7 +361,10 @@ def _reshaped(tensor: _Watched, sizes: Sequence[int]) -> _Watched:
 def _regrouped(
     old: tuple[int, ...], new: tuple[int, ...]
 ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Return (first dim, old sizes, new sizes) of the smallest dim groups with equal element counts."""
+    """Divide the old and the new dims into the smallest groups with equal numbers of elements.
+
+    Return (first old dim, old sizes, new sizes) of each group.
+    """
     groups = []
     end = other_end = 0
     while end < len(old) or other_end < len(new):
@@ -380,9 +384,9 @@ def _regrouped(
 def _reflowed(
     piece: _Piece, dim: int, old: tuple[int, ...], new: tuple[int, ...]
 ) -> Iterator[_Piece]:
-    """Yield the piece with its dims from `dim` on, of sizes `old`, replaced by dims of sizes `new`.
+    """Yield parts of the piece with other dims: dims of sizes `new` replace the dims of sizes `old` from `dim` on.
 
-    The piece is cut along these dims until each part is a box, and a view, in both shapes.
+    The piece is cut along the old dims until each part is a box, and a view, in both shapes.
     """
     offsets, sizes, num_dims = piece.box.offsets, piece.box.sizes, len(old)
     low, held = offsets[dim : dim + num_dims], sizes[dim : dim + num_dims]

@@ -138,7 +138,7 @@ class Sender:
         version: int | None = None,
         stream: int | None = None,
     ) -> None:
-        """Prepare a replica for `version` before it is announced; see `Replica.begin`."""
+        """Prepare a replica for `version`. Call this before the version is announced; see `Replica.begin`."""
         if self.replica is not None:
             with self._lock:
                 self.replica.begin(on_taken, version, stream)
@@ -155,7 +155,7 @@ class Sender:
         if self.replica is not None:
             with self._lock:
                 self.replica.end()
-                # The weights may have changed while the last parameters were copied and packed.
+                # Drop the packed bytes: the weights may have changed while they were copied and packed.
                 self._forget()
 
     def connect(
@@ -198,7 +198,7 @@ class Sender:
         """
         with self._lock:
             if self._relays.groups:
-                raise ProtocolError("change_links: relays are bound; connect anew")
+                raise ProtocolError("change_links: relays are bound; connect again")
             self._bind(plan, bindings, gone)
 
     def _bind(
@@ -232,7 +232,9 @@ class Sender:
         bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> None:
-        """Bind links to all members of the groups to whose first member this rank has a link. Call it after `connect`.
+        """Bind links to all members of relay groups. Call this after `connect`.
+
+        Groups without a link from this rank to their first member are skipped.
 
         Raises:
             ProtocolError: GPU kernels of this rank store the links.
@@ -251,14 +253,13 @@ class Sender:
     def prepare(self, version: int | None = None) -> None:
         """Hash every link, and pack all links if the arena can hold them at once. Send nothing.
 
-        `version`: the version to prepare; None for the version of the last `begin_version`.
+        `version` is the version to prepare; None for the version of the last `begin_version`.
 
         Raises:
             PlanError: the number or the sizes of the parameters differ from the manifest.
             RegionError: moved parameter memory cannot be registered, or there is still no memory
-                for a new arena after the old one was abandoned.
-            RoundAborted: with a replica: there is no copy of this version, and the weights may have
-                changed.
+                for a new arena after the old arena was abandoned.
+            RoundAborted: a replica has no copy of this version, and the weights may have changed.
         """
         with self._lock:
             if self._stores is not None:
@@ -274,7 +275,7 @@ class Sender:
                 self._stores.prepare(located, replica)
             registered_s = self._pack_or_hash(located) if self._writes else 0.0
             self._pack_s = time.perf_counter() - began - registered_s
-            # The seconds are kept until the next write reports them.
+            # The next write reports the sum of these seconds.
             self._register_s += registered_s
             if replica is not None:
                 replica.taken(version)
@@ -435,7 +436,7 @@ class Sender:
         return digest, after
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
-        """Pack links that are written again; return failed outcomes for links with changed weights."""
+        """Pack links that are written again. Return failed outcomes for links with changed weights."""
         lost: dict[str, LinkOutcome] = {}
         if self.replica is not None:
             return lost
@@ -456,7 +457,11 @@ class Sender:
     def _write_ready(
         self, ready: Mapping[str, PackedLink], deadline: Deadline
     ) -> tuple[dict[str, LinkOutcome], float]:
-        """Write packed links concurrently; return outcomes, and the seconds from the first to the last."""
+        """Write packed links concurrently.
+
+        Return their outcomes, and the seconds from the start of the first write to the end of the
+        last write.
+        """
         began, arena = time.perf_counter(), self._packer.slot.arena
         writes = {
             name: submit(self._pool, self._write_batches, link.batches, deadline)
@@ -475,7 +480,10 @@ class Sender:
     # --- ring --------------------------------------------------------------------------------
 
     def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
-        """Write a link through the ring: pack one half of the arena while the other half is on the wire."""
+        """Write a link through the ring: pack one half of the arena while the other half is on the wire.
+
+        Return the outcome, the seconds of writing and the seconds of packing.
+        """
         digest = self._digests.get(self._relays.planned_for(name))
         if digest is None:
             reason = "write: this version is not prepared; call `prepare` first"
@@ -503,7 +511,7 @@ class Sender:
     def _stopped(self, name: str, error: Exception, in_flight: Future[float] | None) -> LinkOutcome:
         """Return the outcome of a link after its packing or writing raised `error`.
 
-        If the write that was on the wire failed too, its error decides the outcome.
+        If the write that was on the wire also failed, the error of that write decides the outcome.
         """
         written = None if in_flight is None else in_flight.exception()
         if written is None and not isinstance(error, WindlassError):
@@ -545,8 +553,8 @@ class Sender:
 
     def _abandon(self, arena: Buffer | None) -> None:
         if self.replica is not None:
-            # Keep the copy for later writes of this round; it is abandoned before the next round
-            # would overwrite it.
+            # Keep the copy for later writes of this round. `_settle_doubt` abandons the copy before the next
+            # round would overwrite it.
             self.replica.in_doubt = True
             return
         if arena is not None and arena is self._packer.slot.arena:
@@ -554,5 +562,5 @@ class Sender:
             try:
                 self._packer.abandon()
             except (WindlassError, OSError, MemoryError):
-                # Report the outcome of this link anyway; later links report the missing arena.
+                # Report the outcome of this link anyway. Later links report that there is no arena.
                 _log.exception("%s: no memory for another arena", self.manifest.worker)

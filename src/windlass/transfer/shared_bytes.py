@@ -17,13 +17,13 @@ _MOST_ELEMENTS = 1 << 20
 def refuse_shared_bytes(manifest: ShardManifest, addresses: Sequence[int]) -> None:
     """Raise if two parameters share bytes, unless the bytes belong to the same element of both.
 
-    A view of another parameter is accepted, and so are tied weights under two names: only the trainer knows
-    whether their values are equal. Large strided shards that interleave are accepted without a check; if they
-    collide, the digests of an update differ.
+    A view of another parameter is accepted. Tied weights under two names are also accepted: only
+    the trainer knows whether their values are equal. Large strided shards that interleave are
+    accepted without a check; if they collide, the digests of an update differ.
 
     Args:
         manifest: manifest of the rank.
-        addresses: addresses of its parameters, in manifest order.
+        addresses: addresses of the rank's parameters, in manifest order.
 
     Raises:
         ManifestError: two parameters share bytes for different elements.
@@ -43,7 +43,7 @@ def refuse_shared_bytes(manifest: ShardManifest, addresses: Sequence[int]) -> No
 
 
 def _overlapping(manifest: ShardManifest, addresses: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of parameters whose extents overlap."""
+    """Yield pairs of parameters with overlapping address ranges."""
     extents = sorted(
         (address, address + parameter.nbytes, index)
         for index, (address, parameter) in enumerate(
@@ -59,7 +59,10 @@ def _overlapping(manifest: ShardManifest, addresses: Sequence[int]) -> Iterator[
 
 
 def _collide(manifest: ShardManifest, addresses: Sequence[int], row: int, other: int) -> bool:
-    """Return whether two shards store different elements in the same bytes; False if that cannot be decided cheaply."""
+    """Return whether two shards store different elements in the same bytes.
+
+    Return False if this cannot be decided cheaply.
+    """
     table = manifest.table
     bases = [addresses[int(table.parameter[r])] + int(table.offset_bytes[r]) for r in (row, other)]
     itemsizes = [manifest.parameters[int(table.parameter[r])].dtype.itemsize for r in (row, other)]

@@ -21,7 +21,7 @@ from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStat
 
 
 def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]) -> None:
-    """Raise if the parameters differ from the manifest.
+    """Check the parameters against the manifest.
 
     Raises:
         PlanError: the number or the sizes of the parameters differ from the manifest.
@@ -41,9 +41,10 @@ def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]
 
 @final
 class LocatedParameters:
-    """Locations of a rank's parameters. Every call locates them again, except inside `once`.
+    """Locations of a rank's parameters. Every call locates the parameters again, except inside `once`.
 
-    Locating thousands of tensors takes tens of milliseconds. Only one thread at a time may use it.
+    Locating thousands of tensors takes tens of milliseconds. Only one thread at a time may use this
+    object.
 
     Args:
         locate: returns the memory of the (num_parameters,) parameters, in manifest order.
@@ -86,7 +87,7 @@ def addresses_of(located: Sequence[ParameterMemory]) -> UInt64Array:
 
 
 def refuse_transforms(worker: str, plan: TransferPlan) -> None:
-    """Raise for a plan that quantises: only the one-sided sender can pack such ops.
+    """Raise for a plan that quantises, because only the one-sided sender can pack such ops.
 
     Raises:
         PlanError: the plan quantises.
@@ -128,8 +129,8 @@ class SourceMemory:
         Raises:
             PlanError: the plan was made for another layout, it quantises, or a destination has no
                 binding.
-            BindingsRefused: parameters of a destination are in another kind of memory than this
-                rank's.
+            BindingsRefused: parameters of a destination are in another kind of memory than the
+                parameters of this rank.
         """
         self.close()
         check_part(self.manifest, plan.sources, plan.source_digests, "sources")
@@ -171,7 +172,7 @@ class SourceMemory:
         return True
 
     def hash_links(self) -> None:
-        """Digest the payload of every link from the current parameters; call it after `locate`.
+        """Hash the payload of every link from the current parameters. Call this after `locate`.
 
         Raises:
             TransferFailed: a cast overflows, or work that is queued on the GPU does not end.
@@ -183,7 +184,7 @@ class SourceMemory:
         self._found = self._digests.take(self.programs, OWN_WORK_S)
 
     def delivered(self, destinations: Sequence[str]) -> tuple[LinkOutcome, ...]:
-        """Return the outcomes of links that delivered the bytes which `hash_links` digested."""
+        """Return OK outcomes, with the digests of `hash_links`, for links that have delivered all bytes."""
         return tuple(
             LinkOutcome(name, LinkStatus.OK, self.programs[name].nbytes, self._found[name])
             for name in destinations

@@ -66,7 +66,7 @@ class StoredLinks:
         return name in self._links
 
     def end(self, names: Collection[str]) -> None:
-        """End the links to these destinations; other links stay as they are.
+        """End the links to these destinations. Other links do not change.
 
         Raises:
             TransferOutcomeUnknown: kernels of an earlier write may still run.
@@ -83,7 +83,7 @@ class StoredLinks:
         """Add links and map the memory of their peers. Unmap the memory of links that have ended.
 
         Raises:
-            RegionError: a parameter of a peer is not inside one of its regions.
+            RegionError: a parameter of a peer is not inside one of the peer's regions.
             PeerUnreachable, TransferFailed: see `PeerMapper.map_region`.
         """
         used = {program.peer: bindings[program.peer] for program in programs}
@@ -93,7 +93,7 @@ class StoredLinks:
         self._bindings |= used
 
     def prepare(self, located: tuple[ParameterMemory, ...], replica: Replica | None) -> None:
-        """Build and upload the tables if parameters have moved. Copy the parameters into a replica.
+        """Build and upload the tables if parameters have moved. With a replica, copy the parameters into it first.
 
         Raises:
             RegionError: a parameter is in the memory of another GPU.
@@ -112,7 +112,7 @@ class StoredLinks:
         if replica is not None:
             read = replica.take(self._reached)
             if self._sources.has_pinned:
-                # The owner may free this memory now, so it must not stay pinned.
+                # The trainer may free its memory now, so the memory must not stay pinned.
                 self._sources.close()
                 located = ()
         if not np.array_equal(read, self._read):
@@ -130,7 +130,7 @@ class StoredLinks:
     ) -> Written:
         """Store the links to `destinations`, in this order.
 
-        `replica`: the copy to read. Without a replica, wait first for work that this process has
+        With `replica`, read the copy. Without a replica, wait first for work that this process has
         queued on the GPU, such as an optimizer step. If that work does not end before the deadline,
         the links are FAILED, because none of their bytes was sent.
 

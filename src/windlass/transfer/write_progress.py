@@ -55,7 +55,7 @@ class PartWritten(msgspec.Struct, frozen=True, array_like=True):
 
 
 def notify(listener: str, part: PartWritten) -> None:
-    """Send to the listener at this address without waiting for a result.
+    """Send a notification to the listener at this address, without waiting for a result.
 
     A rank that has a full queue or is in another network namespace gets no notification and hashes
     the link in `verify`.
@@ -176,7 +176,7 @@ class ProgressDigests:
         self.load({})
 
     def load(self, links: Mapping[str, DeviceLink]) -> None:
-        """Set the links, by source; their tables must live until the next `load`.
+        """Set the links, by source. Their tables must live until the next `load`.
 
         Free the memory for earlier links, unless late kernels may still use it.
         """
@@ -216,7 +216,7 @@ class ProgressDigests:
             progress.num_hashed[part.table] = pieces.stop
 
     def take(self, version: int, sources: Iterable[str], deadline_s: float) -> dict[str, str]:
-        """Return digests of the completely written links of `sources`, each digest once.
+        """Return digests of the completely written links of `sources`. A later call does not return them again.
 
         Raises:
             TransferFailed: the GPU reports an error.
