@@ -364,7 +364,7 @@ def test_a_part_that_leaves_the_parameters_is_refused() -> None:
     for column, value in (("parameter", 1), ("parameter", -1), ("offset", 4), ("offset", -4)):
         held = part.copy()
         held[column] = value
-        with pytest.raises(PlanError, match="must be inside its memory"):
+        with pytest.raises(PlanError, match="must be inside the parameter"):
             decode_held(held.tobytes(), manifest)
     with pytest.raises(ProtocolError, match="replicated boxes of trainer/0"):
         decode_held(part.tobytes()[:-1], manifest)
