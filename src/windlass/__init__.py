@@ -79,6 +79,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Hidden from type checkers, which would accept every name if they saw `__getattr__`.
+# Hide `__getattr__` from type checkers, so that they still report unknown names.
 if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

@@ -11,7 +11,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the work of this object and free its resources. Idempotent."""
+        """Stop this object's work and free its resources. Idempotent."""
 
     def __enter__(self) -> Self:
         return self

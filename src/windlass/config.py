@@ -1,4 +1,4 @@
-"""Settings of the control plane. They are frozen, and checked when they are created."""
+"""Settings of the control plane. An instance checks its values when it is created, and cannot change."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NameT = TypeVar("NameT", bound=StrEnum)
 
 
 def take_name(what: str, value: str, kind: type[NameT]) -> NameT:
-    """Return the member of an enumeration that has this name; a member is returned as it is.
+    """Return the member of the enumeration `kind` with the value `value`, which may also be a member.
 
     Raises:
-        ConfigError: no member has this name. The message begins with `what`.
+        ConfigError: there is no such member. The message begins with `what`.
     """
     try:
         return kind(value)
@@ -31,12 +31,16 @@ def take_name(what: str, value: str, kind: type[NameT]) -> NameT:
 
 
 def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> None:
-    """Replace the names of enumeration members (`mode="staged"`) in settings by the members.
+    """Replace strings in fields of settings by enumeration members, as in `mode="staged"`.
 
     `__post_init__` calls this, because other code compares members with `is`, which is False for a string.
 
+    Args:
+        settings: settings to change.
+        kinds: name of a field -> enumeration.
+
     Raises:
-        ConfigError: no member has such a name.
+        ConfigError: an enumeration has no member with the field's value.
     """
     for field, kind in kinds.items():
         value = msgspec.structs.asdict(settings)[field]
@@ -51,12 +55,12 @@ def check_numbers(
 
     Args:
         settings: object that has the fields.
-        least: field -> minimum. If the minimum is an integer, the value must be an integer too.
-        above: fields that must be greater than 0.
-        where: text before the name of the field in an error; empty for the name of the type.
+        least: name of a field -> minimum. If the minimum is an integer, the value must be an integer, too.
+        above: names of fields that must be greater than 0.
+        where: text before the name of the field in an error; empty for the name of the object's class.
 
     Raises:
-        ConfigError: a field is wrong. The message contains the type, the field, the rule and the value.
+        ConfigError: a field has a wrong value. The message has the field, the rule and the value.
     """
     for field in (*least, *above):
         value = attrgetter(field)(settings)
@@ -70,10 +74,11 @@ def check_numbers(
 
 
 class UpdateMode(StrEnum):
-    """Target of one-sided writes.
+    """Memory of the engine that an update writes.
 
     IN_PLACE: the live parameters, while the engine is paused.
-    STAGED: a shadow copy, while the engine generates. The pause then lasts for one local copy.
+    STAGED: a shadow copy, while the engine generates. The engine is then paused to copy the shadow copy into the live
+        parameters.
     """
 
     IN_PLACE = "in_place"
@@ -81,10 +86,12 @@ class UpdateMode(StrEnum):
 
 
 class ReplicaPlace(StrEnum):
-    """Memory of the replica, the copy of the weights that a trainer rank sends.
+    """Memory of a replica, a copy of the weights that a trainer rank sends.
 
-    OFF: no replica; the parameters are read in place. AUTO: HOST or DEVICE, the same kind of memory as the weights.
-    HOST: host memory, pinned if the weights are on a GPU. DEVICE: memory of the GPU that has the weights.
+    OFF: no replica; the rank sends the parameters themselves.
+    AUTO: HOST if the weights are in host memory, DEVICE if they are on a GPU.
+    HOST: host memory, pinned if the weights are on a GPU.
+    DEVICE: memory of the GPU on which the weights are.
     """
 
     OFF = "off"
@@ -94,10 +101,11 @@ class ReplicaPlace(StrEnum):
 
 
 class Reaction(StrEnum):
-    """Reaction to a version that looks like a mistake.
+    """Reaction of the controller to a version that looks like a mistake.
 
-    OFF: the version is not checked. WARN: it is published, with a line in the log and a count in its report.
-    REFUSE: it is not published.
+    OFF: the version is not checked.
+    WARN: the version is published, with a warning in the log and in the report.
+    REFUSE: the version is not published.
     """
 
     OFF = "off"
@@ -106,9 +114,9 @@ class Reaction(StrEnum):
 
 
 class PauseMode(StrEnum):
-    """Treatment of running requests during a pause, with SGLang's names and meanings.
+    """Treatment of running requests during a pause; names and meanings as in SGLang.
 
-    ABORT: requests end now and return their partial tokens.
+    ABORT: requests end, and return the tokens generated before the pause.
     RETRACT: requests return to the queue, lose their KV cache, and are prefilled again.
     IN_PLACE: requests stop, keep their KV cache, and continue after the pause.
     """
@@ -122,14 +130,14 @@ class PhaseDeadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Deadlines of the phases of an update, in seconds.
 
     Attributes:
-        connect_s: binding a plan: ranks register memory and exchange addresses.
+        connect_s: all ranks register memory and exchange addresses.
         prepare_s: trainer ranks pack data into their arenas; in `in_place` mode engines pause at the same time.
         pause_s: engines end or stop running requests, and pause.
-        write_s: the bytes are written.
+        write_s: trainer ranks write the bytes.
         verify_s: engines hash the received bytes.
-        apply_s: engines unpack the bytes, or make a staged version the live one.
+        apply_s: engines unpack the bytes, or copy a staged version into the live parameters.
         publish_s: engines set the new version and resume.
-        fleet_s: wait for enough engines before a round begins.
+        fleet_s: the controller waits until `ControlConfig.min_engines` engines are connected.
     """
 
     connect_s: float = 60.0
@@ -155,9 +163,11 @@ class CollectiveFabric(StrEnum):
 class RelayShape(StrEnum):
     """Route of bytes that several engines need.
 
-    OFF: each engine receives the bytes from the trainers. CHAIN: one engine receives them from the trainers, and each
-    engine sends them to the next. TREE: each of two binary trees of engines transports half of the bytes, so that the
-    depth is logarithmic and no engine sends more than one copy. AUTO: CHAIN for up to four engines, TREE for more.
+    OFF: each engine receives the bytes from the trainers.
+    CHAIN: one engine receives the bytes from the trainers, and each engine sends them to the next engine.
+    TREE: engines form two binary trees, and each tree sends half of the bytes. The depth is logarithmic, and no engine
+        sends more than one copy of the bytes.
+    AUTO: CHAIN for up to four engines, TREE for more.
     """
 
     OFF = "off"
@@ -168,17 +178,16 @@ class RelayShape(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendTraits:
-    """Properties of a backend that the control plane takes into account.
+    """Properties of a backend that the control plane uses.
 
     Attributes:
-        one_sided: whether transports move the bytes. They can also send from a replica and write into memory of
-            another process.
-        collective: whether sender and receivers both take part in each write, so that a rank that fails breaks the
-            group.
-        lands_live: whether `in_place` writes change live parameters before they are verified.
+        one_sided: whether transports (`OneSidedTransport`) move the bytes.
+        collective: whether sender and receivers both take part in each write. If a rank fails, the process group must
+            be formed again.
+        lands_live: whether the bytes of an `in_place` update are in live parameters before engines have verified them.
         catches_up: whether an engine can send the published version to another engine.
-        relays: whether engines can pass verified bytes on while they receive more.
-        driven_by_trainer: whether the trainer's code sends the bytes itself, without a plan.
+        relays: whether an engine can send verified bytes to other engines while it receives more bytes.
+        driven_by_trainer: whether the trainer's code sends the bytes itself (`RolloutCallback`), without a plan.
     """
 
     one_sided: bool = False
@@ -190,15 +199,15 @@ class BackendTraits:
 
 
 PUSH_TRAITS = BackendTraits(lands_live=False, driven_by_trainer=True)
-"""Traits of updates that a trainer drives itself (`RolloutCallback`). They write to a shadow copy."""
+"""Traits of updates that a trainer drives itself (`RolloutCallback`). Such an update writes a shadow copy."""
 
 
 class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
-    """Backend with one-sided writes, directly from the trainer rank that has the bytes.
+    """Backend with one-sided writes: each trainer rank writes its shards directly into the engines.
 
     Attributes:
         relay: route of the bytes among engines whose ranks have the same boxes and the same memory layout.
-        relay_chunk_nbytes: number of bytes that an engine verifies and passes on at a time.
+        relay_chunk_nbytes: number of bytes that an engine verifies and then sends on at a time.
     """
 
     traits: ClassVar[BackendTraits] = BackendTraits(one_sided=True, catches_up=True, relays=True)
@@ -217,8 +226,7 @@ class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):
     Attributes:
         fabric: gloo or NCCL.
         bucket_nbytes: bytes per broadcast. Each rank allocates `num_buffers` buckets of this size.
-        num_buffers: number of buckets. With 2, packing, broadcast and loading overlap; with 1, they run one after
-            another.
+        num_buffers: number of buckets per rank, 1 or 2. With 2, packing, broadcasting and unpacking overlap.
     """
 
     traits: ClassVar[BackendTraits] = BackendTraits(collective=True)
@@ -242,8 +250,8 @@ class DiskBackend(msgspec.Struct, frozen=True, tag="disk"):
     """Backend that writes safetensors files to a folder that trainers and engines share.
 
     Attributes:
-        folder: absolute path, the same on every rank.
-        keep_versions: number of versions that stay on disk, >= 1.
+        folder: absolute path of the folder, the same on every rank.
+        keep_versions: number of versions that are kept on disk, >= 1.
     """
 
     traits: ClassVar[BackendTraits] = BackendTraits(lands_live=False)
@@ -261,11 +269,11 @@ class DiskBackend(msgspec.Struct, frozen=True, tag="disk"):
 
 
 class PluginBackend(msgspec.Struct, frozen=True, tag="plugin", omit_defaults=True):
-    """A backend that an installed package registers as an entry point of `windlass.backends`.
+    """Backend that an installed package defines by an entry point of the group `windlass.backends`.
 
     Attributes:
-        name: name of the entry point, on the controller and on every rank.
-        options: plain values that the backend's sender and receivers receive.
+        name: name of the entry point; every rank must have it, too.
+        options: plain values that are passed to the backend's sender and receivers.
     """
 
     name: str
@@ -273,20 +281,16 @@ class PluginBackend(msgspec.Struct, frozen=True, tag="plugin", omit_defaults=Tru
 
     @property
     def traits(self) -> BackendTraits:
-        """Return the traits of the registered backend.
-
-        Raises:
-            ConfigError: see `find_backend`.
-        """
+        """Traits of the backend. ConfigError is raised as by `find_backend`."""
         return find_backend(self.name).traits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredBackend:
-    """Base class of the objects of entry points in `windlass.backends`; see `transfer.backends.Backend`.
+    """Base class of the objects to which entry points of `windlass.backends` refer; see `transfer.backends.Backend`.
 
     Attributes:
-        traits: properties that the control plane takes into account.
+        traits: properties that the control plane uses.
     """
 
     traits: BackendTraits
@@ -300,10 +304,10 @@ BACKENDS: Registry[RegisteredBackend] = Registry(
 
 @cache
 def find_backend(name: str) -> RegisteredBackend:
-    """Return the backend that an installed package has registered under this name.
+    """Return the backend that an installed package defines under this name.
 
     Raises:
-        ConfigError: no package has registered this name, or the registered backend is not usable.
+        ConfigError: no package defines this name, or the backend cannot be imported.
     """
     return BACKENDS.find(name)
 
@@ -315,7 +319,7 @@ class RouterKind(StrEnum):
     """Interface through which the controller notifies an external router.
 
     WORKERS: the `/workers` routes of sglang-router (SGLang's model gateway) and of vllm-router.
-    WEBHOOK: a POST of all engines as JSON to one address.
+    WEBHOOK: a POST to one URL, with all engines as JSON.
     """
 
     WORKERS = "workers"
@@ -323,13 +327,14 @@ class RouterKind(StrEnum):
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """An external router in front of the engines; the controller reports to it which engines may receive requests.
+    """External router in front of the engines. The controller notifies it which engines may receive requests.
 
     Attributes:
-        url: address of the router, or the address to which a webhook's data is posted. Redirects are not followed.
+        url: address of the router, or for WEBHOOK the URL of the POST. The controller follows no redirects.
         kind: interface of the router.
-        deadline_s: seconds for one try.
-        num_tries: number of tries. After the last one the controller waits for the next change of the fleet.
+        deadline_s: seconds for one try of a notification.
+        num_tries: number of tries of a notification. If all fail, the next notification is at the next change of the
+            fleet.
     """
 
     url: str
@@ -346,20 +351,21 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings for updates of the fleet.
 
     Attributes:
-        mode: target of writes. pause_mode: treatment of running requests.
-        backend: backend that moves the bytes. The controller sends it to trainers and engines.
-        deadlines: deadline of each phase.
-        max_rewrites: number of times that a link is written again in one round after a failure or a wrong digest.
+        mode: memory of the engines that an update writes.
+        pause_mode: treatment of running requests during a pause.
+        backend: backend that moves the bytes. The controller sends this setting to trainers and engines.
+        deadlines: deadline of each phase of an update.
+        max_rewrites: number of times that a link may be written again in one round, after a failed write or a wrong
+            digest.
         min_engines: number of engines that must be connected before a round begins.
-        compare_share: largest share of the update time, in [0, 1], that trainer ranks spend on comparing replicated
-            weights. The first update always compares all of them; with 1, every update does.
-        unchanged: reaction to a version whose bytes all equal the previous version of the same trainers.
-        non_finite: reaction to a version in which a parameter contains NaN or infinity. REFUSE checks all
-            parameters before the first byte is sent. WARN checks 4 MiB per rank and update, a different part each
-            time.
-        heartbeat_s: seconds without an answer to a ping after which a connection counts as dead.
-        max_message_nbytes: maximum size of a frame. A larger frame closes its connection.
-        routers: external routers, which the controller tells which engines may receive requests.
+        compare_share: trainer ranks compare replicated weights for at most this share of the update time, in [0, 1].
+            The first update compares all replicated weights; with 1, every update does.
+        unchanged: reaction to a version in which all bytes equal the trainers' previous version.
+        non_finite: reaction to a version in which a parameter contains NaN or infinity. REFUSE checks all parameters
+            before the first byte is sent. WARN checks a different 4 MiB per rank in each update.
+        heartbeat_s: if a peer does not answer a ping within these seconds, the connection counts as dead.
+        max_message_nbytes: maximum size of a frame. The controller closes a connection that sends a larger frame.
+        routers: external routers that the controller notifies.
     """
 
     mode: UpdateMode = UpdateMode.IN_PLACE

@@ -33,20 +33,21 @@ DEFAULT_CONCURRENCY = 256
 
 @final
 class Controller:
-    """Coordinator of weight updates and rollout controller behind one server. Enter it with `async with`.
+    """Coordinator of weight updates and controller of rollouts, with one HTTP server.
 
-    The two share only the address and the token, so a long update never delays the completion of a rollout. Use the
-    controller in the event loop that entered it.
+    Enter the controller with `async with`, and use it only in the event loop that entered it. A long update does not
+    delay the results of rollouts.
 
     Args:
         token: shared secret that every trainer, engine and worker sends.
-        host: address to bind. port: port to bind; with 0 the system chooses one, and `url` returns it.
+        host: address to bind.
+        port: port to bind. With 0, the system chooses a port; see `url`.
         advertise_host: host to which trainers, engines and workers connect; empty for `host`. Required if `host`
             is `0.0.0.0`.
-        config: update mode, deadlines and retries.
-        staleness: maximum staleness of trained samples, and number of concurrent rollouts. If omitted, only the
-            number of concurrent rollouts is limited.
-        journal_path: file that records rounds, so that a restarted controller continues from them.
+        config: settings for updates.
+        staleness: maximum staleness of trained samples, and maximum number of concurrent rollouts. If omitted,
+            staleness is unlimited and `DEFAULT_CONCURRENCY` rollouts run at once.
+        journal_path: file that records rounds, so that a restarted controller knows the published version.
         rollout_config: limits of rollouts, and the journal of outstanding rollouts.
 
     Raises:
@@ -94,7 +95,7 @@ class Controller:
         """URL to which trainers, engines and workers connect.
 
         Raises:
-            ConfigError: the system has not chosen the port yet, because the controller is not entered.
+            ConfigError: `port` is 0 and the controller has not been entered, so the system has not chosen a port.
         """
         if not self._has_port:
             raise ConfigError(
@@ -104,25 +105,25 @@ class Controller:
 
     @property
     def server(self) -> ControlServer:
-        """HTTP server. Add routes to it (for example with `TrainController.mount`) before entering the controller."""
+        """HTTP server of the controller. Add routes (as `TrainController.mount` does) before you enter the controller."""
         return self._server
 
     @property
     def phase(self) -> str:
-        """Text with the current phase of an update, or with the current binding; empty if neither runs."""
+        """Text with the current phase of an update or of a binding; empty if neither is in progress."""
         return self._operations.phase
 
     @asynccontextmanager
     async def evaluation(
         self, workflows: Mapping[str, Workflow] | None = None, *, max_concurrent: int = 64
     ) -> AsyncIterator[RolloutController]:
-        """Yield a second rollout controller for the same engines. Its rollouts do not count for the staleness bound.
+        """Yield a second rollout controller for the same engines, for evaluation. Its rollouts run in this event loop.
 
-        Write `async with controller.evaluation() as evaluation`, and call `evaluation.submit` and `evaluation.wait`
-        inside the block. The second controller runs plain prompts and `workflows` in this event loop.
+        Use it as `async with controller.evaluation() as evaluation`, and call `evaluation.submit` and `evaluation.wait`
+        inside the block. The limits of the controller's `staleness` do not apply to these rollouts.
 
         Args:
-            workflows: name -> user code.
+            workflows: name -> workflow (user code).
             max_concurrent: maximum number of concurrent rollouts.
         """
         policy = StalenessPolicy.unbounded(max_concurrent)
@@ -131,11 +132,11 @@ class Controller:
             yield evaluation
 
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
-        """Count the staleness of samples that trainers receive without `batches`."""
+        """Count the staleness of samples, for metrics. Call this for samples that trainers do not get from `batches`."""
         self._operations.observe_samples(samples)
 
     def overview(self) -> dict[str, Any]:
-        """Return the content of `/v1/overview` and of the page: fleet, updates, rollouts, history. Call in the loop."""
+        """Return the content of `/v1/overview`: fleet, updates, rollouts, history. Call this in the event loop."""
         return self._operations.overview()
 
     def _note_update(self, report: UpdateReport) -> None:
@@ -145,11 +146,12 @@ class Controller:
     async def wait_for_fleet(
         self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
     ) -> None:
-        """Return once all trainer ranks and all ranks of the named engines are connected.
+        """Wait until all trainer ranks and all ranks of the named engines are connected.
 
         Raises:
             ConfigError: `engines` is a string.
-            EngineRefused: a named engine was refused or could not join. Raised at once, with the reason.
+            EngineRefused: a named engine was refused or could not join; the message has the reason. This error is
+                raised at once.
             PeerTimeout: a rank is not connected after `deadline_s`; the message names the missing ranks.
         """
         _check_names("wait_for_fleet", engines)
@@ -160,19 +162,19 @@ class Controller:
     async def wait_for_version(
         self, version: int, *, engines: Sequence[str] = (), deadline_s: float
     ) -> None:
-        """Return once `version` or a later one is published.
+        """Wait until `version` or a later version is published.
 
         Args:
             version: see `TrainerClient.publish`.
-            engines: names of engines that must also serve the published version. The controller brings an engine
-                that an update left out to that version afterwards.
+            engines: names of engines for which to wait until they serve the published version. An engine that an update
+                left out serves it after a catch-up.
             deadline_s: seconds to wait.
 
         Raises:
             ConfigError: `engines` is a string.
             EngineRefused: see `wait_for_fleet`.
-            PeerTimeout: after `deadline_s` the version is not published, or a named engine does not serve it. The
-                message names the engines that are behind.
+            PeerTimeout: after `deadline_s`, the version is not published, or a named engine does not serve the published
+                version. The message names these engines.
         """
         _check_names("wait_for_version", engines)
         await self.coordinator.members.wait_for_version(
@@ -185,7 +187,7 @@ class Controller:
         self._operations.mount(self._server)
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.coordinator.close)
-            # Recover the rollouts of an earlier process before the server starts, because workers report theirs then.
+            # Recover rollouts of an earlier process first: workers report results as soon as the server starts.
             undo.push_async_callback(self.rollouts.close)
             await self.rollouts.__aenter__()
             await self._server.start()
@@ -195,7 +197,7 @@ class Controller:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        # The stack runs its callbacks from the last to the first, also if one of them raises.
+        # The stack runs the callbacks in reverse order, and continues if a callback raises.
         async with AsyncExitStack() as closing:
             closing.push_async_callback(self._server.close)
             closing.push_async_callback(self.coordinator.close)
@@ -206,6 +208,6 @@ class Controller:
 
 
 def _check_names(call: str, engines: Sequence[str]) -> None:
-    # Each letter of a string would count as the name of an engine.
+    # A string is a sequence too, but each letter would count as the name of an engine.
     if isinstance(engines, str):
         raise ConfigError(f"{call}: engines must be a sequence of names, got {engines!r}")

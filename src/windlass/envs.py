@@ -17,7 +17,7 @@ ENGINE_TOKEN_VARIABLE = "WINDLASS_ENGINE_TOKEN"  # noqa: S105 - as above
 ROUTER_TOKEN_VARIABLE = "WINDLASS_ROUTER_TOKEN"  # noqa: S105 - as above
 CONTROLLER_VARIABLE = "WINDLASS_CONTROLLER"
 FIRST_NODE_VARIABLE = "WINDLASS_FIRST_NODE"
-"""Variable with the address of the first node; a scheduler sets it for a reservation of several nodes."""
+"""Variable with the address of the first node of a job with several nodes; see `windlass.jobs.schedulers.base`."""
 TLS_CA_VARIABLE = "WINDLASS_TLS_CA"
 TLS_CERTIFICATE_VARIABLE = "WINDLASS_TLS_CERT"
 TLS_KEY_VARIABLE = "WINDLASS_TLS_KEY"
@@ -28,14 +28,17 @@ _secrets: dict[str, str] = {}
 
 
 def check_token(token: str | None, what: str) -> str:
-    """Return `token` if an HTTP header can carry it.
+    """Check that an HTTP header can carry `token`, and return it.
 
-    The token may be empty if this process has a certificate, which then replaces the token: WINDLASS_TLS_CERT and
-    WINDLASS_TLS_CA are set.
+    The token may be empty if this process has a certificate (`has_certificate`), which replaces the token.
+
+    Args:
+        token: the token.
+        what: name of the argument or variable, for errors.
 
     Raises:
-        ConfigError: the token is missing, or has line ends, other control characters, characters beyond
-            ASCII, or blanks at its ends. The error does not contain the token.
+        ConfigError: the token is missing, contains a character that is not printable ASCII, or begins or ends with a
+            blank. The message does not contain the token.
     """
     if not token:
         if has_certificate():
@@ -50,15 +53,15 @@ def check_token(token: str | None, what: str) -> str:
 
 
 def has_certificate() -> bool:
-    """Return whether this process has a certificate, which shows its role to peers without a token."""
+    """Return whether this process has a TLS certificate, which replaces a token."""
     return all(map(environment_value, (TLS_CA_VARIABLE, TLS_CERTIFICATE_VARIABLE)))
 
 
 def secret_value(name: str) -> str:
-    """Return the value of a secret variable, or '' if it was never set.
+    """Return the value of a secret environment variable, or '' if the variable was never set.
 
-    The first call removes the variable from the environment. Child processes (tools that run code of a model) then
-    neither inherit the secret nor find it in /proc. Later calls return the same value.
+    The first call removes the variable from the environment, and later calls return the same value. Child processes
+    (such as tools that run code of a model) then do not inherit the secret, and cannot read it in /proc.
     """
     if name in os.environ:
         _secrets[name] = os.environ[name]
@@ -68,7 +71,7 @@ def secret_value(name: str) -> str:
 
 
 def _overwrite(name: str) -> None:
-    """Overwrite a value in the memory of the initial environment, which /proc shows while the process runs."""
+    """Overwrite the value of a variable in the initial environment, which /proc/PID/environ shows."""
     find = ctypes.CDLL(None).getenv
     find.restype = ctypes.c_void_p
     place = find(os.fsencode(name))
@@ -77,13 +80,13 @@ def _overwrite(name: str) -> None:
 
 
 def control_token() -> str:
-    """Return the secret of the control routes, or the token of a role; empty if a certificate replaces it.
+    """Return the token that this process sends to peers; empty if a certificate replaces the token.
 
-    The token is the value of WINDLASS_TOKEN or, if that is not set, the content of the file WINDLASS_TOKEN_FILE.
+    The token is the value of WINDLASS_TOKEN. If this variable is not set, the file WINDLASS_TOKEN_FILE contains the token.
 
     Raises:
-        ConfigError: neither variable is set, or an HTTP header cannot carry the token, or the file is refused:
-            it is not a text file of this user, or other users can read or change it.
+        ConfigError: neither variable is set (and there is no certificate), an HTTP header cannot carry the token, the
+            file is not a text file of this user, or other users can read or change the file.
     """
     if token := secret_value(TOKEN_VARIABLE):
         return check_token(token, TOKEN_VARIABLE)
@@ -92,7 +95,7 @@ def control_token() -> str:
     if not has_certificate():
         raise ConfigError(
             f"{TOKEN_VARIABLE} must be set to the controller's token, or {TOKEN_FILE_VARIABLE} to a file "
-            f"that holds it, got ''"
+            f"that contains the token, got ''"
         )
     return ""
 
@@ -124,7 +127,7 @@ def inherited_environment(*, with_tokens: bool = False) -> dict[str, str]:
     """Return a copy of this process's environment for a child process.
 
     Args:
-        with_tokens: whether the child gets this process's tokens, because it acts in the same role.
+        with_tokens: whether to include this process's tokens, which `secret_value` has removed from the environment.
     """
     tokens = {name: secret_value(name) for name in (TOKEN_VARIABLE, ENGINE_TOKEN_VARIABLE)}
     given = {name: token for name, token in tokens.items() if token and with_tokens}
@@ -132,16 +135,16 @@ def inherited_environment(*, with_tokens: bool = False) -> dict[str, str]:
 
 
 _OF_ALLOCATION = ("SLURM_", "SLURMD_", "SRUN_", "PMIX_", "PMI_")
-"""Prefixes of variables that Slurm sets for the job, step or task of a process."""
+"""Prefixes of the variables that Slurm sets for a job, step or task."""
 _OF_CLUSTER = ("SLURM_CONF", "SLURM_JWT")
-"""Variables with such a prefix that are kept, because they tell a process how to reach Slurm."""
+"""Variables with one of these prefixes that a process needs to reach Slurm."""
 
 
 def environment_outside_jobs() -> dict[str, str]:
     """Return a copy of this process's environment without the variables of its Slurm job.
 
-    `sbatch` and `srun` read these variables as options, and MPI would treat the child as a task of that job. Outside
-    a job, SBATCH_ variables are kept, because they are the user's defaults.
+    In a child process, `sbatch` and `srun` would read these variables as options, and MPI would treat the child as a
+    task of the job. If this process is not in a job, SBATCH_ variables are kept, because the user has set them.
     """
     environment = inherited_environment()
     is_in_job = "SLURM_JOB_ID" in environment or "SLURM_JOBID" in environment
@@ -154,12 +157,12 @@ def environment_outside_jobs() -> dict[str, str]:
 
 
 def set_defaults(values: Mapping[str, str]) -> dict[str, str]:
-    """Set each variable that is not set yet and return the current values of all."""
+    """Set each variable of `values` that is not set yet; return the current values of these variables."""
     return {name: os.environ.setdefault(name, value) for name, value in values.items()}
 
 
 def set_values(values: Mapping[str, str]) -> None:
-    """Set variables for the rest of this process."""
+    """Set environment variables of this process."""
     os.environ.update(values)
 
 
@@ -173,7 +176,7 @@ _TEMPORARY = threading.Lock()
 
 @contextlib.contextmanager
 def temporary_values(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables during the block, for a library that reads them in one call. Other callers wait."""
+    """Set environment variables in the `with` block; restore them afterwards. Only one thread at a time is in the block."""
     with _TEMPORARY:
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)

@@ -1,8 +1,8 @@
 """Error classes of Windlass.
 
-An unknown outcome is not a failure: after `TransferOutcomeUnknown` the caller must not free or reuse the memory on
-either side (the distinction follows google/tunix, `experimental/orchestrator/weight_sync.py`). Messages have one
-line and name the argument, the rule and the value.
+`TransferOutcomeUnknown` is not a failure: afterwards, neither the sender's nor the receiver's memory may be freed or
+reused. google/tunix makes the same distinction (`experimental/orchestrator/weight_sync.py`). Messages have one line; if
+an argument is wrong, they name the argument, the rule and the value.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Errors that msgspec raises for malformed bytes. A hostile peer can cause each of the three."""
+"""Errors that msgspec raises for malformed bytes of a peer."""
 
 
 class WindlassError(Exception):
@@ -22,35 +22,35 @@ class ConfigError(WindlassError, ValueError):
 
 
 class PlanError(WindlassError, ValueError):
-    """The weights of trainers and engines cannot be connected; no engine was paused and no byte was sent."""
+    """The trainers' weights do not fit the engines' weights; no engine was paused and no byte was sent."""
 
 
 class ManifestError(PlanError):
-    """A manifest contradicts itself, or the manifests of the two sides contradict each other."""
+    """A manifest contradicts itself, or the manifests of trainers and engines contradict each other."""
 
 
 class UnsupportedLayout(PlanError):
-    """Boxes and strides cannot express a layout."""
+    """Windlass cannot describe or update a memory layout; the message has the reason."""
 
 
 class IncompleteCoverage(PlanError):
-    """Some bytes of a destination parameter have no source; names the tensor and the gap."""
+    """No trainer has some elements of an engine's parameter; the message names the tensor and the missing elements."""
 
 
 class TransferError(WindlassError, RuntimeError):
-    """A transfer of bytes went wrong."""
+    """Base class of errors in a transfer of bytes."""
 
 
 class RegionError(TransferError):
-    """A range is outside registered or published memory; the transport refused it before it sent a byte."""
+    """A memory range is outside registered memory, or cannot be registered; the transport has sent no byte."""
 
 
 class PeerUnreachable(TransferError):
-    """The peer is dead, was restarted, or never answered; no further byte will arrive."""
+    """The peer is dead, was restarted, or never answered. No further byte of the transfer will arrive."""
 
 
 class TransferFailed(TransferError):
-    """The transfer ended before it was complete; no further byte will arrive."""
+    """The transfer ended before it was complete. No further byte of the transfer will arrive."""
 
 
 class TransferOutcomeUnknown(TransferError):
@@ -58,7 +58,7 @@ class TransferOutcomeUnknown(TransferError):
 
 
 class RoundError(WindlassError, RuntimeError):
-    """A weight-update round did not publish its version."""
+    """A round did not publish its version."""
 
 
 class StaleMessage(RoundError):
@@ -78,20 +78,20 @@ class AuthenticationError(WindlassError, RuntimeError):
 
 
 class PeerTimeout(WindlassError, TimeoutError):
-    """A deadline passed while waiting for a peer; names the peer, the phase and the deadline."""
+    """A deadline passed while waiting for a peer; the message names the peer, the phase and the deadline."""
 
 
 class EngineRefused(WindlassError, RuntimeError):
-    """An engine was refused, or could not join; names the engine and quotes the reason."""
+    """An engine was refused, or could not join; the message has the engine's name and the reason."""
 
 
 class RolloutError(WindlassError, RuntimeError):
-    """A rollout ended in an error; names the task and the attempt."""
+    """A rollout ended in an error; the message names the task and the attempt."""
 
 
 class TrainerError(WindlassError, RuntimeError):
-    """A trainer rank died, hung or raised; names the rank and carries the tail of its log."""
+    """A trainer rank died, hung or raised; the message has the rank and the end of its log."""
 
 
 class TransportUnavailable(WindlassError, ImportError):
-    """An optional dependency or a kernel feature is missing; names what to install or allow."""
+    """An optional dependency or a kernel feature is missing; the message says what to install or allow."""

@@ -11,11 +11,10 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Yield a new file and move it to `path` at the end of the block.
+    """Yield a new file, and move it to `path` at the end of the `with` block.
 
-    If the block raises, `path` is unchanged. A link at `path` is replaced and not followed, because another user may
-    have made it if the folder is writable for others. The name of the new file is random, so that other users cannot
-    predict it.
+    If the block raises, `path` is unchanged. A symbolic link at `path` is replaced, not followed, because another user
+    may have created it in a shared folder. The temporary name of the new file is random for the same reason.
 
     Args:
         path: path of the finished file, in an existing folder.
@@ -32,7 +31,7 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
             yield file
         temporary.replace(path)
     except BaseException:
-        # An interrupt, too, must not leave an incomplete file.
+        # `BaseException`: also delete the incomplete file after Ctrl-C.
         temporary.unlink(missing_ok=True)
         raise
 

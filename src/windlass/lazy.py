@@ -1,7 +1,6 @@
-"""Public names that are imported at their first use.
+"""Import of a package's public names at their first use.
 
-A process that only moves bytes then does not import a web server, and a process that only describes a layout does
-not import torch.
+For example, a process that does not use torch need not import it.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ _IMPORT = re.compile(r"^    from ([\w.]+) import (\w+) as \2$", re.MULTILINE)
 
 
 def public(package: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
-    """Return a package's `__all__`, `__getattr__` and `__dir__` (PEP 562), made from its imports for type checkers.
+    """Return `__all__`, `__getattr__` and `__dir__` (PEP 562) of a package.
 
-    The public names are all lines `from MODULE import NAME as NAME` under `if TYPE_CHECKING:` in the package's own
-    file. `attach_stub` of scientific-python/lazy-loader reads a stub file in the same way.
+    Each line `from MODULE import NAME as NAME` under `if TYPE_CHECKING:` in the package's `__init__.py` defines a public
+    name. `attach_stub` of scientific-python/lazy-loader reads a stub file in the same way.
 
     Args:
-        package: `__name__` of the package. Its `__init__.py` must be readable as source.
+        package: `__name__` of the package. The source of its `__init__.py` must be installed.
     """
     source = pkgutil.get_data(package, "__init__.py") or b""
     homes = {name: module for module, name in _IMPORT.findall(source.decode())}

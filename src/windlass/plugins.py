@@ -1,13 +1,12 @@
-"""Registries that find parts by name: built-in parts, and entry points of other distributions.
+"""Registries of objects by name: objects of Windlass, and objects that other distributions add by entry points.
 
-Engines, families of models, commands, transports and update backends are found in this way. To add a built-in part,
-add its file to this package. To add a part from another distribution, add an entry point to its `pyproject.toml`:
+There are registries of engines, model families, commands, transports and update backends. Another distribution adds an
+object by an entry point in its `pyproject.toml`:
 
     [project.entry-points."windlass.engines"]
     mine = "my_package.engine:ENGINE"
 
-Users of this machine give the names, and installed distributions define the objects. A message of a peer never
-decides which module is imported.
+Names come from this machine's users and configuration. A message of a peer never causes the import of a module.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registry(Generic[T]):
-    """Named objects of one class. `find` imports an object at its first use.
+    """Named objects of one class. `find` imports an object when it is first used.
 
     Attributes:
-        noun: noun for one of the objects in errors.
+        noun: noun for one object in error messages.
         kind: class of the objects.
-        group: entry point group. Each entry point refers to one object.
-        built_in: name of a built-in object -> its location, "module:attribute".
-        package: dotted name of a package. Each of its modules (or subpackages) defines one built-in object, under
-            the name of the module. Modules with a leading underscore are ignored.
-        attribute: name of the object in each module of `package`.
-        submodule: module of a subpackage that defines the object; empty if the modules of `package` define it.
-            Subpackages without this module are ignored.
-        unavailable: error class for an object that exists and cannot be imported.
+        group: entry point group; each entry point refers to one object.
+        built_in: name of an object of Windlass -> its location, "module:attribute".
+        package: dotted name of a package. Each of its modules (or subpackages) defines one object with the module's
+            name. Modules with a leading underscore are ignored. Empty to use `built_in`.
+        attribute: name of the variable that contains the object in each module of `package`.
+        submodule: name of the module in each subpackage of `package` that defines the object. Subpackages without such
+            a module are ignored. Empty if the modules of `package` themselves define the objects.
+        unavailable: class of the error if an object cannot be imported.
     """
 
     noun: str
@@ -52,7 +51,7 @@ class Registry(Generic[T]):
     unavailable: type[ConfigError | TransportUnavailable] = ConfigError
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of all objects, built-in objects first."""
+        """Return the names of all objects, Windlass's own first."""
         installed = entry_points(group=self.group).names
         return tuple(dict.fromkeys((*sorted(self._built_in()), *sorted(installed))))
 
@@ -60,8 +59,8 @@ class Registry(Generic[T]):
         """Return the object with this name.
 
         Raises:
-            ConfigError: no object or more than one has this name, or the object is not an instance of `kind`. The
-                error names the distributions.
+            ConfigError: no object has this name, several distributions define it, or the object is not an instance of
+                `kind`.
             ConfigError, TransportUnavailable: the object cannot be imported; see `unavailable`.
         """
         built_in = self._built_in().get(name, "")

@@ -1,4 +1,4 @@
-"""Progress of a slow job: its current part and the time since the part began."""
+"""Progress messages of a slow operation, such as the start of an engine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SAID_EVERY_S = 15.0
 
 @final
 class Progress:
-    """Progress of a start or of another slow job, in parts. One thread begins and ends the parts; any thread may call `text`.
+    """Progress of a slow operation, which consists of successive parts.
 
-    Each part is logged when it begins, every `SAID_EVERY_S` while it runs, and when it ends, so that a log
-    shows the same as a terminal.
+    A line is logged when a part begins, every `SAID_EVERY_S` seconds while it runs, and when it ends. One thread begins
+    and ends parts; any thread may call `text`.
 
     Args:
-        say: logs one line.
-        is_shown: whether a terminal shows `text`; running parts are then not logged.
+        say: function that logs one line.
+        is_shown: True if the caller shows `text` on a terminal; nothing is then logged while a part runs.
     """
 
     def __init__(self, say: Callable[[str], object] = _log.info, *, is_shown: bool = False) -> None:
@@ -32,7 +32,7 @@ class Progress:
         self._detail, self._ended = "", threading.Event()
 
     def begin(self, what: str, at_most_s: float | None = None) -> None:
-        """Begin a part and end the previous one. `at_most_s` is the caller's deadline, or None if it has no deadline."""
+        """End the previous part, and begin a part that should take `at_most_s` seconds at most (None for no limit)."""
         self.end()
         limit = "" if at_most_s is None else f"at most {at_most_s:.0f} s"
         self._say(f"{what} ({limit})" if limit else what)
@@ -46,11 +46,11 @@ class Progress:
             self._say(self.text())
 
     def detail(self, text: str) -> None:
-        """Set the detail of the part, such as the missing peers; empty for none."""
+        """Set a text that `text` adds to the current part, such as the missing peers; empty for no text."""
         self._detail = text
 
     def end(self, *, done: bool = True) -> None:
-        """End the part; `done` is false if it was given up. Idempotent."""
+        """End the current part, if any; `done` is False if the part failed. Idempotent."""
         if self._part is not None:
             what, began_s, _ = self._part
             took_s = time.monotonic() - began_s
@@ -60,7 +60,7 @@ class Progress:
 
     @contextmanager
     def part(self, what: str, at_most_s: float | None = None) -> Iterator[None]:
-        """Begin a part for the `with` block and end it after the block; see `begin`."""
+        """Begin a part, and end it at the end of the `with` block; see `begin`."""
         self.begin(what, at_most_s)
         try:
             yield
@@ -70,7 +70,7 @@ class Progress:
         self.end()
 
     def text(self) -> str:
-        """Return the current part and its duration; empty if no part is running."""
+        """Return the current part and the seconds since its begin; empty if no part is running."""
         part, detail = self._part, self._detail
         if part is None:
             return ""

@@ -1,4 +1,4 @@
-"""Sampling parameters that callers give and engines follow."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ def is_count(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is an integer or a float of Python."""
+    """Return whether a value is a Python integer or float."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """Sampling parameters of an engine, with SGLang's names.
+    """Sampling parameters of a request, with SGLang's names.
 
     Attributes:
-        max_new_tokens: at least 1.
-        temperature: 0 is greedy.
-        top_p: in (0, 1].
-        top_k: -1 for all tokens. With both, vLLM and the embedded engine apply `top_p` to the distribution of
-            the `top_k` tokens, and SGLang applies both to the distribution of all tokens.
-        stop_token_ids: generation ends after any of these.
+        max_new_tokens: maximum number of generated tokens, at least 1.
+        temperature: temperature; 0 is greedy.
+        top_p: probability of the nucleus, in (0, 1].
+        top_k: number of tokens to sample from; -1 for all tokens. If `top_p` is also set, vLLM and the embedded engine
+            apply it after `top_k` to the renormalised distribution; SGLang applies both to the same distribution.
+        stop_token_ids: ids of tokens after which generation ends.
         ignore_eos: whether to continue after the model's end token.
-        adapter: name of the served LoRA adapter that answers; empty selects the base model.
+        adapter: name of the served LoRA adapter; empty for the base model.
     """
 
     max_new_tokens: int

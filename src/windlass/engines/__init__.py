@@ -20,6 +20,6 @@ if TYPE_CHECKING:
     from windlass.transfer.dtensor import describe_module as describe_module
     from windlass.transfer.dtensor import parameter_addresses as parameter_addresses
 
-# Hide the lazy names from type checkers, so that they still report unknown names.
+# Hide `__getattr__` from type checkers, so that they still report unknown names.
 if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

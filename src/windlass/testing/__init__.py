@@ -17,6 +17,6 @@ if TYPE_CHECKING:
     from windlass.testing.transport_conformance import TransportConformance as TransportConformance
     from windlass.testing.wrapped_transport import WrappedTransport as WrappedTransport
 
-# Hidden from type checkers, which would accept every name if they saw `__getattr__`.
+# Hide `__getattr__` from type checkers, so that they still report unknown names.
 if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

@@ -29,8 +29,8 @@ class FaultKind(StrEnum):
     FLIP_BYTE: the first byte of the first piece arrives inverted, and the write returns as after a success.
     UNKNOWN: nothing is sent, and the write raises `TransferOutcomeUnknown`.
     UNKNOWN_LANDED: everything is sent, but the write raises `TransferOutcomeUnknown`.
-    DELAY: everything is sent after `delay_s`; if the deadline passes before, nothing is sent and the write raises
-        `TransferOutcomeUnknown`.
+    DELAY: everything is sent after `delay_s`. If the deadline of the write is earlier, nothing is sent, and the write
+        raises `TransferOutcomeUnknown`.
     """
 
     FAIL_BEFORE = "fail_before"
@@ -48,8 +48,8 @@ class Fault:
 
     Attributes:
         kind: kind of the fault.
-        delay_s: seconds of the delay for DELAY; otherwise 0.
-        endpoint: the fault applies only to writes to this peer; None for any peer.
+        delay_s: seconds of the delay; 0 for all kinds but DELAY.
+        endpoint: endpoint of the peer to which the faulty write must go; None for any peer.
     """
 
     kind: FaultKind
@@ -65,11 +65,11 @@ class Fault:
 
 
 class FaultyTransport(WrappedTransport):
-    """Transport that injects faults into chosen writes and passes all other calls to another transport. Thread-safe.
+    """Transport that injects faults into chosen writes, and passes all other calls to `inner`. Thread-safe.
 
     Args:
-        inner: the other transport. `close` closes it too.
-        faults: number of a write -> fault to inject. Writes to all peers are counted together, from 0.
+        inner: transport that does the work; `close` closes it, too.
+        faults: number of a write -> fault to inject. Writes are numbered from 0, over all peers.
     """
 
     def __init__(self, inner: OneSidedTransport, faults: Mapping[int, Fault]) -> None:
@@ -86,7 +86,7 @@ class FaultyTransport(WrappedTransport):
             return self._num_writes
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Write as `OneSidedTransport.write` does, with the fault of this write's number, if any."""
+        """Write as `OneSidedTransport.write` does, and inject the fault for the number of this write, if any."""
         with self._lock:
             number = self._num_writes
             self._num_writes += 1
@@ -115,7 +115,7 @@ class FaultyTransport(WrappedTransport):
                 self._delay(batch, deadline_s, fault.delay_s, what)
 
     def close(self) -> None:
-        """See `OneSidedTransport.close`; ends delays at once."""
+        """End all delays at once, and close `inner`."""
         self._cancelled.set()
         super().close()
 

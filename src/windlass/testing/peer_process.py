@@ -1,4 +1,4 @@
-"""A peer in a child process: it exposes an arena, executes commands, and can be killed.
+"""A peer in a child process, for tests of transports: it registers an arena, carries out commands, and can be killed.
 
 with PeerProcess(CmaConfig(), 1 << 20) as peer:
     transport.write(...peer.region...)
@@ -36,7 +36,7 @@ class _Answer(msgspec.Struct):
 
 
 class Child(Protocol):
-    """A started process with pipes; `subprocess.Popen` is one."""
+    """Process with pipes for stdin and stdout, such as `subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
@@ -52,7 +52,7 @@ class Child(Protocol):
 
 
 def start_child(config: TransportConfig, nbytes: int, environment: Mapping[str, str]) -> Child:
-    """Start an interpreter, with this environment alone, that runs `serve` on its standard input and output."""
+    """Start a child process that runs `serve`; `environment` has all its environment variables."""
     return subprocess.Popen(
         [
             sys.executable,
@@ -68,24 +68,24 @@ def start_child(config: TransportConfig, nbytes: int, environment: Mapping[str, 
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """Return the digest that `PeerProcess.digest` gives for the same bytes."""
+    """Return the xxh3-128 digest of bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 @final
 class PeerProcess(Closing):
-    """A child process with one arena, whose bytes are all 0xEE at the start.
+    """Child process with one registered arena, whose bytes are all 0xEE at the start.
 
-    Memory: the arena belongs to the child and ends with it.
+    Every method that sends a command raises `PeerTimeout` if the child does not answer within `ANSWER_S`.
 
     Args:
         config: transport of the child.
-        nbytes: size of its arena in bytes.
-        environment: variables added to the environment that the child inherits.
+        nbytes: size of the arena in bytes.
+        environment: additional environment variables for the child.
 
     Raises:
-        ProtocolError: the child did not start; its error is on stderr.
-        PeerTimeout: the child did not answer within 30 s.
+        ProtocolError: the child did not start; stderr has the child's error.
+        PeerTimeout: the child did not answer within `ANSWER_S`.
     """
 
     def __init__(
@@ -99,7 +99,6 @@ class PeerProcess(Closing):
         self._input, self._output = self._process.stdin, self._process.stdout
         try:
             self._region = self._answer().region
-        # After any exception, the child must not continue to run.
         except BaseException:
             self.kill()
             raise
@@ -111,11 +110,11 @@ class PeerProcess(Closing):
 
     @property
     def region(self) -> RemoteRegion:
-        """Right to write the whole arena, from its last registration."""
+        """Remote region of the whole arena, from the arena's last registration."""
         return self._region
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes of the arena, which the child reads."""
+        """Return `nbytes` bytes of the arena from `offset` on."""
         return self._ask("read", offset, nbytes).data
 
     def digest(self) -> str:
@@ -127,11 +126,11 @@ class PeerProcess(Closing):
         self._ask("fill", value)
 
     def unregister(self) -> None:
-        """Unregister the arena; `region` cannot be used until `register`."""
+        """Unregister the arena in the child. Writes to `region` fail until `register` is called."""
         self._ask("unregister")
 
     def register(self) -> None:
-        """Register the arena again, and update `region`."""
+        """Register the arena in the child again, and update `region`."""
         self._region = self._ask("register").region
 
     def fence(self) -> None:
@@ -139,30 +138,30 @@ class PeerProcess(Closing):
         self._ask("fence")
 
     def signal_on_write(self, offset: int, number: signal.Signals) -> None:
-        """Make the child send itself a signal as soon as the byte at `offset` changes."""
+        """Make the child send the signal to itself as soon as the arena's byte at `offset` changes."""
         self._ask("signal_on_write", offset, int(number))
 
     def stop(self) -> None:
-        """Send SIGSTOP. A child of this process has stopped when this returns; its memory stays."""
+        """Send SIGSTOP to the child, and wait until the child has stopped."""
         self._process.send_signal(signal.SIGSTOP)
-        # Another process may be the parent.
+        # Only a parent can wait; a `Child` may be a process of another parent.
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Send SIGCONT."""
+        """Send SIGCONT to the child."""
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Send SIGKILL and wait for the end of the child. Idempotent."""
+        """Send SIGKILL to the child, and wait for its end. Idempotent."""
         self._process.kill()
         self._process.wait(ANSWER_S)
         for pipe in (self._input, self._output):
-            with suppress(BrokenPipeError):  # a command that a dead child has not read
+            with suppress(BrokenPipeError):  # the child has not read its last command
                 pipe.close()
 
     def close(self) -> None:
-        """Close the child's input, after which it ends by itself; kill it if it does not end within `ANSWER_S`."""
+        """Close the child's stdin, so that the child ends. Kill the child if it does not end within `ANSWER_S`."""
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGCONT)
             self._input.close()
@@ -178,7 +177,7 @@ class PeerProcess(Closing):
         return self._answer()
 
     def _answer(self) -> _Answer:
-        # A pipe has no deadline; ending the child ends the read.
+        # A read from a pipe has no deadline: after `ANSWER_S`, kill the child, which ends the read.
         timer = threading.Timer(ANSWER_S, self._process.kill)
         timer.start()
         try:
@@ -195,7 +194,7 @@ class PeerProcess(Closing):
 
 
 def _watch(arena: Arena, offset: int, number: int) -> None:
-    """Wait for a byte to change, by polling: a one-sided write causes no event in this process."""
+    """Poll a byte of the arena until the byte changes, and then send the signal `number` to this process."""
     before = arena.bytes[offset]
     pause = threading.Event()
     while arena.bytes[offset] == before:
@@ -204,7 +203,7 @@ def _watch(arena: Arena, offset: int, number: int) -> None:
 
 
 def serve(config: TransportConfig, nbytes: int) -> None:
-    """Answer commands from standard input until it ends. The child process runs this."""
+    """Carry out commands from stdin until stdin is closed. The child process runs this function."""
     transport = create_transport(config)
     arena = Arena(transport, nbytes)
     arena.bytes[:] = 0xEE

@@ -1,4 +1,4 @@
-"""Engine that generates nothing, for tests and benchmarks that only measure updates."""
+"""Engine that generates no tokens, for tests and benchmarks of updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from windlass.config import PauseMode
 
 @final
 class RestingEngine:
-    """`EngineHooks` of a rank that generates nothing."""
+    """`EngineHooks` of an engine rank that generates no tokens."""
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """Do nothing, because no request runs."""
@@ -18,7 +18,7 @@ class RestingEngine:
         """Do nothing, because no request was paused."""
 
     def finalise(self) -> None:
-        """Do nothing, because this engine derives no data from weights."""
+        """Do nothing, because this engine computes no values from weights."""
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """Do nothing, because this engine generates no tokens that would carry the version."""
+        """Do nothing, because this engine generates no tokens."""

@@ -1,11 +1,10 @@
-"""Conformance tests of `OneSidedTransport`; subclass them in a test module.
+"""Conformance tests of `OneSidedTransport`. Define a subclass in a test module.
 
     class TestCma(TransportConformance):
         config = CmaConfig()
 
-Peers are child processes. For a transport that works only inside one process, override `start_peer`.
-The tests call `check` and do not use `assert`: pytest rewrites `assert` only in test modules, and this
-module is also used from an installed package.
+The peer is a child process; override `start_peer` for a transport that works only inside one process. The tests call
+`check` instead of `assert`, because pytest does not rewrite `assert` in an installed package.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ NBYTES = 8 << 20
 GUARD = 0xEE
 DEADLINE_S = 10.0
 PROMPT_S = 6.0
-"""Maximum seconds until an error that needs no waiting."""
+"""Maximum seconds until a write raises an error, if the error does not depend on a deadline."""
 
 
 def check(fact: bool, what: str) -> None:
-    """Fail the test unless `fact` holds."""
+    """Fail the test with the message `what` unless `fact` is True."""
     if not fact:
         raise AssertionError(what)
 
 
 class Peer(Protocol):
-    """The other side of a test; `PeerProcess` is one."""
+    """Process to which a test writes; for methods see `PeerProcess`."""
 
     @property
     def region(self) -> RemoteRegion: ...
@@ -65,7 +64,7 @@ class Peer(Protocol):
 
 
 class Rig:
-    """A transport, its arena with distinct 64-bit words, and one peer."""
+    """Transport under test, a local arena with distinct 64-bit words, and a peer with an arena of the same size."""
 
     def __init__(self, transport: OneSidedTransport, arena: Arena, peer: Peer) -> None:
         self.transport = transport
@@ -76,7 +75,7 @@ class Rig:
         self._placed: list[UInt8Array] = []
 
     def place(self, content: UInt8Array) -> int:
-        """Return the address of these bytes in memory that the transport can register; it lives as long as the rig."""
+        """Return the address of memory with these bytes, which the transport can register; the rig keeps it alive."""
         self._placed.append(content)
         return int(content.ctypes.data)
 
@@ -89,7 +88,7 @@ class Rig:
         endpoint: PeerEndpoint | None = None,
         regions: tuple[RemoteRegion, ...] | None = None,
     ) -> WriteBatch:
-        """Return a batch from offsets in the two arenas."""
+        """Return a batch of writes. `local` and `remote` are offsets in the local arena and in the peer's arena."""
         region = self.peer.region
         return WriteBatch(
             endpoint=region.endpoint if endpoint is None else endpoint,
@@ -100,18 +99,18 @@ class Rig:
         )
 
     def write(self, batch: WriteBatch, deadline_s: float | None = None) -> None:
-        """Write with a deadline."""
+        """Write a batch; the default deadline is `self.deadline_s`."""
         self.transport.write(
             batch, deadline_s=self.deadline_s if deadline_s is None else deadline_s
         )
 
     def write_until(self, batch: WriteBatch, at_s: float) -> None:
-        """Write again and again, so that an event at the peer occurs during a write."""
+        """Repeat a write until the time `at_s` (`time.monotonic`), so that an event at the peer occurs during a write."""
         while time.monotonic() < at_s:
             self.write(batch)
 
     def expected(self, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array) -> UInt8Array:
-        """Return the bytes of the peer's arena if exactly these pieces have been written between guard bytes."""
+        """Return the expected bytes of the peer's arena: the written pieces, and `GUARD` everywhere else."""
         image = np.full(NBYTES, GUARD, np.uint8)
         for source, target, size in zip(
             local.tolist(), remote.tolist(), nbytes.tolist(), strict=True
@@ -120,7 +119,7 @@ class Rig:
         return image
 
     def check_peer(self, image: UInt8Array, what: str) -> None:
-        """Compare every byte of the peer's arena."""
+        """Check that every byte of the peer's arena equals `image`."""
         if self.peer.digest() == digest_of(image.data):
             return
         there = np.frombuffer(self.peer.read(0, NBYTES), np.uint8)
@@ -128,7 +127,7 @@ class Rig:
         raise AssertionError(f"{what}: {len(wrong)} bytes differ, the first at {int(wrong[0])}")
 
     def check_untouched(self, what: str) -> None:
-        """Check that no byte has arrived at the peer."""
+        """Check that every byte of the peer's arena is `GUARD`."""
         self.check_peer(np.full(NBYTES, GUARD, np.uint8), what)
 
     def refused(
@@ -138,7 +137,7 @@ class Rig:
         within_s: float | None = None,
         deadline_s: float | None = None,
     ) -> str:
-        """Check that the write raises `error` within the time; return the message."""
+        """Check that the write raises `error` within `within_s` (default `self.prompt_s`); return the message."""
         limit_s = self.prompt_s if within_s is None else within_s
         start = time.monotonic()
         with pytest.raises(error) as caught:
@@ -152,7 +151,7 @@ class Rig:
 def scattered(
     num_pieces: int, max_nbytes: int, seed: int
 ) -> tuple[UInt64Array, UInt64Array, UInt64Array]:
-    """Return disjoint pieces of 1 to `max_nbytes` bytes, at different unaligned offsets on the two sides."""
+    """Return local offsets, remote offsets and sizes of disjoint random pieces of 1 to `max_nbytes` bytes."""
     rng = np.random.default_rng(seed)
     slot = NBYTES // num_pieces
     nbytes = rng.integers(1, min(max_nbytes, slot - 2) + 1, num_pieces).astype(np.uint64)
@@ -163,7 +162,13 @@ def scattered(
 
 
 class TransportConformance:
-    """Base class of conformance tests. A subclass sets `config` and, on a slow machine, the two times."""
+    """Base class of conformance tests.
+
+    Attributes:
+        config: transport under test; a subclass must set this.
+        deadline_s: deadline of writes; increase this for a slow machine.
+        prompt_s: maximum seconds until an error; increase this for a slow machine.
+    """
 
     config: ClassVar[TransportConfig]
     deadline_s: ClassVar[float] = DEADLINE_S
@@ -180,20 +185,20 @@ class TransportConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def shared_rig(cls) -> Iterator[Rig]:
-        """Yield one rig for all tests that do not damage it."""
+        """Yield one rig for all tests that leave its transport and peer working."""
         rig = _make_rig(cls())
         yield rig
         _close_rig(rig)
 
     @pytest.fixture
     def rig(self, shared_rig: Rig) -> Rig:
-        """Provide the shared rig, with guard bytes everywhere at the peer."""
+        """Return the shared rig, after filling the peer's arena with `GUARD`."""
         shared_rig.peer.fill(GUARD)
         return shared_rig
 
     @pytest.fixture
     def mortal(self) -> Iterator[Rig]:
-        """Yield a rig for one test, which may kill the peer."""
+        """Yield a new rig for one test, which may kill the peer."""
         rig = _make_rig(self)
         yield rig
         _close_rig(rig)
@@ -218,7 +223,7 @@ class TransportConformance:
         rig.write(rig.batch(*pieces))
         rig.check_peer(rig.expected(*pieces), f"{num_pieces} pieces")
         rig.peer.fill(GUARD)
-        rig.write(rig.batch(*pieces))  # the first must not have closed the peer
+        rig.write(rig.batch(*pieces))  # the first write must not have closed the connection
         rig.check_peer(rig.expected(*pieces), f"{num_pieces} pieces, again")
 
     def test_pieces_that_follow_each_other_on_both_sides_arrive(self, rig: Rig) -> None:
@@ -325,7 +330,7 @@ class TransportConformance:
         rig.check_untouched("a write meant for an earlier process")
 
     def predecessor(self, endpoint: PeerEndpoint) -> PeerEndpoint:
-        """Return the endpoint of a process that was at the same address before."""
+        """Return the endpoint of an earlier process at the same address: only the incarnation differs."""
         return msgspec.structs.replace(endpoint, incarnation=f"1{endpoint.incarnation}"[:-1])
 
     @pytest.mark.parametrize(("start", "nbytes"), [(0, NBYTES), (64, 64), (-64, 128)])
@@ -378,7 +383,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("bad", [(0, 16), (64, 0), (2048, 64), (4000, 200)])
     def test_one_range_that_is_refused_registers_none(self, rig: Rig, bad: tuple[int, int]) -> None:
-        """Refused ranges: at address 0, empty, given twice, or overlapping another range."""
+        """Check ranges that are at address 0, are empty, occur twice, or overlap another range."""
         base = rig.place(np.full(16384, 7, np.uint8))
         start = base + bad[0] if bad[0] else 0
         good = [(base, 32), (base + 2048, 64), (base + 4096, 4096)]
@@ -399,7 +404,7 @@ class TransportConformance:
         check(rig.peer.read(0, 16) == rig.arena.bytes[:16].tobytes(), "written after it came back")
 
     def test_memory_registered_after_a_fence_at_either_end_is_written(self, rig: Rig) -> None:
-        """An engine registers its shadow copy after a fence if it has connected to another controller."""
+        """Check a case of engines: an engine may register its shadow copy again after a fence."""
         rig.write(rig.batch([0], [0], [16]))
 
         def fence() -> None:
@@ -446,7 +451,7 @@ class ProcessConformance(TransportConformance):
     """Further conformance tests, for transports between processes."""
 
     def process(self, rig: Rig) -> PeerProcess:
-        """Return the peer of `rig` as a `PeerProcess`."""
+        """Return the peer of `rig`, which must be a `PeerProcess`."""
         if not isinstance(rig.peer, PeerProcess):
             raise TypeError(f"peer must be a PeerProcess, got {type(rig.peer).__name__}")
         return rig.peer
@@ -477,15 +482,17 @@ class ProcessConformance(TransportConformance):
                 deadline_s=1.0,
             )
         self.process(mortal).resume()
-        mortal.peer.read(0, 1)  # runs again
+        mortal.peer.read(0, 1)  # wait until the peer runs again
         at_s = time.monotonic() + self.deadline_s
-        while True:  # the outcome of the write that was open becomes known
+        while True:  # repeat until the outcome of the interrupted write is known
             try:
                 mortal.write(batch)
                 break
             except TransferOutcomeUnknown:
-                check(time.monotonic() < at_s, "the write that was open is not over")
-        mortal.check_peer(mortal.arena.bytes, "after it went on")
+                check(
+                    time.monotonic() < at_s, "the outcome of the interrupted write is still unknown"
+                )
+        mortal.check_peer(mortal.arena.bytes, "after the peer was resumed")
 
 
 def _make_rig(suite: TransportConformance) -> Rig:

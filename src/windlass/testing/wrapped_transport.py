@@ -16,10 +16,10 @@ from windlass.transports.traits import MemoryAllocator, TransportTraits, WireRep
 
 
 class WrappedTransport(OneSidedTransport):
-    """`OneSidedTransport` that passes every call to `inner`; override the calls that must differ.
+    """`OneSidedTransport` that passes every call to `inner`. A subclass overrides some of the methods.
 
     Args:
-        inner: transport that does the work. `close` closes it too.
+        inner: transport that does the work; `close` closes it, too.
     """
 
     def __init__(self, inner: OneSidedTransport) -> None:

@@ -20,6 +20,6 @@ if TYPE_CHECKING:
     from windlass.transfer.base import ParameterMemory as ParameterMemory
     from windlass.transfer.replica import CopyTimes as CopyTimes
 
-# Hidden from type checkers, which would accept every name if they saw `__getattr__`.
+# Hide `__getattr__` from type checkers, so that they still report unknown names.
 if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

@@ -1,14 +1,15 @@
-"""Callback for a trainer rank that drives an update itself, bucket by bucket.
+"""Updates that trainer ranks drive themselves: a trainer rank broadcasts whole tensors to the engines, in buckets.
 
     callback = windlass.RolloutCallback(url, token, leader="pp0")
     callback.pause_generation()
-    group = windlass.WeightGroup(callback, "pp0")          # engines and this process form a group
+    group = windlass.WeightGroup(callback, "pp0")          # a process group of this process and the engine ranks
     for bucket in buckets:
-        group.broadcast(bucket)                            # engines receive, this process sends
-    callback.continue_generation(version)                  # publishes, or raises and nothing changed
+        group.broadcast(bucket)                            # this process sends, the engines receive
+    callback.continue_generation(version)                  # engines serve the version, or an error is raised
 
-Calls that make the engines enter a collective return a future at once, because the caller must enter the same
-collective before the engines can leave it. `WeightGroup` does both.
+A trainer rank that drives an update is a leader; one update can have several leaders. If a call of `RolloutCallback`
+makes the engines enter a collective, the call returns a future at once. The caller must then enter the same collective,
+and wait for the future afterwards. `WeightGroup` does so.
 """
 
 from __future__ import annotations
@@ -70,16 +71,17 @@ class RolloutCallback(Closing):
     """Connection of one leader (a trainer rank that drives updates) to the controller. Thread-safe.
 
     Args:
-        controller: address of the controller. token: its secret.
+        controller: address of the controller.
+        token: secret of the controller.
         leader: name of this leader, unique among the leaders of one update.
-        client: client for `update_weights`. The callback does not close it.
-        check_weights: called first by `pause_generation`; it must raise if the weights are not gathered, for example
-            `functools.partial(windlass.trainers.megatron.check_whole, model)`.
-        stage: number of this leader, such as its pipeline stage; set it together with `num_stages`.
-        num_stages: number of leaders, set by all leaders or by none. If it is set, engines execute the calls of all
-            leaders in the order (number of the call, stage), in whatever order they arrive, and the update ends when
-            all leaders have called `continue_generation`.
-        deadline_s: deadline in seconds of every call that has no deadline of its own.
+        client: client for `update_weights`; `close` does not close it.
+        check_weights: function that `pause_generation` calls first. It must raise if parameters are not gathered, for
+            example `functools.partial(windlass.trainers.megatron.check_whole, model)`.
+        stage: index of this leader in [0, `num_stages`), such as its pipeline stage.
+        num_stages: number of leaders; all leaders must set it, or none. If it is set, engines carry out first the first
+            call of each leader (ordered by `stage`), then the second calls, and so on. The update ends when all leaders
+            have called `continue_generation`.
+        deadline_s: deadline in seconds of a call whose own `deadline_s` is None.
 
     Raises:
         ConfigError: `controller` is not a URL, an HTTP header cannot carry the token, `stage` is out of range or
@@ -120,14 +122,14 @@ class RolloutCallback(Closing):
         """Pause the engines and begin an update, or join the update that another leader has begun.
 
         Args:
-            session_s: maximum seconds until the leaders end the update, at most a day. After that the engines continue
-                with the old version.
-            deadline_s: deadline of this call.
+            session_s: seconds within which the leaders must end the update, at most a day. After this time, the engines
+                continue with the old version.
+            deadline_s: deadline of this call in seconds.
 
         Raises:
             RoundAborted: an engine did not pause.
             PeerTimeout, AuthenticationError: see `continue_generation`.
-            WindlassError: raised by `check_weights`; no engine was paused.
+            WindlassError: the error of `check_weights`; no engine was paused.
         """
         if self._check_weights is not None:
             self._check_weights()
@@ -136,25 +138,25 @@ class RolloutCallback(Closing):
         self._call(PauseCall(session_s, self._stage, self._num_stages), deadline_s)
 
     def continue_generation(self, version: int, *, deadline_s: float | None = None) -> None:
-        """End the update. Return when the last leader has called this and the engines serve the version.
+        """End the update. Return when all leaders have called this and the engines serve the version.
 
         Raises:
             RoundAborted: a call of a leader failed, or tensors are missing. All engines serve the old version.
-            PeerTimeout: no answer within the deadline; the engines may serve the version nevertheless.
+            PeerTimeout: the controller did not answer within the deadline. The engines may serve the new version.
             AuthenticationError: the token is wrong.
-            ConfigError: the version is not an integer >= 0; the update was ended as failed.
+            ConfigError: the version is not an integer >= 0. The update has ended, and the engines serve the old version.
         """
         try:
             number = version_number(version, "continue_generation")
         except ConfigError:
-            # End the update now, or the engines would stay paused until the session ends.
+            # End the update now: otherwise the engines would stay paused for `session_s`.
             with contextlib.suppress(WindlassError):
                 self._call(ContinueCall(-1), deadline_s)
             raise
         self._call(ContinueCall(number), deadline_s)
 
     def engine_ranks(self, *, deadline_s: float | None = None) -> tuple[str, ...]:
-        """Return the engine ranks of this update, which are ranks 1, 2 ... of every group. Valid until the update ends."""
+        """Return the names of the engine ranks in this update. In a process group, they are ranks 1, 2, ..."""
         return self._call(MembersCall(), deadline_s)
 
     def init_weights_update_group(
@@ -164,13 +166,13 @@ class RolloutCallback(Closing):
         fabric: CollectiveFabric = CollectiveFabric.GLOO,
         deadline_s: float | None = None,
     ) -> Future[None]:
-        """Make every engine rank enter a group in which the caller is rank 0. Return a future at once."""
+        """Make every engine rank join a process group in which the caller is rank 0. Return a future at once."""
         return self._start(JoinPushGroup(offer, fabric, deadline_s or self._deadline_s), deadline_s)
 
     def update_weights_from_distributed(
         self, group: str, tensors: Sequence[WireTensor], *, deadline_s: float | None = None
     ) -> Future[None]:
-        """Make every engine rank receive one bucket of whole tensors. Return a future at once."""
+        """Make every engine rank receive one bucket of whole tensors in a process group. Return a future at once."""
         return self._start(
             ReceiveTensors(group, tuple(tensors), deadline_s or self._deadline_s), deadline_s
         )
@@ -182,10 +184,10 @@ class RolloutCallback(Closing):
         return self._start(ReadFiles(folder), deadline_s)
 
     def update_weights(self, version: int, *, deadline_s: float | None = None) -> PendingUpdate:
-        """Publish with `TrainerClient.publish(wait=False)` instead of a push; `pause_generation` is not needed.
+        """Publish with `TrainerClient.publish(wait=False)` instead of broadcasts; `pause_generation` is not needed.
 
         Raises:
-            ConfigError: the callback was made without a client; see also `TrainerClient.publish`.
+            ConfigError: this object has no `client`; see also `TrainerClient.publish`.
         """
         if self._client is None:
             raise ConfigError("update_weights: the callback was made without a client")
@@ -193,7 +195,7 @@ class RolloutCallback(Closing):
         return self._client.publish(version, wait=False, deadline_s=deadline_s)
 
     def close(self) -> None:
-        """Stop the threads. Calls that wait for an answer end at their deadline at the latest. Idempotent."""
+        """Stop all threads without waiting. A call that waits for the controller ends at its deadline. Idempotent."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -209,9 +211,9 @@ class RolloutCallback(Closing):
     def _call(
         self, call: CallbackCall, deadline_s: float | None, number: int = 0
     ) -> tuple[str, ...]:
-        """Send a call, again after each lost connection, until the controller answers.
+        """Send a call to the controller, and send it again after a lost connection, until the controller answers.
 
-        All repetitions have the same request id, so the controller carries out the call once.
+        All these requests have the same id, so that the controller carries out the call once.
         """
         seconds = deadline_s or self._deadline_s
         asked = CallbackRequest(uuid.uuid4().hex, self.leader, call, seconds, number)
@@ -247,20 +249,22 @@ class RolloutCallback(Closing):
 
 @final
 class WeightGroup:
-    """A named group for broadcasts: this process is rank 0, and every engine rank is a member.
+    """Process group for broadcasts: this process is rank 0, and all engine ranks are the other ranks.
 
-    Make a group between `pause_generation` and `continue_generation`. Several groups can exist at the same time, and
-    a group can be used in later updates. The port is bound before engines learn of it.
+    Create a group between `pause_generation` and `continue_generation`. Later updates can use the same group, and
+    several groups can exist at the same time.
 
     Args:
-        callback: callback of this leader. name: unique among the groups of all leaders.
-        bucket_nbytes: maximum size of a bucket. fabric: gloo or NCCL.
+        callback: callback of this leader.
+        name: name of the group, unique among the groups of all leaders.
+        bucket_nbytes: maximum number of bytes of a bucket.
+        fabric: gloo or NCCL.
         deadline_s: seconds to form the group, and for every broadcast.
 
     Raises:
         ConfigError: the fabric is unknown, or it is NCCL and this process has no CUDA device.
-        RoundAborted: an engine did not enter the group.
-        PlanError, PeerTimeout, TransferFailed: this process could not enter the group.
+        RoundAborted: an engine rank did not join the group.
+        PlanError, PeerTimeout, TransferFailed: this process could not join the group.
     """
 
     def __init__(
@@ -294,11 +298,12 @@ class WeightGroup:
         entered.result(deadline_s + MARGIN_S)
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send one bucket of whole tensors under their checkpoint names. Block until the engines have received it.
+        """Broadcast one bucket of whole tensors, by their names in checkpoints. Block until all engines have received it.
 
         Raises:
-            ConfigError: the bucket is too large.
-            RoundAborted: an engine did not receive it. TransferFailed: the broadcast failed.
+            ConfigError: the tensors have more than `bucket_nbytes` bytes.
+            RoundAborted: an engine did not receive the bucket.
+            TransferFailed: the broadcast failed in this process.
         """
         from windlass.memory.torch_dtypes import dtype_of
 
@@ -321,11 +326,11 @@ class WeightGroup:
             self._group.finish(0, self._deadline_s)
             self._group.drain(self._deadline_s)
         finally:
-            # If both sides fail, raise the engines' error: the error of this side is often only a broken socket.
+            # If the engines report an error, raise it instead of this process's error (often only a broken socket).
             taken.result(self._deadline_s + MARGIN_S)
 
     def close(self) -> None:
-        """Leave the group. Idempotent."""
+        """Leave the process group. Idempotent."""
         self._group.abort()
 
 
@@ -333,7 +338,8 @@ def _current_gpu() -> Gpu:
     """Return torch's current CUDA device.
 
     Raises:
-        ConfigError: there is no CUDA device. TransportUnavailable: its kernels cannot be compiled.
+        ConfigError: there is no CUDA device.
+        TransportUnavailable: the CUDA kernels for this device cannot be compiled.
     """
     import torch
 

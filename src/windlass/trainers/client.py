@@ -1,4 +1,4 @@
-"""Client of a trainer rank: it connects once and publishes every version.
+"""Client of a trainer rank: connects to the controller once, and publishes every version.
 
 with windlass.connect_trainer(model, controller=url, token=token) as trainer:
     trainer.publish(0)
@@ -37,7 +37,7 @@ from windlass.transports.base import MemoryRegion, OneSidedTransport
 
 _log = logging.getLogger(__name__)
 MARGIN_S = 5.0
-"""Seconds that the client waits beyond the announcement's deadline."""
+"""Seconds that the client waits beyond the deadline of `publish`, so that the controller's own error can arrive."""
 
 
 def version_number(version: int, what: str) -> int:
@@ -59,13 +59,13 @@ def version_number(version: int, what: str) -> int:
 
 @final
 class PendingUpdate:
-    """Handle of an update, returned by `TrainerClient.publish`. Coroutines may await it to get the report.
+    """Handle of an update, returned by `TrainerClient.publish`. `await` on this object returns the report.
 
     Attributes:
         version: number of the version.
         stood_s: seconds that `publish` took.
-        copy: with `copy=True`, the part of `stood_s` that went into waiting for the optimizer step and into the copy.
-            The rest went into packing, new link tables and messages to the fleet.
+        copy: with `publish(copy=True)`, the seconds of `stood_s` in which `publish` waited for the optimizer step and
+            copied the weights.
     """
 
     def __init__(self, version: int, report: Future[UpdateReport]) -> None:
@@ -82,16 +82,17 @@ class PendingUpdate:
         return self._report.done()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` as soon as `result` would return or raise at once; it may run in any thread."""
+        """Call `callback`, in any thread, as soon as `done` returns True."""
         self._report.add_done_callback(lambda _: callback())
 
     def result(self, *, deadline_s: float = 600.0) -> UpdateReport:
         """Wait for the end of the round and return its report.
 
         Raises:
-            RoundAborted: the version was not published, with the reason. The engines continue to serve the old version.
-            PeerTimeout: the round did not end within `deadline_s`, and the caller may call `result` again; or the
-                deadline of `publish` has passed.
+            RoundAborted: the version was not published; the message has the reason. The engines continue to serve the
+                old version.
+            PeerTimeout: the round did not end within `deadline_s` (the caller may call `result` again), or within
+                the deadline of `publish`.
         """
         if not wait([self._report], deadline_s).done:
             raise PeerTimeout(
@@ -102,23 +103,21 @@ class PendingUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerWeights:
-    """The weights of one trainer rank: their description, and functions that access them.
+    """Description of the weights of one trainer rank, and functions that access them.
 
     Attributes:
-        manifest: description of the weights. `manifest.worker` is GROUP/RANK, where GROUP is the name of the
-            trainer job.
-        parameters: returns the current memory of each parameter, in manifest order.
-        read: called with the indices of the parameters that engines receive. All other parameters may change at any
-            time, but `parameters` must still return an entry for each.
-        watch: records the current state of the parameters, for `changed`. The client calls it in the caller's thread
-            when an update begins, so that `changed` also finds changes before the parameters are read. None if the
-            framework cannot do that.
-        changed: returns the name of a parameter that changed since `parameters` or `watch` was called last; empty if
-            none did. The client calls it after it has sent the parameters, except from a replica. If it returns a name,
-            the version counts as not sent.
-        make_whole: see `TrainerClient.make_whole`; None if weights are whole after every optimizer step.
-        step_stream: returns the CUDA stream in which the calling thread queues its optimizer steps.
-            `publish(copy=True)` waits only for this stream; if None, it waits for all work of the GPU.
+        manifest: manifest of the rank. `manifest.worker` is GROUP/RANK, where GROUP is the name of the trainer job.
+        parameters: function that returns the current memory of each parameter, in manifest order.
+        read: function that the client calls with the indices of the parameters that engines receive. Other parameters
+            may change at any time, but `parameters` must return their memory, too.
+        watch: function that records the current state of the parameters, for `changed`. The client calls it in the
+            caller's thread when an update begins. None if the framework cannot record the state.
+        changed: function that returns the name of a parameter that has changed since the last call of `parameters` or
+            `watch`, or an empty text. The client calls it after it has sent parameters (but not a replica). If it
+            returns a name, the update fails.
+        make_whole: see `TrainerClient.make_whole`. None if every optimizer step leaves all parameters up to date.
+        step_stream: function that returns the CUDA stream in which the calling thread queues its optimizer steps.
+            `publish(copy=True)` waits for this stream only; if this is None, it waits for all work of the GPU.
         allow_unused, keep: see `connect_trainer`.
     """
 
@@ -135,20 +134,23 @@ class TrainerWeights:
 
 @final
 class TrainerClient(Closing):
-    """Connection of one trainer rank to the fleet. `connect_trainer` makes it for PyTorch models.
+    """Connection of one trainer rank to the fleet.
 
-    An adapter for another framework calls this class directly.
+    `connect_trainer` creates a client for a PyTorch model. An adapter for another framework calls this class directly.
 
     Args:
         weights: weights of this rank.
-        transport: transport of this rank. The client owns it, and closes it also if this call raises.
-        controller: address of the controller. token: its secret.
-        job: identity of this start of the trainers: equal on all its ranks and different for every other start.
-            WINDLASS_JOB if omitted; a client with a single rank makes one if that is not set either.
-        world_size: number of ranks of the job. arena_nbytes: see `Sender`.
-        registered: see `Sender`. connect_deadline_s: seconds to wait until the controller accepts this rank.
+        transport: transport of this rank. `close`, and any error here, closes it.
+        controller: address of the controller.
+        token: secret of the controller.
+        job: identity of this start of the trainer ranks, the same on all ranks. If empty, the value of WINDLASS_JOB,
+            or for a single rank a random identity.
+        world_size: number of trainer ranks.
+        arena_nbytes: see `Sender`.
+        registered: see `Sender`.
         replica: see `connect_trainer`.
-        intercept: wraps the agent's handler of commands; for tests that inject faults.
+        connect_deadline_s: seconds to wait until the controller accepts this rank.
+        intercept: function that wraps the agent; tests use it to inject faults.
 
     Raises:
         ConfigError: `controller` is not a URL, `arena_nbytes` is too small, the transport cannot send from the
@@ -219,10 +221,10 @@ class TrainerClient(Closing):
             undo.pop_all()
 
     def make_whole(self) -> None:
-        """Gather the results of the last optimizer step on every rank. `publish` calls this first.
+        """Gather the parameters that the last optimizer step changed, if the framework would gather them later.
 
-        Collective: every trainer rank calls it. Some frameworks gather stepped parameters lazily, in the next forward
-        pass; for them this call gathers the parameters now. For other frameworks it does nothing.
+        Collective over all trainer ranks. `publish` calls this first. Megatron-core's distributed optimizer can leave this
+        gathering to the next forward pass; for other frameworks, this method does nothing.
         """
         if self._weights.make_whole is not None:
             self._weights.make_whole()
@@ -230,33 +232,36 @@ class TrainerClient(Closing):
     def publish(
         self, version: int, *, wait: bool = True, copy: bool = False, deadline_s: float = 600.0
     ) -> PendingUpdate:
-        """Publish the weights as they are now, as one version of the whole fleet.
+        """Publish the current weights as one version, which all engines then serve.
 
-        Collective: every trainer rank calls it with the same version.
-        Memory: the weights must not change until the round has ended; with `copy`, until this call returns. If they
-        change (an optimizer steps, PEFT unmerges adapters), the version is not published.
-        Blocking: with `wait`, until the round has ended; the controller's phase deadlines limit the duration. Without
-        `wait`, until `make_whole` has ended; with `copy` also until the fleet is complete and this rank's weights are
-        copied and packed. On a GPU the copy runs after the work that this thread has queued in its current stream, and
-        does not wait for other streams. Packing for a network and comparing boxes with other ranks wait for all
-        streams. Work that is queued after the return runs after the copy.
+        Collective: every trainer rank must call this with the same version.
+
+        Memory: the weights must not change until the round has ended (with `copy`: until this method returns). If the
+        weights change earlier (by an optimizer step, or if PEFT unmerges adapters), the version is not published.
+
+        Blocking: with `wait`, this method returns when the round has ended. With `copy` and without `wait`, it returns
+        when all trainer ranks and enough engines are connected, and this rank has copied and packed its weights. With
+        neither, it returns after `make_whole`.
+
+        CUDA streams: the copy runs after the work in this thread's current stream; later work in this stream runs after
+        the copy. The copy does not wait for other streams, but packing and comparing weights wait for all streams.
 
         Args:
-            version: greater than every version published before.
-            wait: whether to return after the end of the round. If not, the caller must call `result` of the returned
+            version: number of the version, greater than all numbers before.
+            wait: True to return after the end of the round. Otherwise the caller must call `result` of the returned
                 update before the next `publish`.
-            copy: whether to send a copy of the weights. The weights may then change, move or be freed as soon as this
-                rank's call returns, also without `wait`. It needs the argument `replica` of `connect_trainer`.
+            copy: True to send a copy of the weights, so that the weights may change, move or be freed as soon as this
+                method returns. `connect_trainer` must have got `replica`.
             deadline_s: seconds from now within which the round must end.
 
         Raises:
             ConfigError: `version` is not an integer >= 0, another version is still being published, or `copy` is set
                 and `connect_trainer` was called without `replica`.
-            RoundAborted: the version was not published, with the reason. The engines continue to serve the old version.
-                Without `wait` only `result` raises this, unless the round ended before the weights were copied.
-            PeerTimeout: the round did not end, or the weights were not copied, within `deadline_s`. Without `copy` the
-                weights must still not change. With `copy` they may: if a copy was running at the deadline, the error
-                is raised after its end.
+            RoundAborted: the version was not published; the message has the reason. The engines continue to serve the
+                old version. Without `wait`, `result` raises this, unless `copy` is set and the round ended before the
+                weights were copied.
+            PeerTimeout: the round did not end, or the weights were not copied, within `deadline_s`. Without `copy`, the
+                weights must still not change.
             ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
         if copy:
@@ -282,7 +287,7 @@ class TrainerClient(Closing):
         pending = PendingUpdate(version, self._background.submit(until_over))
         pending.when_done(copied.set)
         if not (in_time := copied.wait(deadline_s + MARGIN_S)):
-            # A running copy still reads the weights: wait for its end.
+            # Wait for the end of a running copy, which still reads the weights.
             self._sender.end_version()
         if not in_time or pending.done():
             pending.result(deadline_s=MARGIN_S)
@@ -292,12 +297,14 @@ class TrainerClient(Closing):
         return pending
 
     def prepare_publish(self, version: int) -> None:
-        """Prepare this rank to send its current weights, in a round that the controller's process begins.
+        """Prepare this rank to send its current weights in a round that the controller's process begins.
 
-        `TrainController` calls this on every rank, and then publishes without another call to the ranks.
-        Collective: every trainer rank calls it with the same version.
-        Memory: the weights must not change until the controller has published them; with a replica, until this rank
-        has copied them.
+        `TrainController` calls this on every rank, and then begins the round without another call to the ranks.
+
+        Collective: every trainer rank must call this with the same version.
+
+        Memory: the weights must not change until the controller has published them (with a replica: until this rank has
+        copied them).
 
         Raises:
             ConfigError: `version` is not an integer >= 0, or a version is still being published.
@@ -305,7 +312,7 @@ class TrainerClient(Closing):
         """
         number = version_number(version, "prepare_publish")
         if self._prepared is not None:
-            # The previous round has reported its result or never will; a waiter gets it (or an error) now.
+            # End the wait for the previous round: either its report has arrived, or it never will.
             self._channel.give_up_expected()
             wait([self._prepared])
         copied = threading.Event() if self._sender.replica is not None else None
@@ -319,14 +326,14 @@ class TrainerClient(Closing):
         deadline_s: float | None,
         copied: threading.Event | None = None,
     ) -> Callable[[], UpdateReport]:
-        """Begin to publish; return a function that waits for the end of the round and returns its report.
+        """Announce a version to the controller; return a function that waits for the round's end and returns its report.
 
         Args:
-            what: name of the method, for errors.
+            what: name of the calling method, for errors.
             version: version to publish.
-            deadline_s: deadline of the announcement; None if the controller begins the round by itself.
-            copied: set once the weights are copied to the replica; None if the caller does not change the weights
-                until the round ends.
+            deadline_s: seconds within which the round must end. None to announce nothing, because the controller begins
+                the round itself.
+            copied: event that is set when the weights have been copied to the replica; None to send without a copy.
         """
         number = version_number(version, what)
         if not self._publishing.acquire(blocking=False):
@@ -336,7 +343,7 @@ class TrainerClient(Closing):
             )
         self._agent.hold(number)
         try:
-            # Call the collective before any check that can raise: otherwise the other ranks would wait in it.
+            # Call this collective before any check that can raise, or the other ranks would wait in the collective.
             self.make_whole()
             self._agent.watch()
             if self._channel.ended.done():
@@ -390,6 +397,6 @@ class TrainerClient(Closing):
         self._sender.close()
 
     def close(self) -> None:
-        """Leave the fleet and free registered memory. Idempotent."""
+        """Leave the fleet and close the transport. Idempotent."""
         self.leave()
         self._transport.close()

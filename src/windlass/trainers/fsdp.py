@@ -1,4 +1,4 @@
-"""The PyTorch trainer adapter: FSDP2, tensor parallel, both, or a plain module."""
+"""Trainer adapter for PyTorch modules: with FSDP2, tensor parallelism, both, or neither."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def connect_described(
     keep: Sequence[str],
     connect_deadline_s: float,
 ) -> TrainerClient:
-    """Connect this rank of a trainer whose weights an adapter has described; see `connect_trainer`."""
+    """Connect this trainer rank; see `connect_trainer`. `weights` is the description that a trainer adapter has made."""
     allowed = (
         *weights.allow_unused,
         *patterns_from("allow_unused", allow_unused),
@@ -68,7 +68,7 @@ def connect_described(
 
 
 def patterns_from(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Check the patterns that the caller passed as argument `what`, and return them as a tuple.
+    """Check a sequence of patterns, and return it as a tuple. `what` is the name of the argument, for errors.
 
     Raises:
         ConfigError: `patterns` is a string, or an element is empty or no string.
@@ -83,7 +83,7 @@ def patterns_from(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _launched_patterns() -> tuple[str, ...]:
-    """Return `trainer.allow_unused` of the job file, which `windlass launch` passes in an environment variable."""
+    """Return the value of `trainer.allow_unused` in the job file; `windlass launch` passes it as a variable."""
     return tuple(environment_value(ALLOW_UNUSED_VARIABLE).split())
 
 
@@ -92,9 +92,9 @@ def _is_distributed() -> bool:
 
 
 def step_stream(memory_at: int) -> Callable[[], int] | None:
-    """Return a function that returns the calling thread's current CUDA stream on the GPU of this memory.
+    """Return a function that returns the calling thread's current CUDA stream, on the GPU of the address `memory_at`.
 
-    Return None for host memory.
+    Return None if `memory_at` is in host memory.
     """
     if not memory_at or (ordinal := gpu_of(memory_at)) < 0:
         return None
@@ -102,10 +102,9 @@ def step_stream(memory_at: int) -> Callable[[], int] | None:
 
 
 def shared_job() -> str:
-    """Return an identity of this process group that all its ranks share; empty without a process group.
+    """Return a random identity that all ranks of the default process group share; empty without a process group.
 
-    The first rank that calls this makes the identity and records it in the store of the process group. The call uses
-    the network and is not collective.
+    The first rank that calls this writes the identity into the store of `torch.distributed`. Not collective.
 
     Raises:
         ConfigError: the store cannot be reached.
@@ -131,7 +130,7 @@ def describe_trainer(
     name_map: NameMap | None,
     stacked: Sequence[StackedRule] | None = None,
 ) -> TrainerWeights:
-    """Describe this rank's part of `module`. Not collective. See `describe_module`.
+    """Describe this rank's shards of `module`. Not collective. For arguments see `connect_trainer`.
 
     Raises:
         UnsupportedLayout: the placement of a DTensor cannot be described.
@@ -151,7 +150,7 @@ def describe_trainer(
 
 
 def _harmless(tensors: Sequence[HeldTensor], manifest: ShardManifest) -> tuple[str, ...]:
-    """Return patterns of tensors that may be missing in engines: buffers, and parameters that share memory."""
+    """Return patterns of tensors that engines need not have: buffers, and parameters that share memory."""
     memory: dict[tuple[object, ...], str] = {}
     spared: set[str] = set()
     for held in tensors:
@@ -185,34 +184,32 @@ def connect_trainer(
 ) -> TrainerClient:
     """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
 
-    Every rank calls this. The call is not collective and gathers no weights. Rank and world size come from
-    `torch.distributed` if it is initialised. WINDLASS_JOB identifies this start of the trainers; if it is not set,
-    the ranks agree on a random identity through the store of `torch.distributed`.
+    Every trainer rank must call this; the call is not collective and gathers no weights. Rank and world size come from
+    `torch.distributed` if it is initialised. WINDLASS_JOB identifies this start of the trainer ranks. If the variable is
+    not set, the ranks share a random identity through the store of `torch.distributed`.
 
     Args:
-        module: model that is trained. Its DTensor parameters are described in place.
+        module: model that is trained.
         controller: address of the controller.
         token: secret of the controller.
         group: name of the trainer job.
-        transport: name or configuration. `auto` offers every transport that works on this machine and moves the
-            weights' kind of memory; each link uses the fastest transport that both its ends have.
-        arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
-        name_map: maps a parameter name to its checkpoint name, or to None to leave the parameter out; identity if
-            omitted. `adapter_names()` selects the tensors of a LoRA adapter.
+        transport: name or configuration of a transport. `auto` offers every transport that works on this machine; each
+            link uses the fastest transport that both ranks offer.
+        arena_nbytes: bytes of memory for packed data; 0 for as much as an update needs.
+        name_map: function from the name of a parameter to its name in checkpoints, or to None to leave the parameter
+            out. If omitted, names do not change. `adapter_names()` selects the tensors of a LoRA adapter.
         stacked: rules for parameters that contain the tensors of several experts; `TRANSFORMERS_EXPERTS` if omitted.
-            With neither `name_map` nor `stacked`, a transformers model is published as `save_pretrained` writes it:
-            the same names, and the same tensors fused or split.
-        replica: place of a copy of the sent weights (`ReplicaPlace` or its name), which takes as much memory as they
-            do. With a copy, `publish(copy=True)` need not wait for the end of the round, and parameters are never
-            registered. HOST: host memory, pinned if the weights are on a GPU (`cuda_ipc`). DEVICE: the weights' GPU.
-            AUTO: the weights' kind of memory. OFF: no copy.
-        allow_unused: patterns (`fnmatch`) of tensors that engines need not have, such as a value head, or the vision
-            tower if only the text part of a model is served. If no engine has some other tensor, the update fails
-            before the first byte is sent. Buffers, rotary tables and MTP layers (which predict further tokens) need
-            no pattern.
-        keep: patterns (`fnmatch`) of tensors that engines keep unchanged if no trainer has them, such as the vision
-            tower if only the text part of a model is trained. An engine with any other tensor that no trainer has is
-            refused. Engines verify by digests that the kept tensors have not changed since the trainers connected.
+            If both `name_map` and `stacked` are omitted, tensors of a transformers model get the names and shapes that
+            `save_pretrained` gives them.
+        replica: memory for a copy of the weights, or OFF for no copy; see `ReplicaPlace`. The copy is as large as the
+            weights. `publish(copy=True)` needs it.
+        allow_unused: patterns (`fnmatch`) of trained tensors that engines need not have, such as a value head, or a
+            vision tower if engines serve only the text part. An update fails before the first byte is sent if no
+            engine has a tensor that matches no pattern. Buffers, rotary tables and MTP layers (which predict further
+            tokens) need no pattern.
+        keep: patterns (`fnmatch`) of engine tensors that trainers need not have, such as a vision tower if only the text
+            part is trained. Engines do not change these tensors, and verify by digests that nothing else changes them.
+            An engine is refused if it has a tensor that no trainer has and that matches no pattern.
         connect_deadline_s: seconds to wait for the controller.
 
     Raises:

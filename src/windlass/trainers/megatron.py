@@ -1,8 +1,8 @@
-"""The Megatron-core trainer adapter (0.16). It describes local shards in place and gathers no weights.
+"""Trainer adapter for Megatron-core (0.16). It describes each rank's shards and gathers no weights.
 
-Tensor, pipeline (with virtual stages), expert and expert-tensor parallelism divide the weights among ranks. Context- and
-data-parallel ranks have the same weights, and the planner chooses which of them sends. The adapter reads layer numbers
-from the layer modules, so it supports any pipeline layout.
+Weights may be sharded by tensor, pipeline (with virtual stages), expert and expert-tensor parallelism. Context- and
+data-parallel ranks have equal weights, and the planner chooses the ranks that send. The adapter reads layer numbers from
+the layers themselves, so it supports any pipeline layout.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from windlass.transports.registry import TransportConfig
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BUFFERS = ("mlp.router.expert_bias",)
-"""Suffixes of the buffers that checkpoints contain."""
+"""Suffixes of the names of buffers that checkpoints contain."""
 _LAYER = re.compile(
     r"(decoder\.layers\.\d+|mtp\.layers\.\d+(?=\.transformer_layer))(?:\.transformer_layer)?"
 )
-"""Pattern of the name of a decoder layer, or of the transformer layer inside an MTP block, which predicts further tokens."""
+"""Pattern of the names of decoder layers, and of transformer layers inside MTP layers (which predict further tokens)."""
 
 
 def connect_megatron_trainer(
@@ -60,19 +60,19 @@ def connect_megatron_trainer(
 ) -> TrainerClient:
     """Connect this rank of a Megatron-core trainer.
 
-    Every rank calls this after `parallel_state.initialize_model_parallel`. The call is not collective and gathers no
-    weights. Rank and world size come from `torch.distributed`.
+    Every trainer rank must call this after `parallel_state.initialize_model_parallel`. The call is not collective and
+    gathers no weights. Rank and world size come from `torch.distributed`.
 
     Args:
         model: a `GPTModel`, wrapped or not, or the list of model chunks of virtual stages.
-        family: `model_type` of the checkpoint, or a naming table of the caller.
+        family: `model_type` in the checkpoint's config.json, or a naming table.
         vocab_size: vocabulary size of the checkpoint, without Megatron's padding.
         controller: address of the controller.
         token: secret of the controller.
         transport: name or configuration; see `connect_trainer`.
-        arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
-        use_main_params: publish the optimizer's fp32 copies, not the bf16 parameters.
-        ignore: prefixes of parameters that no engine needs (`mtp.`).
+        arena_nbytes: see `connect_trainer`.
+        use_main_params: True to publish the optimizer's fp32 copies, False to publish the bf16 parameters.
+        ignore: prefixes of the names of parameters to leave out (`mtp.`).
         group: name of the trainer job.
         replica: see `connect_trainer`.
         allow_unused: see `connect_trainer`.
@@ -81,7 +81,7 @@ def connect_megatron_trainer(
 
     Raises:
         UnsupportedLayout, ManifestError: see `describe_megatron_trainer`.
-        ConfigError: `controller` is not a URL, `transport` not a transport, or `arena_nbytes` is too small.
+        ConfigError: `controller` is not a URL, `transport` is not a transport, or `arena_nbytes` is too small.
         TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see `connect_trainer`.
     """
     described = describe_megatron_trainer(
@@ -114,12 +114,12 @@ def describe_megatron_trainer(
     use_main_params: bool = False,
     ignore: Sequence[str] = (),
 ) -> TrainerWeights:
-    """Describe this rank's part of the model. Not collective.
+    """Describe this rank's shards of the model. Not collective. For arguments see `connect_megatron_trainer`.
 
     Raises:
-        UnsupportedLayout: the naming table has no rule for a parameter, or no table describes the kind of attention or
-            MLP; the distributed optimizer keeps the fp32 copies as flat ranges; parameters are in fp8; or a wrapper
-            splits parameters over data-parallel ranks.
+        UnsupportedLayout: the naming table has no rule for a parameter; no table describes the model's attention or
+            MLP; with `use_main_params`, the distributed optimizer keeps the fp32 copies as flat ranges; parameters are
+            in fp8; or a wrapper shards parameters over data-parallel ranks.
         ManifestError: the shape of a parameter contradicts the configuration.
     """
     chunks = _chunks_of(model)
@@ -183,20 +183,20 @@ def describe_megatron_trainer(
 
 
 def make_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
-    """Gather the stepped parameters that the distributed optimizer leaves to the next forward pass.
+    """Gather the parameters that the last optimizer step has changed on other data-parallel ranks.
 
-    With `overlap_param_gather=True`, `optimizer.step` updates on each rank only the parameters that this rank steps;
-    the rank has old values of all others. `TrainerClient` calls this function before it publishes. A caller that reads
-    the parameters itself, for a `WeightGroup` or for files, must call it first.
+    With `overlap_param_gather=True`, Megatron-core's distributed optimizer updates only this rank's share of the
+    parameters, and gathers the other parameters in the next forward pass. This function gathers them now; the next
+    forward pass does not gather them again. Collective over the data-parallel ranks of each chunk.
 
-    Collective over the data-parallel ranks of each chunk; it runs in the calling thread. The next forward pass uses
-    the gathered parameters and does not gather them again.
+    `TrainerClient` calls this function before it publishes. Call it yourself before you read the parameters for a
+    `WeightGroup` or for files.
 
     Args:
         model: as for `connect_megatron_trainer`.
 
     Raises:
-        PlanError: the memory of a parameter buffer is freed.
+        PlanError: the memory of a parameter buffer has been freed.
     """
     for chunk in _lazily_gathered(_chunks_of(model)):
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -205,10 +205,10 @@ def make_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
 
 
 def check_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
-    """Raise an error if `make_whole` was not called since the last optimizer step of a model. Not collective.
+    """Check that `make_whole` was called since the last optimizer step of a model. Not collective.
 
     Raises:
-        ConfigError: parameters of this rank may have the values of an earlier step.
+        ConfigError: `make_whole` was not called, so that parameters of this rank may have old values.
     """
     for chunk in _lazily_gathered(_chunks_of(model)):
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -235,11 +235,11 @@ def _lazily_gathered(chunks: Sequence[torch.nn.Module]) -> Iterator[DistributedD
 
 
 def _refuse_wrappers(chunks: Sequence[torch.nn.Module]) -> None:
-    """Refuse wrappers whose parameters `make_whole` cannot gather or no naming table describes."""
+    """Raise UnsupportedLayout for a wrapper that shards parameters over data-parallel ranks or gathers them in fp8."""
     for wrapper in _wrappers(chunks):
         if isinstance(wrapper, FullyShardedDataParallel | TorchFullyShardedDataParallel):
             raise UnsupportedLayout(
-                f"model must not be wrapped in {type(wrapper).__name__}: it cuts parameters over "
+                f"model must not be wrapped in {type(wrapper).__name__}: it shards parameters over "
                 "data-parallel ranks, which no naming table describes; use DistributedDataParallel"
             )
         if isinstance(wrapper, DistributedDataParallel) and wrapper.ddp_config.fp8_param_gather:
@@ -250,7 +250,7 @@ def _refuse_wrappers(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def megatron_coords() -> Coords:
-    """Return the position of this rank on the axes that split parameters, from Megatron's parallel state."""
+    """Return this rank's tensor-, expert- and expert-tensor-parallel (rank, size), from Megatron's parallel state."""
     state = parallel_state
     return Coords(
         tp=(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
@@ -263,18 +263,23 @@ def megatron_coords() -> Coords:
 
 
 def _main_param(name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the optimizer's fp32 copy of a parameter, or the parameter itself if it is fp32 and has no copy."""
+    """Return the optimizer's fp32 copy of a parameter; return the parameter itself if it is fp32 and has no copy.
+
+    Raises:
+        UnsupportedLayout: the distributed optimizer keeps the copy as flat ranges, or a parameter that is not fp32 has
+            no copy.
+    """
     extra = parameter.__dict__
     if extra.get("main_param_sharded"):
         raise UnsupportedLayout(
-            f"use_main_params: parameter {name!r}: the distributed optimizer keeps flat "
-            "ranges of it, which are not a box of a tensor; publish the model parameters"
+            f"use_main_params: parameter {name!r}: the distributed optimizer keeps its fp32 copy as flat "
+            "ranges, which are not a box of a tensor; publish the model parameters"
         )
     main: torch.Tensor | None = extra.get("main_param")
     if main is None and parameter.dtype is not torch.float32:
         raise UnsupportedLayout(
-            f"use_main_params: parameter {name!r} has no fp32 copy; call after the "
-            "optimizer is made, with bf16 or fp16 set in its configuration"
+            f"use_main_params: parameter {name!r} has no fp32 copy; create the optimizer first, "
+            "with bf16 or fp16 set in its configuration"
         )
     return parameter if main is None else main
 
@@ -282,7 +287,7 @@ def _main_param(name: str, parameter: torch.Tensor) -> torch.Tensor:
 def _held(
     chunks: Sequence[torch.nn.Module], use_main_params: bool, ignore: tuple[str, ...]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield global name and tensor of all parameters and buffers of the checkpoint, chunk by chunk."""
+    """Yield (global name, tensor) for all parameters, and for the buffers that checkpoints contain."""
     for chunk in map(_unwrap, chunks):
         numbers = _layer_numbers(chunk)
         for local_name, parameter in chunk.named_parameters():
@@ -297,7 +302,7 @@ def _held(
 
 
 def _wrappers(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    """Yield the data-parallel, precision and compile wrappers of each chunk from the outside in, and then its model."""
+    """Yield each chunk's wrappers (data-parallel, precision, compile), the outermost first, and then the chunk's model."""
     for chunk in chunks:
         inner: torch.nn.Module | None = chunk
         while inner is not None:
@@ -310,7 +315,7 @@ def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def _layer_numbers(chunk: torch.nn.Module) -> dict[str, int]:
-    """Return name of each layer in the chunk -> its number in the whole model, from 0. MTP layers are numbered last."""
+    """Return name of a layer in the chunk -> number of the layer in the whole model, from 0."""
     return {
         found[1]: int(module.layer_number) - 1
         for name, module in chunk.named_modules()
