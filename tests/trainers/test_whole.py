@@ -59,7 +59,7 @@ REFUSED = {
     row("fp8_gathered", ddp={"fp8_param_gather": True}): "fp8_param_gather must be False",
     row("torch_fsdp", wrapper="TorchFullyShardedDataParallel"): "TorchFullyShardedDataParallel",
     row("megatron_fsdp", wrapper="FullyShardedDataParallel"): "FullyShardedDataParallel",
-    row("main_params", main_params=True, dtype=torch.bfloat16): "keeps flat ranges",
+    row("main_params", main_params=True, dtype=torch.bfloat16): "as flat ranges",
 }
 ROWS = [*WHOLE, *REFUSED]
 
