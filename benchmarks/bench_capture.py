@@ -18,9 +18,11 @@ import torch
 from safetensors.torch import save_file
 
 from harness import Row, parser, report
+from windlass.element_ids.codes import CheckpointSpec, Codes
+from windlass.element_ids.memory import fingerprint
 from windlass.engines.capture.capture import capture
-from windlass.engines.capture.codes import CheckpointSpec, Codes, StoredCheckpoint
-from windlass.engines.capture.memory import fingerprint, held_by
+from windlass.engines.capture.checkpoint import StoredCheckpoint
+from windlass.engines.capture.memory import held_by
 from windlass.layout.dtypes import DType
 
 HEAD, KV_HEADS = 128, 4

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.engines.capture.boxes import boxes_of
+from windlass.element_ids.boxes import boxes_of
+from windlass.element_ids.codes import CheckpointSpec
 from windlass.engines.capture.capture import EXACT_NUMEL, capture
-from windlass.engines.capture.codes import CheckpointSpec, StoredCheckpoint, checkpoint_specs
+from windlass.engines.capture.checkpoint import StoredCheckpoint, checkpoint_specs
 from windlass.engines.capture.description import Captured
 from windlass.errors import ConfigError, TransferFailed, UnsupportedLayout
 from windlass.layout.dtypes import DType

@@ -16,12 +16,13 @@ import pytest
 import torch
 from test_layers import Engine, require_delivered, specs
 
-from windlass.engines.capture import codes, element_ids, kernels, memory
+from windlass.element_ids import codes, ids, kernels, memory
+from windlass.element_ids.codes import CheckpointSpec, Codes
+from windlass.element_ids.ids import ElementIds
+from windlass.element_ids.kernels import Kernels
+from windlass.element_ids.memory import fingerprint
 from windlass.engines.capture.capture import EXACT_NUMEL
-from windlass.engines.capture.codes import CheckpointSpec, Codes
-from windlass.engines.capture.element_ids import ElementIds
-from windlass.engines.capture.kernels import Kernels
-from windlass.engines.capture.memory import fingerprint, held_by
+from windlass.engines.capture.memory import held_by
 from windlass.errors import TransferFailed
 from windlass.layout.dtypes import DType
 
@@ -62,7 +63,7 @@ class OneThread:
 
 @functools.cache
 def compiled(folder: Path) -> bytes:
-    source = resources.files("windlass.engines.capture").joinpath("capture.cu").read_text()
+    source = resources.files("windlass.element_ids").joinpath("kernels.cu").read_text()
     (folder / "capture.cpp").write_text(ONE_THREAD + source)
     built = folder / "capture.so"
     words = ["g++", "-O1", "-shared", "-fPIC", "-o", str(built), str(folder / "capture.cpp")]
@@ -85,7 +86,7 @@ def of_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Kernels:
 
 @pytest.fixture
 def in_use(of_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (codes, element_ids, memory):
+    for module in (codes, ids, memory):
         monkeypatch.setattr(module, "kernels_on", lambda _: of_host)
 
 
@@ -115,17 +116,17 @@ def test_kernels_find_wrong_places_and_padding_as_torch_does(
     for position in range(numbering.num_digits):
         engine.load(numbering.digits(position))
         for name, holding in held_by(engine).items():
-            ids = numbers.setdefault(
-                name, ElementIds(holding, by_place=holding.reach <= exact_numel)
+            of_name = numbers.setdefault(
+                name, ElementIds(holding.tensor, by_place=holding.reach <= exact_numel)
             )
-            ids.observe(holding, numbering, position)
+            of_name.observe(holding.tensor, numbering, position)
     engine.load(numbering.random(7))
 
-    def checked(seed: int | None = 7) -> list[element_ids.Check]:
+    def checked(seed: int | None = 7) -> list[ids.Check]:
         holding, found = held_by(engine)[layer], []
         for chosen in (None, of_host):
-            monkeypatch.setattr(element_ids, "kernels_on", lambda _, chosen=chosen: chosen)
-            found.append(numbers[layer].check(holding, numbering, seed))
+            monkeypatch.setattr(ids, "kernels_on", lambda _, chosen=chosen: chosen)
+            found.append(numbers[layer].check(holding.tensor, numbering, seed))
         return found
 
     by_torch, by_kernel = checked()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from windlass.engines.capture.codes import INDEX, StoredCheckpoint, checkpoint_specs
+from windlass.engines.capture.checkpoint import INDEX, StoredCheckpoint, checkpoint_specs
 from windlass.errors import ConfigError
 
 

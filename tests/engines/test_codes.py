@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from windlass.engines.capture.codes import CheckpointSpec, Codes, _digits
+from windlass.element_ids.codes import CheckpointSpec, Codes, _digits
 from windlass.layout.dtypes import DType
 
 HALF = 1 << 32

@@ -26,7 +26,7 @@ from test_engine_rank import Api
 import windlass
 from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.engines.capture.capture import capture
-from windlass.engines.capture.codes import StoredCheckpoint, checkpoint_specs
+from windlass.engines.capture.checkpoint import StoredCheckpoint, checkpoint_specs
 from windlass.engines.capture.description import Captured
 from windlass.engines.capture.memory import Watched
 from windlass.engines.capture.snapshot import undone_if_it_fails

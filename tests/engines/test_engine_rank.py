@@ -17,7 +17,7 @@ from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.control.report import UpdateReport
 from windlass.engines import engine_rank
 from windlass.engines.capture.capture import capture
-from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.checkpoint import checkpoint_specs
 from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.quiesce_gate import QuiesceGate

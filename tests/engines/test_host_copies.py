@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from windlass.engines.capture.codes import CheckpointSpec, Codes
-from windlass.engines.capture.element_ids import ElementIds
-from windlass.engines.capture.memory import Holding, Kind, fingerprint
+from windlass.element_ids.codes import CheckpointSpec, Codes
+from windlass.element_ids.ids import ElementIds
+from windlass.element_ids.memory import fingerprint
+from windlass.engines.capture.memory import Holding, Kind
 from windlass.engines.capture.snapshot import CHUNK_NBYTES, HostCopies, Snapshot
 from windlass.layout.dtypes import DType
 
@@ -71,19 +72,19 @@ def test_a_gpu_finds_wrong_places_and_padding_as_the_host_does(
         codes = Codes(specs, device)
         experts = torch.zeros(6, 310, 96, dtype=codes.dtypes[0], device=device)
         holding = Holding("experts", experts, Kind.PARAMETER)
-        ids = ElementIds(holding, by_place=by_place)
+        ids = ElementIds(holding.tensor, by_place=by_place)
         for position in range(codes.num_digits):
             for name, tensor in codes.digits(position):
                 experts[int(name), :300] = tensor
-            ids.observe(holding, codes, position)
-        checks = [ids.check(holding, codes, None)]
+            ids.observe(holding.tensor, codes, position)
+        checks = [ids.check(holding.tensor, codes, None)]
         for name, tensor in codes.random(5):
             experts[int(name), :300] = tensor
-        checks.append(ids.check(holding, codes, 5))
+        checks.append(ids.check(holding.tensor, codes, 5))
         experts[5, 309, 95] = 1
-        checks.append(ids.check(holding, codes, 5))
+        checks.append(ids.check(holding.tensor, codes, 5))
         experts[5, 299, 95] = 1
-        checks.append(ids.check(holding, codes, 5))
+        checks.append(ids.check(holding.tensor, codes, 5))
         found.append(checks)
     assert [check.is_right for check in found[0]] == [False, True, True, False]
     assert found[0] == found[1]

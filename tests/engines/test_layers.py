@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from test_capture import deliver
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
 
+from windlass.element_ids.codes import CheckpointSpec, Codes
 from windlass.engines.capture.capture import EXACT_NUMEL, FEW, capture
-from windlass.engines.capture.codes import CheckpointSpec, Codes, StoredCheckpoint
+from windlass.engines.capture.checkpoint import StoredCheckpoint
 from windlass.engines.capture.layers import Layers
 from windlass.engines.capture.memory import held_by
 from windlass.errors import UnsupportedLayout

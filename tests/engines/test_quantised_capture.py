@@ -11,13 +11,9 @@ from safetensors.torch import save_file
 from test_quantized_updates import Rank, by_rows, reference, update, weights
 
 from windlass.config import UpdateMode
+from windlass.element_ids.codes import CheckpointSpec, Codes
 from windlass.engines.capture.capture import EXACT_NUMEL, capture
-from windlass.engines.capture.codes import (
-    CheckpointSpec,
-    Codes,
-    StoredCheckpoint,
-    checkpoint_specs,
-)
+from windlass.engines.capture.checkpoint import StoredCheckpoint, checkpoint_specs
 from windlass.engines.capture.description import Captured
 from windlass.errors import UnsupportedLayout
 from windlass.layout.dtypes import DType

@@ -18,13 +18,9 @@ from test_quantized_updates import Rank, reference, update
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, UpdateMode
+from windlass.element_ids.codes import CheckpointSpec, Codes
 from windlass.engines.capture.capture import capture
-from windlass.engines.capture.codes import (
-    CheckpointSpec,
-    Codes,
-    StoredCheckpoint,
-    checkpoint_specs,
-)
+from windlass.engines.capture.checkpoint import StoredCheckpoint, checkpoint_specs
 from windlass.engines.capture.description import Captured
 from windlass.engines.capture.recompute import Search
 from windlass.engines.engine_rank import EngineRank

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from windlass import envs
-from windlass.engines.capture.codes import checkpoint_folder
+from windlass.engines.capture.checkpoint import checkpoint_folder
 from windlass.engines.join_route import JoinOrder
 from windlass.engines.private_routes import saved_key
 from windlass.engines.rank_reports import OTHER_NODES_VARIABLE

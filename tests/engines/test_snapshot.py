@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch
 
+from windlass.element_ids.codes import CheckpointSpec
 from windlass.engines.capture.capture import capture
-from windlass.engines.capture.codes import CheckpointSpec
 from windlass.engines.capture.snapshot import Snapshot
 from windlass.errors import UnsupportedLayout
 from windlass.layout.dtypes import DType

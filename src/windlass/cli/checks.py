@@ -372,7 +372,7 @@ def check_flags(command: str, checkpoint: Path | None = None) -> Finding:
 
 
 def _checkpoint(folder: Path) -> Finding:
-    from windlass.engines.capture.codes import checkpoint_specs
+    from windlass.engines.capture.checkpoint import checkpoint_specs
 
     try:
         quantised = require_followed(folder, ())

@@ -39,9 +39,11 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, StoredCheckpoint
+from windlass.element_ids.codes import CheckpointSpec, Codes, Load
+from windlass.element_ids.ids import Check, ElementIds, scaled
+from windlass.element_ids.memory import fingerprint
+from windlass.engines.capture.checkpoint import StoredCheckpoint
 from windlass.engines.capture.description import Captured, Seen, describe
-from windlass.engines.capture.element_ids import Check, ElementIds, scaled
 from windlass.engines.capture.layers import Layers
 from windlass.engines.capture.memory import (
     Held,
@@ -49,7 +51,6 @@ from windlass.engines.capture.memory import (
     Kind,
     Watched,
     differing,
-    fingerprint,
     prints_of,
     refuse,
 )
@@ -390,7 +391,9 @@ def _observe(
     if layers is not None:
         with _timed(seconds, "comparison"):
             read = {n: ids for n, ids in numbers.items() if n in held}
-            paddings = {id(ids): ids.check(held[n], codes, None).padding for n, ids in read.items()}
+            paddings = {
+                id(ids): ids.check(held[n].tensor, codes, None).padding for n, ids in read.items()
+            }
             numbers = layers.all_of(numbers, held, codes)
     loads.random(seed := next(_SEEDS))
     held = loads.held()
@@ -460,7 +463,7 @@ def _checks(
     """Compare tensors with the values that a load of `random(seed)` should have written. Return results by name."""
     with _timed(loads.seconds, "comparison"):
         return {
-            n: ids.check(held[n], loads.codes, seed, loads.factors.get(n, 1.0))
+            n: ids.check(held[n].tensor, loads.codes, seed, loads.factors.get(n, 1.0))
             for n, ids in numbers.items()
         }
 
@@ -506,7 +509,7 @@ def _read_digits(
     """
     numbers = {
         name: ElementIds(
-            h, by_place=h.reach <= (MAX_EXACT_NUMEL if name in scattered else exact_numel)
+            h.tensor, by_place=h.reach <= (MAX_EXACT_NUMEL if name in scattered else exact_numel)
         )
         for name, h in held.items()
     }
@@ -516,7 +519,7 @@ def _read_digits(
         for name, holding in loads.held().items():
             if name in numbers and holding.reach == held[name].reach:
                 factor = loads.factors.get(name, 1.0)
-                numbers[name].observe(holding, loads.codes, position, factor)
+                numbers[name].observe(holding.tensor, loads.codes, position, factor)
     return numbers
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from windlass.engines.capture.boxes import PlacedBox, TooManyBoxes
-from windlass.engines.capture.codes import Codes, bits_of, quantized_tensors
-from windlass.engines.capture.element_ids import ElementIds, Parts, parts_of, scaled
+from windlass.element_ids.boxes import PlacedBox, TooManyBoxes
+from windlass.element_ids.codes import Codes, bits_of
+from windlass.element_ids.ids import ElementIds, Parts, parts_of, scaled
+from windlass.engines.capture.checkpoint import quantized_tensors
 from windlass.engines.capture.memory import Holding
 from windlass.engines.capture.mirrors import Later
 from windlass.engines.capture.recompute import Recompute

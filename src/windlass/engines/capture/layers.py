@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from windlass.engines.capture.codes import Codes
-from windlass.engines.capture.element_ids import ElementIds
+from windlass.element_ids.codes import Codes
+from windlass.element_ids.ids import ElementIds
 from windlass.engines.capture.memory import Holding
 
 _LAYER = re.compile(r"((?:[^.]+\.)*?)(\d+)(\..+)")

@@ -12,8 +12,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from windlass.engines.capture.codes import bits_of, chunk_on
-from windlass.engines.capture.kernels import kernels_on
+from windlass.element_ids.memory import fingerprint, memory_of, reach_of
 from windlass.engines.capture.reach import Form, Node, Number, Reach, reach
 from windlass.errors import UnsupportedLayout
 from windlass.layout.naming.patterns import said
@@ -63,12 +62,11 @@ class Holding:
     @property
     def reach(self) -> int:
         """Length of the memory from the first to the last element, in elements, including gaps."""
-        steps = zip(self.tensor.shape, self.tensor.stride(), strict=True)
-        return sum((size - 1) * step for size, step in steps) + 1
+        return reach_of(self.tensor)
 
     def memory(self) -> torch.Tensor:
         """Return a flat view (reach,) of the tensor's memory, including gaps."""
-        return self.tensor.detach().as_strided((self.reach,), (1,))
+        return memory_of(self.tensor)
 
 
 def refuse(names: Collection[str], why: str) -> None:
@@ -213,53 +211,6 @@ def differing(one: Mapping[str, Number], other: Mapping[str, Number]) -> frozens
 
 def _of_number(value: Number) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.complex128 if isinstance(value, complex) else torch.float64)  # fmt: skip
-
-
-# Odd constants of splitmix64, as signed numbers.
-_WEIGHT = 0xBF58476D1CE4E5B9 - (1 << 64)
-_STEP = 0x94D049BB133111EB - (1 << 64)
-
-
-def fingerprint(memory: torch.Tensor) -> int:
-    """Return a 64-bit hash of the bytes of a contiguous tensor (n,), computed on the tensor's device."""
-    words = _words_of(memory)
-    if words.dtype is torch.int64 and (kernels := kernels_on(words.device)) is not None:
-        return kernels.fingerprint(words)
-    chunk = chunk_on(words.device) // 2
-    steps = torch.arange(min(chunk, len(words)), device=words.device).mul_(_STEP)
-    total = 0
-    for begin in range(0, len(words), chunk):
-        part = words[begin : begin + chunk]
-        total += _mixed_sum(part, steps[: len(part)] + _signed(begin * _STEP))
-    return total % (1 << 64)
-
-
-def places_sum(values: torch.Tensor, places: torch.Tensor) -> int:
-    """Return the sum that the integers `values` (n,) at the word indices `places` (n,) add to a fingerprint."""
-    return _mixed_sum(values, places * _STEP)
-
-
-def _mixed_sum(words: torch.Tensor, steps: torch.Tensor) -> int:
-    mixed = words.to(torch.int64, copy=True).add_(1).mul_(_WEIGHT).add_(steps)
-    mixed.bitwise_xor_(mixed >> 29).mul_(_STEP)
-    return int(mixed.bitwise_xor_(mixed >> 32).sum())
-
-
-def _signed(number: int) -> int:
-    """Wrap a number into the range of a signed 64-bit integer."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _words_of(memory: torch.Tensor) -> torch.Tensor:
-    """Return the bytes as int64 if their number is a multiple of 8, else as integers of the element's size.
-
-    The result is a view, or a copy if the memory is not aligned to 8 bytes.
-    """
-    if memory.nbytes % 8 or memory.element_size() == 8:
-        return bits_of(memory)
-    if memory.storage_offset() * memory.element_size() % 8 or memory.data_ptr() % 8:
-        memory = memory.clone()
-    return memory.view(torch.int64)
 
 
 def prints_of(held: Mapping[str, Holding]) -> dict[str, int]:

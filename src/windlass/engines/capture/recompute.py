@@ -19,16 +19,10 @@ from typing import final
 
 import torch
 
-from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
-from windlass.engines.capture.element_ids import ElementIds
-from windlass.engines.capture.memory import (
-    Holding,
-    Kind,
-    Watched,
-    fingerprint,
-    prints_of,
-    refuse,
-)
+from windlass.element_ids.codes import CheckpointSpec, Codes, Load, bits_of
+from windlass.element_ids.ids import ElementIds
+from windlass.element_ids.memory import fingerprint
+from windlass.engines.capture.memory import Holding, Kind, Watched, prints_of, refuse
 from windlass.errors import UnsupportedLayout, WindlassError
 from windlass.layout.naming.patterns import NUMBER, patterns_of, said
 from windlass.memory.torch_dtypes import torch_dtype

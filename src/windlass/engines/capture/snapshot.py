@@ -23,8 +23,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from windlass.engines.capture.codes import Load
-from windlass.engines.capture.memory import Holding, Kind, Watched, fingerprint, has_memory
+from windlass.element_ids.codes import Load
+from windlass.element_ids.memory import fingerprint
+from windlass.engines.capture.memory import Holding, Kind, Watched, has_memory
 from windlass.engines.capture.reach import Form, Node, contents_of, slots_of, value_of
 
 CHUNK_NBYTES = 32 << 20

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.engines.capture.capture import all_ranks, capture, capture_on_every_rank
-from windlass.engines.capture.codes import checkpoint_specs, started_with
+from windlass.engines.capture.checkpoint import checkpoint_specs, started_with
 from windlass.engines.capture.description import Captured
 from windlass.engines.capture.memory import fingerprints, held_by, prints_of
 from windlass.engines.capture.snapshot import Snapshot

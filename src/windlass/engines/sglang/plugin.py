@@ -303,7 +303,7 @@ class _Member(Member):
                 "token with which they were started"
             )
         given = self._settings
-        from windlass.engines.capture.codes import checkpoint_folder
+        from windlass.engines.capture.checkpoint import checkpoint_folder
 
         model = given.model_path, given.revision, given.download_dir
         checkpoint = checkpoint_folder("--model-path", *model)

@@ -15,7 +15,7 @@ import torch
 
 from windlass.engines.adapters import adapter_of, saved
 from windlass.engines.capture.capture import capture
-from windlass.engines.capture.codes import checkpoint_specs, started_with
+from windlass.engines.capture.checkpoint import checkpoint_specs, started_with
 from windlass.engines.capture.description import Captured
 from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.spec import AgentSettings

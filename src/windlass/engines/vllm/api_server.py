@@ -153,7 +153,7 @@ def settings_of(engine: Any, name: str, controller: str, transport: str, url: st
         UnsupportedLayout: see `adapter_of`.
     """
     # Import here, because this module imports torch.
-    from windlass.engines.capture.codes import checkpoint_folder
+    from windlass.engines.capture.checkpoint import checkpoint_folder
 
     model = engine.vllm_config.model_config
     folder = checkpoint_folder("--model", model.model, model.revision)

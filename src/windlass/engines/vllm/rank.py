@@ -17,8 +17,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from windlass.element_ids.codes import CheckpointSpec
 from windlass.engines.capture.capture import all_ranks, capture, capture_on_every_rank
-from windlass.engines.capture.codes import CheckpointSpec, checkpoint_specs, started_with
+from windlass.engines.capture.checkpoint import checkpoint_specs, started_with
 from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import EngineApi, EngineRank
 from windlass.engines.spec import AgentSettings, CapturedLayout

@@ -33,7 +33,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from windlass.config import PauseMode
-from windlass.engines.capture.codes import checkpoint_folder
+from windlass.engines.capture.checkpoint import checkpoint_folder
 from windlass.engines.engine_rank import EngineApi, EngineRank
 from windlass.engines.quantised import require_followed
 from windlass.engines.rank_reports import RefusedByOtherRank, reason_of

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from windlass.engines.capture.boxes import ELEMENT, Line, PlacedBox, TooManyBoxes, boxes_of
-from windlass.engines.capture.codes import CheckpointSpec, Codes, bits_of, chunk_on, hash_seed
-from windlass.engines.capture.kernels import NAMES, kernels_on
-from windlass.engines.capture.memory import Holding, places_sum
+from windlass.element_ids.boxes import ELEMENT, Line, PlacedBox, TooManyBoxes, boxes_of
+from windlass.element_ids.codes import CheckpointSpec, Codes, bits_of, chunk_on, hash_seed
+from windlass.element_ids.kernels import NAMES, kernels_on
+from windlass.element_ids.memory import memory_of, places_sum, reach_of
 
 Int64Array = npt.NDArray[np.int64]
 Parts = list[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]
@@ -146,11 +146,11 @@ class ElementIds:
     grid, only the first place of each row and some whole rows are read (see the module).
     """
 
-    def __init__(self, holding: Holding, *, by_place: bool) -> None:
-        grid = None if by_place else _grid_of(holding.tensor)
-        self._shape = groups, rows, width = grid or (1, holding.reach, 1)
+    def __init__(self, tensor: torch.Tensor, *, by_place: bool) -> None:
+        grid = None if by_place else _grid_of(tensor)
+        self._shape = groups, rows, width = grid or (1, reach_of(tensor), 1)
         self._at = sorted({0, rows // 2, rows - 1})
-        samples, device = (groups, len(self._at), width), holding.tensor.device
+        samples, device = (groups, len(self._at), width), tensor.device
         self._like: tuple[ElementIds, range, int] | None = None
         self._found: dict[int, Parts | None] = {}
         self._heads = torch.zeros((groups, rows), dtype=torch.int64, device=device)
@@ -161,16 +161,18 @@ class ElementIds:
         """True if every place is read."""
         return self._shape[2] == 1
 
-    def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
+    def observe(
+        self, tensor: torch.Tensor, codes: Codes, position: int, factor: float = 1.0
+    ) -> None:
         """Read one digit of every element number from the tensor, and add it to the numbers.
 
         Args:
-            holding: tensor, after a load of the digits at `position`.
+            tensor: the tensor, after a load of the digits at `position`.
             codes: numbers of the checkpoint elements.
             position: position of the digit; 0 for the lowest digit.
             factor: constant by which the engine's loader multiplies this tensor.
         """
-        memory, bits = holding.memory(), codes.digit_bits
+        memory, bits = memory_of(tensor), codes.digit_bits
         heads, firsts = self._heads.view(-1), memory[:: self._shape[2]]
         step = chunk_on(heads.device)
         for begin in range(0, len(heads), step):
@@ -241,16 +243,18 @@ class ElementIds:
                 numbers = torch.where(heads >= 0, heads + pattern, _NOTHING)
                 yield (group * rows + row) * width, numbers.reshape(-1)
 
-    def check(self, holding: Holding, codes: Codes, seed: int | None, factor: float = 1.0) -> Check:
+    def check(
+        self, tensor: torch.Tensor, codes: Codes, seed: int | None, factor: float = 1.0
+    ) -> Check:
         """Compare every place of a tensor with the value that a load of `codes.random(seed)` should give.
 
         If `seed` is None, compare nothing (`is_right` is False); return only the padding's fingerprint and the count.
         """
-        memory, end = holding.memory(), int(codes.starts[-1])
-        if not self.is_consistent() or holding.reach != math.prod(self._shape):
+        memory, end = memory_of(tensor), int(codes.starts[-1])
+        if not self.is_consistent() or len(memory) != math.prod(self._shape):
             return Check(False)
         dtype, kernels = memory.dtype, kernels_on(memory.device)
-        fits = codes.dtypes == (dtype,) and dtype in NAMES and holding.reach < 1 << 32
+        fits = codes.dtypes == (dtype,) and dtype in NAMES and len(memory) < 1 << 32
         if kernels is not None and fits and factor == 1.0:
             patterns = self._patterns().contiguous()
             wrong, padding, numel = kernels.check(
@@ -300,6 +304,49 @@ class ElementIds:
                 (codes.specs[index + by] if index in tensors else codes.specs[index], boxes)
                 for index, (_, boxes) in zip(indices, found, strict=True)
             ]
+        return [
+            part
+            for line, numbers, places in self._lines(limit)
+            for part in parts_of(codes, numbers, places, limit, line)
+        ]
+
+    def sources(
+        self, codes: Codes, shape: tuple[int, ...], chosen: range, limit: int
+    ) -> Parts | None:
+        """Return the boxes of this tensor that come from each of the `chosen` tensors of `codes` (a range of indices).
+
+        This is the opposite of `parts`: a box is a box of this tensor, and its offset and strides are places in the
+        chosen tensor. `check` must have compared every place before.
+
+        Args:
+            codes: numbers of the elements.
+            shape: shape of this tensor, which must be contiguous.
+            chosen: indices in `codes.specs`.
+            limit: largest number of boxes.
+
+        Returns:
+            The chosen tensors with elements in this tensor, each with its boxes; None if a tensor has more than
+            `limit` boxes, or if a line of places continues in the next tensor.
+        """
+        parts: Parts = []
+        try:
+            for line, numbers, places in self._lines(limit):
+                for spec, flat, lies in _by_tensor(codes, numbers, places):
+                    if (flat + (line.length - 1) * line.step >= spec.numel).any():
+                        return None
+                    if codes.index[spec.name] in chosen:
+                        turned = Line(line.length, 1, line.step)
+                        parts.append((spec, boxes_of(shape, lies, flat, limit=limit, line=turned)))
+        except TooManyBoxes:
+            return None
+        return parts
+
+    def _lines(self, limit: int) -> Iterator[tuple[Line, Int64Array, Int64Array]]:
+        """Yield lines of one kind: the kind, and the number and the place of each line's first element.
+
+        Raises:
+            TooManyBoxes: a row has more than `limit` pieces.
+        """
         groups, rows, width = self._shape
         patterns, which = np.unique(self._patterns().cpu().numpy(), axis=0, return_inverse=True)
         which = which.reshape(-1)
@@ -314,12 +361,10 @@ class ElementIds:
             for piece in pieces[which[group]]:
                 lines = by_kind.setdefault((piece.length, piece.step), [])
                 lines.append((heads[group][filled] + piece.first, base + piece.begin))
-        parts: Parts = []
         for (length, step), lines in by_kind.items():
             numbers = np.concatenate([line[0] for line in lines])
             places = np.concatenate([line[1] for line in lines])
-            parts.extend(parts_of(codes, numbers, places, limit, Line(length, step)))
-        return parts
+            yield Line(length, step), numbers, places
 
 
 def _pieces(pattern: Int64Array, limit: int) -> list[_Piece]:

@@ -1,4 +1,4 @@
-"""CUDA kernels of `capture.cu`. A kernel reads the memory once; the same computation in torch reads it 20 times."""
+"""Launch the CUDA kernels of `kernels.cu`. A kernel reads the memory once; the same computation in torch reads it 20 times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.memory.cuda.driver import Device, compile_source
 
 _log = logging.getLogger(__name__)
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-"""dtype -> its name in `capture.cu`, for the dtypes that the kernels support."""
+"""dtype -> its name in `kernels.cu`, for the dtypes that the kernels support."""
 _BLOCK = 256
 _BLOCKS_PER_MULTIPROCESSOR = 8
 
@@ -32,7 +32,7 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self._device = Device(torch.empty(0, device=device).get_device())
         self._on = device
-        source = resources.files("windlass.engines.capture").joinpath("capture.cu").read_text()
+        source = resources.files("windlass.element_ids").joinpath("kernels.cu").read_text()
         self._module = self._device.load(compile_source(source, self._device.architecture))
         self._functions: dict[str, ctypes.c_void_p] = {}
 

@@ -50,10 +50,11 @@ class PlacedBox:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`length` elements that are adjacent in memory; their row-major indices in the checkpoint tensor rise by `step`."""
+    """`length` elements: row-major indices in the tensor rise by `step`, and places in memory by `stride`."""
 
     length: int
     step: int
+    stride: int = 1
 
 
 ELEMENT = Line(1, 1)
@@ -161,7 +162,7 @@ def _boxes_of_one_copy(
     start = np.stack(np.unravel_index(flat, shape), axis=1).astype(np.int64)
     items = _Items(start, np.ones_like(start), np.zeros_like(start), place)
     for dim in along:
-        items.size[:, dim], items.stride[:, dim] = line.length, 1
+        items.size[:, dim], items.stride[:, dim] = line.length, line.stride
     grown = list(along)
     for dim in reversed(range(len(shape))):
         if dim not in grown:

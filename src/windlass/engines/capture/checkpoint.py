@@ -1,0 +1,205 @@
+"""Read the tensors of the checkpoint folder that an engine loads."""
+
+from __future__ import annotations
+
+import codecs
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, final
+
+import msgspec
+import torch
+
+from windlass.element_ids.codes import CheckpointSpec
+from windlass.engines.adapters import WEIGHTS
+from windlass.engines.quantised import is_declared
+from windlass.engines.spec import AgentSettings
+from windlass.errors import ConfigError, UnsupportedLayout
+from windlass.layout.dtypes import DType
+from windlass.layout.quantization import QuantizedTensor, scale_shape
+
+_EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
+_SAFETENSORS = {dtype.safetensors_name: dtype for dtype in _EXACT}
+_INTEGERS_STORED = ("BOOL", "U8", "I8", "I16", "I32", "I64")
+INDEX = "model.safetensors.index.json"
+"""Name of the file that maps tensor names to safetensors files."""
+SCALE_SUFFIX = "_scale_inv"
+"""Suffix that turns the name of a float8 matrix into the name of its scales."""
+
+
+def checkpoint_folder(
+    option: str, model: str, revision: str | None, cache: str | None = None
+) -> Path:
+    """Return the folder from which an engine loaded its model.
+
+    Args:
+        option: name of the setting `model` in errors.
+        model: folder, or repository of the Hugging Face Hub that was downloaded to this host.
+        revision: revision of the repository.
+        cache: download folder; None for the default of the Hub's client.
+
+    Raises:
+        ConfigError: `model` is neither a folder nor a repository that was downloaded to this host.
+    """
+    if (folder := Path(model)).is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{option} must be a folder of safetensors files, or a repository of the Hugging Face Hub that "
+            f"was downloaded to every host, got {model!r}: {error}"
+        ) from error
+    return Path(found)
+
+
+def checkpoint_specs(folder: Path, *, adapter: bool = False) -> tuple[CheckpointSpec, ...]:
+    """Return the tensors of a checkpoint, sorted by name. Read only the headers of the files.
+
+    Sorting brings the tensors of one layer together. This matters because vLLM buffers the tensors of a layer until the
+    layer is complete, and searches all buffered tensors for each new tensor.
+
+    The result omits integer tensors (masks, positions), because training does not change them. In a quantised checkpoint,
+    integer tensors are weights, so this function refuses them.
+
+    Raises:
+        ConfigError: the folder has no safetensors files, a file is not a safetensors file, or the index is
+            invalid or names a missing file.
+        UnsupportedLayout: the dtype of a tensor cannot represent digits (for example packed integers).
+    """
+    found: dict[str, CheckpointSpec] = {}
+    quantised = is_declared(folder)
+    with _opened(folder, adapter) as stored:
+        for name in sorted(stored):
+            entry = stored[name].get_slice(name)
+            if (dtype := entry.get_dtype()) in _SAFETENSORS:
+                found[name] = CheckpointSpec(name, tuple(entry.get_shape()), _SAFETENSORS[dtype])
+            elif quantised or dtype not in _INTEGERS_STORED:
+                raise UnsupportedLayout(
+                    f"checkpoint: tensor {name!r}: dtype must be one of {list(_SAFETENSORS)} to be "
+                    f"followed through the loader, got {dtype}"
+                )
+    return tuple(found.values())
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def _files(folder: Path, adapter: bool) -> list[Path]:
+    """Return the safetensors files of a checkpoint in the order in which engines load them (`model-2` before `model-10`).
+
+    The order matters if two files have a tensor of the same name: the later file wins. The files are those that the
+    index names, or without an index all safetensors files but an adapter's. If `adapter`, return the adapter's file.
+
+    Raises:
+        ConfigError: the index is invalid, or names a file outside the folder.
+    """
+    if adapter:
+        return [folder / WEIGHTS]
+    index = folder / INDEX
+    if not index.exists():
+        found = (file for file in folder.glob("*.safetensors") if file.name != WEIGHTS)
+        return sorted(found, key=_natural)
+    try:
+        content = index.read_bytes().removeprefix(codecs.BOM_UTF8)
+        named = msgspec.json.decode(content, type=_Index).weight_map
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"checkpoint: {index} must have a `weight_map` of names to files: {error}"
+        ) from error
+    for name, file in named.items():
+        place = PurePath(file)
+        if place.is_absolute() or ".." in place.parts:
+            raise ConfigError(
+                f"checkpoint: {index} must name files inside the folder, got {file!r} for {name!r}; put the file "
+                "into the folder, or a link to it"
+            )
+    return sorted({folder / file for file in named.values()}, key=_natural)
+
+
+def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
+    """Return a sort key that compares file names, and compares numbers in file names by value."""
+    pieces = re.split(r"(\d+)", file.name)
+    return [(int(p), "") if p.isdecimal() else (-1, p) for p in pieces], str(file)
+
+
+@contextmanager
+def _opened(folder: Path, adapter: bool) -> Iterator[dict[str, Any]]:
+    """Open all files of a checkpoint; yield tensor name -> open safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    files = _files(folder, adapter)
+    if not files:
+        raise ConfigError(f"checkpoint: {folder} must contain safetensors files, got none")
+    with ExitStack() as stack:
+        stored: dict[str, Any] = {}
+        for file in files:
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+            except FileNotFoundError as error:
+                raise ConfigError(
+                    f"checkpoint: {file} does not exist, but {INDEX} names it"
+                ) from error
+            except SafetensorError as error:
+                raise ConfigError(
+                    f"checkpoint: {file} is not a safetensors file: {error}"
+                ) from error
+            stored |= dict.fromkeys(opened.keys(), opened)
+        yield stored
+
+
+def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor, ...]:
+    """Return the block float8 matrices that have scales in the same checkpoint."""
+    by_name = {spec.name: spec for spec in specs}
+    found: list[QuantizedTensor] = []
+    for spec in by_name.values():
+        scale = by_name.get(spec.name + SCALE_SUFFIX)
+        if spec.dtype is not DType.FLOAT8_E4M3 or len(spec.shape) != 2 or scale is None:
+            continue
+        if scale.dtype is DType.FLOAT32 and scale.shape == scale_shape(spec.shape):
+            found.append(QuantizedTensor(spec.name, scale.name))
+    return tuple(found)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """Checkpoint in a folder of safetensors files. Methods raise ConfigError as `checkpoint_specs` does.
+
+    Attributes:
+        folder: folder of a model or of an adapter.
+        adapter: True to read the adapter in the folder, False to read the model.
+    """
+
+    folder: Path
+    adapter: bool = False
+
+    def tensors(self, chosen: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all tensors, or the tensors named `chosen`, sorted by name. The caller owns each tensor."""
+        with _opened(self.folder, self.adapter) as stored:
+            for name in sorted(stored if chosen is None else stored.keys() & set(chosen)):
+                yield name, stored[name].get_tensor(name)
+
+    def elements(self, places: Iterable[tuple[str, int]]) -> Iterator[torch.Tensor]:
+        """Yield single elements, (1,) each. Each item of `places` is a tensor's name and a row-major index."""
+        with _opened(self.folder, self.adapter) as stored:
+            for name, place in places:
+                entry = stored[name].get_slice(name)
+                shape = entry.get_shape()
+                row, column = divmod(place, math.prod(shape[1:]))
+                rows = entry[row : row + 1] if shape else stored[name].get_tensor(name)
+                yield rows.reshape(-1)[column : column + 1]
+
+
+def started_with(settings: AgentSettings) -> StoredCheckpoint | None:
+    """Return the checkpoint that the engine loaded when it started; None if it started with random weights."""
+    if not settings.loaded:
+        return None
+    return StoredCheckpoint(Path(settings.checkpoint), bool(settings.adapter))
