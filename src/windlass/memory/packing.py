@@ -210,8 +210,8 @@ def row_major_blocks(
     if dim == 0:
         yield (0,) * len(sizes), tuple(sizes)
         return
-    # Take one index at a time of the dims before `dim - 1`, chunks of `dim - 1`, and all of the dims
-    # after it.
+    # A block has one index of each dim before `dim - 1`, a chunk of `dim - 1`, and the whole dims after
+    # `dim - 1`.
     chunk, size, rest = max(max_numel // inner, 1), sizes[dim - 1], sizes[dim:]
     for outer in itertools.product(*map(range, sizes[: dim - 1])):
         for first in range(0, size, chunk):
@@ -270,7 +270,7 @@ def hash_strided(
     """Add the elements of an array in host memory to a digest, in row-major order of `sizes`.
 
     The digest of a link covers the ops in plan order, and for each op the elements in row-major
-    order and in the destination's dtype. Therefore it does not depend on the layout of the bytes or
+    order and in the destination's dtype. Therefore the digest does not depend on the layout of the bytes or
     on the transport. This function uses at most 1 MiB of scratch memory.
     """
     outer, run_nbytes = split_inner(sizes, strides_bytes, dtype.itemsize)

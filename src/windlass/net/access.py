@@ -96,7 +96,7 @@ def authorization(token: str) -> dict[str, str]:
 
 
 def role_of_certificate(certificate: Certificate | None) -> Access | None:
-    """Return the role that a verified certificate names; None if it names no role or several."""
+    """Return the role that a verified certificate names; None for no role or several roles."""
     subject = (certificate or {}).get("subject")
     units = {
         value.removeprefix(UNIT_PREFIX)

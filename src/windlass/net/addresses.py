@@ -110,7 +110,7 @@ def free_port() -> int:
 
 
 def listen(host: str, port: int, what: str) -> socket.socket:
-    """Return a socket bound to an address or name of this host, IPv4 or IPv6. It does not listen yet.
+    """Return a socket bound to an address or name of this host, IPv4 or IPv6. The socket does not listen yet.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -161,7 +161,7 @@ def address_towards(url: str) -> str:
     Raises:
         ConfigError: `url` is invalid; see `check_url`.
         PeerUnreachable: the host name is unknown, or there is no route to the host. Loopback is not
-            used instead, because peers on other hosts could not reach it.
+            used instead, because peers on other hosts could not reach loopback.
     """
     parts = check_url(url, "controller")
     try:

@@ -249,7 +249,7 @@ def read_entries(
         for number, line in enumerate(file):
             is_torn, is_sound = not line.endswith(b"\n"), _has_checksum(line[:-1] + b"\n")
             if nbytes == upto_nbytes or (is_torn and not is_sound):
-                # The caller cuts off the rest of the file. It must not do so with a file of another kind.
+                # The caller cuts off the rest of the file. Raise for a file of another kind, which must not be cut.
                 if number == 0 and line[: len(FIRST_LINE)] != FIRST_LINE[: len(line)]:
                     raise ConfigError(
                         f"journal {path}: must be a journal, begins with {line[:20]!r}"

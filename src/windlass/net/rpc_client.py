@@ -184,7 +184,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     def run_later(self, work: Callable[[], None]) -> None:
         """Run `work` in the executor of the calls, after all queued calls.
 
-        `work` must not raise. After `close` it is not run.
+        `work` must not raise. After `close`, `work` is not run.
         """
         with contextlib.suppress(RuntimeError):
             self._executor.submit(work)

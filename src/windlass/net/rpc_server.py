@@ -63,8 +63,8 @@ class Owner(Protocol[FrameT_contra, SessionT]):
     async def lost(self, session: SessionT, reason: str, *, ended: bool) -> None:
         """React to the end of a connection. May be called more than once.
 
-        `ended` is True if the peer's side closed the connection, for example because its process ended.
-        It is False if the peer was only silent.
+        `ended` is True if the peer's side closed the connection, for example because its process
+        ended. `ended` is False if the peer was only silent.
         """
         ...
 

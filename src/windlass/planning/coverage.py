@@ -61,8 +61,9 @@ def refuse_overlaps(
 ) -> None:
     """Check that no two rows of `dst` share a byte.
 
-    The check of a manifest compares only sums of bytes. It accepts two shards that overlap if a gap
-    of the same size is left, although one byte would be written twice and another byte never.
+    The check of a manifest compares only sums of bytes. That check accepts two shards that overlap
+    and leave a gap of the same size, although one byte would be written twice and another byte
+    never.
 
     The address ranges of all rows are compared at once. Only rows with overlapping ranges (strided
     shards in one parameter) are compared address by address, once for all parameters with the same

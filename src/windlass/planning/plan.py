@@ -238,9 +238,9 @@ class TransferPlan:
         return replace(self, staging_nbytes=staging_nbytes, ops=ops)
 
     def for_replica(self, leader: str, copy: ShardManifest) -> TransferPlan:
-        """Return this part, which is made for destination `leader`, as the part of another rank.
+        """Return this part of destination `leader` as the part of another rank with the same layout.
 
-        `copy` is the manifest of that rank, which has the same layout.
+        `copy` is the manifest of the other rank.
         """
         index = self.destinations.index(leader)
         return replace(

@@ -242,7 +242,8 @@ def decode_digested(data: bytes) -> StructuredArray:
 def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = ()) -> Replicated:
     """Return the boxes of tensors that more than one rank holds in one dtype.
 
-    Tensors in `unread` are left out. No engine takes them, so their bytes may differ between ranks.
+    Tensors in `unread` are left out: no engine takes these tensors, so their bytes may differ
+    between ranks.
 
     Raises:
         ManifestError: manifests contradict each other.

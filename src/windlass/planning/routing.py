@@ -121,7 +121,7 @@ def assign(
 ) -> Assignment:
     """Assign the ops of each group, in the given order, to the group's holders.
 
-    Each holder gets about as many bytes as its share, the result of `pour`. `units` is the number
+    `shares`, the result of `pour`, has the bytes that each holder should get. `units` is the number
     of equal slices into which an op may be cut (its outermost extent). An op smaller than
     `min_split_bytes` is not cut; its middle byte decides which holder gets it.
     """

@@ -80,7 +80,7 @@ def check_binding(
 ) -> None:
     """Check every address that the link will write, before any engine is paused.
 
-    `staged` is True if SCATTER ops are written packed, into staging memory. It is False if kernels
+    With `staged`, SCATTER ops are written packed, into staging memory. Without `staged`, kernels
     store each element at its final address.
 
     Raises:

@@ -179,8 +179,8 @@ def _connect(
 
     nccl = ProcessGroupNCCL.Options()
     nccl._timeout = timeout
-    # By default NCCL's watchdog ends the trainer process when an engine ends. Switch it off, because
-    # deadlines end the group.
+    # By default NCCL's watchdog ends the trainer process when an engine ends. Switch the watchdog
+    # off, because deadlines end the group.
     with temporary_values({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}):
         group = ProcessGroupNCCL(store, rank, size, nccl)
     # Connect now: by default NCCL connects in the first broadcast, while engines are paused.

@@ -653,7 +653,7 @@ class LiveTensors:
     def changed(self) -> str:
         """Return the name of the first tensor that was written to or moved since `locate` or `watch`; "" if none was.
 
-        torch counts the writes of torch operators. It does not count writes through
+        torch counts the writes of torch operators. torch does not count writes through
         `Tensor.data`, by numpy, or by foreign kernels. Of these writes, only PEFT's merging and
         unmerging of adapters is detected. The tensors are looked up again, because a stored
         reference, even a weak one, would make torch refuse to move a module's tensors (`Module.to`,

@@ -103,12 +103,11 @@ class Packer:
 
     @property
     def sources(self) -> UInt64Array:
-        """Addresses of the parameters, in manifest order; the owner of the packer keeps them up to date."""
+        """Addresses of the parameters, in manifest order. The caller sets them before it packs or hashes."""
         return self._sources
 
     @sources.setter
     def sources(self, addresses: UInt64Array) -> None:
-        """Addresses of the parameters, in manifest order. The caller sets them before it packs or hashes."""
         if not np.array_equal(addresses, self._sources):
             self._drop()
         self._sources = addresses

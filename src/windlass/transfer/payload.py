@@ -61,7 +61,10 @@ class Payload(DirectRuns):
 
 
 def payload_of(program: LinkProgram, chunk_nbytes: int) -> Payload:
-    """Return the pieces of a link. Chunks begin at the first piece at or after each multiple of `chunk_nbytes`."""
+    """Return the pieces of a link, divided into chunks.
+
+    A chunk begins at the first piece at or after each multiple of `chunk_nbytes`.
+    """
     ops = program.ops
     packed = np.array([not op.is_direct for op in ops], np.bool_)
     lands = np.array([op.lands for op in ops], np.bool_)

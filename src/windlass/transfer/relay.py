@@ -264,7 +264,7 @@ class RelayReceiver:
             return frozenset(of_round.joined)
 
     def refuse(self, round_id: RoundId, upstream: str) -> None:
-        """Refuse `upstream` in the round, and add its `End` to the events. If it is already accepted, do nothing."""
+        """Refuse `upstream` in the round, and add its `End` to the events. Do nothing if `upstream` is already accepted."""
         with self._lock:
             if round_id < self._oldest:
                 return
@@ -785,7 +785,7 @@ class RelayRound:
         return bool(self._left)
 
     def on_chunk(self, upstream: str, landed: ChunkLanded) -> None:
-        """Verify a chunk. If its digest is right, pass it on to the children."""
+        """Verify a chunk. If its digest is right, pass the chunk on to the children."""
         key = landed.source, landed.chunk
         left = self._left.get(upstream)
         if left is None or key not in left:
@@ -847,7 +847,10 @@ class RelayRound:
             self._unknown.add(upstream)
 
     def finish(self, joined: Collection[str]) -> tuple[Relayed, frozenset[str]]:
-        """Wait for all writes to children, send them `End`, and return the result; see `RelayNode.run`."""
+        """Wait for all writes to children, send them `End`, and return the result; see `RelayNode.run`.
+
+        `joined` has the writers that were accepted.
+        """
         # An accepted writer that has not ended may still be writing.
         self._unknown |= set(self._left) & set(joined)
         self._missing |= {source for left in self._left.values() for source, _ in left}

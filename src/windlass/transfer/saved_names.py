@@ -240,7 +240,10 @@ def _made(shape: tuple[int, ...], dtype: torch.dtype, pieces: list[_Piece]) -> _
 
 
 def watched(part: HeldPart) -> _Watched:
-    """Return a tensor that stands for a whole parameter. It follows operators that move elements and refuses others."""
+    """Return a tensor that stands for a whole parameter.
+
+    The tensor follows operators that move elements, and refuses all other operators.
+    """
     if not part.box.numel:
         return _made(part.shape, part.dtype, [])
     view = torch.empty_strided(part.box.sizes, part.strides, dtype=part.dtype, device="meta")

@@ -522,7 +522,7 @@ class Sender:
     # --- both --------------------------------------------------------------------------------
 
     def _write_batches(self, batches: Sequence[WriteBatch], deadline: Deadline) -> float:
-        """Write batches in a thread of the pool; return the seconds."""
+        """Write batches in a thread of the pool; return the seconds of writing."""
         began = time.perf_counter()
         for batch in batches:
             deadline.check_before_more()

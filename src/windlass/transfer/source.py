@@ -73,7 +73,7 @@ class LocatedParameters:
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Locate the parameters only in the first call inside the block. They must not move inside the block."""
+        """Locate the parameters only in the first call inside the block. The parameters must not move inside the block."""
         self._keeps = True
         try:
             yield
@@ -127,7 +127,7 @@ class SourceMemory:
         """Bind a plan part (`TransferPlan.parts`).
 
         Raises:
-            PlanError: the plan was made for another layout, it quantises, or a destination has no
+            PlanError: the plan was made for another layout or quantises, or a destination has no
                 binding.
             BindingsRefused: parameters of a destination are in another kind of memory than the
                 parameters of this rank.

@@ -144,7 +144,7 @@ class PeerMapper(Protocol):
         ...
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
-        """Map the allocation that contains a peer's region. It stays mapped until `keep_mapped` drops it.
+        """Map the allocation that contains a peer's region. The allocation stays mapped until `keep_mapped` drops it.
 
         Raises:
             PeerUnreachable: the peer's process has ended.
@@ -200,7 +200,7 @@ class OneSidedTransport(Protocol):
     def register(self, address: int, nbytes: int) -> MemoryRegion:
         """Make local memory writable by peers and usable as a source of writes.
 
-        Memory: the caller keeps it allocated at this address until `unregister` calls `released`.
+        Memory: the caller keeps the range allocated until `unregister` calls `released`.
 
         Raises:
             RegionError: `nbytes` < 1, or the range overlaps a registered region.
@@ -215,7 +215,7 @@ class OneSidedTransport(Protocol):
             spans: (address, nbytes) of each range; see `register`.
 
         Returns:
-            One region per range, in the same order. Each is unregistered separately.
+            One region per range, in the same order. Each region is unregistered separately.
 
         Raises:
             RegionError: a range was refused, or two ranges overlap. No range is registered then.

@@ -188,4 +188,4 @@ def _parse_key(key: str) -> tuple[int, int, bytes]:
             return int(ordinal), int(offset), raw
     except ValueError:
         pass
-    raise RegionError(f"map: key must be GPU:OFFSET:HANDLE, got {key[:80]!r}")
+    raise RegionError(f"map: key of a region must be GPU:OFFSET:HANDLE, got {key[:80]!r}")

@@ -51,10 +51,10 @@ def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
 
 
 def new_mark() -> int:
-    """Return a number of SYN retries that marks the sockets of a library. It differs from the system's default.
+    """Return a number of SYN retries to mark the sockets of a library, different from the system's default.
 
-    Some libraries let the caller set this number for their sockets, and nothing else that would
-    identify them. All sockets that the library opens or accepts then have this number.
+    Some libraries let the caller set this number, but nothing else that would identify the
+    library's sockets. All sockets that such a library opens or accepts then have this number.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as fresh:
         default: int = fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT)

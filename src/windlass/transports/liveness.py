@@ -171,7 +171,7 @@ class PeerLiveness:
                 return reconnect and self._reconnect()
 
     def _look(self) -> _State:
-        """Return the state of the connection. Remember if it is broken, because a socket reports an error only once."""
+        """Return the state of the connection. Remember a broken connection, because a socket reports an error only once."""
         with self._looking:
             state = _State.BROKEN if self._is_broken else _state_of(self._socket)
             self._is_broken = state is _State.BROKEN
@@ -209,8 +209,8 @@ class PeerLiveness:
     def _reconnect(self) -> bool:
         """Connect again; return whether the peer has ended or this object is closed.
 
-        The peer has ended if its address refuses the connection or belongs to another process. After a
-        timeout it may still be alive.
+        The peer has ended if its address refuses the connection or belongs to another process.
+        After a timeout the peer may still be alive.
         """
         with self._lock:
             if self._gone or self._closed.is_set() or time.monotonic() < self._again_s:

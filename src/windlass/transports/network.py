@@ -458,7 +458,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             peer.write(pieces, deadline)
 
     def _peer(self, endpoint: PeerEndpoint, deadline: Deadline) -> PeerT:
-        """Return the object for a peer whose process is alive; create it at the first write."""
+        """Return the object for the calls to a peer, which must be alive. Create the object at the first write."""
         with self._lock:
             found = self._peers.get(endpoint)
         if found is None:

@@ -29,7 +29,7 @@ _PR_SET_PTRACER_ANY = 2**64 - 1
 def host_identity() -> str:
     """Return a text that is equal in two processes if they can reach each other by pid and by abstract sockets.
 
-    It consists of the kernel's boot id, the PID namespace and the network namespace.
+    The text consists of the kernel's boot id, the PID namespace and the network namespace.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -122,7 +122,7 @@ class RegionTransport(OneSidedTransport):
         """
 
     def _register(self, address: int, nbytes: int) -> str:  # noqa: ARG002 - for overrides
-        """Return the key that peers need besides the address. The caller holds the lock.
+        """Register one range, and return the `key` of its `RemoteRegion`. The caller holds the lock.
 
         Override this, and not `_register_all`, if ranges are registered one at a time.
 
@@ -132,7 +132,7 @@ class RegionTransport(OneSidedTransport):
         return ""
 
     def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """Register ranges; return the key of each. The caller holds the lock.
+        """Register ranges; return the `key` of the `RemoteRegion` of each range. The caller holds the lock.
 
         Raises:
             RegionError: a range is refused. No range is registered then.

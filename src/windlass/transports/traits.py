@@ -83,7 +83,7 @@ class MemoryAllocator(Protocol):
     def allocate(self, nbytes: int) -> int:
         """Allocate zeroed memory that peers can write, and return its address.
 
-        Memory: the transport owns it. It is valid until `release` or `close`.
+        Memory: owned by the transport, and valid until `release` or `close`.
 
         Raises:
             RegionError: `nbytes` < 1.

@@ -11,8 +11,8 @@ _WEIGHTS = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vecto
 def adapter_names(adapter: str = "default") -> Callable[[str], str | None]:
     """Return a `name_map` that publishes one LoRA adapter and no other tensor.
 
-    It maps the live name `....q_proj.lora_A.default.weight` to `....q_proj.lora_A.weight`, the name
-    in a saved adapter (`peft.get_peft_model_state_dict`).
+    The map turns a live name such as `....q_proj.lora_A.default.weight` into
+    `....q_proj.lora_A.weight`, the name in a saved adapter (`peft.get_peft_model_state_dict`).
 
     Args:
         adapter: name of the adapter in the live module.

@@ -137,7 +137,7 @@ def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
 
 @functools.cache
 def shared_gpu(ordinal: int) -> Gpu:
-    """Return the one `Gpu` of this process for work on the GPU's own memory. It is never closed."""
+    """Return the `Gpu` of this process for work on the GPU's own memory. This `Gpu` is shared and never closed."""
     return Gpu(ordinal)
 
 

@@ -72,8 +72,8 @@ class GpuTables:
     ) -> None:
         """Queue kernels that write one digest of all tables to `words`.
 
-        Kernels hash the pieces of `hashed` in place. They copy the pieces of `stored` and hash the
-        copied bytes.
+        Kernels hash the pieces of `hashed` in place. Kernels copy the pieces of `stored` and hash
+        the copied bytes.
         """
         gpu = self._gpu
         gpu.device.clear(words, WORDS_NBYTES, gpu.stream)

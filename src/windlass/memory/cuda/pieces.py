@@ -273,7 +273,9 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
         fitting = cuts[(cuts > first) & (_ends_at(cuts, starts, op.nbytes) - begin <= limit)]
         if not len(fitting):
             needed = int(_ends_at(cuts[cuts > first][:1], starts, op.nbytes)[0]) - begin
-            raise PlanError(f"arena_nbytes: half of it must hold {needed} bytes, got {limit}")
+            raise PlanError(
+                f"arena_nbytes: half of the arena must hold {needed} bytes, got {limit}"
+            )
         stop = int(fitting[-1])
         end = op.nbytes if stop == len(pieces) else int(starts[stop])
         yield PayloadPart(begin, end - begin, pieces[first:stop].copy())
@@ -283,7 +285,7 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
 def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -> Int64Array:
     """Return the indices, ascending, at which the pieces can be divided into two parts.
 
-    All pieces before such an index end, in the payload, before the piece at the index begins.
+    In the payload, all pieces before such an index end before the pieces after the index begin.
     """
     itemsize = found.op.dst_dtype.itemsize
     # A piece of scales is a block at the source but one element in the payload.

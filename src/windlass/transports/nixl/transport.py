@@ -418,7 +418,10 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         return CEILING_BYTES_PER_S["rdma" if may_use_verbs(self._config.wire) else "tcp"]
 
     def report(self) -> WireReport:
-        """See `OneSidedTransport.report`. The protocol is read from UCX's log; before the first write it is `ucx`."""
+        """See `OneSidedTransport.report`.
+
+        The protocol is read from UCX's log. Before the first write, the protocol is `ucx`.
+        """
         wires = sorted(self._agent.log.put_wires())
         protocol = "+".join(sorted({wire.name for wire in wires})) or "ucx"
         devices = ", ".join(sorted({wire.device for wire in wires})) or "not known before a write"
