@@ -18,7 +18,7 @@ class DType(StrEnum):
     safetensors_name: str
 
     def __new__(cls, name: str, itemsize: int = 0, safetensors_name: str = "") -> Self:
-        """Create a member of the enum. `DType(name)` looks up a member and does not call this."""
+        """Create a member of the enum. `DType(name)` looks up a member and does not call `__new__`."""
         member = str.__new__(cls, name)
         member._value_, member.itemsize, member.safetensors_name = name, itemsize, safetensors_name
         return member

@@ -423,7 +423,7 @@ def _check_quantized(manifest: ShardManifest) -> None:
 
 
 def _check_bytes(manifest: ShardManifest) -> Int64Array:
-    """Return the bytes of all shards per parameter. Raise for a shard that reaches outside its parameter."""
+    """Return, per parameter, the size of all shards in bytes. Raise for a shard that reaches outside its parameter."""
     table, worker = manifest.table, manifest.worker
     itemsizes = np.array([p.dtype.itemsize for p in manifest.parameters], np.int64)
     extents = np.array([p.nbytes for p in manifest.parameters], np.int64)
@@ -437,7 +437,7 @@ def _check_bytes(manifest: ShardManifest) -> Int64Array:
         raise ManifestError(
             f"{worker}: shard of {manifest.tensors[int(table.tensor[row])].name!r} occupies bytes "
             f"[{int(low[row])}, {int(high[row])}) of parameter {parameter.name!r}, which has only "
-            f"{parameter.nbytes}"
+            f"{parameter.nbytes} bytes"
         )
     described = np.zeros(len(manifest.parameters), np.int64)
     np.add.at(described, table.parameter, table.sizes.prod(axis=1) * itemsizes[table.parameter])

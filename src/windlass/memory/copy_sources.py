@@ -43,8 +43,8 @@ class SourceMemory:
         """Make `parameters` accessible to kernels. First unpin the memory that an earlier call pinned.
 
         Args:
-            parameters: address and size in bytes of each parameter. A parameter that only other
-                ranks have has size 0.
+            parameters: address and size in bytes of each parameter. The size is 0 if only other
+                ranks have the parameter.
 
         Returns:
             The address of each parameter for kernels; 0 for size 0.
@@ -121,7 +121,7 @@ class PinnedArena:
         with ThreadPoolExecutor(_NUM_TOUCHING, "windlass-pin") as threads:
             for _ in threads.map(self._touch, range(0, nbytes, _TOUCHED_NBYTES)):
                 pass
-        # Pinning works on whole pages, and the mapping ends with a whole page.
+        # Pin whole pages. The mapping consists of whole pages, so no other memory is pinned.
         device.pin(self._start, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         self.address = device.device_pointer(self._start)
 

@@ -118,7 +118,7 @@ class StridedCopy:
 
     @classmethod
     def of_op(cls, op: BoundOp, src_address: int, dst_address: int) -> StridedCopy:
-        """Return the copy that an op without a transform makes. The addresses are those of its first element."""
+        """Return the copy that an op without a transform makes. The addresses are those of the op's first element."""
         return cls(
             sizes=op.sizes,
             src_address=src_address,

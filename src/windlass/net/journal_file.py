@@ -135,8 +135,7 @@ class JournalFile(Generic[EntryT]):
         A crash at any moment leaves either the old file or the new file.
 
         Raises:
-            OSError, ConfigError: the file cannot be written. It has either the old or the new
-                entries.
+            OSError, ConfigError: writing failed. The file has either the old or the new entries.
         """
         self.write_replacement(entries)
         self.replace(self.nbytes)
@@ -204,7 +203,7 @@ def _check_is(path: Path, opened: os.stat_result) -> None:
 
 
 def add_checksum(entry: bytes) -> bytes:
-    """Return a JSON object with at least one member as a line, with its checksum as last member."""
+    """Return a JSON object with at least one member as a line. The line's last member is a checksum of the object."""
     return entry[:-1] + CHECKSUM % xxhash.xxh3_64_intdigest(entry)
 
 

@@ -242,8 +242,8 @@ class _Accepted(asyncio.Protocol):
 async def stop_accepting(bound: socket.socket) -> None:
     """Stop accepting; return once aiohttp has every accepted connection. Idempotent.
 
-    If a server closes between accepting a connection and creating its transport, asyncio drops the
-    connection without closing it (`Server._attach` of Python 3.11 to 3.13).
+    This waits, because asyncio drops a connection without closing it if the server closes between
+    accepting the connection and creating its transport (`Server._attach` of Python 3.11 to 3.13).
     """
     if bound.fileno() >= 0:
         asyncio.get_running_loop().remove_reader(bound)

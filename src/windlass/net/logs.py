@@ -152,8 +152,8 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 def configure_logging(process: str) -> None:
     """Log to stderr according to WINDLASS_LOG (`text`, `json`) and WINDLASS_LOG_LEVEL (`INFO`).
 
-    The entry point of each process calls this. If the root logger has a handler already, it is kept.
-    Every line contains the name `process`.
+    The entry point of each process calls this. If the root logger already has a handler, no handler
+    is added. Every line contains the name `process`.
 
     Raises:
         ConfigError: a variable has an unknown value.

@@ -217,7 +217,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     # --- in the loop ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Stay connected until this is cancelled or refused, or finds no server for `give_up_s`.
+        """Stay connected until cancelled, refused by the server, or without a server for `give_up_s`.
 
         At the end, `welcomed` and `ended` get an exception unless they are done.
         """
@@ -384,5 +384,5 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         except Exception as raised:  # noqa: BLE001
             command = call.command if isinstance(call, Envelope) else None
             reply = Reply(*call.call_id, self.failed(raised, command))
-        # If this fails, the next connection sends all stored replies again.
+        # If the send fails, the next connection sends all stored replies again.
         await self.send(reply)

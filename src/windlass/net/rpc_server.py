@@ -43,7 +43,7 @@ class Owner(Protocol[FrameT_contra, SessionT]):
             The peer's session and the welcome to send. None to close the connection without a welcome.
 
         Raises:
-            ProtocolError: the peer is refused, for ever or for the time being (`MustWait`).
+            ProtocolError: the peer is refused for ever, or only for now (`MustWait`).
             PlanError: the peer's description of itself is inconsistent.
         """
         ...

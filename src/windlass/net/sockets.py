@@ -63,7 +63,8 @@ order and no frame is sent between the parts of another."""
 def connection_error(error: BaseException) -> str:
     """Return a readable text for an error of a connection.
 
-    aiohttp's text for a refused connection is misleading: it contains `ssl:default` even for http URLs.
+    aiohttp's own text for a refused connection is misleading, because it contains `ssl:default`
+    even for http URLs.
     """
     if isinstance(error, aiohttp.ClientConnectorError):
         why = error.os_error.strerror or error.os_error

@@ -27,7 +27,10 @@ _QUANTIZABLE = np.array([dtype in _SOURCES for dtype in DTYPES], np.bool_)
 
 
 def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
-    """Return `dst` with the box of each shard of scales widened to the weight's elements that it scales."""
+    """Return `dst` with wider boxes for shards of scales.
+
+    The new box has the elements of the weight to which these scales belong.
+    """
     rows = np.flatnonzero(dst.transform == Transform.FP8_BLOCK_SCALES)
     if not len(rows):
         return dst

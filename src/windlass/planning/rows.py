@@ -74,7 +74,7 @@ def resolve_names(
     An alias of a source joins two names into one class. An alias of a destination only helps to
     find a source. If an engine ties two tensors that the trainer keeps separate, raise.
 
-    `unread` has names that no engine takes. Sources may have these names with different shapes.
+    `unread` has names that no engine takes. Sources may give these names different shapes.
 
     Raises:
         ManifestError: two workers disagree on a shape, or an alias of a destination contradicts the

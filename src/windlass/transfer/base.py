@@ -145,8 +145,8 @@ class GroupReceiver(GroupMember, Protocol):
 def status_of(error: BaseException) -> LinkStatus:
     """Return the status of a link after its write raised `error`.
 
-    UNKNOWN includes unforeseen errors (a bug, no memory, an OSError): only a transport's own errors
-    guarantee that no more bytes land.
+    An unforeseen error (a bug, no memory, an OSError) gives UNKNOWN, because only a transport's own
+    errors guarantee that no more bytes land.
     """
     match error:
         case PeerUnreachable():
@@ -167,8 +167,8 @@ def is_unknown(error: BaseException) -> bool:
 def submit(pool: Executor, job: Callable[[*Arguments], T], /, *args: *Arguments) -> Future[T]:
     """Submit a job like `Executor.submit`, but return an error of the submission in the future.
 
-    So the caller can still wait for jobs that it submitted before. The error says that the outcome
-    is unknown, because an executor that cannot start a thread has queued the job anyway.
+    The caller can then still wait for jobs that it submitted before. The error says that the
+    outcome is unknown, because an executor that cannot start a thread has queued the job anyway.
     """
     try:
         return pool.submit(job, *args)

@@ -120,7 +120,7 @@ def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
     if binding.digest_kind is not kind:
         raise PlanError(
             f"connect: {binding.worker}: weights must be on GPUs at both ends or in host memory at "
-            f"both: this rank hashes by {kind}, that one by {binding.digest_kind}"
+            f"both: this rank hashes by {kind}, the destination by {binding.digest_kind}"
         )
 
 

@@ -72,7 +72,9 @@ def join_group(
     hosted: Rendezvous | None = None,
     gpu: Gpu | None = None,
 ) -> TorchBroadcastGroup:
-    """Enter a group. Collective: all members call this. First compare the contents, then connect.
+    """Enter a group. Collective: all members call this.
+
+    The members first compare the contents of the group, and then connect.
 
     Args:
         offer: offer of the group's source.
@@ -82,7 +84,7 @@ def join_group(
         signature: digest of the contents that this member expects; see `signature_of_offer`.
         host: address of this member, for gloo.
         deadline: deadline for all members to join.
-        hosted: the store, at the source; None at the other members.
+        hosted: store of the group, at the source; None at the other members.
         gpu: GPU with kernels that fill and empty this member's buffers; None for host memory.
 
     Raises:

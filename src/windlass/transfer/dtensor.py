@@ -72,8 +72,8 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
 def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) -> HeldPart:
     """Describe this rank's part of `parameter`, under `name`. Not collective.
 
-    A DTensor on a mesh without this rank has an empty part. `by_fsdp` is True if FSDP2 cut the
-    parameter, because FSDP2 cuts uneven strided shards differently from all other parts of torch.
+    A DTensor on a mesh without this rank has an empty part. `by_fsdp` says whether FSDP2 cut the
+    parameter: FSDP2 cuts uneven strided shards differently from all other parts of torch.
 
     Raises:
         UnsupportedLayout: a placement is not a plain part of the tensor (Partial), no order of the
@@ -120,8 +120,8 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
     for dim, axes in cuts.items():
         for axis in axes:
             rank, parts = mesh.get_local_rank(axis), mesh.size(axis)
-            # torch assigns the parts of a cut by group rank, but makes the next cut from the part at
-            # the mesh position. If all parts have one size, the two agree.
+            # torch gives a rank the part at its group rank, but computes the next cut from the part at
+            # its mesh position. If all parts have the same size, both parts give the same result.
             is_by_fsdp = by_fsdp and axis == axes[-1]
             is_turned = rank != places[axis]
             if len(axes) > 1 and not is_by_fsdp and is_turned and sizes[dim] % parts:
@@ -155,7 +155,7 @@ def _is_in_order(mesh: DeviceMesh) -> bool:
 
 
 def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
-    """Return tensor dim -> mesh axes that cut it, in the order of the cuts."""
+    """Return, per tensor dim, the mesh axes that cut the dim, in the order of the cuts."""
     orders: dict[int, list[int]] = {}
     strided = any(isinstance(placement, _StridedShard) for placement in tensor.placements)
     # Go from right to left: a split factor counts the parts that axes to the right have made.

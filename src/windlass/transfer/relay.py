@@ -889,7 +889,7 @@ class RelayNode:
         self._running: RoundId | None = None
 
     def open(self) -> RelayAddress:
-        """Start to listen in the first call; return the address."""
+        """Return the address of this rank's listener for relays. The first call starts the listener."""
         with self._lock:
             if self._listener is None:
                 self._listener = RelayReceiver(self._receiver.manifest.worker, self._host)
@@ -901,7 +901,7 @@ class RelayNode:
         bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> None:
-        """Bind a group. The receiver must already be connected, with the same plan for every member.
+        """Bind a group. Call this after `Receiver.connect`, with the same plan for every member.
 
         Raises:
             PlanError: a child has no binding or no address, or this rank is not in the group.
@@ -946,7 +946,7 @@ class RelayNode:
         )
 
     def run(self, round_id: RoundId, deadline_s: float) -> tuple[Relayed, frozenset[str]]:
-        """Take part in a round until every link is complete here or cannot become complete.
+        """Take part in a round until every link to this rank is complete or cannot become complete.
 
         Returns:
             The result, and the upstreams whose connection ended without `End`. With a TCP
@@ -997,7 +997,7 @@ class RelayNode:
             self._listener.refuse(round_id, upstream)
 
     def interrupt(self, round_id: RoundId | None = None) -> None:
-        """End a running `run`, or the round `round_id` as soon as it begins."""
+        """Make the running `run` return, or the `run` of `round_id` as soon as it begins."""
         round_id = self._running if round_id is None else round_id
         if self._listener is not None and round_id is not None:
             self._listener.interrupt(round_id)

@@ -171,7 +171,7 @@ class Replica:
         self._taken = self._whole = False
 
     def end(self) -> None:
-        """Give up the version. The weights may change now, so later `prepare` calls must not copy them."""
+        """Give up the version of `begin`. The weights may change now, so later `prepare` calls must not copy them."""
         self._only_once = self._taken = True
         self._whole, self._on_taken, self._holds = False, None, None
 
@@ -266,8 +266,8 @@ class Replica:
         try:
             self._copy.queue()
         finally:
-            # Also after an error: a part of the copy may be running, and its sources must not
-            # change.
+            # Wait also after an error: a part of the copy may still read the sources, which the trainer
+            # may change after this.
             gpu.finish(OWN_WORK_S)
         return step_s
 
@@ -295,7 +295,7 @@ class Replica:
         self._holds = None
         self.settle(renew=False)
         if self._is_late:
-            # The copy, its tables and the stores may still be in use.
+            # Late kernels may still use the copy and its tables.
             self._slot.abandon(renew=False)
             return
         self._drop_step()

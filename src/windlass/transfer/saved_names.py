@@ -48,7 +48,7 @@ _MARKS = re.compile(
 def transformers_model(module: torch.nn.Module, *, inside: bool = False) -> torch.nn.Module | None:
     """Return the transformers 5 model inside the wrappers of `module`; None if there is no such model.
 
-    `inside`: also search the submodules of `module`, for example for the base of a PEFT model.
+    With `inside`, also search the submodules of `module`, for example for the base of a PEFT model.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None or "transformers.core_model_loading" not in sys.modules:
@@ -92,8 +92,7 @@ def saved_parts(
     """Return, for each part, the boxes of saved tensors that it contains; offsets and strides in elements.
 
     `model` is a transformers model, sharded or not, with the tensor names of the parts. `owner` is
-    the (num_held,) index of the first part of the same parameter, because tied weights have several
-    parts.
+    the (num_held,) index of the first part of the same parameter; tied weights have several parts.
 
     Raises:
         UnsupportedLayout: the conversion fails, or it computes values instead of moving them.

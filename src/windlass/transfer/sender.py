@@ -151,7 +151,7 @@ class Sender:
         return self._lock
 
     def end_version(self) -> None:
-        """Give up the version; see `Replica.end`. Wait for a copy that is running."""
+        """Give up the version of `begin_version`; see `Replica.end`. Wait for a copy that is running."""
         if self.replica is not None:
             with self._lock:
                 self.replica.end()

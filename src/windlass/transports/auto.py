@@ -75,7 +75,7 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
 
 
 def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTransport]:
-    """Start all transports that can be started in this process; `undo` closes them."""
+    """Start all transports that can be started in this process. Add their `close` to `undo`."""
     reasons: dict[str, str] = {}
     configs = _configs_for(MemoryType.HOST if gpu < 0 else MemoryType.CUDA, reasons)
 

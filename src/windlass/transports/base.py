@@ -228,14 +228,14 @@ class OneSidedTransport(Protocol):
         A native call of this transport may be unfinished: another thread waits for the call, or its
         outcome is unknown. The call may still use the memory, so the memory must stay allocated
         until the call ends. If no unfinished call uses the memory, `released` is called at once. A
-        `write` may make several native calls, and this method does not know the later ones. So do
-        not unregister a region during a `write` that uses it.
+        `write` may make several native calls, and this method does not know the later calls. So do
+        not unregister a region during a `write` that uses the region.
 
         Args:
             region: registered region. The caller starts no further write with it.
             released: called once no native call of this transport uses the memory: before
                 `unregister` returns, or later in any thread, or never if the transport cannot know.
-                It must not register, write or close.
+                This function must not register, write or close.
 
         Raises:
             RegionError: the region is not registered; `released` is not called.

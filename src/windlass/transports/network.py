@@ -228,8 +228,8 @@ class NetworkPeer(ABC):
     def refuse_closed(self, deadline: Deadline) -> None:
         """Raise if the transport is closed.
 
-        Check this before reporting that the peer has ended: closing the transport also closes `liveness`,
-        which then reports an end.
+        Call this before reporting that the peer has ended: closing the transport also closes
+        `liveness`, which then reports an end.
 
         Raises:
             TransferFailed: the transport is closed.
@@ -280,7 +280,10 @@ class NetworkPeer(ABC):
             raise failure
 
     def close(self) -> None:
-        """Close `liveness`, which wakes waiting threads. They report an ended peer unless `is_closed` is set. Idempotent."""
+        """Close `liveness`, which wakes waiting threads. Idempotent.
+
+        The threads report that the peer has ended, unless `is_closed` was set before.
+        """
         self.liveness.close()
 
     def _follow(self, call: NativeCall, deadline: Deadline) -> Outcome:

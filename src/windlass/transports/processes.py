@@ -58,7 +58,7 @@ def process_start_time(pid: int) -> str:
 
 
 def own_endpoint(transport: str) -> PeerEndpoint:
-    """Return an endpoint of this process with a new secret in its incarnation; `OwnProcess` uses it."""
+    """Return an endpoint of this process, with a new secret in the incarnation."""
     pid = os.getpid()
     incarnation = f"{process_start_time(pid)}-{secrets.token_hex(16)}"
     return PeerEndpoint(transport, str(pid), incarnation)

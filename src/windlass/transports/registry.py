@@ -67,7 +67,7 @@ class TransportConfig(
             towards: URL of the controller. A network transport without a configured host uses the
                 address of this host on the route to the controller.
             gpu: ordinal of the GPU whose memory will be registered; it overrides the settings. -1 for
-                the GPU of the settings, or for host memory if they have none.
+                the GPU of the settings, or for host memory if the settings have no GPU.
 
         Raises:
             ConfigError, PeerUnreachable: no address of this host can be used; see `own_address`.
@@ -105,7 +105,7 @@ def config_type(name: str) -> type[TransportConfig]:
 
 
 def parse_transport(name: str | TransportConfig) -> TransportConfig:
-    """Return a transport's configuration from its name, from JSON, or unchanged.
+    """Return the configuration of a transport that is given by name, as JSON, or as a configuration.
 
     Args:
         name: a name such as `mooncake` for the default configuration, or JSON such as `{"type":
@@ -139,8 +139,8 @@ def create_transport(
     Args:
         config: configuration of the transport.
         towards: URL of the controller; see `TransportConfig.create`.
-        memory_at: an address in the memory that will be registered. If it is GPU memory, the
-            transport is started for that GPU, even if `config` has another.
+        memory_at: an address in the memory that will be registered. If the address is in GPU
+            memory, the transport is started for that GPU, even if `config` names another GPU.
 
     Raises:
         ConfigError: the memory is on a GPU, and the transport can only write host memory.

@@ -92,8 +92,8 @@ def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: 
     padding = math.prod(shape) - sum(shard.box.numel for shard in shards)
     if padding < 0 or (padding and match.rule.cut is not Cut.VOCAB):
         raise ManifestError(
-            f"parameter {name!r} of shape {shape} has {padding} elements that rule "
-            f"{match.rule.cut} does not explain"
+            f"parameter {name!r} of shape {shape}: rule {match.rule.cut} must describe all elements, "
+            f"got {math.prod(shape) - padding} of {math.prod(shape)}"
         )
     return Placed(shards, padding)
 

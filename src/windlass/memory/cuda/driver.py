@@ -177,7 +177,7 @@ class Event:
         """Block this thread until the stream reaches the event. Destroy the event.
 
         Raises:
-            TransferFailed: work before the event failed, or earlier work of this process did.
+            TransferFailed: work before the event failed, or earlier work of this process failed.
         """
         self._device.call("cuEventSynchronize", self._handle)
         self.close()

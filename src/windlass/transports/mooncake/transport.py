@@ -263,7 +263,7 @@ class MooncakePeer(NetworkPeer):
         )
 
     def close(self) -> None:
-        """See `NetworkPeer.close`. If a native call hangs, its thread continues."""
+        """See `NetworkPeer.close`. If a native call hangs, the thread that made the call continues."""
         super().close()
         with self.lock:
             thread, stuck = self._thread, bool(self._given_up)

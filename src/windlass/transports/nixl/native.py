@@ -134,7 +134,7 @@ class WireLog:
         self._path = path
 
     def put_wires(self) -> frozenset[PutWire]:
-        """Return all wires that UCX has chosen for remote writes of this agent.
+        """Return all wires that UCX has chosen for remote writes of this NIXL agent.
 
         Raises:
             TransportUnavailable: the log cannot be read.
@@ -207,7 +207,7 @@ def native_errors() -> tuple[type[Exception], ...]:
 def start_agent(
     name: str, wire: NixlWire, device: str, gpu: int
 ) -> tuple[NativeAgent, WireLog, str]:
-    """Start an agent with a UCX backend; return the agent, its log, and a text with NIXL's version.
+    """Start a NIXL agent with a UCX backend. Return the agent, its log, and a text with NIXL's version.
 
     Args:
         name: name of the agent.
@@ -367,18 +367,19 @@ class TcpFence:
         self._listened = listening_ports()
 
     def spare_own_connections(self) -> None:
-        """Record the agent's connection to itself, so that `cut` keeps it.
+        """Record the NIXL agent's connection to itself, so that `cut` keeps this connection.
 
-        Call this after the agent has registered memory and before a peer learns its address. The
-        connection leads from this process to a port of the agent. Connections that peers opened are
-        not kept, even if the peer is another agent of this process.
+        Call this after the agent has registered memory and before a peer learns the agent's
+        address. The recorded connections are those that this process opened to a port of the agent.
+        Connections that peers opened are not recorded, even if the peer is another agent of this
+        process.
         """
         found = connections_to(listening_ports() - self._listened)
         with _FENCES:
             _OF_AGENTS_WITH_THEMSELVES[self] = found | {(peer, own) for own, peer in found}
 
     def cut(self, deadline: Deadline) -> int:
-        """Close the connections of this process's agents to peers; return their number.
+        """Close the connections between NIXL agents of this process and peers; return their number.
 
         Raises:
             TransferFailed: UCX has not closed the socket of a connection by the deadline.

@@ -125,10 +125,10 @@ def encode_keys(keys: Sequence[NixlKey]) -> str:
 
 
 def decode_keys(region: RemoteRegion) -> list[NixlKey]:
-    """Decode the keys of a region; return at least one.
+    """Return the keys of a region, at least one.
 
     Raises:
-        RegionError: the key is malformed.
+        RegionError: the text of the keys is malformed.
     """
     if len(region.key) > _MAX_KEY_CHARS:
         raise RegionError(f"nixl: key must be <= {_MAX_KEY_CHARS} chars, got {len(region.key)}")
@@ -334,8 +334,8 @@ class NixlPeer(NetworkPeer):
     def _reconnect(self, connection: int, deadline: Deadline) -> None:
         refused: tuple[type[Exception], ...] = (*self._agent.errors, RegionError)
         with self.held(deadline):
-            # Wait until no transfer runs, because NIXL cannot safely remove a peer during one. The wait
-            # releases the lock.
+            # Wait until no transfer runs, because NIXL cannot safely remove a peer during a transfer. The
+            # wait releases the lock.
             self._ended.wait_for(
                 lambda: not self._under_way or self._connection != connection, deadline.remaining_s
             )
