@@ -80,7 +80,7 @@ def refuse_overlaps(
     order = np.lexsort([low, owner])
     owner, low, high = owner[order], low[order], high[order]
     # Compute the running maximum of the ends within each parameter. `group * step` is larger than any end in
-    # the parameters before, so their ends never are the maximum.
+    # the parameters before, so those ends are never the maximum.
     starts = np.flatnonzero(np.r_[True, owner[1:] != owner[:-1]]) if len(owner) else owner
     group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(owner))))
     step = int(high.max(initial=0)) + 1

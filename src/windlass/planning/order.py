@@ -10,10 +10,10 @@ def staggered(links: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]
     """Return the destinations of each source in an order that spreads the load.
 
     A source writes to one destination after another. If all sources began with the same
-    destination, they would share its bandwidth while the other destinations received nothing.
-    Therefore each source begins with the destination that the fewest sources before it begin with,
-    and continues in a common circular order. If n sources have the same n destinations, each
-    destination receives from one source at a time.
+    destination, they would share the bandwidth of this destination while the other destinations
+    received nothing. Therefore each source begins with the destination that the fewest earlier
+    sources begin with, and continues in a common circular order. If n sources have the same n
+    destinations, each destination receives from one source at a time.
 
     Args:
         links: the destinations of each source.

@@ -97,8 +97,8 @@ class Arena(Closing):
     def close(self) -> None:
         """Unregister and free the memory. Call this before the transport is closed. Idempotent.
 
-        Memory: no peer may write after this. The transport frees the memory once none of its own
-        writes uses the memory. Views of `bytes` stay readable if the arena mapped the memory
+        Memory: no peer may write after this. The transport frees the memory as soon as none of its
+        own writes uses the memory. Views of `bytes` stay readable if the arena mapped the memory
         itself, but not if the transport allocated it.
         """
         buffer, self._buffer = self._buffer, None

@@ -309,7 +309,7 @@ class CollectiveReceiver:
 def _whole(
     group: TorchBroadcastGroup | None, offer: GroupOffer | None, destinations: Sequence[str]
 ) -> TorchBroadcastGroup:
-    """Return the group; raise unless `destinations` are all receivers of the group.
+    """Return the group; raise unless `destinations` contains every receiver of the group.
 
     A broadcast without one of the members would never finish.
     """

@@ -121,7 +121,7 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
         for axis in axes:
             rank, parts = mesh.get_local_rank(axis), mesh.size(axis)
             # torch gives a rank the part at its group rank, but computes the next cut from the part at
-            # its mesh position. If all parts have the same size, both parts give the same result.
+            # its mesh position. If all parts have the same size, the next cut is the same.
             is_by_fsdp = by_fsdp and axis == axes[-1]
             is_turned = rank != places[axis]
             if len(axes) > 1 and not is_by_fsdp and is_turned and sizes[dim] % parts:
@@ -795,8 +795,8 @@ def _registered(
 ) -> tuple[list[str], list[torch.Tensor]]:
     """Return names and tensors of all modules, in an order that depends on the modules alone.
 
-    FSDP2 modules are resharded first. Without `reshards` they stay gathered, and their shards are
-    returned.
+    FSDP2 modules are resharded first. Without `reshards`, FSDP2 modules stay gathered, and the
+    returned tensors are the shards.
 
     Raises:
         PlanError: code has changed a gathered copy of a parameter that must be resharded.

@@ -119,8 +119,8 @@ class Packer:
     def fit(self, programs: Sequence[LinkProgram], *, kept: Collection[str] = ()) -> None:
         """Make the arena large enough for the packed bytes of these links, within the limit.
 
-        `kept` has destinations with links that have not changed since the last call. Their prepared
-        copies stay unless the arena or the link's place in the arena changes.
+        `kept` has destinations with links that have not changed since the last call. The prepared
+        copies of such a link stay unless the arena or the link's place in the arena changes.
 
         Raises:
             PlanError: half of the arena cannot hold the smallest unit that can be packed.
@@ -137,7 +137,7 @@ class Packer:
         if capacity < min(needed, least):
             raise PlanError(
                 f"arena_nbytes: must be 0 or at least {least}, got {self.slot.limit_nbytes}: half of "
-                "the arena must hold one piece, or one row of blocks"
+                "the arena must hold one piece, or one row of quantisation blocks"
             )
         self.slot.fit(capacity)
 

@@ -153,10 +153,10 @@ def _met_by(span: Span, ordered: Sequence[Span]) -> Sequence[Span]:
 
 
 def _serves(registered: Span, around: Span | None, wanted: Span) -> bool:
-    """Return whether `wanted` needs no registration, because `registered` serves for it.
+    """Return whether the existing registration of `registered` makes a registration of `wanted` unnecessary.
 
-    `registered` is `wanted` itself, or contains `wanted` and is inside `around`, their common
-    allocation.
+    This is so if `registered` is `wanted`, or if it contains `wanted` and is inside `around`, the
+    allocation of both.
     """
     within = around is not None and _holds(around, registered)
     return registered == wanted or (within and _holds(registered, wanted))

@@ -950,8 +950,8 @@ class RelayNode:
 
         Returns:
             The result, and the upstreams whose connection ended without `End`. With a TCP
-            transport, their operating systems may still send bytes, so the caller must fence this
-            rank's memory before relying on it.
+            transport, the operating system of such an upstream may still send bytes, so the caller
+            must fence this rank's memory before relying on it.
 
         Raises:
             PlanError: no group is bound.

@@ -316,7 +316,7 @@ class Sender:
 
         Trainer ranks that send to the same engines should each begin with a different destination;
         see `windlass.planning.order`. A link that could not begin before the deadline is FAILED,
-        not UNKNOWN, because nothing of it was sent.
+        not UNKNOWN, because no byte of the link was sent.
 
         Raises:
             RoundAborted: this rank has no link to one of the destinations.
@@ -459,8 +459,8 @@ class Sender:
     ) -> tuple[dict[str, LinkOutcome], float]:
         """Write packed links concurrently.
 
-        Return their outcomes, and the seconds from the start of the first write to the end of the
-        last write.
+        Return the outcome of each link, and the seconds from the start of the first write to the
+        end of the last write.
         """
         began, arena = time.perf_counter(), self._packer.slot.arena
         writes = {

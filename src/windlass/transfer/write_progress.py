@@ -176,7 +176,7 @@ class ProgressDigests:
         self.load({})
 
     def load(self, links: Mapping[str, DeviceLink]) -> None:
-        """Set the links, by source. Their tables must live until the next `load`.
+        """Set the links, by source. The tables of these links must live until the next `load`.
 
         Free the memory for earlier links, unless late kernels may still use it.
         """
@@ -216,7 +216,7 @@ class ProgressDigests:
             progress.num_hashed[part.table] = pieces.stop
 
     def take(self, version: int, sources: Iterable[str], deadline_s: float) -> dict[str, str]:
-        """Return digests of the completely written links of `sources`. A later call does not return them again.
+        """Return digests of the completely written links of `sources`. A later call does not return the same digests.
 
         Raises:
             TransferFailed: the GPU reports an error.

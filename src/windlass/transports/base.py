@@ -233,7 +233,7 @@ class OneSidedTransport(Protocol):
 
         Args:
             region: registered region. The caller starts no further write with it.
-            released: called once no native call of this transport uses the memory: before
+            released: called as soon as no native call of this transport uses the memory: before
                 `unregister` returns, or later in any thread, or never if the transport cannot know.
                 This function must not register, write or close.
 

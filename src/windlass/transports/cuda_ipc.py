@@ -137,7 +137,7 @@ class CudaIpcTransport(RegionTransport):
                 self.gpu.device.close_handle(self._opened.pop(place))
 
     def _forget_dead(self) -> None:
-        """Unmap allocations of ended processes. Until then the driver does not free their GPU memory."""
+        """Unmap allocations of ended processes, so that the driver frees the GPU memory of these processes."""
         if self.gpu.is_late:
             return
         for endpoint in {endpoint for endpoint, _ in self._opened}:

@@ -142,7 +142,7 @@ class RegionTransport(OneSidedTransport):
     def _unregister(self, region: MemoryRegion) -> Callable[[], None] | None:  # noqa: ARG002
         """End a registration, or return a function that ends it. The caller holds the lock.
 
-        The function is called once no unfinished call uses the memory.
+        The function is called as soon as no unfinished call uses the memory.
         """
         return None
 
