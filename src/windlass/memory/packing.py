@@ -270,8 +270,8 @@ def hash_strided(
     """Add the elements of an array in host memory to a digest, in row-major order of `sizes`.
 
     The digest of a link covers the ops in plan order, and for each op the elements in row-major
-    order and in the destination's dtype. Therefore the digest does not depend on the layout of the bytes or
-    on the transport. This function uses at most 1 MiB of scratch memory.
+    order and in the destination's dtype. Therefore the digest does not depend on the layout of the
+    bytes or on the transport. This function uses at most 1 MiB of scratch memory.
     """
     outer, run_nbytes = split_inner(sizes, strides_bytes, dtype.itemsize)
     if outer == 0:

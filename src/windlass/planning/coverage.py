@@ -37,7 +37,7 @@ def refuse_hole(
 ) -> NoReturn:
     """Raise the error for row `row` of `dst`, which has elements without a source.
 
-    `atoms` are the boxes of the same tensor that trainers have.
+    `atoms` are the boxes that trainers have of the same tensor.
 
     Raises:
         IncompleteCoverage: always. The message names tensor, destination, the first hole, the

@@ -289,8 +289,8 @@ class NetworkPeer(ABC):
     def _follow(self, call: NativeCall, deadline: Deadline) -> Outcome:
         """Wait for the end of a call and return its outcome.
 
-        The outcome is PENDING if the deadline passed, the peer ended or the transport closed
-        before.
+        Return PENDING if the deadline passes, the peer ends or the transport closes before the call
+        ends.
         """
         pause_s, has_ended = FIRST_PAUSE_S, False
         while True:

@@ -285,7 +285,8 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
 def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -> Int64Array:
     """Return the indices, ascending, at which the pieces can be divided into two parts.
 
-    In the payload, all pieces before such an index end before the pieces after the index begin.
+    The payload of the pieces before such an index ends where the payload of the other pieces
+    begins.
     """
     itemsize = found.op.dst_dtype.itemsize
     # A piece of scales is a block at the source but one element in the payload.
