@@ -132,7 +132,7 @@ def listen(host: str, port: int, what: str) -> socket.socket:
 
 
 def own_address(towards: str = "") -> str:
-    """Return the address of this host that its peers should use.
+    """Return the address of this host that peers of this process should use.
 
     WINDLASS_HOST may be an address or a name of this host, or a network (`10.1.0.0/16`). All hosts
     may have the same network; each host then uses its own address in the network.

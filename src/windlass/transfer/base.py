@@ -165,7 +165,7 @@ def is_unknown(error: BaseException) -> bool:
 
 
 def submit(pool: Executor, job: Callable[[*Arguments], T], /, *args: *Arguments) -> Future[T]:
-    """Submit a job like `Executor.submit`, but return an error of the submission in the future.
+    """Submit a job like `Executor.submit`, but put an error of the submission into the returned future.
 
     The caller can then still wait for jobs that it submitted before. The error says that the
     outcome is unknown, because an executor that cannot start a thread has queued the job anyway.

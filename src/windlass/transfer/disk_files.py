@@ -75,7 +75,7 @@ def write_shards(
     addresses: tuple[int, ...],
     memory: MemoryOps,
 ) -> DiskIndex:
-    """Write the shards of one rank and version. Readers see only complete files that are flushed to the device.
+    """Write the shards of one rank and version. Readers see only complete files that are on disk.
 
     `addresses` has the address of each parameter, in manifest order. A parameter with address 0 is
     left out: no engine takes the parameter, and its layout is no longer the one in the manifest.
@@ -219,7 +219,7 @@ def _elements(shard: Shard, address: int, dtype: DType, memory: MemoryOps) -> It
 
 
 def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a file through `replacing`, and flush file and folder to the device; return the file's size and digest."""
+    """Write a file through `replacing`, and sync file and folder to disk; return the file's size and digest."""
     digest, nbytes = xxhash.xxh3_128(), 0
     with replacing(path, OWNERS_FILE) as file:
         for chunk in chunks:

@@ -166,7 +166,7 @@ class CmaTransport(RegionTransport):
         check_alive(batch.endpoint)
 
     def _copy_into(self, pid: int, batch: WriteBatch, deadline: Deadline) -> None:
-        """Write a batch with several threads. Return or raise after all threads have ended: no byte arrives later."""
+        """Write a batch with several threads. Wait for all threads, also after an error, so that no byte arrives later."""
         pieces = merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes)
         total = int(batch.nbytes.sum())
         num_parts = max(min(self._num_threads, total // MIN_THREAD_NBYTES), 1)
