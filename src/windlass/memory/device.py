@@ -257,8 +257,8 @@ class _SentDigests(_LinkDigests):
                     if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:
                         hashed.append((kind_of(op), pieces))
                         continue
-                    # The kernel hashes the cast values in registers. The kernel also stores them, over each other, in
-                    # scratch memory that nothing reads.
+                    # The kernel hashes the cast values in registers. The kernel must also store the values, so all
+                    # pieces are stored to one scratch memory that nothing reads.
                     pieces["dst"], pieces["dst_pitch"] = scratch, pieces["pos_pitch"]
                     cast.append((kind_of(op), pieces))
                 words = self._allocate(WORDS_NBYTES)

@@ -245,7 +245,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         except asyncio.CancelledError:
             pass
         finally:
-            # These tasks answer calls that are still running.
+            # The remaining tasks answer calls that still run.
             left = asyncio.all_tasks(self._loop)
             for task in left:
                 task.cancel()

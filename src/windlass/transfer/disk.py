@@ -139,7 +139,7 @@ class DiskReceiver:
         self._destination.apply()
 
     def close(self) -> None:
-        """Free the shadow. Idempotent."""
+        """Free the shadow copy. Idempotent."""
         self._destination.close()
 
     @staticmethod

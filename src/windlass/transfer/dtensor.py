@@ -239,7 +239,7 @@ def held_tensors(
 
     With role TRAINER, buffers that cannot be sent (complex, sparse, without memory) are left out,
     because few engines need them; an engine that needs such a buffer reports it as missing. Without
-    a role nothing is checked, for tensors that were described before.
+    a role nothing is checked, which is only allowed for tensors that were described before.
 
     Raises:
         ConfigError: `module` is not a module, or `name_map` returned something other than a name or

@@ -345,8 +345,8 @@ class Sender:
     ) -> Written:
         """Write like `write`, but write only the roots of relay groups that are bound.
 
-        For a member that this rank does not write directly, the outcome is OK once its digest is
-        known. The member itself reports whether its bytes arrived.
+        For a member that this rank does not write directly, the outcome is OK if the digest of
+        the link is known. The member itself reports whether its bytes arrived.
 
         Raises:
             RoundAborted: this rank has no link to one of the destinations.
