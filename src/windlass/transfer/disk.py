@@ -113,7 +113,7 @@ class DiskReceiver:
         return self._destination.unwritten(PeerEndpoint("disk", str(self._folder), ""))
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Read the boxes of `expected` sources into the shadow. Return sources with wrong digests or unreadable files."""
+        """Read boxes of `expected` sources into the shadow copy. Return sources with wrong digests or unreadable files."""
         indices, unreadable = [], []
         for source in sorted(expected):
             try:
