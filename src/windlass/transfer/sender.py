@@ -234,7 +234,7 @@ class Sender:
     ) -> None:
         """Bind links to all members of relay groups. Call this after `connect`.
 
-        Groups without a link from this rank to their first member are skipped.
+        A group is skipped if this rank has no link to the first member of the group.
 
         Raises:
             ProtocolError: GPU kernels of this rank store the links.
