@@ -274,12 +274,11 @@ class ManifestBuilder:
             box: elements of the tensor. An empty box adds no shard.
             parameter: name of a parameter from `add_parameter`.
             offset_bytes: byte offset of the box's first element from the parameter's start.
-            strides_bytes: byte stride per tensor dim; by default the box is contiguous and
-                row-major.
+            strides_bytes: byte stride per tensor dim; by default the box is contiguous and row-major.
 
         Raises:
-            ManifestError: the parameter is not declared, the tensor has another shape in an earlier
-                shard, or the arguments differ in the number of dims.
+            ManifestError: the parameter is not declared, the tensor has another shape in an earlier shard, or the
+                arguments differ in the number of dims.
             UnsupportedLayout: the tensor has more than `MAX_DIMS` dims.
         """
         if len(global_shape) > MAX_DIMS:
@@ -388,7 +387,6 @@ def _check_index(what: str, column: Int32Array, count: int) -> None:
 
 
 def _check_boxes(manifest: ShardManifest) -> None:
-    """Raise for a box outside its tensor's shape."""
     table, worker = manifest.table, manifest.worker
     for tensor_spec in manifest.tensors:
         if len(tensor_spec.shape) > MAX_DIMS:

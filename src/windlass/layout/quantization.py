@@ -107,12 +107,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def require_supported(quantized: QuantizedTensor) -> None:
-    """Raise for a scheme that trainers cannot quantise to.
-
-    Raises:
-        UnsupportedLayout: the scheme is not supported; the message gives the reason from
-            `CAPABILITIES`.
-    """
+    """Raise `UnsupportedLayout`, with the reason from `CAPABILITIES`, for a scheme that trainers cannot quantise to."""
     for capability in CAPABILITIES:
         if capability.scheme is quantized.scheme and capability.reason:
             raise UnsupportedLayout(

@@ -43,15 +43,14 @@ class SourceMemory:
         """Make `parameters` accessible to kernels. First unpin the memory that an earlier call pinned.
 
         Args:
-            parameters: address and size in bytes of each parameter. The size is 0 if only other
-                ranks have the parameter.
+            parameters: address and size in bytes of each parameter. The size is 0 if only other ranks have the
+                parameter.
 
         Returns:
             The address of each parameter for kernels; 0 for size 0.
 
         Raises:
-            RegionError: a parameter is in memory of another GPU, or in GPU memory that is not from
-                cudaMalloc.
+            RegionError: a parameter is in memory of another GPU, or in GPU memory that is not from cudaMalloc.
             TransferFailed: the driver cannot pin so much host memory.
         """
         self.close()

@@ -187,9 +187,8 @@ class MemoryOps(Protocol):
     ) -> LinkDigests:
         """Prepare the digest of each peer's link at its destination.
 
-        This digest equals the digest at the link's source if all bytes have arrived.
-        `staging_address` is the address to which peers write the payload of staged ops; 0 if they
-        write each element to its final address.
+        This digest equals the digest at the link's source if all bytes have arrived. `staging_address` is the address
+        to which peers write the payload of staged ops; 0 if they write each element to its final address.
         """
         ...
 

@@ -35,10 +35,9 @@ class Deadline:
         return max(self.at_s - time.monotonic(), 0.0)
 
     def check_before_more(self) -> None:
-        """Raise if the deadline has passed. Call this before the next piece of work, with nothing in flight.
+        """Raise `TransferFailed` if the deadline has passed.
 
-        Raises:
-            TransferFailed: the deadline has passed.
+        Call this before the next piece of work, with nothing in flight.
         """
         if time.monotonic() > self.at_s:
             raise TransferFailed(f"{self.purpose}: deadline of {self.seconds} s passed")

@@ -71,12 +71,10 @@ class _OfCall(msgspec.Struct, frozen=True):
 
     @property
     def call_id(self) -> CallId:
-        """Identity of the call."""
         return self.epoch, self.round, self.seq
 
     @property
     def round_id(self) -> RoundId:
-        """Round of the call."""
         return RoundId(self.epoch, self.round)
 
 

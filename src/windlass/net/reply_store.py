@@ -62,7 +62,6 @@ class ReplyStore(Generic[ResultT]):
         self._void = self._received
 
     def store(self, reply: Reply[ResultT]) -> None:
-        """Store a reply."""
         with self._lock:
             self._replies[reply.call_id] = reply
 

@@ -91,12 +91,11 @@ class Session(Generic[CommandT, ResultT]):
         """Send a command; see `send`.
 
         Returns:
-            Future of the result. If the connection is lost, the future fails with
-            `PeerUnreachable`, unless `keeps_calls` is set.
+            Future of the result. If the connection is lost, the future fails with `PeerUnreachable`, unless
+            `keeps_calls` is set.
 
         Raises:
-            PeerUnreachable: see `send`. With `keeps_calls`, the call waits for the next connection
-                instead.
+            PeerUnreachable: see `send`. With `keeps_calls`, the call waits for the next connection instead.
         """
         future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = command, future
@@ -149,7 +148,6 @@ class Session(Generic[CommandT, ResultT]):
         self._calls.clear()
 
     async def close(self) -> None:
-        """Close the connection."""
         if self._socket is not None:
             await close_socket(self._socket)
 

@@ -99,8 +99,7 @@ class ControlServer:
         """Add routes. Call this before `start`.
 
         Raises:
-            ConfigError: a route with this method and path exists already. None of `routes` is
-                added.
+            ConfigError: a route with this method and path exists already. None of `routes` is added.
         """
         added = list(routes)
         keys = [(r.method, r.path) for r in added if isinstance(r, web.RouteDef)]

@@ -63,8 +63,7 @@ order and no frame is sent between the parts of another."""
 def connection_error(error: BaseException) -> str:
     """Return a readable text for an error of a connection.
 
-    aiohttp's own text for a refused connection is misleading, because it contains `ssl:default`
-    even for http URLs.
+    aiohttp's own text for a refused connection is misleading, because it contains `ssl:default` even for http URLs.
     """
     if isinstance(error, aiohttp.ClientConnectorError):
         why = error.os_error.strerror or error.os_error
@@ -159,7 +158,6 @@ class PartJoiner:
         self.nbytes = 0
 
     def _drop(self) -> None:
-        """Drop the parts of the incomplete frame."""
         self._parts.clear()
         self.nbytes = 0
 
@@ -274,10 +272,9 @@ async def close_socket(
 class _Cutter:
     """Context manager that cuts a connection if its block has not ended by the deadline.
 
-    A coroutine that waits for space in the connection's buffer then gets a `ConnectionError`. It is
-    not cancelled, because in aiohttp all coroutines that wait for this space share one future and
-    would be cancelled too. `Transport.close` is no alternative, because it also waits for the
-    space.
+    A coroutine that waits for space in the connection's buffer then gets a `ConnectionError`. It is not cancelled,
+    because in aiohttp all coroutines that wait for this space share one future and would be cancelled too.
+    `Transport.close` is no alternative, because it also waits for the space.
     """
 
     __slots__ = ("_on_cut", "_timer", "_websocket", "deadline_s", "has_cut")

@@ -58,8 +58,7 @@ def is_tls_required() -> bool:
 def server_context() -> ssl.SSLContext | None:
     """Return the TLS context for servers of this process; None for plain connections.
 
-    A client may send a certificate. The connection ends if no trusted authority has signed this
-    certificate.
+    A client may send a certificate. The connection ends if no trusted authority has signed this certificate.
 
     Raises:
         ConfigError: TLS is required but the certificate is missing, or a file cannot be used.

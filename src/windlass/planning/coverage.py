@@ -61,13 +61,11 @@ def refuse_overlaps(
 ) -> None:
     """Check that no two rows of `dst` share a byte.
 
-    The check of a manifest compares only sums of bytes. That check accepts two shards that overlap
-    and leave a gap of the same size, although one byte would be written twice and another byte
-    never.
+    The check of a manifest compares only sums of bytes. That check accepts two shards that overlap and leave a gap of
+    the same size, although one byte would be written twice and another byte never.
 
-    The address ranges of all rows are compared at once. Only rows with overlapping ranges (strided
-    shards in one parameter) are compared address by address, once for all parameters with the same
-    arrangement of rows.
+    The address ranges of all rows are compared at once. Only rows with overlapping ranges (strided shards in one
+    parameter) are compared address by address, once for all parameters with the same arrangement of rows.
 
     Raises:
         ManifestError: two rows share memory. The message names worker, parameter and both tensors.

@@ -332,7 +332,6 @@ def coalesce(ops: OpTable) -> OpTable:
 
 
 def _join_adjacent(ops: OpTable) -> OpTable:
-    """Join contiguous direct ops that are adjacent on both sides."""
     if len(ops) < 2:
         return ops
     simple = (ops.mode == CopyMode.DIRECT) & (ops.reason == Reason.CONTIGUOUS)
@@ -366,10 +365,9 @@ def _join_adjacent(ops: OpTable) -> OpTable:
 def _join_repeated(ops: OpTable) -> OpTable:
     """Join consecutive ops of equal shape at a constant distance into one op with one more dim.
 
-    The size of the new outermost dim is the number of ops, and its stride is the distance. A joined
-    op has only the name of its first tensor. Ops that cast are not joined, because the error of a
-    failed cast must name the right tensor. Ops that quantise are not joined, because their two dims
-    define blocks.
+    The size of the new outermost dim is the number of ops, and its stride is the distance. A joined op has only the
+    name of its first tensor. Ops that cast are not joined, because the error of a failed cast must name the right
+    tensor. Ops that quantise are not joined, because their two dims define blocks.
     """
     if len(ops) < 2:
         return ops

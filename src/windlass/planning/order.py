@@ -9,11 +9,10 @@ from collections.abc import Collection, Mapping
 def staggered(links: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]]:
     """Return the destinations of each source in an order that spreads the load.
 
-    A source writes to one destination after another. If all sources began with the same
-    destination, they would share the bandwidth of this destination while the other destinations
-    received nothing. Therefore each source begins with the destination that the fewest earlier
-    sources begin with, and continues in a common circular order. If n sources have the same n
-    destinations, each destination receives from one source at a time.
+    A source writes to one destination after another. If all sources began with the same destination, they would share
+    the bandwidth of this destination while the other destinations received nothing. Therefore each source begins with
+    the destination that the fewest earlier sources begin with, and continues in a common circular order. If n sources
+    have the same n destinations, each destination receives from one source at a time.
 
     Args:
         links: the destinations of each source.

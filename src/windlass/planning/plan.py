@@ -188,10 +188,9 @@ class TransferPlan:
     def parts(self, *, sending: bool, all_names: bool) -> dict[str, TransferPlan]:
         """Return the part of the plan for each source if `sending`, otherwise for each destination.
 
-        A part contains the ops of one rank. With `all_names`, every part also has the names of all
-        ranks and tensors; the size of all parts together then grows with the square of the number
-        of ranks. Without `all_names`, a part has only the names that its ops use and the name of
-        its rank.
+        A part contains the ops of one rank. With `all_names`, every part also has the names of all ranks and tensors;
+        the size of all parts together then grows with the square of the number of ranks. Without `all_names`, a part
+        has only the names that its ops use and the name of its rank.
         """
         workers = self.sources if sending else self.destinations
         index = self.ops.src if sending else self.ops.dst

@@ -243,8 +243,7 @@ def _direct_runs(ops: OpTable, link: Link) -> DirectRuns:
 def _runs(ops: OpTable, link: Link, rows: Int64Array, offsets: Int64Array) -> DirectRuns:
     """Return one run for each op in `rows`.
 
-    `offsets`, (n, 2), are byte offsets of the runs from the op's first element, at source and
-    destination.
+    `offsets`, (n, 2), are byte offsets of the runs from the op's first element, at source and destination.
     """
     return DirectRuns(
         src_parameter=ops.src_parameter[rows],

@@ -118,8 +118,8 @@ def due_pieces(
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Return the pieces that the trainer ranks compare in one update.
 
-    Pieces form blocks, and consecutive blocks form runs. Run number r is due if r % period == turn
-    % period. So `period` comparisons cover every run once.
+    Pieces form blocks, and consecutive blocks form runs. Run number r is due if r % period == turn % period. So
+    `period` comparisons cover every run once.
 
     Args:
         held: replicated boxes of one rank, one row each.
@@ -127,8 +127,7 @@ def due_pieces(
         period: number of comparisons that cover every run once.
 
     Returns:
-        (row of `held`, byte offset in the parameter, size in bytes) per piece, in the order of
-        hashing.
+        (row of `held`, byte offset in the parameter, size in bytes) per piece, in the order of hashing.
     """
     first, run, per_block = held["first"], held["run"].astype(np.int64), _pieces_per_block(held)
     stop = first + _num_blocks(held)
@@ -242,8 +241,7 @@ def decode_digested(data: bytes) -> StructuredArray:
 def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = ()) -> Replicated:
     """Return the boxes of tensors that more than one rank holds in one dtype.
 
-    Tensors in `unread` are left out: no engine takes these tensors, so their bytes may differ
-    between ranks.
+    Tensors in `unread` are left out: no engine takes these tensors, so their bytes may differ between ranks.
 
     Raises:
         ManifestError: manifests contradict each other.

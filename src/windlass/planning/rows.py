@@ -71,14 +71,13 @@ def resolve_names(
 ) -> TensorNames:
     """Give every tensor name a class.
 
-    An alias of a source joins two names into one class. An alias of a destination only helps to
-    find a source. If an engine ties two tensors that the trainer keeps separate, raise.
+    An alias of a source joins two names into one class. An alias of a destination only helps to find a source. If an
+    engine ties two tensors that the trainer keeps separate, raise.
 
     `unread` has names that no engine takes. Sources may give these names different shapes.
 
     Raises:
-        ManifestError: two workers disagree on a shape, or an alias of a destination contradicts the
-            sources.
+        ManifestError: two workers disagree on a shape, or an alias of a destination contradicts the sources.
     """
     index: dict[str, int] = {}
     shapes: list[tuple[int, ...]] = []

@@ -38,11 +38,7 @@ def check_part(
 
 
 def check_destinations(known: Container[str], destinations: Sequence[str]) -> None:
-    """Check that this rank has a link to each of `destinations`.
-
-    Raises:
-        RoundAborted: a link is missing.
-    """
+    """Raise `RoundAborted` unless this rank has a link to each of `destinations`."""
     unknown = [name for name in destinations if name not in known]
     if unknown:
         raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
@@ -112,11 +108,7 @@ def check_binding(
 
 
 def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
-    """Raise for a destination that computes another kind of digest than this rank.
-
-    Raises:
-        PlanError: one end has its weights on a GPU and the other end in host memory.
-    """
+    """Raise `PlanError` if the destination computes another kind of digest: only one end has its weights on a GPU."""
     if binding.digest_kind is not kind:
         raise PlanError(
             f"connect: {binding.worker}: weights must be on GPUs at both ends or in host memory at "
@@ -190,8 +182,7 @@ class SentLinks:
 
         Raises:
             PlanError: the plan was made for another layout, or a destination has no binding.
-            BindingsRefused: some destinations offer memory that cannot be written, or compute
-                another kind of digest.
+            BindingsRefused: some destinations offer memory that cannot be written, or compute another kind of digest.
         """
         added = dict[str, LinkProgram]()
         if plan is not None:

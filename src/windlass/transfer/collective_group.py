@@ -72,20 +72,10 @@ def join_group(
     hosted: Rendezvous | None = None,
     gpu: Gpu | None = None,
 ) -> TorchBroadcastGroup:
-    """Enter a group. Collective: all members call this.
+    """Enter a group. Collective: all members call this. The members first compare the contents, and then connect.
 
-    The members first compare the contents of the group, and then connect.
-
-    Args:
-        offer: offer of the group's source.
-        worker: this member.
-        fabric: gloo or NCCL.
-        num_buffers: number of buffers of this member.
-        signature: digest of the contents that this member expects; see `signature_of_offer`.
-        host: address of this member, for gloo.
-        deadline: deadline for all members to join.
-        hosted: store of the group, at the source; None at the other members.
-        gpu: GPU with kernels that fill and empty this member's buffers; None for host memory.
+    `signature` is the digest of the contents that this member expects; see `signature_of_offer`. `hosted` is the
+    store of the group, at the source. Kernels of `gpu` fill and empty this member's buffers; None for host memory.
 
     Raises:
         ConfigError: the fabric needs a GPU, and none was found.
@@ -320,8 +310,7 @@ class TorchBroadcastGroup:
         """Wait until all started broadcasts and the kernels between them have ended.
 
         Raises:
-            TransferFailed: a broadcast or a kernel failed, or did not end within `deadline_s`; the
-                group is broken.
+            TransferFailed: a broadcast or a kernel failed, or did not end within `deadline_s`; the group is broken.
         """
         if self._gpu is None:
             return

@@ -139,7 +139,6 @@ class Destination:
 
     @property
     def digest_kind(self) -> DigestKind:
-        """Kind of the digests that `verify` compares."""
         return self.memory.digest_kind
 
     @property
@@ -151,15 +150,9 @@ class Destination:
     def bind(self, plan: TransferPlan, *, shadow: bool, staged: bool) -> None:
         """Bind a plan part (`TransferPlan.parts`).
 
-        Allocate the shadow copy and the staging memory if the plan needs them; later calls reuse
-        them.
-
-        Args:
-            plan: the part of this rank.
-            shadow: whether peers write to the shadow copy, so that live memory does not change
-                before `apply`.
-            staged: whether peers write SCATTER ops packed, because they cannot store strided
-                elements.
+        Allocate the shadow copy and the staging memory if the plan needs them; later calls reuse them. With `shadow`,
+        peers write to the shadow copy, so that live memory does not change before `apply`. With `staged`, peers write
+        SCATTER ops packed, because they cannot store strided elements.
 
         Raises:
             PlanError: the plan is for another layout.

@@ -72,13 +72,12 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
 def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) -> HeldPart:
     """Describe this rank's part of `parameter`, under `name`. Not collective.
 
-    A DTensor on a mesh without this rank has an empty part. `by_fsdp` says whether FSDP2 cut the
-    parameter: FSDP2 cuts uneven strided shards differently from all other parts of torch.
+    A DTensor on a mesh without this rank has an empty part. `by_fsdp` says whether FSDP2 cut the parameter: FSDP2
+    cuts uneven strided shards differently from all other parts of torch.
 
     Raises:
-        UnsupportedLayout: a placement is not a plain part of the tensor (Partial), no order of the
-            cuts explains the split factor of a strided shard, or torch interprets a strided shard
-            in two ways.
+        UnsupportedLayout: a placement is not a plain part of the tensor (Partial), no order of the cuts explains the
+            split factor of a strided shard, or torch interprets a strided shard in two ways.
         ManifestError: the described part and the local memory differ in shape.
     """
     local = local_tensor(parameter)
@@ -231,19 +230,17 @@ def held_tensors(
 ) -> list[HeldTensor]:
     """Return the tensors of this rank that a checkpoint of `module` would contain, each under all of its names.
 
-    Names are names of the bare module, without the prefixes of `torch.compile`, activation
-    checkpointing, FSDP1 and `DistributedDataParallel`. Parameters on a mesh without this rank are
-    left out. FSDP2 modules that still hold gathered parameters after a forward pass are resharded
-    first (local, no communication), because the optimizer steps the shards and not the gathered
-    copy.
+    Names are names of the bare module, without the prefixes of `torch.compile`, activation checkpointing, FSDP1 and
+    `DistributedDataParallel`. Parameters on a mesh without this rank are left out. FSDP2 modules that still hold
+    gathered parameters after a forward pass are resharded first (local, no communication), because the optimizer
+    steps the shards and not the gathered copy.
 
-    With role TRAINER, buffers that cannot be sent (complex, sparse, without memory) are left out,
-    because few engines need them; an engine that needs such a buffer reports it as missing. Without
-    a role nothing is checked, which is only allowed for tensors that were described before.
+    With role TRAINER, buffers that cannot be sent (complex, sparse, without memory) are left out, because few engines
+    need them; an engine that needs such a buffer reports it as missing. Without a role nothing is checked, which is
+    only allowed for tensors that were described before.
 
     Raises:
-        ConfigError: `module` is not a module, or `name_map` returned something other than a name or
-            None.
+        ConfigError: `module` is not a module, or `name_map` returned something other than a name or None.
         UnsupportedLayout: see `check_memory`; or FSDP1 has cut the parameters of a module.
         PlanError: code has changed a gathered copy of a parameter in place.
     """
@@ -285,8 +282,7 @@ def _refuse_cut_by_fsdp1(path: str, wrapper: FullyShardedDataParallel) -> None:
     """Raise for an FSDP1 module unless its parameters are gathered now.
 
     Raises:
-        UnsupportedLayout: the parameters are ranges of a flat parameter, and torch does not record
-            which ranges.
+        UnsupportedLayout: the parameters are ranges of a flat parameter, and torch does not record which ranges.
     """
     handle = wrapper._handle
     if handle is None or handle._training_state is HandleTrainingState.SUMMON_FULL_PARAMS:
@@ -362,11 +358,7 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_freed(name: str, local: torch.Tensor) -> None:
-    """Raise if the storage of a tensor has been freed, for example by offloading.
-
-    Raises:
-        PlanError: the storage is freed.
-    """
+    """Raise `PlanError` if the storage of a tensor has been freed, for example by offloading."""
     if _is_freed(local):
         raise PlanError(f"parameter {name!r}: its memory is freed; load it back before publishing")
 
@@ -549,11 +541,10 @@ def _merged(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[int, tuple[str
 class LiveTensors:
     """Tensors of modules that were described in a manifest.
 
-    Every update finds the tensors again and compares them with the description. A parameter may
-    move, be registered again, or change its place in the module's order. If engines get a parameter
-    (`read`), its name, dtype, shape, strides and this rank's part must not change. A lookup costs
-    some microseconds per module and less per tensor, unless a module has changed. This object keeps
-    no tensor alive.
+    Every update finds the tensors again and compares them with the description. A parameter may move, be registered
+    again, or change its place in the module's order. If engines get a parameter (`read`), its name, dtype, shape,
+    strides and this rank's part must not change. A lookup costs some microseconds per module and less per tensor,
+    unless a module has changed. This object keeps no tensor alive.
 
     Args:
         walk: finds the tensors again, each once.
@@ -653,11 +644,10 @@ class LiveTensors:
     def changed(self) -> str:
         """Return the name of the first tensor that was written to or moved since `locate` or `watch`; "" if none was.
 
-        torch counts the writes of torch operators. torch does not count writes through
-        `Tensor.data`, by numpy, or by foreign kernels. Of these writes, only PEFT's merging and
-        unmerging of adapters is detected. The tensors are looked up again, because a stored
-        reference, even a weak one, would make torch refuse to move a module's tensors (`Module.to`,
-        `torch.utils.swap_tensors`).
+        torch counts the writes of torch operators. torch does not count writes through `Tensor.data`, by numpy, or by
+        foreign kernels. Of these writes, only PEFT's merging and unmerging of adapters is detected. The tensors are
+        looked up again, because a stored reference, even a weak one, would make torch refuse to move a module's
+        tensors (`Module.to`, `torch.utils.swap_tensors`).
         """
         with self._lock:
             if not self._watched.tensors:
@@ -857,11 +847,7 @@ def _reshard(module: FSDPModule) -> None:
 
 
 def _refuse_changed(module: FSDPModule, parameter: FSDPParam) -> None:
-    """Raise if code has changed the gathered copy of a parameter, and the copy differs from the shard.
-
-    Raises:
-        PlanError: the gathered copy was changed.
-    """
+    """Raise `PlanError` if code has changed the gathered copy of a parameter, and the copy differs from the shard."""
     if not _num_writes(parameter._unsharded_param):
         return
     place = parameter._module_info

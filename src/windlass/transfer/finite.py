@@ -66,9 +66,8 @@ class FiniteCheck:
     def find(self, *, everywhere: bool) -> tuple[str, ...]:
         """Return the names of checked parameters that contain NaN or infinity.
 
-        With `everywhere`, check all bound parameters. Otherwise check only the next
-        `SAMPLE_NBYTES`, so that successive calls reach all parameters. On a GPU, wait first for all
-        work that this process has queued there.
+        With `everywhere`, check all bound parameters. Otherwise check only the next `SAMPLE_NBYTES`, so that
+        successive calls reach all parameters. On a GPU, wait first for all work that this process has queued there.
 
         Raises:
             PlanError: see `LocatedParameters`.

@@ -204,9 +204,8 @@ class Packer:
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
         """Yield the writes of a link, packing into one half of the arena and then into the other.
 
-        When the caller asks for the next batch, at most one earlier batch may be in flight. The
-        packed bytes are not hashed here, because the engine compares them with the digests of
-        `hash_links`.
+        When the caller asks for the next batch, at most one earlier batch may be in flight. The packed bytes are not
+        hashed here, because the engine compares them with the digests of `hash_links`.
         """
         self.memory.settle(OWN_WORK_S)
         yield from self._direct(program, peer)

@@ -28,14 +28,12 @@ def stretches(
 ) -> list[Span]:
     """Return the (address, nbytes) ranges to register for some parameters. Overlapping parameters share a range.
 
-    With `allocation`, all parameters in one allocation share a range, which also covers the bytes
-    between them.
+    With `allocation`, all parameters in one allocation share a range, which also covers the bytes between them.
 
     Args:
         spans: (address, nbytes) of parameters.
-        allocation: returns the allocation around an address, or None if it is unknown. Parameters
-            in unknown allocations share a range if they touch. Without this argument only
-            overlapping parameters share a range.
+        allocation: returns the allocation around an address, or None if it is unknown. Parameters in unknown
+            allocations share a range if they touch. Without this argument only overlapping parameters share a range.
     """
     joined: list[Span] = []
     # End of the last range, and end of the allocation in which that range begins.
@@ -58,13 +56,12 @@ def stretches(
 class RegisteredMemory:
     """Memory that a transport reads in place, registered by allocation while parameters are in it.
 
-    An allocation is mapped and freed as a whole, so it stays registered while any parameter is in
-    it. Parameters may move within it.
+    An allocation is mapped and freed as a whole, so it stays registered while any parameter is in it. Parameters may
+    move within it.
 
     Args:
         memory: finds the allocations of GPU memory; parameters name their own host allocations.
-        by_owner: regions that the caller of `Sender` has registered; parameters inside them are
-            not registered again.
+        by_owner: regions that the caller of `Sender` has registered; parameters inside them are not registered again.
     """
 
     def __init__(
@@ -155,8 +152,7 @@ def _met_by(span: Span, ordered: Sequence[Span]) -> Sequence[Span]:
 def _serves(registered: Span, around: Span | None, wanted: Span) -> bool:
     """Return whether the existing registration of `registered` makes a registration of `wanted` unnecessary.
 
-    This is so if `registered` is `wanted`, or if it contains `wanted` and is inside `around`, the
-    allocation of both.
+    This is so if `registered` is `wanted`, or if it contains `wanted` and is inside `around`, the allocation of both.
     """
     within = around is not None and _holds(around, registered)
     return registered == wanted or (within and _holds(registered, wanted))

@@ -155,13 +155,12 @@ class Replica:
         """Prepare to copy the weights of a version. Call this before the trainer announces the version.
 
         Args:
-            on_taken: called when the version is copied; the weights may change after that. None if
-                the weights stay unchanged until the round ends, so that they may be copied more
-                than once.
-            version: the announced version. `prepare` for any other version raises `RoundAborted`,
-                because the weights are not those of that version. None accepts any version.
-            stream: handle of a GPU stream. The copy waits only for work that is in this stream now;
-                None to wait for all work that this process has queued.
+            on_taken: called when the version is copied; the weights may change after that. None if the weights stay
+                unchanged until the round ends, so that they may be copied more than once.
+            version: the announced version. `prepare` for any other version raises `RoundAborted`, because the weights
+                are not those of that version. None accepts any version.
+            stream: handle of a GPU stream. The copy waits only for work that is in this stream now; None to wait for
+                all work that this process has queued.
         """
         self._drop_step()
         if self._gpu is not None and stream is not None:
@@ -224,10 +223,9 @@ class Replica:
 
         Raises:
             RegionError: see `fit`.
-            TransferFailed: GPU work that the trainer had queued did not end in time or failed, and
-                nothing was copied; or see `fit`.
-            TransferOutcomeUnknown: a copy is still running and may read the sources at any later
-                time.
+            TransferFailed: GPU work that the trainer had queued did not end in time or failed, and nothing was
+                copied; or see `fit`.
+            TransferOutcomeUnknown: a copy is still running and may read the sources at any later time.
         """
         self._whole, self._holds = False, None
         read = sources.copy()

@@ -310,19 +310,17 @@ class Sender:
     ) -> Written:
         """Write the links to `destinations`, in this order. Idempotent.
 
-        A link that is written a second time is packed again first (except from a replica), because
-        the arena may have been overwritten or damaged. The weights must still have the digests of
-        `prepare`.
+        A link that is written a second time is packed again first (except from a replica), because the arena may have
+        been overwritten or damaged. The weights must still have the digests of `prepare`.
 
-        Trainer ranks that send to the same engines should each begin with a different destination;
-        see `windlass.planning.order`. A link that could not begin before the deadline is FAILED,
-        not UNKNOWN, because no byte of the link was sent.
+        Trainer ranks that send to the same engines should each begin with a different destination; see
+        `windlass.planning.order`. A link that could not begin before the deadline is FAILED, not UNKNOWN, because no
+        byte of the link was sent.
 
         Raises:
             RoundAborted: this rank has no link to one of the destinations.
             TransferFailed: the GPU reports an error and cannot be used any more.
-            TransferOutcomeUnknown: the GPU reports an error, and stores that were queued earlier
-                may still run.
+            TransferOutcomeUnknown: the GPU reports an error, and stores that were queued earlier may still run.
         """
         with self._lock:
             check_destinations(self._links.programs, destinations)

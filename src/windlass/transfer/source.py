@@ -21,11 +21,7 @@ from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStat
 
 
 def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]) -> None:
-    """Check the parameters against the manifest.
-
-    Raises:
-        PlanError: the number or the sizes of the parameters differ from the manifest.
-    """
+    """Raise `PlanError` if the number or the sizes of the parameters differ from the manifest."""
     specs = manifest.parameters
     if len(memories) != len(specs):
         raise PlanError(
@@ -43,8 +39,7 @@ def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]
 class LocatedParameters:
     """Locations of a rank's parameters. Every call locates the parameters again, except inside `once`.
 
-    Locating thousands of tensors takes tens of milliseconds. Only one thread at a time may use this
-    object.
+    Locating thousands of tensors takes tens of milliseconds. Only one thread at a time may use this object.
 
     Args:
         locate: returns the memory of the (num_parameters,) parameters, in manifest order.
@@ -87,11 +82,7 @@ def addresses_of(located: Sequence[ParameterMemory]) -> UInt64Array:
 
 
 def refuse_transforms(worker: str, plan: TransferPlan) -> None:
-    """Raise for a plan that quantises, because only the one-sided sender can pack such ops.
-
-    Raises:
-        PlanError: the plan quantises.
-    """
+    """Raise `PlanError` for a plan that quantises, because only the one-sided sender can pack such ops."""
     if plan.quantizes:
         raise PlanError(
             f"connect: {worker}: the plan quantises, and this backend sends parameters unchanged: "
@@ -127,10 +118,9 @@ class SourceMemory:
         """Bind a plan part (`TransferPlan.parts`).
 
         Raises:
-            PlanError: the plan was made for another layout or quantises, or a destination has no
-                binding.
-            BindingsRefused: parameters of a destination are in another kind of memory than the
-                parameters of this rank.
+            PlanError: the plan was made for another layout or quantises, or a destination has no binding.
+            BindingsRefused: parameters of a destination are in another kind of memory than the parameters of this
+                rank.
         """
         self.close()
         check_part(self.manifest, plan.sources, plan.source_digests, "sources")

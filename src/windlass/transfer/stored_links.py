@@ -62,7 +62,6 @@ class StoredLinks:
         self._bindings: dict[str, DestinationBinding] = {}
 
     def __contains__(self, name: object) -> bool:
-        """Return whether a link is prepared."""
         return name in self._links
 
     def end(self, names: Collection[str]) -> None:
@@ -130,15 +129,14 @@ class StoredLinks:
     ) -> Written:
         """Store the links to `destinations`, in this order.
 
-        With `replica`, read the copy. Without a replica, wait first for work that this process has
-        queued on the GPU, such as an optimizer step. If that work does not end before the deadline,
-        the links are FAILED, because none of their bytes was sent.
+        With `replica`, read the copy. Without a replica, wait first for work that this process has queued on the GPU,
+        such as an optimizer step. If that work does not end before the deadline, the links are FAILED, because none
+        of their bytes was sent.
 
         Raises:
             RoundAborted: the link of a destination is not prepared.
             TransferFailed: the GPU reports an error and cannot be used any more.
-            TransferOutcomeUnknown: the GPU reports an error, and stores that were queued earlier
-                may still run.
+            TransferOutcomeUnknown: the GPU reports an error, and stores that were queued earlier may still run.
         """
         check_destinations(self, destinations)
         if replica is not None and not replica.holds(version):

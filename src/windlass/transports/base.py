@@ -248,8 +248,7 @@ class OneSidedTransport(Protocol):
         Idempotent: writing the same bytes again is harmless.
 
         Raises:
-            RegionError: a piece is outside local registered memory or outside `batch.regions`.
-                Nothing was sent.
+            RegionError: a piece is outside local registered memory or outside `batch.regions`. Nothing was sent.
             PeerUnreachable: the peer's process has ended, or another process has its address.
             TransferFailed: the write ended incomplete. No further byte will arrive.
             TransferOutcomeUnknown: the deadline passed and bytes may still be in flight.

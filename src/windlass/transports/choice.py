@@ -40,14 +40,13 @@ def choose_transport(
     Args:
         source: offers of the rank that writes.
         destination: offers of the rank that is written.
-        same_host: whether both ranks report the same host, PID namespace and network namespace, and
-            connect from the same address.
-        same_address: whether both ranks connect from the same address, so that each reaches the
-            other over loopback.
+        same_host: whether both ranks report the same host, PID namespace and network namespace, and connect from the
+            same address.
+        same_address: whether both ranks connect from the same address, so that each reaches the other over loopback.
 
     Raises:
-        ConfigError: the ranks have no transport in common, or no common transport reaches the
-            destination. The message contains the reason for each transport.
+        ConfigError: the ranks have no transport in common, or no common transport reaches the destination. The
+            message contains the reason for each transport.
     """
     theirs = {offer.transport: offer for offer in destination}
     usable: list[tuple[float, str]] = []

@@ -214,8 +214,7 @@ class NetworkPeer(ABC):
         """Hold the lock of this peer inside the block.
 
         Raises:
-            TransferFailed: the transport is closed, or other threads held the lock until the
-                deadline.
+            TransferFailed: the transport is closed, or other threads held the lock until the deadline.
         """
         if not self.lock.acquire(timeout=deadline.remaining_s):
             raise self._crowded_out(deadline)
@@ -226,13 +225,10 @@ class NetworkPeer(ABC):
             self.lock.release()
 
     def refuse_closed(self, deadline: Deadline) -> None:
-        """Raise if the transport is closed.
+        """Raise `TransferFailed` if the transport is closed.
 
         Call this before reporting that the peer has ended: closing the transport also closes
         `liveness`, which then reports an end.
-
-        Raises:
-            TransferFailed: the transport is closed.
         """
         if self.is_closed:
             raise TransferFailed(f"{deadline.purpose}: the transport is closed")
@@ -289,8 +285,7 @@ class NetworkPeer(ABC):
     def _follow(self, call: NativeCall, deadline: Deadline) -> Outcome:
         """Wait for the end of a call and return its outcome.
 
-        Return PENDING if the deadline passes, the peer ends or the transport closes before the call
-        ends.
+        Return PENDING if the deadline passes, the peer ends or the transport closes before the call ends.
         """
         pause_s, has_ended = FIRST_PAUSE_S, False
         while True:

@@ -68,8 +68,7 @@ def check_alive(peer: PeerEndpoint) -> int:
     """Return the pid of a peer's process, which must be alive.
 
     Raises:
-        PeerUnreachable: the address is not a pid, the process has ended, or another process has the
-            pid.
+        PeerUnreachable: the address is not a pid, the process has ended, or another process has the pid.
     """
     if not peer.address.isascii() or not peer.address.isdigit():
         raise PeerUnreachable(f"{peer.transport}: address must be a pid, got {peer.address!r}")
@@ -91,8 +90,7 @@ _OWN: set[PeerEndpoint] = set()
 def is_own_process(peer: PeerEndpoint) -> bool:
     """Return whether `peer` is an open transport of this process.
 
-    The incarnation contains a secret, so a forged endpoint with the pid of this process does not
-    match.
+    The incarnation contains a secret, so a forged endpoint with the pid of this process does not match.
     """
     return peer in _OWN
 
@@ -101,11 +99,10 @@ def is_own_process(peer: PeerEndpoint) -> bool:
 class OwnProcess:
     """Endpoint of a transport of this process. It proves to peers until `close` that it is this process.
 
-    The incarnation is the process's start time and a secret. While the transport is open, this
-    process listens at an abstract Unix socket. The name of the socket is a digest of the
-    incarnation. A peer that has the endpoint connects to this socket, and the kernel tells the peer
-    the pid of the listening process. A forged endpoint with the pid of another process fails,
-    because that process does not listen at a socket of this name.
+    The incarnation is the process's start time and a secret. While the transport is open, this process listens at an
+    abstract Unix socket. The name of the socket is a digest of the incarnation. A peer that has the endpoint connects
+    to this socket, and the kernel tells the peer the pid of the listening process. A forged endpoint with the pid of
+    another process fails, because that process does not listen at a socket of this name.
 
     Attributes:
         endpoint: address and identity that peers receive.

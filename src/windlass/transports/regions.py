@@ -76,7 +76,6 @@ class RegionTable:
         del self._regions[slot]
 
     def clear(self) -> None:
-        """Remove every region."""
         self._regions = []
 
     def spans(self) -> list[tuple[int, int]]:
@@ -136,8 +135,7 @@ def check_inside(
     """Check that each piece is inside one of `spans`.
 
     Raises:
-        RegionError: a piece is empty or outside all `spans`; the message names the first such
-            piece.
+        RegionError: a piece is empty or outside all `spans`; the message names the first such piece.
     """
     if len(nbytes) == 0:
         return

@@ -108,12 +108,11 @@ def parse_transport(name: str | TransportConfig) -> TransportConfig:
     """Return the configuration of a transport that is given by name, as JSON, or as a configuration.
 
     Args:
-        name: a name such as `mooncake` for the default configuration, or JSON such as `{"type":
-            "mooncake", "host": "192.0.2.1"}`. A configuration is returned unchanged.
+        name: a name such as `mooncake` for the default configuration, or JSON such as `{"type": "mooncake", "host":
+            "192.0.2.1"}`. A configuration is returned unchanged.
 
     Raises:
-        ConfigError: the transport or a setting does not exist, or `name` is neither a name nor a
-            configuration.
+        ConfigError: the transport or a setting does not exist, or `name` is neither a name nor a configuration.
         TransportUnavailable: see `config_type`.
     """
     if isinstance(name, TransportConfig):

@@ -294,7 +294,6 @@ class _PeerSegments:
             self._mapped = {k: seg for k, seg in self._mapped.items() if not seg.is_released}
 
     def close(self) -> None:
-        """Unmap every segment."""
         with self._lock:
             self._mapped.clear()
 

@@ -49,10 +49,9 @@ def renaming(
 ) -> str:
     """Return advice for an error about tensors that an engine needs and no trainer has.
 
-    If a wrapper such as FSDP1 or PEFT has changed the trainer's names, the advice says how to
-    remove the wrapper. If exactly one change of the names' prefix or last part gives every missing
-    tensor a different source, the advice contains that change as a `name_map`. Otherwise the advice
-    only lists names.
+    If a wrapper such as FSDP1 or PEFT has changed the trainer's names, the advice says how to remove the wrapper. If
+    exactly one change of the names' prefix or last part gives every missing tensor a different source, the advice
+    contains that change as a `name_map`. Otherwise the advice only lists names.
 
     Args:
         missing: names and shapes of tensors that an engine needs and no trainer has.

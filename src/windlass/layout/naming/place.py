@@ -68,8 +68,7 @@ class Placed:
 def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: Coords) -> Placed:
     """Return the boxes of checkpoint tensors in one contiguous local parameter.
 
-    `name` is the parameter's name with the global layer number and with the expert's number on this
-    rank.
+    `name` is the parameter's name with the global layer number and with the expert's number on this rank.
 
     Raises:
         UnsupportedLayout: the family has no rule for the name.
@@ -197,9 +196,8 @@ def _latent(part: _Part, geometry: Geometry) -> PlacedShard:
 def _grouped(part: _Part, geometry: Geometry, num_local: int) -> Iterator[PlacedShard]:
     """Yield the tensors of all local experts in one parameter (Megatron's GroupedMLP).
 
-    `weight1` has shape `(hidden, experts * 2 * inner)`, but its memory is ordered as `(experts,
-    hidden, 2 * inner)`. `weight2` has shape `(experts * inner, hidden)`. Each expert's matrix is
-    transposed relative to the checkpoint.
+    `weight1` has shape `(hidden, experts * 2 * inner)`, but its memory is ordered as `(experts, hidden, 2 * inner)`.
+    `weight2` has shape `(experts * inner, hidden)`. Each expert's matrix is transposed relative to the checkpoint.
     """
     hidden, numel = geometry.hidden_size, math.prod(part.shape)
     per_expert = part.even(numel, num_local)

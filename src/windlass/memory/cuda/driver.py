@@ -250,7 +250,6 @@ class Device:
         return address.value
 
     def free(self, address: int) -> None:
-        """Free memory from `allocate`."""
         self.call("cuMemFree_v2", _u64(address))
 
     def upload(self, address: int, data: bytes | memoryview) -> None:
@@ -302,7 +301,6 @@ class Device:
         return address.value
 
     def close_handle(self, address: int) -> None:
-        """Unmap an allocation that `open` mapped."""
         with self.current():
             driver().cuIpcCloseMemHandle(_u64(address))
 
@@ -312,7 +310,6 @@ class Device:
         self.call("cuMemHostRegister_v2", ctypes.c_void_p(address), _size(nbytes), flags)
 
     def unpin(self, address: int) -> None:
-        """Unpin memory that `pin` pinned."""
         with self.current():
             driver().cuMemHostUnregister(ctypes.c_void_p(address))
 
@@ -326,13 +323,11 @@ class Device:
         return found.value
 
     def load(self, image: bytes) -> ctypes.c_void_p:
-        """Load a cubin and return the module."""
         module = ctypes.c_void_p()
         self.call("cuModuleLoadData", ctypes.byref(module), image)
         return module
 
     def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
-        """Return the kernel `name` of a module."""
         found = ctypes.c_void_p()
         code = driver().cuModuleGetFunction(ctypes.byref(found), module, name.encode())
         _check(code, f"cuModuleGetFunction({name})")

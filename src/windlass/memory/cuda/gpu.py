@@ -44,9 +44,8 @@ class Gpu:
 
         Raises:
             TransferFailed: queued work failed.
-            TransferOutcomeUnknown: the stream did not reach `event` within `deadline_s`, or an
-                earlier wait exceeded its deadline, or no thread could start to wait. Queued work
-                may still run.
+            TransferOutcomeUnknown: the stream did not reach `event` within `deadline_s`, or an earlier wait exceeded
+                its deadline, or no thread could start to wait. Queued work may still run.
         """
         self.refuse_late()
         try:
@@ -108,10 +107,9 @@ class Gpu:
         self._late = reason
 
     def refuse_late(self) -> None:
-        """Raise if the GPU is late. Call this before building or freeing tables that late kernels may read.
+        """Raise `TransferOutcomeUnknown` if the GPU is late.
 
-        Raises:
-            TransferOutcomeUnknown: kernels are late.
+        Call this before building or freeing tables that late kernels may read.
         """
         if self._late:
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}")

@@ -72,8 +72,7 @@ class GpuTables:
     ) -> None:
         """Queue kernels that write one digest of all tables to `words`.
 
-        Kernels hash the pieces of `hashed` in place. Kernels copy the pieces of `stored` and hash
-        the copied bytes.
+        Kernels hash the pieces of `hashed` in place. Kernels copy the pieces of `stored` and hash the copied bytes.
         """
         gpu = self._gpu
         gpu.device.clear(words, WORDS_NBYTES, gpu.stream)
@@ -131,10 +130,7 @@ def read_words(gpu: Gpu, address: int) -> list[int]:
 def item_at(overflow: int, items: Sequence[Item], nbytes: Iterable[int]) -> Item:
     """Return the op or copy in which a cast overflowed.
 
-    Args:
-        overflow: third word of `read_words`.
-        items: ops or copies, with consecutive payloads.
-        nbytes: size of each item's payload in bytes.
+    `overflow` is the third word of `read_words`. The `items` have consecutive payloads of `nbytes` bytes each.
     """
     ends = itertools.accumulate(nbytes)
     return next(item for item, end in zip(items, ends, strict=True) if overflow <= end)

@@ -67,11 +67,10 @@ def block_tables(
 
     Args:
         program: program of the link.
-        sources: (num_parameters,) addresses of the source's parameters. None at the destination,
-            which only hashes: a piece of scales is then one element instead of a block.
+        sources: (num_parameters,) addresses of the source's parameters. None at the destination, which only hashes: a
+            piece of scales is then one element instead of a block.
         targets: (num_parameters,) addresses of the destination's parameters, for the kernel.
-        staging_address: address of the payload of staged ops; 0 to store elements at their final
-            addresses.
+        staging_address: address of the payload of staged ops; 0 to store elements at their final addresses.
 
     Returns:
         Kind -> `PIECE` array. Positions count from the start of the link's payload.
@@ -257,8 +256,7 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
     """Divide the pieces of an op into parts with at most `limit` bytes of payload each.
 
     Raises:
-        PlanError: a row of quantisation blocks, which cannot be divided, has more than `limit`
-            bytes.
+        PlanError: a row of quantisation blocks, which cannot be divided, has more than `limit` bytes.
     """
     op, pieces = found.op, found.pieces
     if op.nbytes <= limit:
@@ -285,8 +283,7 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
 def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -> Int64Array:
     """Return the indices, ascending, at which the pieces can be divided into two parts.
 
-    The payload of the pieces before such an index ends where the payload of the other pieces
-    begins.
+    The payload of the pieces before such an index ends where the payload of the other pieces begins.
     """
     itemsize = found.op.dst_dtype.itemsize
     # A piece of scales is a block at the source but one element in the payload.

@@ -183,8 +183,7 @@ def _check_chosen(device: str, protocol: MooncakeProtocol, wire: str, nics: list
 def _registration_limit(nics: list[str]) -> int:
     """Return the largest range to register at once; 0 for no limit.
 
-    The engine divides a larger range into several registrations, and then refuses each piece that
-    is in two of them.
+    The engine divides a larger range into several registrations, and then refuses each piece that is in two of them.
     """
     asked = environment_value("MC_MAX_MR_SIZE") or ""
     limits = [max_registration_nbytes(nic) for nic in nics]

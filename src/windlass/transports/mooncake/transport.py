@@ -136,8 +136,7 @@ class _Engine:
     def pin(self, steps: Sequence[tuple[int, int]]) -> int:
         """Register ranges (start, stop); return the engine's code. If the code is not 0, no range is registered.
 
-        One call for all ranges is faster, because over RDMA the engine uses several threads in one
-        call.
+        One call for all ranges is faster, because over RDMA the engine uses several threads in one call.
         """
         starts, sizes = [start for start, _ in steps], [stop - start for start, stop in steps]
         code = self.started.engine.batch_register_memory(starts, sizes)
@@ -147,7 +146,6 @@ class _Engine:
         return code
 
     def unpin(self, starts: list[int]) -> None:
-        """Unregister the ranges that begin at `starts`."""
         for start in starts:
             self.started.engine.unregister_memory(start)
 
@@ -229,8 +227,7 @@ class MooncakePeer(NetworkPeer):
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:  # noqa: ARG002
         """See `NetworkPeer.confirm`.
 
-        Try several reads: if the peer has cut the connection, two reads fail before the engine
-        reconnects.
+        Try several reads: if the peer has cut the connection, two reads fail before the engine reconnects.
         """
         code: int | None = None
         for _ in range(READS):

@@ -273,8 +273,7 @@ def _native_agent(name: str, wire: NixlWire, device: str) -> NativeAgent:
 def _log_file() -> str:
     """Return the path of UCX's log in this process: the user's choice, or a file in a private folder.
 
-    The folder is private, because in a shared folder another user could create a link of this name
-    to any file.
+    The folder is private, because in a shared folder another user could create a link of this name to any file.
     """
     if chosen := environment_value("UCX_LOG_FILE"):
         return chosen
@@ -369,10 +368,9 @@ class TcpFence:
     def spare_own_connections(self) -> None:
         """Record the NIXL agent's connection to itself, so that `cut` keeps this connection.
 
-        Call this after the agent has registered memory and before a peer learns the agent's
-        address. The recorded connections are those that this process opened to a port of the agent.
-        Connections that peers opened are not recorded, even if the peer is another agent of this
-        process.
+        Call this after the agent has registered memory and before a peer learns the agent's address. The recorded
+        connections are those that this process opened to a port of the agent. Connections that peers opened are not
+        recorded, even if the peer is another agent of this process.
         """
         found = connections_to(listening_ports() - self._listened)
         with _FENCES:

@@ -459,8 +459,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`.
 
-        If the wire cannot be TCP, do nothing: writes over other wires end with the process that
-        writes.
+        If the wire cannot be TCP, do nothing: writes over other wires end with the process that writes.
         """
         if may_use_tcp(self._config.wire):
             self._fence.cut(Deadline.after(deadline_s, "nixl fence"))
@@ -505,8 +504,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
     def _key_of(self, native: object, nbytes: int) -> str:
         """Return the key of one region.
 
-        The key includes the metadata of the scratch page, so that a peer can load the regions in
-        any order.
+        The key includes the metadata of the scratch page, so that a peer can load the regions in any order.
         """
         step = self._step_nbytes if 0 < self._step_nbytes < nbytes else 0
         keys = [
