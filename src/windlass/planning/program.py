@@ -76,13 +76,13 @@ class BoundOp:
 
     @property
     def src_extent_nbytes(self) -> int:
-        """Bytes between the first and the last byte that the op reads in the source parameter."""
+        """Size of the range from the first to the last byte that the op reads in the source parameter."""
         reach = sum((n - 1) * s for n, s in zip(self.src_sizes, self.src_strides, strict=True))
         return reach + self.src_dtype.itemsize
 
     @property
     def dst_extent_nbytes(self) -> int:
-        """Bytes between the first and the last byte that the op writes in the destination parameter."""
+        """Size of the range from the first to the last byte that the op writes in the destination parameter."""
         reach = sum((n - 1) * s for n, s in zip(self.sizes, self.dst_strides, strict=True))
         return reach + self.dst_dtype.itemsize
 

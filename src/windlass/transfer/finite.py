@@ -100,7 +100,7 @@ class FiniteCheck:
         return tuple(self._manifest.parameters[index].name for index in sorted(bad))
 
     def _due(self, located: Sequence[ParameterMemory]) -> Iterator[_Piece]:
-        """Yield up to `SAMPLE_NBYTES` of pieces, from the piece after the last piece of the previous call."""
+        """Yield pieces until they reach `SAMPLE_NBYTES`, from the piece after the last piece of the previous call."""
         left = SAMPLE_NBYTES
         for _ in self._pieces:
             piece = self._pieces[self._next % len(self._pieces)]
