@@ -251,8 +251,8 @@ SGLANG = ENGINES.find("sglang")
     ("words", "says"),
     [
         (["--tp", "3", "--nnodes", "2"], "--nnodes must divide .* 2 for --tp 3 --pp 1"),
-        (["--tp", "2", "--pp", "3", "--nnodes", "2"], "--nnodes must divide the stages, or"),
-        (["--tp", "2", "--pp", "2", "--nnodes", "3"], "--nnodes must divide the stages, or"),
+        (["--tp", "2", "--pp", "3", "--nnodes", "2"], "--nnodes must give each node whole"),
+        (["--tp", "2", "--pp", "2", "--nnodes", "3"], "--nnodes must give each node whole"),
         (["--dp", "2", "--nnodes", "2"], "--dp must be 1 with --nnodes 2, got 2: replicas"),
         (["--tp", "2", "--nnodes", "2", "--node-rank", "2"], r"must be in \[0, 2\), got 2"),
     ],

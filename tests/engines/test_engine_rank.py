@@ -158,7 +158,7 @@ async def test_a_refused_rank_captures_again_from_the_right_folder(
 async def test_a_rank_keeps_its_name(rank: Rank) -> None:
     async with windlass.Controller(token=TOKEN) as controller:
         await asyncio.to_thread(rank.join, controller.url)
-        with pytest.raises(ConfigError, match="as at the first time"):
+        with pytest.raises(ConfigError, match="as in the first join"):
             await asyncio.to_thread(rank.join, controller.url, name="another")
     leave(rank)
 

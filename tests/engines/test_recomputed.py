@@ -839,7 +839,7 @@ def test_a_loader_that_writes_an_updated_tensor_after_a_failure_is_detected() ->
 
 @pytest.mark.parametrize(
     ("harm", "message"),
-    [("leaves", r"layers.3.decay.*has not written"), ("stops", r"layers.4.scale.*has not taken")],
+    [("leaves", r"layers.3.decay.*has not written"), ("stops", r"layers.4.scale.*has not read")],
 )
 def test_a_loader_that_silently_skips_a_tensor_fails_the_update(harm: str, message: str) -> None:
     engine, harmed = Engine(), list[bool]()

@@ -90,7 +90,7 @@ def boxes_of(
         shape: shape of the checkpoint tensor.
         flat: row-major index of the first element of each line, (n,). Two lines may have the same index.
         place: index of the first element of each line in memory, (n,). No two lines have the same.
-        limit: maximum number of boxes. `_chains` derives a limit of stride changes from it.
+        limit: maximum number of boxes.
         line: length and step of every line.
 
     Raises:
@@ -130,10 +130,7 @@ def _dim_of(shape: tuple[int, ...], line: Line, flat: Int64Array) -> int:
 
 
 def _copies(flat: Int64Array, place: Int64Array) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """Split the pairs so that no element occurs twice in a part; yield the parts (elements, places).
-
-    The first part has the first place of every element, the second part the second place, and so on.
-    """
+    """Yield (elements, places): first with the first place of every element, then with each second place, and so on."""
     order = np.lexsort((place, flat))
     flat, place = flat[order], place[order]
     first = np.concatenate([[True], flat[1:] != flat[:-1]])

@@ -26,7 +26,7 @@ FLOAT8_DIGIT_BITS = 4
 """Bits per digit if a tensor is float8. Loads contain 1 .. 16; e4m3 represents no odd integer above 15."""
 
 LOUDNESS = 16.0
-"""Factor of the values in `some`. They exceed the values in `random`, and so change a maximum over several tensors."""
+"""Factor by which values in `some` are larger than in `random`, so that they change a maximum over several tensors."""
 
 
 def chunk_on(device: torch.device) -> int:
@@ -115,10 +115,7 @@ class Codes:
     def digits(
         self, position: int, chosen: frozenset[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors whose values are the digit at `position` of the element's number, plus 1.
-
-        Yield all tensors, or only the tensors named `chosen`.
-        """
+        """Yield all tensors, or those named `chosen`; each value is the digit of its number at `position`, plus 1."""
         return self._load(
             lambda first, last, _dtype, _chosen: _digits(
                 first, last, self.digit_bits, position, self.device
@@ -296,7 +293,7 @@ _HighHalf = torch.Tensor | int
 
 
 def _loud(low: torch.Tensor, high: _HighHalf, seed: int, dtype: DType) -> torch.Tensor:
-    """Return the values of `_ordinary` times `LOUDNESS`, or unchanged for float8, where they span the full range."""
+    """Return the values of `_ordinary` times `LOUDNESS`; return float8 values, which span the full range, unchanged."""
     values = _ordinary(low, high, seed, dtype)
     return values if dtype is DType.FLOAT8_E4M3 else values * LOUDNESS
 

@@ -41,7 +41,7 @@ def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1.0) -> torch.Tensor:
-    """Return the digit at each place of a tensor, shifted left to the digit's position; `_NOTHING` if it is no digit.
+    """Return the digit at each place of a tensor, shifted left to its position; `_NOTHING` where the value is no digit.
 
     `factor` is the constant by which the engine's loader multiplies. The product is rounded to the tensor's dtype, but
     different digits give different products: a digit has at most eight bits, as many as the significand of bfloat16,
@@ -142,8 +142,8 @@ class Check:
 class ElementIds:
     """Numbers of the checkpoint elements in one tensor of the engine, gathered digit by digit.
 
-    `by_place` reads every place, which takes 8 bytes of memory per place. Without it, and if `_grid_of` returns a
-    grid, only the first place of each row and some whole rows are read (see the module).
+    If `by_place` is True, or `_grid_of` returns None, every place is read, which takes 8 bytes of memory per place.
+    Otherwise only the first place of each row and some whole rows are read; see the module docstring.
     """
 
     def __init__(self, tensor: torch.Tensor, *, by_place: bool) -> None:
@@ -184,7 +184,7 @@ class ElementIds:
 
     @property
     def origin(self) -> ElementIds:
-        """The object from which `moved` made this object, or this object if its numbers were read from a tensor."""
+        """The object from which `moved` made this object; this object itself if `moved` did not make it."""
         return self if self._like is None else self._like[0]
 
     @property
@@ -228,10 +228,7 @@ class ElementIds:
         return torch.where((rows >= 0) & (rows[:, :1] >= 0), rows - rows[:, :1], _NOTHING)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first place, element numbers from this place on) for successive chunks of the tensor.
-
-        The number is negative for padding.
-        """
+        """Yield (first place, element numbers) for successive chunks of the tensor; padding has negative numbers."""
         groups, rows, width = self._shape
         patterns = self._patterns()
         size = chunk_on(self._heads.device)

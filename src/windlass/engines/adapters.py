@@ -29,7 +29,7 @@ class Adapter:
         name: name of the adapter in requests.
         folder: folder that PEFT saved.
         rank: highest rank of the adapter's matrices.
-        scalings: possible scaling factors (alpha / rank). An engine multiplies each matrix B by its factor.
+        scalings: all values of alpha / rank in the configuration. An engine multiplies each matrix B by one of them.
     """
 
     name: str
@@ -152,7 +152,7 @@ def adapter_of(text: str, option: str = "--adapter") -> Adapter | None:
     missing = [file for file in (WEIGHTS, CONFIG) if not (folder / file).is_file()]
     if missing:
         raise ConfigError(
-            f"{option} {name}: {folder} must hold {WEIGHTS} and {CONFIG}, it lacks "
+            f"{option} {name}: {folder} must contain {WEIGHTS} and {CONFIG}, it lacks "
             f"{' and '.join(missing)}"
         )
     try:

@@ -48,7 +48,7 @@ class EngineClient(Closing):
 
     Args:
         weights: weights of this rank.
-        transport: transport that registered `weights.regions`. `close`, and any error here, closes it.
+        transport: transport that registered `weights.regions`. `close` closes it, and so does a failed constructor.
         hooks: functions that pause and resume this rank and set its version.
         controller: address of the controller.
         token: secret of the controller.
@@ -146,7 +146,7 @@ class EngineClient(Closing):
             undo.pop_all()
 
     def wait_disconnected(self, deadline_s: float) -> bool:
-        """Wait until the agent has lost its controller; return False if it is still connected after `deadline_s`."""
+        """Wait until the controller has disconnected; return False if it is still connected after `deadline_s`."""
         return self._channel.wait_disconnected(deadline_s)
 
     def leave(self) -> None:

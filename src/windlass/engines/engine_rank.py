@@ -39,8 +39,7 @@ class EngineApi(Protocol):
         """Start no new requests, and abort, retract or keep the running requests (see `PauseMode`).
 
         Returns:
-            True if the engine's scheduler stays paused until `resume`. False if the engine generates nothing
-            only as long as its main loops are blocked.
+            True if the engine's scheduler is paused until `resume`; False if only blocked main loops stop the engine.
         """
         ...
 
@@ -113,7 +112,7 @@ class RankHooks:
         # The thread that blocked the loops for the previous pause may not have ended yet.
         if self._blocked is not None:
             self._blocked.join(deadline_s)
-        # Set `_paused` first: if the call fails, the engine may have paused and `resume` must resume it.
+        # Set `_paused` first: `api.pause` may raise after it has paused the engine, and `resume` must then resume it.
         before, self._paused = self._paused, True
         self._paused = api.pause(mode, deadline_s) or before
         if not api.blocks(mode):
@@ -182,12 +181,12 @@ class EngineRank:
 
     @property
     def captured(self) -> Captured:
-        """Captured layout; UnsupportedLayout is raised if `capture` has not been called."""
+        """Captured layout; raises UnsupportedLayout if `capture` has not been called."""
         return self._required()[1]
 
     @property
     def settings(self) -> AgentSettings:
-        """Settings of the capture; UnsupportedLayout is raised if `capture` has not been called."""
+        """Settings of the capture; raises UnsupportedLayout if `capture` has not been called."""
         return self._required()[0]
 
     def _required(self) -> tuple[AgentSettings, Captured, RankHooks]:
@@ -202,7 +201,7 @@ class EngineRank:
         capture: Callable[[], Captured],
         api: Callable[[], EngineApi] | None = None,
     ) -> CapturedLayout:
-        """Capture this rank's layout, or reuse an earlier capture, and return its summary.
+        """Capture this rank's layout, or reuse an earlier capture. Return a summary of the layout.
 
         The engine's main loop calls this.
 
@@ -221,8 +220,8 @@ class EngineRank:
         """
         if rank >= settings.world_size:
             raise ConfigError(
-                f"--tp x --pp x --dp must be the server's ranks, of which this is number {rank}, "
-                f"got {settings.world_size}"
+                f"--tp x --pp x --dp must be the number of the server's ranks, got {settings.world_size} "
+                f"although a rank has the index {rank}"
             )
         seconds: dict[str, float] = {}
         if self._first is None or (
@@ -312,8 +311,8 @@ class EngineRank:
     def _require_same(self, settings: AgentSettings) -> None:
         if _identity(self.settings) != _identity(settings):
             raise ConfigError(
-                f"join: (name, url, checkpoint, ranks) must be {_identity(self.settings)} as at the "
-                f"first time, got {_identity(settings)}"
+                f"join: (name, url, checkpoint, ranks) must be {_identity(self.settings)} as in the "
+                f"first join, got {_identity(settings)}"
             )
 
 

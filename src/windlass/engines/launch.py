@@ -171,8 +171,8 @@ def _meet(args: argparse.Namespace) -> None:
 def _told_token(args: argparse.Namespace, token: str) -> Iterator[dict[str, str]]:
     """Yield environment variables that pass the token to this node's ranks; none if the server has one node.
 
-    Ranks on the other nodes send the token to the controller, and prove to the server that they know it. The
-    variables contain the path of a file with the token. Only this user can read the file.
+    Ranks on nodes after the first need the token to authenticate to the controller and to the server. The variables
+    contain the path of a file with the token. Only this user can read the file.
 
     Raises:
         ConfigError: the server has several nodes and no token.
@@ -182,7 +182,7 @@ def _told_token(args: argparse.Namespace, token: str) -> Iterator[dict[str, str]
         return
     if not token:
         raise ConfigError(
-            f"--nnodes must be 1 without a token, by which ranks on other nodes prove who they are, "
+            f"--nnodes must be 1 without a token, with which ranks on other nodes authenticate, "
             f"got {args.nnodes}"
         )
     with tempfile.TemporaryDirectory() as folder:
@@ -208,13 +208,13 @@ def _check(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[str]) ->
         raise ConfigError(f"--nnodes must be 1 for {engine.title}, got {args.nnodes}")
     if args.dp > 1:
         raise ConfigError(
-            f"--dp must be 1 with --nnodes {args.nnodes}, got {args.dp}: replicas of one server lie on one host"
+            f"--dp must be 1 with --nnodes {args.nnodes}, got {args.dp}: all replicas of a server run on one host"
         )
-    # Each node has a whole number of stages, or each stage has the same number of nodes.
+    # Either each node runs whole pipeline stages, or each stage runs on its own nodes with equal numbers of ranks.
     per_stage = args.nnodes // args.pp
     if args.pp % args.nnodes and (args.nnodes % args.pp or args.tp % per_stage):
         raise ConfigError(
-            f"--nnodes must divide the stages, or the ranks of each stage between its own nodes, "
+            f"--nnodes must give each node whole pipeline stages, or each stage its own whole nodes, "
             f"got --nnodes {args.nnodes} for --tp {args.tp} --pp {args.pp}"
         )
 
@@ -440,7 +440,7 @@ def serve(
         code = server.wait()
         # Kill child processes that outlive the server.
         _kill(server.pid)
-        # A child process that left the process group survives and keeps the log's pipe open. Do not wait for it.
+        # If a child process has left the process group, it survives and keeps the log's pipe open.
         log.join(LOG_DEADLINE_S)
     return status or code
 

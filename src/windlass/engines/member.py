@@ -74,7 +74,7 @@ class Member(ABC):
             self._url(self.controller)
         elif not self.token:
             raise ConfigError(
-                f"{CONTROLLER_VARIABLE}: {WAIT} must come with a token: the caller of POST /windlass/join must show it"
+                f"{CONTROLLER_VARIABLE}: {WAIT} must come with a token, which each POST /windlass/join must carry"
             )
         self.key = key
         self._is_joining = threading.Lock()
@@ -91,7 +91,7 @@ class Member(ABC):
         threading.Thread(target=join, name="windlass-join", daemon=True).start()
 
     def _give_up(self, reason: str) -> None:
-        """Report the reason to the controller and on stderr, and end the server: it would get no updates."""
+        """Report the reason to the controller and on stderr, and end the server, because it would get no updates."""
         name = self._name(self.controller)
         sys.stderr.write(f"engine {name}: {reason}\n")
         sys.stderr.flush()

@@ -42,8 +42,8 @@ class QuiesceGate:
             deadline_s: seconds to wait until the agent asks for a pause; afterwards the loop continues, and the
                 pause fails. Once the agent has asked, the loop waits without a limit, because a step could use
                 weights of two versions.
-            longest_s: maximum seconds of each of the two waits (for `ask`, for `end`). None, for no maximum,
-                unless the engine's scheduler is paused: the loop then runs no step when it leaves early.
+            longest_s: maximum seconds of each of the two waits (for `ask`, for `end`); None for no maximum. Set this
+                only if the engine's scheduler is paused, so that the loop runs no step after an early return.
         """
         with self._changed:
             self._blocked = True

@@ -152,7 +152,7 @@ class Report(NamedTuple):
 def carry_out(
     folder: str, rank: int, order: Callable[[Secrets], bytes], *, server_url: str = ""
 ) -> None:
-    """Call `order` in a rank, and report its result, or the reason why it failed, to the launcher.
+    """Call `order` in a rank, and send a report with the result, or with the reason of a failure, to the launcher.
 
     This function raises nothing, because an exception would end SGLang's main loop.
 
@@ -216,7 +216,7 @@ def _secrets_in(folder: str) -> Secrets:
         return msgspec.json.decode((Path(folder) / _SECRETS).read_bytes(), type=Secrets)
     except OSError as error:
         raise ConfigError(
-            f"every rank must be on its launcher's host and of its user, got no {folder}: {error}"
+            f"every rank must run on the launcher's host and as the launcher's user, got no {folder}: {error}"
         ) from error
 
 
@@ -253,8 +253,8 @@ class RankReports(ExitStack):
                 sent = self._next(end_s)
             except TimeoutError as error:
                 raise PeerTimeout(
-                    f"ranks {sorted(missing)} have not reported within {deadline_s} s that an order is "
-                    f"carried out; every rank must be of this server"
+                    f"ranks {sorted(missing)} have not reported within {deadline_s} s that they carried out "
+                    f"an order; every rank must be of this server"
                 ) from error
             if sent.failed:
                 reason = (Path(self.folder) / str(sent.rank)).read_text()
@@ -334,9 +334,8 @@ def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:
         )
     if nbytes := max(rank.buffer_nbytes for rank in ranks):
         sys.stderr.write(
-            f"engine {engine}: buffers of {nbytes} bytes stay on a rank; "
-            f"{max(len(rank.recomputed) for rank in ranks)} of its tensors are filled by the engine's own "
-            f"loader after every update\n"
+            f"engine {engine}: updates need buffers of {nbytes} bytes per rank; the engine's own loader computes "
+            f"{max(len(rank.recomputed) for rank in ranks)} tensors per rank again after every update\n"
         )
     slowest = max((rank.seconds for rank in ranks), key=lambda seconds: seconds.get("all", 0.0))
     if slowest:

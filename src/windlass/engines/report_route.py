@@ -42,8 +42,8 @@ class ReportRoute:
 
     The response is `{}` after the report has been written into the launcher's folder. If that fails, the response is
     `{"error": ...}` with status 400 (not a report), 403 (no proof), 410 (no launcher waits for the report), or 413
-    (body above 64 MiB). If the proof is missing or wrong, the launcher gets an error as the rank's report, so that it
-    need not wait until its deadline.
+    (body above 64 MiB). If the proof is wrong, the launcher gets an error in place of the rank's report, and need not
+    wait for the rank until a deadline.
 
     Args:
         app: application of the engine's server.

@@ -165,7 +165,7 @@ class EngineServer(Protocol):
         `CapturedLayout` in JSON for `CAPTURE`, and empty for `JOIN`.
 
         Raises:
-            ConfigError: an update would write wrong weights with a setting of this engine.
+            ConfigError: a setting of the engine breaks a rule.
             PeerUnreachable: the server did not answer, or could not pass the order to its ranks.
             PeerTimeout: the server did not answer in time.
         """

@@ -1,1 +1,1 @@
-"""Where an engine puts a checkpoint: captured by watching its own loader, not from a table."""
+"""Capture of an engine's memory layout: finds where the engine's own loader writes each checkpoint element."""

@@ -100,7 +100,7 @@ def capture(
 
     The engine must be quiesced. This function calls no collective. It restores the bytes and addresses of tensors, and
     the contents of the engine's objects (`Snapshot`). It needs memory for a copy of every tensor of the model (on the
-    tensor's device if there is room, else on the host), and 8 bytes per element of a tensor of `exact_numel` elements.
+    tensor's device if there is room, else on the host), and 8 bytes per element of tensors up to `exact_numel` elements.
 
     Args:
         model: model of this rank.
@@ -432,7 +432,7 @@ def _observe(
     )
     derived_numbers = loads.held.numbers
     right = {n for n in right if _is_received(held[n], loads.codes)} - derived_numbers
-    # The start's bytes came from the checkpoint, so tensors that differ from them depend on the checkpoint.
+    # Random values have not changed these tensors, but they differ from the bytes that the checkpoint gave them.
     hidden = {
         n for n in constants if n in loads.start.prints and prints[n] != loads.start.prints[n]
     }
@@ -471,7 +471,7 @@ def _checks(
 def _is_certain(numbers: ElementIds, check: Check, paddings: Mapping[int, int]) -> bool:
     """Return whether one successful check proves a tensor's layout; see the module docstring.
 
-    `paddings` has the fingerprints of the padding after the load of digits, by the `id` of the tensor's `ElementIds`.
+    `paddings` maps `id(ElementIds)` -> fingerprint of the tensor's padding after the load of digits.
     """
     origin = numbers.origin
     is_read = numbers is origin
@@ -528,7 +528,7 @@ def _read(loads: _Loads, placed: frozenset[str]) -> frozenset[str]:
     others = frozenset(spec.name for spec in loads.codes.specs if spec.numel) - placed
     if not others:
         return frozenset()
-    # Also load one tensor that the loader certainly reads: if `_Reading` does not record this read, it records none.
+    # Also load a tensor that the loader certainly reads, to notice if the mode records no reads at all.
     try:
         return _watched(loads, others.union(sorted(placed)[:1])).read(others)
     except Exception:  # noqa: BLE001 - a loader may raise anything if tensors are missing

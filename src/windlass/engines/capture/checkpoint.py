@@ -82,8 +82,8 @@ def checkpoint_specs(folder: Path, *, adapter: bool = False) -> tuple[Checkpoint
                 found[name] = CheckpointSpec(name, tuple(entry.get_shape()), _SAFETENSORS[dtype])
             elif quantised or dtype not in _INTEGERS_STORED:
                 raise UnsupportedLayout(
-                    f"checkpoint: tensor {name!r}: dtype must be one of {list(_SAFETENSORS)} to be "
-                    f"followed through the loader, got {dtype}"
+                    f"checkpoint: tensor {name!r}: dtype must be one of {list(_SAFETENSORS)}, which represent "
+                    f"all digits, got {dtype}"
                 )
     return tuple(found.values())
 
@@ -93,10 +93,10 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def _files(folder: Path, adapter: bool) -> list[Path]:
-    """Return the safetensors files of a checkpoint in the order in which engines load them (`model-2` before `model-10`).
+    """Return the safetensors files of a checkpoint in the order of engines (`model-2` before `model-10`).
 
-    The order matters if two files have a tensor of the same name: the later file wins. The files are those that the
-    index names, or without an index all safetensors files but an adapter's. If `adapter`, return the adapter's file.
+    The order matters if two files have a tensor of the same name: the later file wins. Without an index, return all
+    safetensors files but an adapter's. If `adapter`, return only the adapter's file.
 
     Raises:
         ConfigError: the index is invalid, or names a file outside the folder.

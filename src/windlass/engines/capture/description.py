@@ -136,7 +136,7 @@ class Captured:
         repacks: copies from buffers into parameters, made after every update.
         constants: names of tensors that the engine's loader does not change (rotary caches, scales of 1).
         unplaced: names of checkpoint tensors that have no element in this rank's memory. Another rank may have them,
-            or the engine keeps them where the model's attributes do not lead.
+            or the engine keeps them in memory that the model's objects do not reference.
         unread: names in `unplaced` that the engine's loader did not read.
         recompute: partial load by the engine's own loader after every update; None if none is needed.
         roundings: roundings of received values, done after every update and before `repacks`.
@@ -297,7 +297,7 @@ def describe(
     The manifest contains the buffers of `recompute` instead of the tensors that `recompute` loads.
 
     Args:
-        seen: checkpoint elements in every tensor. Capture should have read every place of `seen.scattered` again.
+        seen: checkpoint elements in every tensor.
         codes: numbers of the checkpoint elements.
         worker: identity of the rank.
         recompute: partial load after every update, if one is needed.
@@ -357,8 +357,8 @@ _HALVES = (DType.BFLOAT16, DType.FLOAT16)
 def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
     """Return the dtype in which updates send the values of a tensor.
 
-    This is the checkpoint's dtype if one of the two is bfloat16 and the other float16, because neither can represent
-    all values of the other. Otherwise this is the tensor's dtype.
+    This is the checkpoint's dtype if the tensor is bfloat16 and the checkpoint float16, or the reverse, because neither
+    dtype can represent all values of the other. Otherwise this is the tensor's dtype.
 
     Raises:
         UnsupportedLayout: the checkpoint's dtype is needed, but the checkpoint tensors have several dtypes.
@@ -368,7 +368,7 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
         return own
     if len(stored) > 1:
         raise UnsupportedLayout(
-            f"{name}: its checkpoint tensors must be of one type, or the engine's tensor of float32, "
+            f"{name}: its checkpoint tensors must be of one dtype, or the engine's tensor must be float32, "
             f"got {sorted(stored)} for {own}"
         )
     return stored.pop()
@@ -451,7 +451,7 @@ def _repack(
     """
     if not numbers.by_place:
         raise UnsupportedLayout(
-            f"{name}: its checkpoint elements are scattered, and too many to be read one by one"
+            f"{name}: its checkpoint elements are scattered, and it is too large to read every place"
         )
     values, written = numbers.placed()
     unique, elements = np.unique(values, return_inverse=True)

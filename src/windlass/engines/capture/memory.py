@@ -35,12 +35,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A tensor of the model, without tensors that share its memory.
+    """A tensor of the model, and the model's reference to it.
 
     Attributes:
         name: path of the tensor in the model.
-        tensor: the tensor.
-        kind: kind of the reference from the model.
         node: object in the walk through the model; None for a number.
     """
 
@@ -89,7 +87,7 @@ def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Ma
 
 
 def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
-    """Return the tensors of a walk through the model, without tensors that share memory; see `held_by`."""
+    """Return the tensors of a walk through the model, as `held_by` does."""
     counts = found.num_parameters, found.num_buffers, found.num_attributes
     direct = (Kind.PARAMETER, Kind.BUFFER, Kind.ATTRIBUTE)
     kinds = (kind for kind, count in zip(direct, counts, strict=True) for _ in range(count))
@@ -160,7 +158,7 @@ class Watched:
         self.numbers: frozenset[str] = frozenset()
 
     def changed(self) -> None:
-        """Discard the cache, and so its references to tensors."""
+        """Discard the cached tensors."""
         self._reach = self._held = None
 
     @property

@@ -88,7 +88,7 @@ class Found:
     derived: Mapping[str, str]
 
     def require_refilled(self) -> None:
-        """Raise UnsupportedLayout if `derived` is not empty; the message names all its values."""
+        """Raise UnsupportedLayout if `derived` is not empty; the message names the values in `derived`."""
         if self.derived:
             name, how = next(iter(self.derived.items()))
             refuse(
@@ -213,9 +213,7 @@ def _forms(tensor: torch.Tensor, width: int | None = None) -> Iterator[torch.Ten
             continue
         try:
             yield matrix.view(-1, matrix.shape[-1])
-        except (
-            RuntimeError
-        ):  # torch cannot view the matrix because the strides between its rows differ
+        except RuntimeError:  # the strides between the matrix's rows differ
             continue
 
 
@@ -385,9 +383,9 @@ def _longest(
 
 
 def _starts(rest: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return a bool tensor: the positions of a weight that equal the first `FEW` elements of `rest`.
+    """Return, for each position in a weight, whether the weight equals the first `FEW` elements of `rest` from there on.
 
-    Each column is a position if the weight has one row; otherwise each row is a position.
+    The positions are all columns of a weight with one row, and the starts of rows of any other weight.
     """
     windows = matrix[0].unfold(0, FEW, 1) if len(matrix) == 1 else matrix[:, :FEW]
     return _equal(rest[:FEW], windows).all(1)
@@ -493,7 +491,7 @@ def _uncommon(value: Number) -> float | None:
 
 
 _NUM_FULL_LOOKS = 2
-"""Number of first calls of `look` that also search old tensors, because the engine may have filled them since."""
+"""The first calls of `look`, up to this number, also search tensors that existed before: the engine may fill them late."""
 _TRIES = 3
 
 
@@ -581,7 +579,7 @@ class Later:
         self._signature = None if is_full else Signature(self._watched.reach)
 
     def _walked(self) -> Mapping[str, Holding]:
-        """Return the model's current tensors. Retry if another thread changes a container meanwhile (RuntimeError)."""
+        """Return the model's current tensors. Retry after RuntimeError: another thread has changed a container."""
         for number in range(_TRIES):
             self._watched.changed()
             try:
@@ -608,7 +606,7 @@ _State = tuple[int | None, int]
 def _state(holding: Holding) -> _State:
     """Return the version counter that torch keeps for a tensor, and the tensor's address.
 
-    Inference tensors have no version counter; return None for it.
+    An inference tensor has no version counter; None takes its place.
     """
     is_counted = not holding.tensor.is_inference()
     return (holding.tensor._version if is_counted else None), holding.address

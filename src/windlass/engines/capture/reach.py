@@ -120,7 +120,6 @@ class Node:
     """An object that the walk has found.
 
     Attributes:
-        item: the object.
         shape: description of the object's values.
         holder: the first object in which the walk found a reference to `item`; None for modules of the model, classes
             and namespaces of Python modules.
@@ -648,8 +647,7 @@ def _function_in(value: object) -> FunctionType | None:
 def _named(functions: list[FunctionType]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield (namespace, name) of the global variables that functions use.
 
-    Also search the functions that they call in the same Python module, and functions of other modules that these call
-    directly.
+    Follow calls to functions of the same Python module, and one call into another module.
     """
     waiting = [(function, True) for function in functions]
     seen = {function.__code__ for function in functions}

@@ -43,10 +43,11 @@ PREFIX = "loader/"
 
 
 def surroundings(model: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that returns a context manager, which applies this thread's torch settings in another thread.
+    """Record this thread's torch settings, and return a function that makes contexts with these settings.
 
-    The settings are inference mode, the default device and, if `model` (the device of the weights) is a GPU, the
-    current GPU. The context manager also disables gradients, and waits for GPU work when it exits.
+    `with function():` applies the settings in any thread. The settings are inference mode, the default device and, if
+    `model` (the device of the weights) is a GPU, the current GPU. The context also disables gradients, and waits for
+    GPU work at its end.
     """
     inference, default = torch.is_inference_mode_enabled(), torch.get_default_device()
     cuda = torch.cuda.current_device() if model.type == "cuda" else None
@@ -85,7 +86,7 @@ class Recompute:
             are filled with NaN before a load.
         load: the engine's loader.
         held: current tensors of the model.
-        entered: context manager with the torch settings of the thread that captured; see `surroundings`.
+        entered: result of `surroundings` in the thread that captured.
     """
 
     names: tuple[str, ...]
@@ -156,7 +157,7 @@ class Recompute:
                 f"with every load of the same tensors"
             )
         stale = sorted(n for n, p in {**before, **self._constants}.items() if found.get(n) != p)
-        why = "tensors that must stay, but that the engine's loader has changed after an earlier failure"
+        why = "tensors that the engine's loader must not change, but has changed after an earlier failure"
         refuse(stale, why)
 
     def _load_once(self) -> None:
@@ -176,7 +177,7 @@ class Recompute:
         unwritten = sorted(n for n, c in marks.clear(held).items() if c != self.unwritten[n])
         refuse(unwritten, "tensors that the engine's loader has not written")
         missing = [s.name for s, _ in self.buffers if s.name not in taken]
-        refuse(missing, "tensors that the engine's loader has not taken")
+        refuse(missing, "tensors that the engine's loader has not read")
 
     def _received(self, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for spec, buffer in self.buffers:
@@ -227,8 +228,8 @@ class Search:
             UnsupportedLayout: the search cannot find the sources of some tensors; the message names these tensors.
         """
         every = frozenset(spec.name for spec in self.codes.specs)
-        deaf = sorted(self.base.keys() - self._changed(every))
-        refuse(deaf, "tensors that the engine does not compute from the checkpoint alone")
+        unaffected = sorted(self.base.keys() - self._changed(every))
+        refuse(unaffected, "tensors that the engine does not compute from the checkpoint alone")
         patterns = patterns_of(spec.name for spec in self.codes.specs)
         kinds = [tuple(names) for names in patterns.values()]
         members = frozenset().union(*self._mattering(kinds, known=True))
@@ -267,8 +268,8 @@ class Search:
     def _numbered(self, members: frozenset[str]) -> frozenset[str]:
         """Return the names in `members` that may be sources.
 
-        A name's numbers (layer, expert) get an index. For each binary digit of the index, change the names with digit
-        1, then those with digit 0, and observe which computed tensors change.
+        Each combination of numbers in a name (layer, expert) has an index. For each binary digit of the index, change
+        the tensors with digit 1, then the tensors with digit 0, and observe which computed tensors change.
         """
         keys = sorted({_numbers(name) for name in members})
         index = {key: at for at, key in enumerate(keys)}
@@ -313,8 +314,8 @@ def plan_recompute(
         The partial load, or None if no computed value depends on weights.
 
     Raises:
-        UnsupportedLayout: the search cannot find the sources of a tensor, no partial load gives the tensor the right
-            values, or two equal loads give it different values. The message names these tensors.
+        UnsupportedLayout: the search cannot find the sources of a tensor, no partial load gives a tensor the right
+            values, or two equal loads give a tensor different values. The message names these tensors.
     """
 
     def prints() -> dict[str, int]:
@@ -360,13 +361,13 @@ def _saturated(base: Mapping[str, int], codes: Codes, load: Load, held: Watched)
         return frozenset()
     load(codes.mixed(frozenset(spec.name for spec in codes.specs), _SEEDS[0]))
     now = prints_of(held())
-    deaf = frozenset(n for n in held.numbers & base.keys() if now.get(n) == base[n])
-    if deaf:
+    unaffected = frozenset(n for n in held.numbers & base.keys() if now.get(n) == base[n])
+    if unaffected:
         load(codes.digits(0))
         now = prints_of(held())
-        hidden = sorted(n for n in deaf if now.get(n) != base[n])
+        hidden = sorted(n for n in unaffected if now.get(n) != base[n])
         refuse(hidden, "numbers that depend on weights, but that most weight values do not change")
-    return deaf
+    return unaffected
 
 
 @final
@@ -382,7 +383,7 @@ class _Part:
 
     @cached_property
     def copied(self) -> Mapping[str, frozenset[str]]:
-        """Name of each of the engine's tensors that is a copy -> names of the checkpoint tensors in it."""
+        """Name of an engine tensor that is a copy -> names of the checkpoint tensors from which it was copied."""
         return {name: _tensors_in(found, self.codes) for name, found in self.numbers.items()}
 
     @property
@@ -431,7 +432,7 @@ class _Part:
         return frozenset().union(*(self.copied[name] for name in chosen))
 
     def recompute(self, sources: frozenset[str]) -> Recompute:
-        """Return the partial load of `sources`, after trial updates have shown that it is enough."""
+        """Return the partial load of `sources`. Trial updates must have shown that this load is enough."""
         return Recompute(
             names=tuple(sorted(self._filled(sources))),
             buffers=tuple(
@@ -447,7 +448,7 @@ class _Part:
         )
 
     def _unwritten(self, sources: frozenset[str]) -> dict[str, int]:
-        """Return `Recompute.unwritten`. Leave out a tensor if the loader reads its old values: NaN would spread."""
+        """Return `Recompute.unwritten`, without tensors whose old values the loader reads (NaN would spread)."""
         held = self.held()
         names = {
             n
@@ -457,8 +458,8 @@ class _Part:
         self.load(self.codes.some(sources, _SEEDS[0]))
         plain = prints_of(self.held())
         while names:
-            # First load other values. If the loader computes a NaN from a mark, `clear` takes the place for padding
-            # and restores the other value, which then differs from `plain`.
+            # Load other values first, so that `clear` restores a value that differs from `plain` if the loader has
+            # copied a mark to a place that is no padding.
             self.load(self.codes.some(sources, _SEEDS[1]))
             marks = _Marks(self.held(), dict.fromkeys(names, -1))
             try:

@@ -195,10 +195,11 @@ def _holds_values(item: object) -> bool:
 
 
 def undone_if_it_fails(load: Load, watched: Watched) -> Load:
-    """Wrap the engine's loader so that a tensor that it replaces keeps its address where possible.
+    """Wrap the engine's loader so that tensors keep their addresses where possible.
 
-    After a load, the wrapper copies the new tensor's values into the original tensor, and puts the original tensor back
-    into the model. If `load` raises, the wrapper restores the model's objects, but not the bytes of tensors.
+    If the loader replaces a tensor, the wrapper copies the new tensor's values into the original tensor, and puts the
+    original tensor back into the model. If the loader raises, the wrapper restores the model's objects, but not the bytes
+    of tensors.
     """
 
     def guarded(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -220,14 +221,7 @@ def _put_back(before: Mapping[str, Holding], now: Mapping[str, Holding]) -> bool
     """Put original tensors back into the model where a load replaced them by new tensors of the same layout.
 
     Each original tensor gets the new tensor's values. CUDA graphs use the addresses of the original tensors, and updates
-    write to these addresses.
-
-    Args:
-        before: tensors of the model before the load.
-        now: tensors of the model after the load.
-
-    Returns:
-        True if there were such tensors.
+    write to these addresses. Return True if a load has replaced tensors.
     """
     made = [
         (old, new)

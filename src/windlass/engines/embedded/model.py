@@ -200,7 +200,7 @@ class _SlotCache:
         *_unused: object,
         kwargs: object = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values (B, heads, T, D), and return all of the slots' (B, heads, span, D).
+        """Store keys and values (B, heads, T, D); return all keys and values of the slots, each (B, heads, span, D).
 
         transformers passes `kwargs` since 5.24.
         """

@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def version(self) -> int:
-        """Version that new tokens are stamped with."""
+        """Version of the weights, which is recorded for new tokens."""
         return self._version
 
     @property
@@ -148,7 +148,9 @@ class Scheduler:
             self._paused = True
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: self._quiesced_for == pause_id, deadline_s):
-                raise PeerTimeout(f"pause {pause_id}: the model loop ran on for {deadline_s} s")
+                raise PeerTimeout(
+                    f"pause {pause_id}: the model loop's step did not end within {deadline_s} s"
+                )
 
     def resume(self, deadline_s: float = 0.0) -> None:  # noqa: ARG002
         """Continue generation."""
@@ -160,7 +162,7 @@ class Scheduler:
         """Do nothing: this engine derives no values from its weights."""
 
     def set_version(self, version: int, deadline_s: float = 0.0) -> None:  # noqa: ARG002
-        """Stamp `version` on tokens of later steps."""
+        """Set the version that is recorded for tokens of later steps."""
         with self._changed:
             self._version = version
 
@@ -185,7 +187,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def sample(self, step: Step, logits: torch.Tensor) -> None:
-        """Sample one token per row of the step's logits (B, V), and append it to the row's request."""
+        """Sample one token per row of the step's logits (B, V), and append the token to the row's request."""
         with self._changed:
             requests = [self._running.get(slot) for slot in step.slots]
             for request, row in zip(requests, self._sample(requests, logits), strict=True):

@@ -103,7 +103,7 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        """Return the address that clients connect to."""
+        """Address to which clients connect."""
         return self._server.url
 
     def start(self) -> None:

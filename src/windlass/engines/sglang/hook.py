@@ -117,7 +117,7 @@ def own_rank() -> int:
 def _own_replica() -> int:
     """Return the index of this rank's data-parallel replica.
 
-    Return 0 in old releases, whose ranks do not know the index; the launcher refuses several replicas with them.
+    Return 0 in releases whose ranks do not know this index; the launcher refuses several replicas with such a release.
     """
     try:
         from sglang.srt.runtime_context import get_parallel
@@ -177,7 +177,7 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
 
 
 def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured, bool]:
-    """Return the captured layout, and True if SGLang does not change weights before and after an order."""
+    """Return the captured layout, and the result of `_orders_change_nothing`."""
     settings = order.settings
     captured = capture(
         model,
@@ -190,8 +190,8 @@ def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured
     untouched = _orders_change_nothing(model)
     if order.num_stages > 1 and _has_sessions() and not untouched:
         raise UnsupportedLayout(
-            "pp: stages must have weights that SGLang does not repack before and after an order, "
-            "because later stages may still repack when SGLang answers for the first stage"
+            "pp: must be 1 for this model: SGLang repacks its weights before and after an order, and "
+            "answers the order before later stages have finished"
         )
     return captured, untouched
 
@@ -204,7 +204,10 @@ def _has_sessions() -> bool:
 
 
 def _orders_change_nothing(model: torch.nn.Module) -> bool:
-    """Return whether every tensor stays the same when SGLang repacks and unpacks the weights. Call this in an order."""
+    """Return True if SGLang changes no tensor when it repacks weights after an order and unpacks them before the next.
+
+    Call this while SGLang carries out an order, when weights are unpacked.
+    """
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     if not _has_sessions():
@@ -250,9 +253,9 @@ def _separate_caches() -> None:
     """Patch SGLang so that a request finds only prefix-cache entries of the weights with which it starts.
 
     The patched `Req.init_next_round_input` adds the namespace of the current weights to a request's `extra_key`, which is
-    part of the key of cache entries. It does so only when a waiting request may start: SGLang (0.5.16, 0.5.23) passes a
-    `tree_cache` only then. If an update comes while the request runs, its entries keep the old namespace, so later
-    requests do not find them. SGLang evicts these entries like other unused entries.
+    part of the key of cache entries. The patch acts only on calls with a `tree_cache`: SGLang (0.5.16, 0.5.23) passes one
+    only when a waiting request may start. If an update comes while the request runs, the request's entries keep the old
+    namespace, so later requests do not find them. SGLang evicts these entries like other unused entries.
 
     Raises:
         UnsupportedLayout: this release has no `init_next_round_input` or `extra_key`, or its tree ignores `extra_key`.

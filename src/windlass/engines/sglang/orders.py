@@ -47,8 +47,8 @@ class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
     Attributes:
         pause_id: id of the pause.
         namespace: unique name, which becomes part of the key of all new prefix-cache entries.
-        blocked_s: None to return from the order at once. A number blocks the main loop until the pause ends, but
-            for at most `hook.LONGEST_BLOCK_S`; the pause fails if the agent does not ask for it in `blocked_s` seconds.
+        blocked_s: None to return from the order at once. Otherwise the order blocks the main loop (see
+            `QuiesceGate.block`): the agent must ask for the pause within these seconds.
     """
 
     pause_id: str

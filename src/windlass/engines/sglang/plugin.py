@@ -93,7 +93,7 @@ def _check_variables() -> None:
         return
     if is_launched():
         raise ConfigError(f"{ORIGINAL} must not be set: {_SAMPLED}")
-    _log.warning("%s is set: %s, and this server's are not", ORIGINAL, _SAMPLED)
+    _log.warning("%s is set, so that this server's do not: %s", ORIGINAL, _SAMPLED)
 
 
 def _is_set(variable: str) -> bool:
@@ -115,7 +115,7 @@ def _prepare(server_args: Any) -> None:
     http_server = sys.modules.get(_HTTP)
     if http_server is None:
         raise ConfigError(
-            f"{CONTROLLER_VARIABLE} must not be set for an engine without an HTTP server, which cannot be paused"
+            f"{CONTROLLER_VARIABLE} must not be set for an engine without an HTTP server: Windlass cannot pause it"
         )
     _check_variables()
     refuse_expandable_segments()
@@ -286,7 +286,7 @@ class _Member(Member):
         super().__init__(settings.host, port, key=keep_key(port), spans_hosts=settings.nnodes > 1)
         if self._spans_hosts and not self.token:
             raise ConfigError(
-                "--nnodes must be 1 without a token, by which ranks on other hosts prove who they are, "
+                "--nnodes must be 1 without a token, with which ranks on other hosts authenticate, "
                 f"got {settings.nnodes}"
             )
 

@@ -222,7 +222,7 @@ def check_server(server: EngineHttp, world_size: int) -> int:
     sizes = [size if isinstance(size := told.get(name), int) else 1 for name in _SIZES]
     if told.keys() >= set(_SIZES) and math.prod(sizes) != world_size:
         raise ConfigError(
-            f"{server.url}: --tp x --pp x --dp must be the server's ranks, "
+            f"{server.url}: --tp x --pp x --dp must be the number of the server's ranks, "
             f"{dict(zip(_SIZES, sizes, strict=True))}, got {world_size}"
         )
     return sizes[_SIZES.index("pp_size")]

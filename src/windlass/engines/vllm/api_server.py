@@ -68,8 +68,8 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         failed: whether the rank could not carry out the order.
-        said: `CapturedLayout` in JSON for a capture, empty for a join. If the rank failed, this is the reason, or empty
-            if it failed because of another rank.
+        said: `CapturedLayout` in JSON for a capture, empty for a join. If `failed`, this is the reason; it is empty if
+            another rank reports the reason.
     """
 
     failed: bool = False
@@ -92,7 +92,7 @@ def note_adapters(modules: Sequence[Any] | None) -> None:
 def extend_api_server() -> None:
     """Patch `init_weight_transfer_engine` and `update_weights` of vLLM's `AsyncLLM` (0.24, 0.32). Idempotent.
 
-    The patched methods do nothing new if the server uses another weight-transfer backend.
+    If the server uses another weight-transfer backend, the patched methods call the original methods.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -108,7 +108,7 @@ def extend_api_server() -> None:
         if not is_backend_of(engine.vllm_config) or not _runs_in_lockstep(engine.vllm_config):
             await update(engine, request)
             return
-        # Pause all replicas first: a replica that is blocked cannot take part in a step that another has begun.
+        # Pause all replicas first: a blocked replica cannot take part in a step that another replica has begun.
         is_paused = await engine.is_paused()
         if not is_paused:
             await engine.pause_generation(mode="keep", clear_cache=False)

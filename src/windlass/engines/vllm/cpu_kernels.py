@@ -19,11 +19,11 @@ from windlass.errors import UnsupportedLayout
 def multiply_by_parameters(applies: Callable[[], bool] = lambda: True) -> None:
     """Make this worker's linear layers read their parameters. Call this function before vLLM loads the model.
 
-    This has no effect outside a vLLM worker on a CPU. While vLLM loads the model, it raises UnsupportedLayout if a
-    weight of a convolution was packed (AVX512-BF16): updates cannot reach a second copy that the kernels read.
+    This has no effect outside a vLLM worker on a CPU. If the model has a convolution whose weight vLLM packs
+    (AVX512-BF16), the load of the model fails with UnsupportedLayout, because updates cannot reach the packed copy.
 
     Args:
-        applies: function that is called for every layer; if it returns False, vLLM packs the layer's weight.
+        applies: function that vLLM calls for every layer; if it returns False, vLLM packs the layer's weight.
     """
     if "vllm" not in sys.modules:
         return

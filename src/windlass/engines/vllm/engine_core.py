@@ -112,12 +112,10 @@ class Namespace:
         return self._name + (own or "")
 
     def enter(self, request: Any) -> None:
-        """If a request's salt has an older namespace, give it the current one and hash its blocks again.
+        """Give a vLLM `Request` with an older namespace the current namespace, and hash its blocks again.
 
-        Do nothing if `salt` was never called, because Windlass then does not update this engine.
-
-        Args:
-            request: vLLM's `Request`, which must own no cache blocks yet.
+        The request must own no cache blocks yet. If `salt` was never called, Windlass does not update this engine: do
+        nothing.
         """
         salt = request.cache_salt or ""
         if not self._has_salted or salt.startswith(self._name):
@@ -141,10 +139,7 @@ class CoreCalls:
     def call(self, method: str, args: list[object], deadline_s: float | None) -> None:
         """Run a worker method in the core's loop, and wait for its end. Call this from another thread.
 
-        Args:
-            method: name of the worker method.
-            args: arguments of the worker method.
-            deadline_s: seconds to wait; None (no limit) only for a method that blocks until the end of a pause.
+        `deadline_s` is None (no limit) only for a method that blocks until the end of a pause.
 
         Raises:
             PeerTimeout: the method did not end within `deadline_s`; it may still run.
@@ -155,9 +150,7 @@ class CoreCalls:
     def hold(self, blocked: Callable[[], int]) -> None:
         """Run `blocked` in the core's loop between two steps, and wait for its end. Call this from another thread.
 
-        Args:
-            blocked: function that blocks the loop, and returns the version that the engine then serves (negative for
-                no version).
+        `blocked` blocks the loop, and returns the version that the engine then serves (negative for no version).
 
         Raises:
             PeerUnreachable: `blocked` raised.
@@ -237,9 +230,9 @@ def is_backend_of(config: Any) -> bool:
 
 
 def _scheduler(**made_with: Any) -> object:
-    """Return a scheduler of vLLM's own class; if vLLM records no versions of tokens, of a subclass that does.
+    """Return vLLM's own scheduler. If vLLM does not record versions of tokens, return `_noting` of this scheduler.
 
-    vLLM's EngineCore calls this function in place of the scheduler class.
+    vLLM's EngineCore calls this function instead of a scheduler class.
     """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -311,7 +304,7 @@ def _update(
 ) -> list[Any]:
     """Hold the core's loop while the workers run vLLM's `update_weights`; return the workers' results.
 
-    If `info` has the key `whole`, call `receive_weights` in the workers instead, which needs no start and finish.
+    If `info` has the key `whole`, call `receive_weights` in the workers instead.
     """
     found: list[Any] = []
 

@@ -58,8 +58,8 @@ class VllmApi:
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """Pause: `abort` ends running requests; `in_place` keeps requests and their KV cache.
 
-        `clear_cache=false`, because caches are separated by version. If vLLM 0.32 cleared the cache, it would compute the
-        KV cache of all kept requests again.
+        Send `clear_cache=false`, because the cache is separated by version. Otherwise vLLM 0.32 would compute the KV cache
+        of all kept requests again.
         """
         if mode not in _MODES:
             raise ConfigError(f"vLLM: pause_mode must be one of {list(_MODES)}, got {mode}")

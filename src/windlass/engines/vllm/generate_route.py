@@ -125,8 +125,8 @@ class GenerateRoute:
 class CompletionsRoute(GenerateRoute):
     """ASGI middleware that serves `POST /generate` by vLLM's route `/v1/completions`.
 
-    The response to an aborted request has no tokens, because vLLM omits their weight versions. The rollout worker must
-    generate these tokens again.
+    If a request is aborted, vLLM omits the weight versions of its tokens. The response then has no tokens, and the rollout
+    worker must request them again.
     """
 
     path = "/v1/completions"

@@ -80,7 +80,7 @@ def prepare(args: Any) -> None:
         _log.warning("%s", warning)
     if not args.port or vars(args).get("uds"):
         raise ConfigError(
-            f"--port must name a port with {CONTROLLER_VARIABLE}: peers reach the server there"
+            f"--port must name a port with {CONTROLLER_VARIABLE}: the controller connects to it"
         )
     controller = environment_value(CONTROLLER_VARIABLE)
     if controller != WAIT:
@@ -88,9 +88,8 @@ def prepare(args: Any) -> None:
     control_token()
     if secret_value(TOKEN_VARIABLE) and (vars(args).get("api_server_count") or 1) > 1:
         raise ConfigError(
-            f"{TOKEN_VARIABLE} must not be set for a server with {args.api_server_count} API servers, since no "
-            f"process inherits it; write the token to a file and set {TOKEN_FILE_VARIABLE}, or use "
-            "--api-server-count 1"
+            f"{TOKEN_VARIABLE} must not be set for a server with {args.api_server_count} API servers, because they do "
+            f"not inherit the token; write it to a file and set {TOKEN_FILE_VARIABLE}, or use --api-server-count 1"
         )
     keep_key(args.port)
     # vLLM has the routes `/pause` and `/resume` only in this mode.

@@ -31,7 +31,7 @@ Worker = Any
 
 
 def number_of(worker: Worker) -> int:
-    """Return the rank of a worker among all ranks of the server; the ranks of earlier replicas are added."""
+    """Return the index of a worker among all ranks of the server: the ranks of earlier replicas come first."""
     # `world_size` and `rank` are those of one replica.
     parallel = worker.parallel_config
     return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
@@ -100,7 +100,7 @@ def capture_rank(
 
 
 def served_by(worker: Worker) -> torch.nn.Module:
-    """Return the model of a rank, or a module with the model and its draft model if there is one."""
+    """Return the model of a rank. If the rank has a draft model, return a module that contains both models."""
     target, draft = worker.model_runner.get_model(), _draft_of(worker)
     return target if draft is None else torch.nn.ModuleDict({"target": target, "draft": draft})
 

@@ -310,7 +310,7 @@ def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = T
     if adapter:
         rules += _OF_ADAPTERS
     if not is_launched:
-        # Leave out `_LOGPROBS`: a user who starts the server may want another mode.
+        # Allow any `--logprobs-mode`: the user who starts the server may need another mode.
         plain = {_SCHEDULER: _PLAIN_SCHEDULER, _ADAPTERS: _PLAIN_ADAPTERS}
         rules = [plain.get(rule, rule) for rule in rules if rule is not _LOGPROBS]
     refuse_settings("vLLM", rules, setting)
