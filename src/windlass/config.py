@@ -281,7 +281,7 @@ class PluginBackend(msgspec.Struct, frozen=True, tag="plugin", omit_defaults=Tru
 
     @property
     def traits(self) -> BackendTraits:
-        """Traits of the backend. ConfigError is raised as by `find_backend`."""
+        """Traits of the backend; raises ConfigError as `find_backend` does."""
         return find_backend(self.name).traits
 
 

@@ -149,7 +149,7 @@ def _boxes_of_one_copy(
     along: list[int],
     limit: int,
 ) -> Iterator[PlacedBox]:
-    """Yield the boxes of lines whose elements have one place each.
+    """Yield the boxes of lines; each element has one place.
 
     `along` has the dim along which the lines extend; it is empty if a line is one element.
     """

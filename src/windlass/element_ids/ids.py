@@ -41,7 +41,7 @@ def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1.0) -> torch.Tensor:
-    """Return the digit at each place of a tensor, shifted left to its position; `_NOTHING` where the value is no digit.
+    """Return the digit at each place of a tensor, shifted left to its position; `_NOTHING` for other values.
 
     `factor` is the constant by which the engine's loader multiplies. The product is rounded to the tensor's dtype, but
     different digits give different products: a digit has at most eight bits, as many as the significand of bfloat16,
@@ -110,7 +110,7 @@ def _grid_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Columns [begin, begin + length) of a row, whose element numbers are evenly spaced.
+    """Columns [begin, begin + length) of a row; their element numbers are evenly spaced.
 
     Attributes:
         first: difference between the element number in column `begin` and the row's first number.

@@ -64,8 +64,8 @@ class PendingUpdate:
     Attributes:
         version: number of the version.
         stood_s: seconds that `publish` took.
-        copy: with `publish(copy=True)`, the seconds of `stood_s` in which `publish` waited for the optimizer step and
-            copied the weights.
+        copy: seconds in which `publish(copy=True)` waited for the optimizer step and copied the weights; `stood_s`
+            includes them.
     """
 
     def __init__(self, version: int, report: Future[UpdateReport]) -> None:
@@ -140,7 +140,7 @@ class TrainerClient(Closing):
 
     Args:
         weights: weights of this rank.
-        transport: transport of this rank. `close`, and any error here, closes it.
+        transport: transport of this rank. `close` closes it, and so does a failed constructor.
         controller: address of the controller.
         token: secret of the controller.
         job: identity of this start of the trainer ranks, the same on all ranks. If empty, the value of WINDLASS_JOB,
@@ -251,7 +251,7 @@ class TrainerClient(Closing):
             wait: True to return after the end of the round. Otherwise the caller must call `result` of the returned
                 update before the next `publish`.
             copy: True to send a copy of the weights, so that the weights may change, move or be freed as soon as this
-                method returns. `connect_trainer` must have got `replica`.
+                method returns. This needs the argument `replica` of `connect_trainer`.
             deadline_s: seconds from now within which the round must end.
 
         Raises:

@@ -83,7 +83,7 @@ def patterns_from(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _launched_patterns() -> tuple[str, ...]:
-    """Return the value of `trainer.allow_unused` in the job file; `windlass launch` passes it as a variable."""
+    """Return `trainer.allow_unused` of the job file, which `windlass launch` passes in an environment variable."""
     return tuple(environment_value(ALLOW_UNUSED_VARIABLE).split())
 
 
@@ -204,12 +204,12 @@ def connect_trainer(
         replica: memory for a copy of the weights, or OFF for no copy; see `ReplicaPlace`. The copy is as large as the
             weights. `publish(copy=True)` needs it.
         allow_unused: patterns (`fnmatch`) of trained tensors that engines need not have, such as a value head, or a
-            vision tower if engines serve only the text part. An update fails before the first byte is sent if no
-            engine has a tensor that matches no pattern. Buffers, rotary tables and MTP layers (which predict further
-            tokens) need no pattern.
+            vision tower if engines serve only the text part. If a trained tensor matches no pattern and no engine has
+            it, the update fails before the first byte is sent. Buffers, rotary tables and MTP layers (which predict
+            further tokens) need no pattern.
         keep: patterns (`fnmatch`) of engine tensors that trainers need not have, such as a vision tower if only the text
-            part is trained. Engines do not change these tensors, and verify by digests that nothing else changes them.
-            An engine is refused if it has a tensor that no trainer has and that matches no pattern.
+            part is trained. Engines verify by digests that these tensors do not change. If an engine has a tensor that
+            matches no pattern and no trainer has it, the controller refuses the engine.
         connect_deadline_s: seconds to wait for the controller.
 
     Raises:

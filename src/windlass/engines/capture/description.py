@@ -212,10 +212,9 @@ class Seen:
         numbers: numbers of the checkpoint elements in each tensor that a load changes, by name.
         factors: constant by which the engine's loader multiplies a tensor, by name; 1 for a missing name.
         constants: names of tensors that a load does not change.
-        unproven: names of tensors whose values after a load of random values were not as expected. Capture must
+        unproven: names of tensors that did not have the expected values after a load of random values. Capture must
             read every place of these tensors.
-        computed: names of tensors that a load changes but that are not copies of checkpoint elements. They are not in
-            `numbers`.
+        computed: names of computed tensors; they are not in `numbers`.
     """
 
     holdings: Mapping[str, Holding]

@@ -34,10 +34,10 @@ import torch.distributed as dist
 
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
 _APART = frozenset({"compilation", "config", "configs", "distributed"})
-"""Names of subpackages whose objects the walk skips, such as `vllm.compilation` and `vllm.config`.
+"""Names of subpackages, such as `vllm.compilation` and `vllm.config`. The walk skips objects of their classes.
 
-Compiled code references the memory of CUDA graphs, and most objects of an engine share its configuration. The walk still
-enters containers, torch modules and tensors whose classes are defined in these subpackages.
+Compiled code references the memory of CUDA graphs, and most objects of an engine share its configuration. The walk does
+not skip containers, torch modules and tensors of these classes.
 """
 _RUNNERS = (
     *("vllm.v1.worker", "vllm.v1.core", "vllm.v1.engine", "vllm.v1.executor", "vllm.entrypoints"),

@@ -93,15 +93,15 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing: the update does not use vLLM's loader."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Call `receive_weights`. vLLM's implementation of this method also needs a GPU."""
+        """Call `receive_weights`; the inherited method would also need a GPU."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo, load_weights: object = None) -> None:
         """Block this worker's main loop between two steps until the round of this version has ended.
 
-        This function returns nothing about the result of the round: the controller reports it to the trainer. If no
-        round reaches this worker's agent within `deadline_s`, the loop continues. If the round leaves mixed weights, the
-        loop stays blocked until a later round has repaired them.
+        The controller, not this method, reports the result of the round to the trainer. If no round reaches this worker's
+        agent within `deadline_s`, the loop continues. If the round leaves mixed weights, the loop stays blocked until a
+        later round has written all weights again.
 
         Raises:
             ConfigError: the EngineCore sent no cache namespace.
