@@ -169,9 +169,9 @@ def test_a_launcher_prints_the_cost_of_buffers(
     check_layouts("a", [layout(0), layout(0)])
     assert capsys.readouterr().err == ""
     check_layouts("a", [layout(0), layout(96, "A", "D")])
-    assert (
-        "engine a: buffers of 96 bytes stay on a rank; 2 of its tensors" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "engine a: updates need buffers of 96 bytes per rank; " in said
+    assert " computes 2 tensors per rank again" in said
 
 
 SIGNALLED_AT_ITS_START = """
@@ -250,10 +250,10 @@ SGLANG = ENGINES.find("sglang")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--tp", "3", "--nnodes", "2"], "--nnodes must divide .* 2 for --tp 3 --pp 1"),
+        (["--tp", "3", "--nnodes", "2"], "--nnodes must give each .* 2 for --tp 3 --pp 1"),
         (["--tp", "2", "--pp", "3", "--nnodes", "2"], "--nnodes must give each node whole"),
         (["--tp", "2", "--pp", "2", "--nnodes", "3"], "--nnodes must give each node whole"),
-        (["--dp", "2", "--nnodes", "2"], "--dp must be 1 with --nnodes 2, got 2: replicas"),
+        (["--dp", "2", "--nnodes", "2"], "--dp must be 1 with --nnodes 2, got 2: all replicas"),
         (["--tp", "2", "--nnodes", "2", "--node-rank", "2"], r"must be in \[0, 2\), got 2"),
     ],
 )

@@ -354,7 +354,7 @@ def test_vllm_refuses_the_pause_mode_retract(shown: Record) -> None:
 def test_sglang_with_stages_accepts_only_the_pause_mode_abort(shown: Record) -> None:
     api = SglangApi(EngineHttp("http://127.0.0.1:1"), 2, QuiesceGate(), blocks=False, num_stages=2)
     for mode in (PauseMode.RETRACT, PauseMode.IN_PLACE):
-        with pytest.raises(ConfigError, match="pause_mode must be abort with stages"):
+        with pytest.raises(ConfigError, match="pause_mode must be abort with pipeline stages"):
             api.pause(mode, 1.0)
     reason = "SGLang's loop of a pipeline does not look whether it is paused"
     shown(refusal("sglang", "pause_mode retract, in_place with --pp", reason))
