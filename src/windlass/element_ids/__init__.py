@@ -1,1 +1,1 @@
-"""Numbers of tensor elements, written into values and read back from the memory that some code has filled."""
+"""Element numbers: coded into the values of tensors, loaded by other code, and read from the memory that it filled."""

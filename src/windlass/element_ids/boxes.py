@@ -176,7 +176,7 @@ def _boxes_of_one_copy(
 
 
 def _grow(items: _Items, dim: int, grown: list[int], limit: int) -> _Items:
-    """Join boxes that are equal in all dims but `dim`, adjacent in `dim`, and evenly spaced in memory.
+    """Join boxes that differ only in `dim`, are adjacent in `dim`, and are evenly spaced in memory.
 
     `grown` has the dims in which boxes have been joined before.
     """

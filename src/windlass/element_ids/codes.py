@@ -26,7 +26,7 @@ FLOAT8_DIGIT_BITS = 4
 """Bits per digit if a tensor is float8. Loads contain 1 .. 16; e4m3 represents no odd integer above 15."""
 
 LOUDNESS = 16.0
-"""Factor by which values in `some` are larger than in `random`, so that they change a maximum over several tensors."""
+"""Factor of the larger values in `some`, which change even a maximum over several tensors."""
 
 
 def chunk_on(device: torch.device) -> int:
@@ -166,8 +166,8 @@ class Codes:
         Args:
             numbers: element numbers, (n,) int64, on any device.
             seed: seed of the values.
-            dtype: dtype of the engine's tensor, to which values are cast from the checkpoint's dtype.
-            loud: True for the values of `some`, False for those of `random`.
+            dtype: dtype of the engine's tensor; the values are cast to it from the checkpoint's dtype.
+            loud: True for the values of `some`, False for the values of `random`.
         """
         make = _loud if loud else _ordinary
 

@@ -43,9 +43,9 @@ def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
 def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1.0) -> torch.Tensor:
     """Return the digit at each place of a tensor, shifted left to its position; `_NOTHING` for other values.
 
-    `factor` is the constant by which the engine's loader multiplies. The product is rounded to the tensor's dtype, but
-    different digits give different products: a digit has at most eight bits, as many as the significand of bfloat16,
-    the coarsest dtype in which engines multiply.
+    `factor` is the constant factor of the engine's loader. The product is rounded to the tensor's dtype, but different
+    digits give different products: a digit has at most eight bits, as many as the significand of bfloat16, the coarsest
+    dtype of such products.
     """
     base = 1 << bits
     exact = values.double() if values.element_size() > 4 or factor != 1.0 else values.float()
@@ -170,7 +170,7 @@ class ElementIds:
             tensor: the tensor, after a load of the digits at `position`.
             codes: numbers of the checkpoint elements.
             position: position of the digit; 0 for the lowest digit.
-            factor: constant by which the engine's loader multiplies this tensor.
+            factor: constant factor of the engine's loader for this tensor.
         """
         memory, bits = memory_of(tensor), codes.digit_bits
         heads, firsts = self._heads.view(-1), memory[:: self._shape[2]]
@@ -184,7 +184,7 @@ class ElementIds:
 
     @property
     def origin(self) -> ElementIds:
-        """The object from which `moved` made this object; this object itself if `moved` did not make it."""
+        """The object that `moved` has copied to make this object, or this object itself."""
         return self if self._like is None else self._like[0]
 
     @property
