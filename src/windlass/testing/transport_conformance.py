@@ -75,7 +75,7 @@ class Rig:
         self._placed: list[UInt8Array] = []
 
     def place(self, content: UInt8Array) -> int:
-        """Return the address of memory with these bytes, which the transport can register; the rig keeps it alive."""
+        """Return the address of `content`, in memory that the transport can register. The rig keeps `content` alive."""
         self._placed.append(content)
         return int(content.ctypes.data)
 

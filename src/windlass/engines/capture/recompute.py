@@ -237,10 +237,7 @@ class Search:
         if not self._changed(every - found):
             return found
         if members == found or self._changed(every - members):
-            why = (
-                "tensors that the engine computes from checkpoint tensors that cannot be told apart"
-            )
-            refuse(self.base, why)
+            refuse(self.base, "computed tensors, for which the search cannot find all sources")
         return members
 
     def _changed(self, names: frozenset[str]) -> frozenset[str]:

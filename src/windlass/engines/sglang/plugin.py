@@ -55,7 +55,7 @@ from windlass.errors import ConfigError
 
 _HTTP = "sglang.srt.entrypoints.http_server"
 _OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_USE_MODELSCOPE")
-_SAMPLED = "rollouts carry log-probabilities of the distribution that was sampled"
+_SAMPLED = "rollouts need log-probabilities of the sampled distribution"
 _OF_TENSORS = (None, "direct", "flattened_bucket")
 """Values of SGLang's `load_format` that do not name a custom weight loader."""
 _log = logging.getLogger(__name__)
@@ -83,8 +83,8 @@ def _check_variables() -> None:
     """Check the server's environment variables.
 
     Raises:
-        ConfigError: a variable is set with which updates were not tested, or a launcher started the server and
-            `SGLANG_RETURN_ORIGINAL_LOGPROB` is set.
+        ConfigError: a variable in `_OTHER_SERVERS` is set, or `SGLANG_RETURN_ORIGINAL_LOGPROB` is set and a
+            launcher started the server.
     """
     for variable in _OTHER_SERVERS:
         if _is_set(variable):
@@ -93,7 +93,7 @@ def _check_variables() -> None:
         return
     if is_launched():
         raise ConfigError(f"{ORIGINAL} must not be set: {_SAMPLED}")
-    _log.warning("%s is set, so that this server's do not: %s", ORIGINAL, _SAMPLED)
+    _log.warning("%s is set: this server is not fit for rollouts, since %s", ORIGINAL, _SAMPLED)
 
 
 def _is_set(variable: str) -> bool:
