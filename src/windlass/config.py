@@ -33,11 +33,8 @@ def take_name(what: str, value: str, kind: type[NameT]) -> NameT:
 def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> None:
     """Replace strings in fields of settings by enumeration members, as in `mode="staged"`.
 
-    `__post_init__` calls this, because other code compares members with `is`, which is False for a string.
-
-    Args:
-        settings: settings to change.
-        kinds: name of a field -> enumeration.
+    `__post_init__` calls this, because other code compares members with `is`, which is False for a string. `kinds` maps
+    the name of a field -> enumeration.
 
     Raises:
         ConfigError: an enumeration has no member with the field's value.

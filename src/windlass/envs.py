@@ -30,11 +30,8 @@ _secrets: dict[str, str] = {}
 def check_token(token: str | None, what: str) -> str:
     """Check that an HTTP header can carry `token`, and return it.
 
-    The token may be empty if this process has a certificate (`has_certificate`), which replaces the token.
-
-    Args:
-        token: the token.
-        what: name of the argument or variable, for errors.
+    The token may be empty if this process has a certificate (`has_certificate`), which replaces the token. `what` is the
+    name of the argument or variable in errors.
 
     Raises:
         ConfigError: the token is missing, contains a character that is not printable ASCII, or begins or ends with a

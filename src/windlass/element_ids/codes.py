@@ -163,11 +163,8 @@ class Codes:
     ) -> torch.Tensor:
         """Return the values (n,) that elements have in `random(seed)`, or in `some` if `loud`.
 
-        Args:
-            numbers: element numbers, (n,) int64, on any device.
-            seed: seed of the values.
-            dtype: dtype of the engine's tensor; the values are cast to it from the checkpoint's dtype.
-            loud: True for the values of `some`, False for the values of `random`.
+        `numbers` has element numbers, (n,) int64, on any device. Each value is generated in the checkpoint's dtype and
+        then cast to `dtype`, the dtype of the engine's tensor.
         """
         make = _loud if loud else _ordinary
 

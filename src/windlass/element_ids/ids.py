@@ -164,13 +164,9 @@ class ElementIds:
     def observe(
         self, tensor: torch.Tensor, codes: Codes, position: int, factor: float = 1.0
     ) -> None:
-        """Read one digit of every element number from the tensor, and add it to the numbers.
+        """Add the digits in the tensor to the element numbers, after a load of the digits at `position` (0 is lowest).
 
-        Args:
-            tensor: the tensor, after a load of the digits at `position`.
-            codes: numbers of the checkpoint elements.
-            position: position of the digit; 0 for the lowest digit.
-            factor: constant factor of the engine's loader for this tensor.
+        `factor` is the constant factor of the engine's loader for this tensor.
         """
         memory, bits = memory_of(tensor), codes.digit_bits
         heads, firsts = self._heads.view(-1), memory[:: self._shape[2]]

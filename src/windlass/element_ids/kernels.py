@@ -43,12 +43,9 @@ class Kernels:
         )[0]
 
     def fill(self, out: torch.Tensor, first: int, seed: int) -> None:
-        """Fill `out` with the values of `codes._ordinary` for successive element numbers.
+        """Fill `out`, (n,), with the values of `codes._ordinary` for the element numbers from `first` on.
 
-        Args:
-            out: memory to fill, (n,).
-            first: element number of the first value.
-            seed: result of `codes.hash_seed`.
+        `seed` is a result of `codes.hash_seed`.
         """
         numel = len(out)
         arguments = (

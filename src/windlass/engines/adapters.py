@@ -167,11 +167,9 @@ def adapter_of(text: str, option: str = "--adapter") -> Adapter | None:
 
 @contextmanager
 def saved(weights: Iterator[tuple[str, torch.Tensor]], like: Path) -> Iterator[Path]:
-    """Save an adapter in PEFT's format; yield the folder, and delete it afterwards.
+    """Save an adapter in PEFT's format, with the configuration file of the folder `like`.
 
-    Args:
-        weights: names and tensors of the adapter.
-        like: folder of an adapter with the same configuration, which is copied.
+    Yield the new folder, and delete it afterwards.
     """
     from safetensors.torch import save_file
 

@@ -178,5 +178,5 @@ def _offers_for(
     )
     if not found:
         names = [offer.transport for offer in transport.offers()]
-        raise ConfigError(f"transport: one of {names} must take every parameter, none does")
+        raise ConfigError(f"transport: one of {names} must be able to write every parameter")
     return found

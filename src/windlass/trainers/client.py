@@ -328,12 +328,8 @@ class TrainerClient(Closing):
     ) -> Callable[[], UpdateReport]:
         """Announce a version to the controller; return a function that waits for the round's end and returns its report.
 
-        Args:
-            what: name of the calling method, for errors.
-            version: version to publish.
-            deadline_s: seconds within which the round must end. None to announce nothing, because the controller begins
-                the round itself.
-            copied: event that is set when the weights have been copied to the replica; None to send without a copy.
+        `deadline_s` is None if the controller begins the round itself, so that there is nothing to announce. `copied` is
+        set when the weights have been copied to the replica; it is None to send without a copy.
         """
         number = version_number(version, what)
         if not self._publishing.acquire(blocking=False):

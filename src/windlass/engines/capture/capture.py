@@ -192,12 +192,8 @@ def _mirrors(
 ) -> Mapping[str, Mirror]:
     """Return the mirrors among the constants, by name.
 
-    Args:
-        loads: loads of this capture.
-        seen: layout of every tensor.
-        now: current tensors of the model.
-        early: result of a search before the first load; None to search now. If capture does not restore the
-            parameters, a search by values is possible only before the first load.
+    `now` has the current tensors of the model. `early` is the result of a search before the first load; it is needed if
+    capture does not restore the parameters, and else None.
 
     Raises:
         UnsupportedLayout: a constant depends on weights but is no mirror; the message names these constants.
@@ -248,12 +244,9 @@ def capture_on_every_rank(
 
 
 def all_ranks(mine: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether `mine` is True on every rank of a process group. Collective; the group's timeout is the deadline.
+    """Return whether `mine` is True on every rank of a process group (None for the default group). Collective.
 
-    Args:
-        mine: value of this rank.
-        device: device of the reduced tensor, which the group's backend must support.
-        group: process group; None for the default group.
+    The group's backend must be able to reduce a tensor on `device`. The group's timeout is the deadline.
     """
     least = torch.tensor([int(mine)], device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
@@ -291,12 +284,7 @@ class _Loads:
     """Inputs and state that the steps of one capture share.
 
     Attributes:
-        codes: numbers of the checkpoint elements.
-        load: the engine's loader.
-        held: current tensors of the model.
-        factors: name of a tensor -> constant by which the loader multiplies the tensor.
-        start: state of the model when the capture began.
-        seconds: see `Captured`.
+        factors: name of a tensor -> constant factor of the engine's loader for this tensor.
         counted: paths of Python numbers that a load has changed.
     """
 
@@ -363,11 +351,8 @@ def _observe(
 ) -> Seen:
     """Load digits to read the layout, then load random values once or twice to check the layout.
 
-    Args:
-        loads: loads of this capture.
-        exact_numel: see `capture`.
-        scattered: names of larger tensors of which every place must be read.
-        layers: layers of the checkpoint, to load digits only into `layers.loaded`; None to load all tensors.
+    `scattered` has the names of tensors above `exact_numel` elements of which every place must be read. If `layers` is
+    given, load digits only into `layers.loaded`.
 
     Raises:
         _PartRefused: the loader failed because it got only the tensors of `layers.loaded`.

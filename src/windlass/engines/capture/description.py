@@ -38,7 +38,6 @@ class Repack:
     loader multiplies its elements by a constant.
 
     Attributes:
-        name: name of the parameter.
         target: memory of the parameter, flat.
         buffer: memory that updates write, (n,), in checkpoint order. Its dtype is `_received_dtype` of the parameter.
         places: (m,) indices into `target`; `target[places]` gets `factor * buffer[elements]`.
@@ -67,7 +66,6 @@ class Rounding:
     values, so an updated engine must round the received values in the same way.
 
     Attributes:
-        name: name of the parameter.
         dtype: dtype of the checkpoint's tensors.
         received: views of the memory that updates write.
         targets: views of the parameter, of the same shapes. If updates write the parameter itself, `targets` is the
@@ -208,7 +206,6 @@ class Seen:
     """Tensors of the model, and the checkpoint elements in the tensors that a load changes.
 
     Attributes:
-        holdings: all tensors of the model, by name.
         numbers: numbers of the checkpoint elements in each tensor that a load changes, by name.
         factors: constant by which the engine's loader multiplies a tensor, by name; 1 for a missing name.
         constants: names of tensors that a load does not change.
@@ -295,13 +292,8 @@ def describe(
 
     The manifest contains the buffers of `recompute` instead of the tensors that `recompute` loads.
 
-    Args:
-        seen: checkpoint elements in every tensor.
-        codes: numbers of the checkpoint elements.
-        worker: identity of the rank.
-        recompute: partial load after every update, if one is needed.
-        placed: see `Seen.placed`.
-        read: names of checkpoint tensors outside `placed` that the engine's loader reads.
+    `placed` is the result of `Seen.placed`. `read` has the names of checkpoint tensors outside `placed` that the
+    engine's loader reads.
 
     Raises:
         UnsupportedLayout: see `_repack` and `_received_dtype`.
@@ -376,14 +368,7 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
 def _roundings(
     name: str, memory: torch.Tensor, target: torch.Tensor, parts: Parts
 ) -> Iterator[Rounding]:
-    """Yield the roundings of one parameter.
-
-    Args:
-        name: name of the parameter.
-        memory: memory that updates write.
-        target: memory of the parameter, which may be the same as `memory`.
-        parts: boxes of the checkpoint tensors in `memory`.
-    """
+    """Yield the roundings of a parameter. Updates write `memory`, which may be `target`, the parameter's own memory."""
     own = dtype_of(name, memory)
     apart = target.dtype is not memory.dtype
     for stored in sorted({spec.dtype for spec, _ in parts} & {*_HALVES}):

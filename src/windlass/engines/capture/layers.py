@@ -85,12 +85,9 @@ class Layers:
     def all_of(
         self, read: Mapping[str, ElementIds], held: Mapping[str, Holding], codes: Codes
     ) -> dict[str, ElementIds]:
-        """Add the element numbers of tensors in identical layers to `read`, and return the result.
+        """Return `read` together with the element numbers of tensors in identical layers, by name.
 
-        Args:
-            read: element numbers of the engine's tensors that a load of `loaded` changed, by name.
-            held: all tensors of the engine, by name.
-            codes: numbers of the checkpoint elements.
+        `read` has the element numbers of the tensors that a load of `loaded` changed. `held` has all tensors of the engine.
         """
         found = dict(read)
         sources = defaultdict[tuple[str, str], list[tuple[int, str, tuple[str, int]]]](list)

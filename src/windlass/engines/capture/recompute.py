@@ -210,8 +210,6 @@ class Search:
     3. Change all checkpoint tensors that are not sources. No computed tensor may change.
 
     Attributes:
-        codes: numbers of the checkpoint elements.
-        load: the engine's loader.
         prints: function that returns the current fingerprints of the computed tensors, by name.
         base: fingerprints of the computed tensors after a load of `codes.random(0)`.
     """
@@ -300,12 +298,7 @@ def plan_recompute(
     A partial load may leave other tensors wrong, because the loader may rebuild a whole layer. The partial load then
     also gets the sources of the wrong tensors, next of all tensors in the same modules, next of the enclosing modules.
 
-    Args:
-        computed: names of the computed tensors and numbers.
-        numbers: numbers of the checkpoint elements in all tensors that are copies, by name.
-        codes: numbers of the checkpoint elements.
-        load: the engine's loader.
-        held: current tensors of the model.
+    `computed` has the names of computed tensors and numbers, `numbers` the element numbers in all tensors that are copies.
 
     Returns:
         The partial load, or None if no computed value depends on weights.
@@ -506,9 +499,7 @@ def _places(
 class _Marks:
     """Fills floating-point tensors with marks (a NaN that no weight has), to find the elements that a load writes.
 
-    Args:
-        held: current tensors of the model.
-        left: name of each tensor to fill -> number of elements that a load does not write; -1 if unknown.
+    `left` maps the name of each tensor to fill -> number of elements that a load does not write (-1 if unknown).
     """
 
     def __init__(self, held: Mapping[str, Holding], left: Mapping[str, int]) -> None:

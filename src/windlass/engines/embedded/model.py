@@ -67,12 +67,8 @@ def load_model(
 ) -> ModelShard:
     """Build this rank's shard of the model. Collective over the engine's ranks if there are several.
 
-    Args:
-        source: checkpoint folder, or a transformers configuration (JSON) for a model with random weights.
-        worker: identity of this rank, ENGINE/RANK.
-        dtype: dtype of the weights.
-        seed: seed of random weights.
-        transport: transport that allocates and registers the parameters' memory.
+    `source` is a checkpoint folder, or a transformers configuration (JSON) for random weights. `worker` is the identity
+    ENGINE/RANK of this rank. `transport` allocates and registers the parameters' memory.
 
     Raises:
         ConfigError: `source` is not a configuration of a model, or a size of the model is not divisible by the

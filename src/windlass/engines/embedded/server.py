@@ -60,15 +60,9 @@ class _Version(msgspec.Struct, frozen=True):
 class EngineServer:
     """HTTP server of the engine; it serves until the process ends.
 
-    Args:
-        settings: settings of the engine.
-        token: token that every route accepts. `CLIENT_ROUTES` also accept tokens that are derived from it for
-            rollout clients.
-        scheduler: scheduler that gets the requests.
-        vocab_size: number of token ids.
-        eos_token_ids: token ids that end a generation, unless the request sets `ignore_eos`.
-        read_weight: function that returns the values of a parameter by name.
-        engine_token: additional token that `CLIENT_ROUTES` accept; empty for none.
+    Every route accepts `token`. `CLIENT_ROUTES` also accept tokens that are derived from `token` for rollout clients,
+    and `engine_token` if it is not empty. Tokens in `eos_token_ids` end a generation, unless the request sets
+    `ignore_eos`. `read_weight` returns the values of a parameter by name.
     """
 
     def __init__(

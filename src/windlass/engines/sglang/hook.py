@@ -204,9 +204,9 @@ def _has_sessions() -> bool:
 
 
 def _orders_change_nothing(model: torch.nn.Module) -> bool:
-    """Return True if SGLang changes no tensor when it repacks weights after an order and unpacks them before the next.
+    """Return True if SGLang changes no tensor when it repacks weights after an order, or unpacks them before an order.
 
-    Call this while SGLang carries out an order, when weights are unpacked.
+    Call this during an order, when weights are unpacked.
     """
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
@@ -253,9 +253,9 @@ def _separate_caches() -> None:
     """Patch SGLang so that a request finds only prefix-cache entries of the weights with which it starts.
 
     The patched `Req.init_next_round_input` adds the namespace of the current weights to a request's `extra_key`, which is
-    part of the key of cache entries. The patch acts only on calls with a `tree_cache`: SGLang (0.5.16, 0.5.23) passes one
-    only when a waiting request may start. If an update comes while the request runs, the request's entries keep the old
-    namespace, so later requests do not find them. SGLang evicts these entries like other unused entries.
+    part of the key of cache entries. It does so only if SGLang (0.5.16, 0.5.23) passes a `tree_cache`, which means that a
+    waiting request may start. If an update comes while the request runs, the request's entries keep the old namespace, so
+    later requests do not find them. SGLang evicts these entries like other unused entries.
 
     Raises:
         UnsupportedLayout: this release has no `init_next_round_input` or `extra_key`, or its tree ignores `extra_key`.

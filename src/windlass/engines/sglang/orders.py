@@ -130,13 +130,8 @@ def send_order(
 ) -> None:
     """Send an order in an open session; see `order_ranks`.
 
-    Args:
-        server: server of the engine.
-        order: the order.
-        selector: fields that `session` yielded.
-        world_size: number of ranks of the engine.
-        deadline_s: seconds to wait for the server's response; None (no limit) for an order that blocks main loops.
-        hook: path of the custom weight loader.
+    `selector` has the fields that `session` yielded. `deadline_s` is None (no limit) only for an order that blocks main
+    loops. `hook` is the path of the custom weight loader.
     """
     name = msgspec.json.encode(order).decode()
     # These are the bytes that SGLang's own serialiser would produce.
@@ -163,12 +158,7 @@ class SglangApi:
     The order `Quiesce` stops the use of prefix-cache entries of old weights. `/flush_cache` is not enough: SGLang refuses
     it while requests run, and it does not clear the embedding cache.
 
-    Args:
-        server: server of the engine.
-        world_size: number of ranks of the engine.
-        gate: gate of rank 0.
-        blocks: whether updates may write weights while an order blocks the main loops.
-        num_stages: number of pipeline stages.
+    `gate` is the gate of rank 0. `blocks` is True if updates may write weights while an order blocks the main loops.
     """
 
     def __init__(

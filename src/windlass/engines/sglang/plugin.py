@@ -194,10 +194,8 @@ def reach_replicas(mixin: Any) -> None:
     to the schedulers of all replicas.
 
     SGLang returns the result of only one replica for `/flush_cache`. The patched manager returns a refusal if any
-    replica refuses the flush, because pipeline stages of this replica still run steps.
-
-    Args:
-        mixin: SGLang's class `TokenizerControlMixin`.
+    replica refuses the flush, because pipeline stages of this replica still run steps. `mixin` is SGLang's class
+    `TokenizerControlMixin`.
     """
     update: Callable[..., Awaitable[Any]] = mixin.update_weights_from_tensor
     flush: Callable[..., Awaitable[Any]] = mixin.flush_cache

@@ -83,10 +83,8 @@ def _require_probabilities(probs: torch.Tensor) -> None:
 def seed_replica(index: int) -> None:
     """Set the sampling seed of a data-parallel replica, or of a group of data-parallel attention.
 
-    All ranks of the replica must call this after the same step, because they must sample equal tokens.
-
-    Args:
-        index: index of the replica or group, which is added to the server's seed.
+    The seed is the server's seed plus `index`, the index of the replica or group. All ranks of the replica must call this
+    after the same step, because they must sample equal tokens.
     """
     if index:
         torch.manual_seed(torch.initial_seed() + index)

@@ -186,11 +186,7 @@ async def join_ranks(
 
     All ranks capture their layouts, this process checks the layouts, and then all ranks join.
 
-    Args:
-        engine: vLLM's `AsyncLLM`.
-        settings: settings of the join.
-        secrets: see `RankOrder`.
-        pauses_itself: see `RankOrder`.
+    `engine` is vLLM's `AsyncLLM`. For the other arguments see `RankOrder`.
 
     Raises:
         ConfigError: see `check_layouts`; or this process cannot call all ranks of the server.

@@ -40,12 +40,8 @@ _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE:
 class VllmApi:
     """`EngineApi` that uses the routes of `VLLM_SERVER_DEV_MODE=1`.
 
-    Args:
-        server: server of the engine.
-        can_block: result of `_can_block`.
-        stamps: result of `stamps_tokens`.
-        core: calls into the EngineCore of this process, for a server with one rank. None to call worker methods by
-            `/collective_rpc`.
+    `can_block` and `stamps` are the results of `_can_block` and `stamps_tokens`. `core` has calls into the EngineCore of
+    this process if the server has one rank; it is None if `/collective_rpc` must call the methods of several workers.
     """
 
     def __init__(

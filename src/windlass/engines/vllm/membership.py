@@ -51,9 +51,6 @@ def prepare(args: Any) -> None:
 
     If a server has several API servers, their parent process calls this first and passes the options to them.
 
-    Args:
-        args: parsed options, which this function changes.
-
     Raises:
         ConfigError: an option contradicts WINDLASS_CONTROLLER, or a token is required and missing.
     """

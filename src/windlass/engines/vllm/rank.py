@@ -49,12 +49,7 @@ def capture_rank(
 
     The main loop of every rank of the server calls this.
 
-    Args:
-        worker: vLLM's worker.
-        engine_rank: state of this rank.
-        settings: settings of the join.
-        api: see `EngineRank.capture`.
-        is_launched: see `refuse_unsafe_config`.
+    For `api` see `EngineRank.capture`, and for `is_launched` see `refuse_unsafe_config`.
 
     Raises:
         RefusedByOtherRank: another rank failed to capture its layout, and reports the reason.

@@ -59,7 +59,7 @@ def set_defaults(args: Any) -> None:
 
 
 def _has_one_process(args: Any) -> bool:
-    """Return False if every rank creates its own configuration, because each rank would get another random seed."""
+    """Return whether one process creates the configuration of all ranks. Otherwise each rank would draw its own seed."""
     return bool(args.distributed_executor_backend != _ONE_PROCESS_PER_RANK)
 
 
