@@ -130,7 +130,7 @@ def _own_replica() -> int:
 
 
 def _own_sampler() -> int:
-    """Return the index of this rank's sampler: each replica, and each data-parallel attention group, has one."""
+    """Return the index of this rank's replica or data-parallel attention group, counted over all replicas."""
     try:
         from sglang.srt.runtime_context import get_parallel
 

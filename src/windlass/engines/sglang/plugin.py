@@ -216,7 +216,7 @@ def reach_replicas(mixin: Any) -> None:
         )
 
     async def flush_cache(manager: Any, timeout_s: float | None = None) -> Any:
-        """Flush all replicas; return the first refusal, or if there is none, flush again by SGLang's own method."""
+        """Flush all replicas. If a replica refuses, return the refusal, else the result of SGLang's own method."""
         if manager.server_args.dp_size == 1:
             return await flush(manager, timeout_s)
         from sglang.srt.managers.io_struct import FlushCacheReqInput
