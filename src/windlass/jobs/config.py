@@ -264,6 +264,8 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         update: mode, backend and deadlines of updates, see `windlass.ControlConfig`.
         environment: variables added to the environment of every process.
         start_deadline_s: seconds until all processes must have connected.
+        max_silence_s: longest time in seconds that an engine or a rollout worker may run and not answer. After it, the
+            job ends the process and starts it again.
         shutdown_s: seconds that a running step or update has to end after SIGTERM.
     """
 
@@ -281,10 +283,12 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     update: ControlConfig = ControlConfig()
     environment: Mapping[str, str] = {}
     start_deadline_s: float = 600.0
+    max_silence_s: float = 60.0
     shutdown_s: float = 60.0
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"steps": 1}, ("start_deadline_s", "shutdown_s"), where="job: ")
+        above = ("start_deadline_s", "max_silence_s", "shutdown_s")
+        check_numbers(self, {"steps": 1}, above, where="job: ")
         names = [engine.name for engine in self.engines]
         if not names or len(set(names)) < len(names):
             raise ConfigError(

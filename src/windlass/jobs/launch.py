@@ -55,6 +55,7 @@ from windlass.jobs.results import JobSummary, StepResult
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import create_scheduler
 from windlass.jobs.scoring import Scoring
+from windlass.jobs.silence import SilenceWatch
 from windlass.jobs.train_controller import TrainController, rank_specs
 from windlass.jobs.train_worker import LARGEST_DIFFERENCE, LOGPROB_DIFFERENCE
 from windlass.net.access import Access, role_environment
@@ -266,6 +267,12 @@ class _Job:
             declined=self._forget,
             describe_tasks=self._describe_tasks,
         )
+        self._silence = SilenceWatch(
+            self.controller,
+            self._token,
+            start_deadline_s=config.start_deadline_s,
+            max_silence_s=config.max_silence_s,
+        )
         self._task_calls = CallThread("recipe tasks")
         self._asked_for_task_at: float | None = None
         self._in_step = asyncio.Lock()
@@ -436,38 +443,51 @@ class _Job:
             insisted.cancel()
 
     async def _guard(self, parts: Sequence[ProcessSpec], role: Access, max_restarts: int) -> None:
-        """Start an engine or worker, and start it again whenever it ends. The rest of the job continues without it.
+        """Start an engine or worker, and start it again whenever it ends or hangs. The job continues without it.
 
         An engine on several nodes has several parts (processes). When one ends, all parts are ended and started again
         in a new reservation.
 
         Raises:
-            WindlassError: the process ended once more than `max_restarts` times.
+            WindlassError: the process ended or hung once more than `max_restarts` times.
         """
-        restarts = num_trained = 0
+        restarts, num_trained, name = 0, 0, parts[0].name
         while True:
             if parts[0].colocate_with:
                 await self._trainers.ranks_started.wait()
             for spec in parts:
                 environment = {**spec.environment, **role_environment(self._token, role)}
                 await self._scheduler.start(msgspec.structs.replace(spec, environment=environment))
-            waits = [asyncio.create_task(self._scheduler.wait(spec.name)) for spec in parts]
+            waits = [asyncio.create_task(self._ended(spec.name)) for spec in parts]
+            waits.append(asyncio.create_task(self._hung(name, role)))
             try:
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for wait in waits:
                     wait.cancel()
-            status = next(iter(done)).result()
+            # If a process has ended, this is the reason; `_hung` raises then.
+            process, reason = next(wait for wait in waits if wait in done).result()
             if self._num_trained > num_trained:
                 restarts, num_trained = 0, self._num_trained
-            ended = f"{status.name} ended with exit status {status.returncode} after {restarts} restarts"
-            log = await self._log_end(status.name)
+            ended = f"{reason} after {restarts} restarts"
+            log = await self._log_end(process)
             if restarts == max_restarts:
                 raise WindlassError(f"{ended}{log}")
             self._notify(f"{ended}; starting it again{log}")
             await asyncio.gather(*(self._scheduler.delete(spec.name) for spec in parts))
             await asyncio.sleep(_pause_s(restarts))
             restarts += 1
+
+    async def _ended(self, name: str) -> tuple[str, str]:
+        """Wait for the end of a process; return its name and a text with its exit status."""
+        status = await self._scheduler.wait(name)
+        return name, f"{name} ended with exit status {status.returncode}"
+
+    async def _hung(self, name: str, role: Access) -> tuple[str, str]:
+        """Wait until an engine or worker runs and does not answer; return its name and the reason."""
+        # With Slurm or Ray the process may have to wait in a queue first.
+        await self._scheduler.wait_healthy(name, deadline_s=math.inf)
+        return name, await self._silence.until_silent(name, role)
 
     async def _log_end(self, name: str) -> str:
         """Return the end of a message about an ended process: the path and the last lines of its log."""
@@ -862,6 +882,7 @@ def check_options(config: LaunchConfig) -> None:
     check_all(
         [
             *(partial(_check_context, config, engine) for engine in config.engines),
+            *(partial(_check_sampling, config, engine) for engine in config.engines),
             *(partial(_engine, config, engine, "") for engine in config.engines),
             partial(_check_nodes, config),
             partial(_check_processes, config),
@@ -903,6 +924,20 @@ def _check_context(config: LaunchConfig, engine: EngineSection) -> None:
         raise ConfigError(
             f"engines {engine.name!r}: {spec.context_option} must be > {max_new_tokens} "
             f"(rollout.sampling.max_new_tokens), so that a prompt fits too, got {context}"
+        )
+
+
+def _check_sampling(config: LaunchConfig, engine: EngineSection) -> None:
+    """Check that an engine can follow the sampling parameters of the job."""
+    sampling, where = config.rollout.sampling, f"engines {engine.name!r}"
+    if sampling.has_structure and engine.kind == "embedded":
+        raise ConfigError(
+            f"{where}: kind must be vllm or sglang with json_schema or regex in rollout.sampling, got 'embedded'"
+        )
+    if sampling.stop and "--skip-tokenizer-init" in dict(options_of(engine.arguments)):
+        raise ConfigError(
+            f"{where}: arguments must not contain --skip-tokenizer-init with rollout.sampling.stop, because the "
+            "engine needs its tokenizer to find stop texts; remove it, or use stop_token_ids"
         )
 
 

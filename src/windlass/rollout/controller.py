@@ -48,7 +48,7 @@ from windlass.rollout.messages import (
     WorkerHello,
     check_deadline,
 )
-from windlass.rollout.pool import LocalWorker, WorkerPool
+from windlass.rollout.pool import LocalWorker, RemoteWorker, WorkerPool
 from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.table import Record, State
 from windlass.rollout.workflows import Workflow, check_workflows, encode_value
@@ -479,6 +479,11 @@ class RolloutController:
                 f"{deadline_s} s ({', '.join(self._workers) or 'none'})"
             ),
         )
+
+    def has_worker(self, name: str) -> bool:
+        """Return whether the worker process with this name is connected."""
+        worker = self._workers.get(name)
+        return isinstance(worker, RemoteWorker) and worker.is_connected
 
     def set_version(self, version: int) -> None:
         """Set the version of the consumer (the trainer). `StalenessPolicy.on_stale` then decides about old rollouts.
