@@ -111,6 +111,12 @@ def test_a_disk_backend_accepts_a_path_object() -> None:
                 ("top_k", 1.5, "top_k must be >= 1, or -1 for all, got 1.5"),
                 ("stop_token_ids", 7, "stop_token_ids must be a tuple of integers, got 7"),
                 ("stop_token_ids", ("7",), r"stop_token_ids must be a tuple of integers, got \('7',\)"),
+                ("min_p", 1.5, r"min_p must be in \[0, 1\], got 1.5"),
+                ("repetition_penalty", 0, "repetition_penalty must be > 0 and finite, got 0"),
+                ("min_new_tokens", 2, "min_new_tokens must be <= max_new_tokens=1, got 2"),
+                ("stop", ".", "stop must be a tuple of texts, none of them empty, got '.'"),
+                ("stop", ("",), "stop must be a tuple of texts, none of them empty"),
+                ("json_schema", {}, "json_schema must be text, got {}"),
                 ("ignore_eos", "yes", "ignore_eos must be true or false, got 'yes'"),
                 ("adapter", 3, "adapter must be text, got 3"),
             )

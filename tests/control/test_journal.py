@@ -297,6 +297,33 @@ def _full(*_args: object) -> None:
     raise OSError(28, "No space left on device")
 
 
+def test_after_a_failed_sync_the_next_entry_rewrites_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed sync, Linux counts the lost lines as written: the next sync succeeds without them."""
+    path = folder / "journal"
+    kept = Journal(path)
+    kept.start()
+    kept.append(entry(1))
+    inode = path.stat().st_ino
+
+    def fails(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", fails)
+        for number in (2, 3):
+            with pytest.raises(OSError, match="Input/output error"):
+                kept.append(entry(number))
+    assert path.stat().st_ino == inode
+    kept.append(entry(4))
+    assert path.stat().st_ino != inode
+    kept.close()
+    again = Journal(path)
+    assert (again.summary, [*again.recent][-2:]) == (kept.summary, [entry(1), entry(4)])
+    again.close()
+
+
 def test_a_file_that_is_replaced_while_it_is_opened_is_not_used(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

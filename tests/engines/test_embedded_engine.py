@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
-from sampling import SAMPLINGS, expected_logprobs
+from sampling import SAMPLINGS, SPECIAL_SAMPLINGS, expected_logprobs
 
 from windlass.engines.embedded.scheduler import Request, Scheduler
 from windlass.engines.embedded.server import EngineServer
@@ -147,12 +148,43 @@ def test_log_probabilities_match_the_sampled_distribution(engine: Engine, refere
         body = {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 24, **sampling}}
         return engine.call("/generate", body)
 
-    with ThreadPoolExecutor(len(SAMPLINGS)) as pool:
-        answers = list(pool.map(ask, SAMPLINGS))
-    for sampling, answer in zip(SAMPLINGS, answers, strict=True):
+    samplings = SAMPLINGS + SPECIAL_SAMPLINGS
+    with ThreadPoolExecutor(len(samplings)) as pool:
+        answers = list(pool.map(ask, samplings))
+    for sampling, answer in zip(samplings, answers, strict=True):
         expected = expected_logprobs(reference, PROMPTS[0], answer["output_ids"], sampling)
         served = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
         assert torch.allclose(served, expected, atol=1e-4), sampling
+
+
+@pytest.mark.parametrize("sampling", [{"json_schema": "{}"}, {"regex": "a"}, {"stop": ["w7"]}])
+def test_what_this_engine_cannot_match_is_refused(engine: Engine, sampling: dict[str, Any]) -> None:
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4, **sampling}}
+    status, error = engine.status_of("/generate", body)
+    assert status == 400
+    assert next(iter(sampling)) in error
+    assert "must be empty" in error
+
+
+def test_answers_end_after_a_stop_text(tmp_path: Path, reference: Any) -> None:
+    words = {f"w{number}": number for number in range(64)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    folder = tmp_path / "model"
+    reference.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    engine = start(tmp_path, 1, "--model", str(folder))
+    try:
+        whole = engine.generate(PROMPTS[0])["output_ids"]
+        last = whole[-2:]
+        stop = ["not there", f"w{last[0]} w{last[1]}"]
+        sampling = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "stop": stop}
+        body = {"input_ids": PROMPTS[0], "sampling_params": sampling}
+        answer = engine.call("/generate", body)
+    finally:
+        end(engine)
+    first = next(n for n in range(2, len(whole) + 1) if whole[n - 2 : n] == last)
+    assert answer["output_ids"] == whole[:first]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop"}
 
 
 @pytest.mark.long

@@ -206,3 +206,106 @@ async def test_the_named_adapter_answers_a_rollout() -> None:
     for request in asked:
         await ask(inner, json.dumps(request).encode())
     assert [body.get("model") for _, body in inner.asked] == ["math", None]
+
+
+class Answering:
+    """A server of `/generate` that records requests and gives the next of its answers."""
+
+    def __init__(self, *answers: tuple[list[int], str]) -> None:
+        self.answers, self.asked = [*answers], list[Any]()
+
+    async def serve(self, request: web.Request) -> web.Response:
+        self.asked.append(await request.json())
+        tokens, reason = self.answers.pop(0)
+        meta = {
+            "finish_reason": {"type": reason},
+            "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+            "weight_version": "4",
+        }
+        return web.json_response({"output_ids": tokens, "meta_info": meta})
+
+    async def answer(self, sampling: SamplingParams) -> tuple[int, ...]:
+        app = web.Application()
+        app.add_routes([web.post("/generate", self.serve)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        try:
+            async with aiohttp.ClientSession() as session:
+                task = RolloutTask(
+                    task_id="t",
+                    attempt=1,
+                    engine=EngineTarget(name="e", url=f"http://{host}:{port}"),
+                    prompt_ids=(1,),
+                    sampling=sampling,
+                    deadline_s=10.0,
+                )
+                return (await generate(session, task)).tokens.output_ids
+        finally:
+            await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "continued", "tokens"),
+    [
+        ({}, [1, 4, 5, 6, 7], (4, 5, 6, 7, 8)),
+        ({"min_new_tokens": 6}, [1, 4, 5, 6, 7], (4, 5, 6, 7, 8)),
+        # The tokens 6 and 7 may be the first two bytes of the stop text.
+        ({"stop": ("end",)}, [1, 4, 5], (4, 5, 8)),
+        ({"stop": ("a long stop text", ".")}, [1], (8,)),
+        ({"json_schema": "{}"}, [1], (8,)),
+        ({"regex": "a+"}, [1], (8,)),
+    ],
+    ids=str,
+)
+async def test_an_aborted_answer_continues_where_the_engine_can_still_match_it(
+    sampling: dict[str, Any], continued: list[int], tokens: tuple[int, ...]
+) -> None:
+    engine = Answering(([4, 5, 6, 7], "abort"), ([8], "stop"))
+    assert await engine.answer(SamplingParams(max_new_tokens=9, **sampling)) == tokens
+    first, second = engine.asked
+    assert (first["input_ids"], second["input_ids"]) == ([1], continued)
+    num_left = 9 - (len(continued) - 1)
+    assert second["sampling_params"]["max_new_tokens"] == num_left
+    least = sampling.get("min_new_tokens", 0)
+    assert second["sampling_params"]["min_new_tokens"] == max(least - len(continued) + 1, 0)
+
+
+@pytest.mark.parametrize("route", [GenerateRoute, CompletionsRoute])
+async def test_all_sampling_parameters_reach_vllm_under_its_names(
+    route: type[GenerateRoute] | type[CompletionsRoute],
+) -> None:
+    engine = Answering(([8], "stop"))
+    await engine.answer(
+        SamplingParams(
+            max_new_tokens=9,
+            min_p=0.25,
+            repetition_penalty=1.5,
+            min_new_tokens=2,
+            stop=("end", "."),
+            regex="a+",
+        )
+    )
+    inner = Vllm(400, {})
+    await ask(inner, json.dumps(engine.asked[0]).encode(), route=route)
+    body = inner.asked[0][1]
+    given = body["sampling_params"] if route is GenerateRoute else body
+    expected = {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "stop": ["end", "."],
+        "structured_outputs": {"regex": "a+"},
+    }
+    assert {name: given[name] for name in expected} == expected
+    assert given.get("detokenize", True) is True
+
+
+async def test_parameters_that_are_not_given_replace_the_servers_own_defaults() -> None:
+    engine = Answering(([8], "stop"))
+    await engine.answer(SamplingParams(max_new_tokens=1))
+    given = engine.asked[0]["sampling_params"]
+    assert (given["min_p"], given["repetition_penalty"], given["min_new_tokens"]) == (0.0, 1.0, 0)
+    assert not {"stop", "json_schema", "regex"} & set(given)

@@ -16,6 +16,7 @@ from windlass.cli.main import main
 from windlass.config import DiskBackend, PluginBackend, UpdateMode
 from windlass.errors import ConfigError
 from windlass.jobs import LaunchConfig, PluginSchedulerConfig, create_scheduler, load_config
+from windlass.jobs.config import mistakes_of
 from windlass.jobs.launch import _Job, _processes, check_host, check_job
 from windlass.jobs.recipe import load_recipe
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
@@ -288,11 +289,37 @@ def test_an_error_names_file_key_rule_and_value(
         "ignore_eos = false",
         "stop_token_ids = []",
         'adapter = ""',
+        "min_p = 0.0",
+        "repetition_penalty = 1.0",
+        "min_new_tokens = 0",
+        "stop = []",
+        'json_schema = ""',
+        'regex = ""',
     ],
 )
 def test_a_sampling_key_may_be_given_with_its_default(tmp_path: Path, given: str) -> None:
     config = load_config(write(tmp_path, ("ignore_eos = true", given)))
     assert config.rollout.sampling == SamplingParams(max_new_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "arguments", "says"),
+    [
+        ('json_schema = "{}"', "[]", "kind must be vllm or sglang with json_schema or regex"),
+        ('regex = "a+"', "[]", "kind must be vllm or sglang with json_schema or regex"),
+        ('stop = ["."]', '["--skip-tokenizer-init"]', "must not contain --skip-tokenizer-init"),
+    ],
+)
+def test_sampling_that_an_engine_cannot_follow_is_refused(
+    tmp_path: Path, sampling: str, arguments: str, says: str
+) -> None:
+    engine = f'name = "other"\narguments = {arguments}\nmodel'
+    path = write(tmp_path, ("ignore_eos = true", sampling))
+    text = path.read_text()
+    path.write_text(text.replace("[[engines]]", f'[[engines]]\n{engine} = "m"\n[[engines]]', 1))
+    with pytest.raises(ConfigError) as raised:
+        check_job(load_config(path))
+    assert says in "\n".join(mistakes_of(raised.value))
 
 
 @pytest.mark.parametrize(

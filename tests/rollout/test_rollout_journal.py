@@ -615,6 +615,47 @@ async def test_closing_a_journal_syncs_its_last_lines(
     assert sizes == [(tmp_path / "journal").stat().st_size]
 
 
+def failing(*_: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["goes_on", "closes"])
+async def test_a_failed_sync_stops_delivery_until_all_lines_are_in_a_new_file(
+    closes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a failed sync, Linux counts the lost lines as written: the next sync succeeds without them."""
+    path = tmp_path / "journal"
+    config = RolloutConfig(journal=path, journal_sync_s=0.001)
+    life = Lifecycle(StalenessPolicy.unbounded(100), config, lambda _: None, lambda: None)
+    life.open()
+    journal, fails, works = life.journal, asyncio.Event(), asyncio.Event()
+    journal.on_change(lambda: (fails if journal.broken else works).set())
+    kept = life.submit(prompt((9,)))
+    inode = path.stat().st_ino
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", failing)
+        journal.flush()
+        async with asyncio.timeout(10):
+            await fails.wait()
+        # The journal tries again, and fails again.
+        await asyncio.sleep(0.05)
+        with pytest.raises(RolloutError, match=r"cannot be synced to disk: .*Input/output error"):
+            life.submit(prompt((1,)))
+        assert len([r for r in caplog.records if "synced" in r.message]) == 1
+        assert path.stat().st_ino == inode
+        if closes:
+            with pytest.raises(OSError, match="Input/output"):
+                await journal.close()
+    if not closes:
+        async with asyncio.timeout(10):
+            await works.wait()
+        life.submit(prompt((1,)))
+        assert path.stat().st_ino != inode
+        await journal.close()
+    persisted = RolloutJournal(RolloutConfig(journal=path)).open(0)
+    assert kept.task_id in persisted.tasks
+
+
 async def test_compaction_of_a_journal_removes_ended_rollouts(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     policy = StalenessPolicy.unbounded(100)

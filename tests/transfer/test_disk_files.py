@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from fake_agents import engine_manifest
 from windlass.errors import TransferFailed
 from windlass.memory.host import HostMemory
 from windlass.transfer import disk_files
-from windlass.transfer.disk_files import DiskIndex, read_index, write_shards
+from windlass.transfer.disk_files import DiskIndex, read_boxes, read_index, write_shards
 
 MANIFEST = engine_manifest("trainer/0", 1)
 
@@ -57,3 +58,25 @@ def test_a_link_under_a_temporary_name_is_not_followed(
     with pytest.raises(TransferFailed, match="File exists"):
         write(tmp_path)
     assert victim.read_text() == "secret"
+
+
+class _LostMemory:
+    """Host memory whose views fail, as those of a GPU that has been lost."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(HostMemory(), name)
+
+    def view(self, *_: object) -> object:
+        raise TransferFailed("the GPU is lost")
+
+
+def test_a_fault_of_the_readers_memory_is_not_a_fault_of_the_files(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    home = disk_files.version_folder(tmp_path, 1)
+    held = [np.zeros(parameter.nbytes, np.uint8) for parameter in MANIFEST.parameters]
+    addresses = tuple(int(memory.ctypes.data) for memory in held)
+    memory: Any = _LostMemory()
+    with pytest.raises(TransferFailed, match="the GPU is lost"):
+        read_boxes(home, [index], MANIFEST, addresses, memory)
+    assert read_boxes(home, [index], MANIFEST, addresses, HostMemory()) == []
+    assert all((memory == 7).all() for memory in held)

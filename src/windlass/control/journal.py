@@ -178,14 +178,20 @@ class Journal:
         """Write an entry to disk.
 
         Raises:
-            OSError: the entry cannot be written; journal and summary are unchanged.
+            OSError: the entry cannot be written, or an earlier entry is doubtful and the file cannot be rewritten;
+                journal and summary are unchanged.
         """
         if self._file is not None:
+            if self._file.is_doubtful:
+                self._file.rewrite(self._entries())
             self._file.write([self._file.encode(entry)])
             self._file.sync()
         self._note(entry)
         if self._file is not None and self._file.is_long:
             self._compact(self._file)
+
+    def _entries(self) -> list[JournalEntry]:
+        return [*self.summary.entries(), *self.recent]
 
     def _note(self, entry: JournalEntry) -> None:
         self.summary.add(entry)
@@ -194,7 +200,7 @@ class Journal:
     def _compact(self, file: JournalFile[JournalEntry]) -> None:
         """Compact the file. After a failure the long file is still correct, and a later entry tries again."""
         try:
-            file.rewrite([*self.summary.entries(), *self.recent])
+            file.rewrite(self._entries())
         except (OSError, ConfigError) as error:
             _log.warning("journal %s is not compacted: %s", file.path, error)
 

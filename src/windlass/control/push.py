@@ -105,18 +105,19 @@ class PushOrder:
         finally:
             self._advance()
 
-    def end(self, leader: int) -> None:
+    def end(self, leader: int) -> str:
         """Record that `leader` makes no more calls. Idempotent.
 
-        Raises:
-            RoundAborted: a call of the leader still waits for its turn.
+        Returns:
+            Reason why the update fails, for example because a call of the leader still waits for its turn; empty if it
+                does not fail.
         """
-        early = [number for number, other in self._waiting if other == leader]
-        if early and not self._failure:
-            raise RoundAborted(f"callback: stage {leader} ended before its call {min(early)}")
+        if early := [number for number, other in self._waiting if other == leader]:
+            self.fail(f"callback: stage {leader} ended before its call {min(early)}")
         self._ended.add(leader)
         if self._next[1] == leader and not self.over:
             self._advance()
+        return self._failure
 
     def fail(self, reason: str) -> None:
         """Fail all waiting and later calls with `reason`."""
@@ -189,12 +190,8 @@ class _Push:
         self._leaders.discard(leader)
         if self._order is None:
             return not self._leaders
-        if leader in self._stages:
-            try:
-                self._order.end(self._stages[leader])
-            except RoundAborted as error:
-                self.fail(str(error))
-                self._order.end(self._stages[leader])
+        if leader in self._stages and (reason := self._order.end(self._stages[leader])):
+            self.fail(reason)
         return self._order.over
 
     def turn(self, leader: str, number: int) -> AbstractAsyncContextManager[None]:

@@ -36,7 +36,8 @@ class LogprobCheck:
     """
 
     def __init__(self, samples: Sequence[TrainingSample], sampling: SamplingParams) -> None:
-        self._samples = [s for s in samples if s.prompt_ids and s.output_ids][:MAX_SAMPLES]
+        whole = [s for s in samples if s.prompt_ids and s.output_ids]
+        self._samples = whole[:MAX_SAMPLES] if _can_compute(sampling) else []
         self._sampling = sampling
         self._distances: list[torch.Tensor] = []
 
@@ -75,6 +76,14 @@ class LogprobCheck:
             found = logits[row, begin : begin + len(sample.output_ids)].detach().float().cpu()
             self._distances.append(_distance(found, sample, self._sampling))
         self._samples = left
+
+
+def _can_compute(sampling: SamplingParams) -> bool:
+    """Return whether the distribution follows from the logits and the sampling parameters alone, for every engine."""
+    depends_on_tokens = sampling.repetition_penalty != 1.0 or sampling.min_new_tokens > 0
+    # vLLM applies `top_p` to the tokens that `min_p` leaves, and SGLang to all tokens.
+    differs = sampling.min_p > 0 and sampling.top_p < 1
+    return not (depends_on_tokens or sampling.has_structure or differs)
 
 
 def _whole(tensor: object, num_dims: int) -> torch.Tensor | None:

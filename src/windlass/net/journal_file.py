@@ -46,6 +46,8 @@ class JournalFile(Generic[EntryT]):
     Attributes:
         found: entries of the file when it was opened. A caller that has used them may clear the list.
         nbytes: size of the file.
+        is_doubtful: whether a sync has failed. The system may then count lost lines as written, so that a later sync
+            succeeds without them. Only a rewritten file has all lines on disk.
 
     Raises:
         ConfigError: the file cannot be opened, another process has it open, or it has a complete line that is damaged
@@ -60,7 +62,7 @@ class JournalFile(Generic[EntryT]):
         self._encoder = msgspec.json.Encoder()
         self._descriptor = -1
         self._torn = False
-        self._moved = False
+        self._moved = self.is_doubtful = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = _lock(path)
@@ -115,11 +117,19 @@ class JournalFile(Generic[EntryT]):
         self.nbytes += len(data)
 
     def sync(self) -> None:
-        """Return once all written lines are on disk. May be called from another thread."""
-        if self._moved:
-            _sync_directory(self.path.parent)
-            self._moved = False
-        os.fdatasync(self._descriptor)
+        """Return once all written lines are on disk. May be called from another thread.
+
+        Raises:
+            OSError: a line may be lost, see `is_doubtful`.
+        """
+        try:
+            if self._moved:
+                _sync_directory(self.path.parent)
+                self._moved = False
+            os.fdatasync(self._descriptor)
+        except OSError:
+            self.is_doubtful = True
+            raise
 
     def read(self, upto_nbytes: int) -> list[EntryT]:
         """Return the entries in the first `upto_nbytes`. May be called from another thread.
@@ -181,7 +191,8 @@ class JournalFile(Generic[EntryT]):
             raise
         os.close(self._descriptor)
         self._descriptor, self.nbytes = descriptor, os.fstat(descriptor).st_size
-        self._torn, self._moved = False, True
+        self._torn = self.is_doubtful = False
+        self._moved = True
         self._compact_at = max(self._compact_nbytes, 2 * self.nbytes)
 
     def close(self) -> None:

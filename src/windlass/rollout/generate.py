@@ -13,6 +13,7 @@ from windlass.errors import DECODE_ERRORS, PeerUnreachable, RolloutError
 from windlass.net.clock import Backoff
 from windlass.net.sockets import connection_error
 from windlass.rollout.messages import ErrorKind, OnAbort, Partial, RolloutTask, Turn
+from windlass.sampling import SamplingParams
 
 MAX_STALLS = 8
 STALL_BACKOFF = Backoff(0.05, 1.0)
@@ -98,7 +99,7 @@ async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> Attempt
 class _Progress:
     def __init__(self, task: RolloutTask) -> None:
         self.task = task
-        self.tokens = task.partial
+        self.tokens = self._begin = _continued(task.partial, task.sampling)
         self.num_calls = 0
 
     def failure(self, reason: str, kind: ErrorKind = ErrorKind.PASSING) -> AttemptError:
@@ -115,9 +116,9 @@ class _Progress:
             if reason is not None and reason.type != ABORT:
                 return AttemptResult(_joined(self.tokens, added), reason.type)
             if self.task.on_abort is OnAbort.CONTINUE:
-                self.tokens = _joined(self.tokens, added)
+                self.tokens = _continued(_joined(self.tokens, added), self.task.sampling)
             else:
-                self.tokens = self.task.partial
+                self.tokens = self._begin
             stalls = 0 if len(self.tokens.output_ids) > before else stalls + 1
             if stalls >= MAX_STALLS:
                 message = reason.message if reason is not None else ""
@@ -144,18 +145,28 @@ class _Progress:
         return msgspec.json.decode(body, type=_Answer)
 
     def _request(self) -> dict[str, Any]:
-        task, sampling = self.task, self.task.sampling
+        task, sampling, num_done = self.task, self.task.sampling, len(self.tokens.output_ids)
+        texts = {
+            "stop": sampling.stop,
+            "json_schema": sampling.json_schema,
+            "regex": sampling.regex,
+        }
         request = {
             "rid": f"{task.task_id}-{task.attempt}-{self.num_calls}",
             "input_ids": task.prompt_ids + self.tokens.output_ids,
             "return_logprob": True,
+            # Send numbers also if they are the defaults: a server may have other defaults, from the model's folder.
             "sampling_params": {
-                "max_new_tokens": sampling.max_new_tokens - len(self.tokens.output_ids),
+                "max_new_tokens": sampling.max_new_tokens - num_done,
+                "min_new_tokens": max(sampling.min_new_tokens - num_done, 0),
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                "repetition_penalty": sampling.repetition_penalty,
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": sampling.ignore_eos,
+                **{name: value for name, value in texts.items() if value},
             },
         }
         return {**request, "lora_path": sampling.adapter} if sampling.adapter else request
@@ -196,6 +207,20 @@ class _Progress:
             raise self.failure(
                 f"weight_version must be an integer (publish a version first), got {value!r}"
             ) from error
+
+
+def _continued(tokens: Partial, sampling: SamplingParams) -> Partial:
+    """Return the tokens of an unfinished answer from which the next request may continue.
+
+    An engine matches an answer's structure, and its stop texts, only within one request. So an answer with a structure
+    starts again, and tokens that may be the beginning of a stop text are generated again.
+    """
+    if sampling.has_structure:
+        return Partial()
+    # Each token has at least one byte.
+    num_again = max((len(text.encode()) for text in sampling.stop), default=1) - 1
+    kept = max(len(tokens.output_ids) - num_again, 0)
+    return Partial(tokens.output_ids[:kept], tokens.logprobs[:kept], tokens.versions[:kept])
 
 
 def _joined(first: Partial, second: Partial) -> Partial:

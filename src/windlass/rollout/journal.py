@@ -202,16 +202,13 @@ class PersistedState:
 class RolloutJournal:
     """Append-only journal; without a path every call does nothing. Used in one event loop.
 
-    Entries that cannot be written are kept and tried again. Until they are written, the controller accepts,
+    Entries that cannot be written, or synced to disk, are kept and tried again. Until then, the controller accepts,
     delivers and acknowledges nothing, because a successor could count it twice.
 
     Args:
         config: names the file, whose folder is created. A power cut loses at most the last `journal_sync_s`
             seconds, if the disk keeps up. A file above `journal_compact_nbytes` is rewritten once it has also
             doubled since the last rewrite.
-
-    Attributes:
-        broken: reason why writing failed; nothing may start until a write succeeds and this is empty again.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -221,7 +218,7 @@ class RolloutJournal:
         self._file: JournalFile[Entry] | None = None
         self._added: list[bytes] = []
         self._flush_scheduled = False
-        self.broken = ""
+        self._write_fault = self._sync_fault = ""
         self._changes = Changes()
         self._unacknowledged: dict[str, tuple[str, ...]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -260,6 +257,11 @@ class RolloutJournal:
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` in the loop when writing has failed, and when it succeeds again."""
         self._changes.subscribe(listener)
+
+    @property
+    def broken(self) -> str:
+        """Reason why writing or syncing failed; nothing may start until this is empty again."""
+        return self._write_fault or self._sync_fault
 
     def check(self) -> None:
         """Refuse work that cannot be recorded.
@@ -350,21 +352,27 @@ class RolloutJournal:
         try:
             self._file.write(self._added, recheck_path_s=RECHECK_PATH_S)
         except OSError as error:
-            was_broken, self.broken = self.broken, f"cannot be written: {error}"
-            if not was_broken:
-                logger.critical("journal %s: %s", self._path, self.broken)
-                self._changes.notify()
+            was_broken, self._write_fault = self._write_fault, f"cannot be written: {error}"
+            self._note_fault(was_broken, self._write_fault)
             if not self._flush_scheduled:
                 self._flush_scheduled = True
                 asyncio.get_running_loop().call_later(WRITE_AGAIN_S, self._flush_later)
             raise RolloutError(f"journal {self._path}: {self.broken}") from error
         self._added.clear()
-        if self.broken:
-            self.broken = ""
-            logger.warning("journal %s: is written again", self._path)
-            self._changes.notify()
+        was_broken, self._write_fault = self._write_fault, ""
+        self._note_fault(was_broken, "")
         self._has_unsynced = True
         self._schedule_upkeep()
+
+    def _note_fault(self, before: str, now: str) -> None:
+        """Log the beginning or the end of a fault, and call the listeners."""
+        if bool(before) == bool(now):
+            return
+        if now:
+            logger.critical("journal %s: %s", self._path, now)
+        else:
+            logger.warning("journal %s: is written again", self._path)
+        self._changes.notify()
 
     def _schedule_upkeep(self) -> None:
         if self._has_unsynced and self._timer is None and self._upkeep is None and self._file:
@@ -390,12 +398,21 @@ class RolloutJournal:
             return
         # Lines that the loop writes while the thread syncs are for the next time.
         self._has_unsynced = False
-        await asyncio.to_thread(file.sync)
-        if file.is_long:
-            upto = file.nbytes
-            await asyncio.to_thread(file.write_replacement, _entries_of_state(file, upto))
-            file.replace(upto)
-            self._has_unsynced = True
+        was_broken, fault = self._sync_fault, ""
+        try:
+            if not file.is_doubtful:
+                await asyncio.to_thread(file.sync)
+            if file.is_long or file.is_doubtful:
+                upto = file.nbytes
+                await asyncio.to_thread(file.write_replacement, _entries_of_state(file, upto))
+                file.replace(upto)
+                await asyncio.to_thread(file.sync)
+        except (OSError, ConfigError) as error:
+            if not file.is_doubtful:
+                raise
+            self._has_unsynced, fault = True, f"cannot be synced to disk: {error}"
+        self._sync_fault = fault
+        self._note_fault(was_broken, fault)
 
     async def close(self) -> None:
         """Write added entries to disk; outstanding tasks stay for the next process. Idempotent."""
@@ -409,7 +426,9 @@ class RolloutJournal:
             try:
                 if self._added:
                     file.write(self._added)
-                if self._added or self._has_unsynced:
+                if file.is_doubtful:
+                    await asyncio.to_thread(file.rewrite, [*_entries_of_state(file, file.nbytes)])
+                elif self._added or self._has_unsynced:
                     await asyncio.to_thread(file.sync)
             finally:
                 file.close()

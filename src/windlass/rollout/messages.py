@@ -323,7 +323,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
         prompt_ids: tokens before the answer.
         output_ids, versions: one entry per generated token; at least one token.
         logprobs: one entry per generated token: its log-probability under the distribution that it was
-            sampled from, after `temperature`, `top_k` and `top_p`. Importance weights compare it with the
+            sampled from, after penalties, `temperature`, `min_p`, `top_k` and `top_p`. Importance weights compare it with the
             trainer's log-probability under the same settings. A greedy token has the log-probability that the
             model gives it.
         reward: a finite number.

@@ -274,15 +274,16 @@ def read_boxes(
                     common = wanted.intersect(entry.box)
                     if common is None or worker in unreadable:
                         continue
+                    position = parameters[shard.parameter]
+                    dtype = manifest.parameters[position].dtype
+                    # Outside of the `try`: a fault of this rank's memory is not a fault of the file.
+                    view = memory.view(
+                        addresses[position] + _offset(shard, common),
+                        common.sizes or (1,),
+                        shard.strides_bytes or (dtype.itemsize,),
+                        dtype,
+                    )
                     try:
-                        position = parameters[shard.parameter]
-                        dtype = manifest.parameters[position].dtype
-                        view = memory.view(
-                            addresses[position] + _offset(shard, common),
-                            common.sizes or (1,),
-                            shard.strides_bytes or (dtype.itemsize,),
-                            dtype,
-                        )
                         part = _slice(files[worker], entry, common).reshape(view.shape)
                     except (SafetensorError, OSError, RuntimeError):
                         unreadable.append(worker)

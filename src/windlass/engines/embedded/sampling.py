@@ -1,4 +1,4 @@
-"""Distribution of the next token: applies temperature, then `top_k`, then `top_p`, as transformers and vLLM do."""
+"""Distribution of the next token: applies penalties, temperature, `min_p`, `top_k` and `top_p`, in vLLM's order."""
 
 from __future__ import annotations
 
@@ -24,9 +24,22 @@ def sampled_logprobs(
     """
     drawn = [None if s is None or s.temperature < GREEDY else s for s in samplings]
     scaled = logits / torch.tensor([s.temperature if s else 1.0 for s in drawn])[:, None]
+    min_p = [s.min_p if s else 0.0 for s in drawn]
+    if max(min_p) > 0:
+        least = scaled.amax(-1, keepdim=True) + torch.tensor(min_p).log()[:, None]
+        scaled = scaled.masked_fill(scaled < least, -torch.inf)
     top_k = [s.top_k if s and s.top_k > 0 else scaled.shape[-1] for s in drawn]
     top_p = [s.top_p if s else 1.0 for s in drawn]
     return _nucleus(_highest(scaled, top_k), top_p).log_softmax(-1)
+
+
+def penalised(logits: torch.Tensor, seen: Sequence[int], penalty: float) -> torch.Tensor:
+    """Return logits (V) with `repetition_penalty` for the tokens that prompt and answer contain."""
+    if penalty == 1.0:
+        return logits
+    ids = torch.tensor([*set(seen)])
+    found = logits[ids]
+    return logits.index_copy(0, ids, torch.where(found > 0, found / penalty, found * penalty))
 
 
 def _highest(logits: torch.Tensor, top_k: list[int]) -> torch.Tensor:

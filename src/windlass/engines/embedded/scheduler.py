@@ -15,7 +15,7 @@ from typing import final
 import torch
 
 from windlass.config import PauseMode
-from windlass.engines.embedded.sampling import GREEDY, sampled_logprobs
+from windlass.engines.embedded.sampling import GREEDY, penalised, sampled_logprobs
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.sampling import SamplingParams
 
@@ -52,6 +52,7 @@ class Request:
     """One request and its generated tokens.
 
     Attributes:
+        has_stop_text: function of the output ids that returns whether they end with a stop text.
         on_finish: callback, called once with this request, in the model loop's thread or in the thread that
             aborts the request.
         output_ids, logprobs, versions: one entry per generated token. `versions` has the version of the weights
@@ -64,6 +65,7 @@ class Request:
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     on_finish: Callable[[Request], None]
+    has_stop_text: Callable[[list[int]], bool] = lambda _: False
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -253,6 +255,11 @@ class Scheduler:
     ) -> tuple[list[int], list[float]]:
         """Sample one token per row; return the tokens and their log-probabilities, see `sampled_logprobs`."""
         samplings = [None if request is None else request.sampling for request in requests]
+        rows = [
+            row if request is None else _adjusted(row, request)
+            for row, request in zip(logits, requests, strict=True)
+        ]
+        logits = torch.stack(rows)
         logprobs = sampled_logprobs(logits, samplings)
         drawn = torch.multinomial(logprobs.exp(), 1, generator=self._generator)[:, 0]
         greedy = torch.tensor([s is None or s.temperature < GREEDY for s in samplings])
@@ -264,7 +271,7 @@ class Scheduler:
         request.output_ids.append(token)
         request.logprobs.append(logprob)
         request.versions.append(self._version)
-        if token in request.stop_token_ids:
+        if token in request.stop_token_ids or request.has_stop_text(request.output_ids):
             self._finish(request, FinishReason.STOP)
         elif len(request.output_ids) >= request.sampling.max_new_tokens:
             self._finish(request, FinishReason.LENGTH)
@@ -280,3 +287,13 @@ class Scheduler:
                 del self._running[slot]
                 self._free.append(slot)
         request.on_finish(request)
+
+
+def _adjusted(logits: torch.Tensor, request: Request) -> torch.Tensor:
+    """Return the logits (V) after `repetition_penalty` and `min_new_tokens` of a request."""
+    sampling, output = request.sampling, request.output_ids
+    logits = penalised(logits, request.input_ids + output, sampling.repetition_penalty)
+    ends = [token for token in request.stop_token_ids if 0 <= token < len(logits)]
+    if ends and len(output) < sampling.min_new_tokens:
+        logits = logits.index_fill(0, torch.tensor(ends), -torch.inf)
+    return logits

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, final
 
 import msgspec
+import transformers
 from aiohttp import web
 
 from windlass.config import PauseMode
@@ -94,6 +95,7 @@ class EngineServer:
         self._eos = eos_token_ids
         self._read_weight = read_weight
         self._pauses = 0
+        self._tokenizer: Any = None
 
     @property
     def url(self) -> str:
@@ -149,6 +151,11 @@ class EngineServer:
         if bad := [token for token in body.input_ids if not 0 <= token < self._vocab_size]:
             raise ConfigError(f"input_ids must be in [0, {self._vocab_size}), got {bad[0]}")
         sampling = body.sampling_params
+        if sampling.has_structure:
+            raise ConfigError(
+                "sampling_params: json_schema and regex must be empty for the embedded engine; use vLLM or SGLang"
+            )
+        find_stop = await self._stop_finder(sampling.stop)
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= self._eos
@@ -161,6 +168,7 @@ class EngineServer:
             sampling=sampling,
             stop_token_ids=frozenset(stops),
             on_finish=done.set_result,
+            has_stop_text=find_stop,
         )
         self._scheduler.submit(request)
         if (finished := await asyncio.wrap_future(done)).failure:
@@ -180,6 +188,26 @@ class EngineServer:
         }
         answer = msgspec.json.encode({"text": "", "output_ids": tokens, "meta_info": meta})
         return web.Response(body=answer, content_type="application/json")
+
+    async def _stop_finder(self, texts: Sequence[str]) -> Callable[[list[int]], bool]:
+        """Return a function of output ids that returns whether their text contains one of these texts.
+
+        Raises:
+            ConfigError: texts are given, and the model's folder has no tokenizer.
+        """
+        if not texts:
+            return lambda _: False
+        if self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(_tokenizer_of, self._settings.model)
+        decode = self._tokenizer.decode
+        # A token that ends a text contains at least one of its bytes, and a character has at most four tokens.
+        length = 4 + max(len(text.encode()) for text in texts)
+
+        def has_stop(output_ids: list[int]) -> bool:
+            tail = decode(output_ids[-length:])
+            return any(text in tail for text in texts)
+
+        return has_stop
 
     async def _health(self, _http: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -218,6 +246,21 @@ class EngineServer:
     async def _abort(self, http: web.Request) -> web.Response:
         body = msgspec.json.decode(await http.read(), type=_Abort)
         return web.json_response({"aborted": self._scheduler.abort(body.rid)})
+
+
+def _tokenizer_of(model: str) -> Any:
+    """Return the tokenizer in the model's folder.
+
+    Raises:
+        ConfigError: the folder has no tokenizer.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
+    # transformers raises errors of many types for a folder without a tokenizer.
+    except Exception as error:
+        raise ConfigError(
+            f"sampling_params: stop must be empty, because the folder {model} has no tokenizer; use stop_token_ids"
+        ) from error
 
 
 @web.middleware

@@ -78,7 +78,8 @@ class GenerateRoute:
 
     def to_inner(self, request: _Request) -> dict[str, object]:
         """Convert a request of `/generate` into a request of vLLM's route."""
-        sampling = {**_sampling(request), "detokenize": False}
+        # vLLM finds stop texts only in detokenized answers.
+        sampling = {**_sampling(request), "detokenize": bool(request.sampling_params.stop)}
         return {"token_ids": request.input_ids, "sampling_params": sampling, **_named(request)}
 
     def to_outer(self, body: bytes) -> dict[str, object]:
@@ -159,11 +160,20 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 def _sampling(request: _Request) -> dict[str, object]:
     """Return the sampling parameters under vLLM's names, which are the same in both of vLLM's routes."""
     sampling = request.sampling_params
+    structure = {"json": sampling.json_schema, "regex": sampling.regex}
+    given = {
+        "stop": sampling.stop,
+        "structured_outputs": {name: value for name, value in structure.items() if value},
+    }
     return {
+        **{name: value for name, value in given.items() if value},
         "max_tokens": sampling.max_new_tokens,
+        "min_tokens": sampling.min_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": sampling.stop_token_ids,
         "ignore_eos": sampling.ignore_eos,
         # 0: vLLM returns the log-probability of the sampled token, and of no other token.
