@@ -150,6 +150,45 @@ def test_delivery_by_the_captured_layout_equals_the_engines_own_loader(
     assert sources.count("o") == 1, "a column shard is one box"
 
 
+class Prefixed(torch.nn.Module):
+    """An engine that ties its head, by one module or by memory, and has other prefixes than the checkpoint."""
+
+    def __init__(self, *, by_memory: bool) -> None:
+        super().__init__()
+        self.language = torch.nn.Module()
+        self.language.embed = torch.nn.Linear(3, 4, bias=False, dtype=torch.bfloat16)
+        self.language.norm = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+        self.language.head = self.language.embed
+        if by_memory:
+            self.language.head = torch.nn.Linear(3, 4, bias=False, dtype=torch.bfloat16)
+            self.language.head.weight = torch.nn.Parameter(self.language.embed.weight.data)
+
+    def load(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            if name != "model.head.weight":
+                own = name.replace("model.", "language.")
+                self.get_parameter(own).data.copy_(tensor)
+
+
+@pytest.mark.parametrize("by_memory", [False, True])
+@pytest.mark.parametrize("has_head", [False, True], ids=["tied_folder", "untied_folder"])
+def test_a_captured_engine_declares_its_ties_under_the_checkpoints_names(
+    by_memory: bool, has_head: bool
+) -> None:
+    shapes = {"model.embed.weight": (4, 3), "model.norm.weight": (2, 2)}
+    shapes |= {"model.head.weight": (4, 3)} if has_head else {}
+    specs = [CheckpointSpec(name, shape, DType.BFLOAT16) for name, shape in shapes.items()]
+    engine = Prefixed(by_memory=by_memory)
+    captured = capture(engine, specs, engine.load, worker="engine/0")
+    assert captured.manifest.aliases == {"model.head.weight": "model.embed.weight"}
+
+
+def test_tied_tensors_of_other_names_are_aliases_too() -> None:
+    engine = Engine(0, 1)
+    captured = capture(engine, SPECS, engine.load, worker="engine/0")
+    assert captured.manifest.aliases == {"lm_head": "embed"}
+
+
 def test_capture_leaves_the_weights_as_they_were() -> None:
     engine = Engine(0, 1, repack=True)
     engine.load(iter((s.name, torch.randn(s.shape).bfloat16()) for s in SPECS))

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 import torch
+from flat_engine import flat_engine
 from safetensors.numpy import save_file
 from test_backends import DEADLINES, NUM_TRAINERS
 from weight_fleet import TOKEN, Fleet
@@ -151,6 +152,42 @@ async def test_an_update_that_lacks_tensors_changes_nothing() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(incomplete, url)
         await holds(fleet, (-1, "untouched", False))
+
+
+def tied(url: str, version: int, *buckets: dict[str, float]) -> None:
+    with callback(url) as leader:
+        leader.pause_generation()
+        made = group(leader, "weights")
+        try:
+            for bucket in buckets:
+                made.broadcast({name: torch.full((4, 3), value) for name, value in bucket.items()})
+        finally:
+            leader.continue_generation(version)
+            made.close()
+
+
+async def test_tied_tensors_must_arrive_with_equal_values() -> None:
+    config = ControlConfig(deadlines=DEADLINES)
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        like, aliases = {"embed": torch.zeros(4, 3)}, {"head": "embed"}
+
+        def update() -> None:
+            with flat_engine(controller.url, TOKEN, like, aliases=aliases) as held:
+                for version, buckets in enumerate(
+                    (
+                        ({"head": 2.0},),
+                        ({"embed": 3.0}, {"head": 3.0}),
+                        ({"embed": 4.0, "head": 4.0},),
+                    )
+                ):
+                    tied(controller.url, version, *buckets)
+                    assert (held["embed"] == 2.0 + version).all()
+                for buckets in (({"embed": 5.0}, {"head": 6.0}), ({"embed": 5.0, "head": 6.0},)):
+                    with pytest.raises((RoundAborted, TransferFailed), match="was not published"):
+                        tied(controller.url, 3, *buckets)
+                    assert (held["embed"] == 4.0).all()
+
+        await asyncio.to_thread(update)
 
 
 def one_half_missing(url: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from windlass.errors import ManifestError
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.transfer.dtensor import describe_module
 from windlass.transfer.receiver import Receiver
 from windlass.transports.cma import CmaTransport
 
@@ -76,6 +78,37 @@ def test_views_and_neighbouring_parameters_are_accepted(parts: tuple[Part, ...])
 def test_bytes_shared_by_two_elements_are_refused_with_both_names(parts: tuple[Part, ...]) -> None:
     with pytest.raises(ManifestError, match=r"parameters '[pq]' and '[pq]' must not share bytes"):
         received(*parts)
+
+
+@pytest.mark.parametrize(
+    "strides", [(0, ITEM), (ROW, 0), (ITEM, ITEM), (2 * ITEM, ITEM), (ROW, 2), (3 * ITEM, 2 * ITEM)]
+)
+def test_a_parameter_whose_elements_share_bytes_is_refused_by_name(
+    strides: tuple[int, int],
+) -> None:
+    with pytest.raises(ManifestError, match="parameter 'p': elements of tensor 'a' must not share"):
+        received(("p", "a", WHOLE, 0, strides))
+
+
+@pytest.mark.parametrize(
+    ("box", "strides"),
+    [
+        (Box((0, 0), (1, 4)), (0, ITEM)),
+        (Box((0, 0), (2, 2)), (3 * ITEM, 2 * ITEM)),
+        (WHOLE, (ITEM, 6 * ITEM)),
+        # No stride contains the extent of the other, and all elements are distinct.
+        (Box((0, 0), (2, 3)), (3 * ITEM, 2 * ITEM)),
+    ],
+)
+def test_strides_of_distinct_elements_are_accepted(box: Box, strides: tuple[int, int]) -> None:
+    received(("p", "a", box, 0, strides))
+
+
+def test_an_expanded_parameter_of_an_engine_is_refused_by_name() -> None:
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.zeros(4).expand(6, 4))
+    with pytest.raises(ManifestError, match="parameter 'weight': elements of tensor 'weight' must"):
+        describe_module(module, "engine/0", Role.ENGINE)
 
 
 def test_one_element_in_two_types_is_refused() -> None:

@@ -370,6 +370,8 @@ def _check(manifest: ShardManifest) -> None:
     _check_index(f"{worker}: tensor", table.tensor, len(manifest.tensors))
     _check_index(f"{worker}: parameter", table.parameter, len(manifest.parameters))
     _check_boxes(manifest)
+    if manifest.role is Role.ENGINE:
+        _refuse_folded(manifest)
     described = _check_bytes(manifest)
     for index, parameter in enumerate(manifest.parameters if manifest.role is Role.ENGINE else ()):
         total = int(described[index]) + parameter.padding_nbytes
@@ -407,6 +409,42 @@ def _check_boxes(manifest: ShardManifest) -> None:
             f"{worker}: tensor {spec.name!r}: box offsets {table.offsets[row].tolist()} sizes "
             f"{table.sizes[row].tolist()} must be inside shape {spec.shape}"
         )
+
+
+_MOST_ELEMENTS = 1 << 20
+"""Maximum number of elements of a shard whose addresses are compared one by one."""
+
+
+def _refuse_folded(manifest: ShardManifest) -> None:
+    """Raise for a shard of an engine in which two elements share bytes, such as an expanded tensor (stride 0)."""
+    table = manifest.table
+    itemsizes = np.array([p.dtype.itemsize for p in manifest.parameters], np.int64)[table.parameter]
+    strides = np.where(table.sizes == 1, 0, np.abs(table.strides_bytes))
+    order = np.argsort(strides, axis=1)
+    sizes, steps = (np.take_along_axis(each, order, 1) for each in (table.sizes, strides))
+    # A dim is certainly distinct if its stride is at least the extent of all dims with smaller strides.
+    extents = itemsizes[:, None] + np.cumsum((sizes - 1) * steps, axis=1)
+    inner = np.concatenate((itemsizes[:, None], extents[:, :-1]), axis=1)
+    for row in np.flatnonzero(((sizes > 1) & (steps < inner)).any(axis=1)).tolist():
+        numel = int(table.sizes[row].prod())
+        is_expanded = bool(((sizes[row] > 1) & (steps[row] == 0)).any())
+        if is_expanded or (numel <= _MOST_ELEMENTS and _is_folded(manifest, row)):
+            parameter = manifest.parameters[int(table.parameter[row])]
+            tensor = manifest.tensors[int(table.tensor[row])]
+            raise ManifestError(
+                f"{manifest.worker}: parameter {parameter.name!r}: elements of tensor {tensor.name!r} must not share "
+                f"bytes, got sizes {table.sizes[row].tolist()} with strides {table.strides_bytes[row].tolist()} in bytes; "
+                "make an expanded tensor contiguous, or declare the tensor that it expands"
+            )
+
+
+def _is_folded(manifest: ShardManifest, row: int) -> bool:
+    table = manifest.table
+    itemsize = manifest.parameters[int(table.parameter[row])].dtype.itemsize
+    found = np.arange(itemsize, dtype=np.int64)
+    for size, stride in zip(table.sizes[row], table.strides_bytes[row], strict=True):
+        found = (found[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    return len(np.unique(found)) < len(found)
 
 
 def _check_quantized(manifest: ShardManifest) -> None:

@@ -63,6 +63,8 @@ class PushReceiver:
             self._shards.setdefault(alias, []).extend(self._shards.get(tensor, ()))
         self._groups: dict[str, TorchBroadcastGroup] = {}
         self._missing: set[int] = set()
+        self._arrived: dict[int, str] = {}
+        """Row of a shard -> name under which its tensor has arrived in this update."""
 
     def begin(self) -> None:
         """Begin an update with nothing received. Allocate the shadow in the first call.
@@ -76,6 +78,7 @@ class PushReceiver:
         if self._shadow is None:
             self._shadow = ShadowCopy(self._memory, self._manifest, self._live)
         self._missing = {row for shards in self._shards.values() for row, _ in shards}
+        self._arrived = {}
 
     def join_named(self, offer: GroupOffer, fabric: CollectiveFabric, deadline_s: float) -> None:
         """Enter the group of a leader. Leave an older group of the same name.
@@ -105,7 +108,7 @@ class PushReceiver:
             PlanError: a tensor does not belong to this rank's model or has another shape, or its
                 dtype cannot be cast. The rank then leaves the group before the broadcast, which
                 releases the leader.
-            TransferFailed: the broadcast failed.
+            TransferFailed: the broadcast failed, or a tensor differs from one to which the engine ties it.
         """
         group = self._groups.get(name)
         if group is None or group.broken:
@@ -126,11 +129,14 @@ class PushReceiver:
         try:
             group.start(0, nbytes, deadline_s)
             group.finish(0, deadline_s)
+            differing = self._differing(memory, found)
             copies.run()
             group.drain(deadline_s)
             copies.check()
         finally:
             copies.close()
+        if differing:
+            raise TransferFailed(f"{self._manifest.worker}: {differing}")
         self._missing.difference_update(row for row, _ in found)
 
     def read_files(self, folder: str) -> None:
@@ -216,6 +222,26 @@ class PushReceiver:
                 wanted = self._manifest.parameters[self._indices[shard.parameter]].dtype
                 if refusal := cast_refusal(tensor.dtype, wanted):
                     raise PlanError(f"{worker}: tensor {tensor.name!r}: {refusal}")
+
+    def _differing(self, memory: MemoryOps, found: Sequence[tuple[int, StridedCopy]]) -> str:
+        """Record that these copies are about to run; return a text if tied tensors have arrived with different values."""
+        differing, copied = "", dict[int, StridedCopy]()
+        for row, copy in found:
+            earlier = self._arrived.setdefault(row, copy.tensor)
+            if earlier != copy.tensor:
+                sent = memory.view(copy.src_address, copy.sizes, copy.src_strides, copy.src_dtype)
+                held = memory.view(copy.dst_address, copy.sizes, copy.dst_strides, copy.dst_dtype)
+                if (other := copied.get(row)) is not None:
+                    # The earlier tensor is in the same bucket, and has not been copied yet.
+                    other_sent = other.src_address, other.sizes, other.src_strides, other.src_dtype
+                    held = memory.view(*other_sent).to(held.dtype)
+                if not bool((sent.to(held.dtype) == held).all()):
+                    differing = (
+                        f"the engine ties {copy.tensor!r} to {earlier!r}, but they have arrived with different values; "
+                        "keep the two tied in training, or serve the model with tie_word_embeddings=false"
+                    )
+            copied[row] = copy
+        return differing
 
     def _box_of(
         self, shadow: ShadowCopy, shard: Shard, tensor: WireTensor, address: int

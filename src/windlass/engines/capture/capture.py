@@ -53,6 +53,7 @@ from windlass.engines.capture.memory import (
     differing,
     prints_of,
     refuse,
+    tied_names,
 )
 from windlass.engines.capture.mirrors import Found, Later, Mirror, find_mirrors
 from windlass.engines.capture.reach import Number
@@ -174,7 +175,8 @@ def capture(
     if part is not None:
         part.fix_addresses(found.keys())
     with _timed(seconds, "description"):
-        captured = describe(replace(seen, holdings=now), codes, worker, part, placed, read)
+        tied = tied_names(model)
+        captured = describe(replace(seen, holdings=now), codes, worker, part, placed, read, tied)
         written = {p.name for p in captured.manifest.parameters} - {*captured.repacked}
         weights = seen.numbers.keys() | seen.computed
         later = Later(Watched(model, ignored), written, weights, found)

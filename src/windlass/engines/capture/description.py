@@ -287,13 +287,15 @@ def describe(
     recompute: Recompute | None,
     placed: frozenset[str],
     read: frozenset[str],
+    tied: Mapping[str, frozenset[str]],
 ) -> Captured:
     """Return the captured layout.
 
     The manifest contains the buffers of `recompute` instead of the tensors that `recompute` loads.
 
     `placed` is the result of `Seen.placed`. `read` has the names of checkpoint tensors outside `placed` that the
-    engine's loader reads.
+    engine's loader reads. `tied` is the
+    result of `tied_names`.
 
     Raises:
         UnsupportedLayout: see `_repack` and `_received_dtype`.
@@ -322,6 +324,9 @@ def describe(
         target = memory if copied is None else holding.memory()
         roundings += _roundings(name, memory, target, parts)
         _add_parameter(builder, name, dtype, len(memory), parts)
+        if len(parts) == 1:
+            for alias in _aliases(name, parts[0][0].name, tied.get(name, frozenset())) - placed:
+                builder.add_alias(alias, parts[0][0].name)
         addresses.append(memory.data_ptr())
     if recompute is not None:
         addresses += _add_buffers(builder, recompute)
@@ -412,6 +417,26 @@ def _add_parameter(
                 offset_bytes=part.offset * dtype.itemsize,
                 strides_bytes=tuple(step * dtype.itemsize for step in part.strides),
             )
+
+
+def _aliases(name: str, tensor: str, tied: frozenset[str]) -> set[str]:
+    """Return the names that a checkpoint would give the other names of a parameter that the engine ties.
+
+    A checkpoint may have another prefix than the engine, which the parameter's own tensor shows.
+
+    Args:
+        name: name of the parameter in the engine.
+        tensor: name of its tensor in the checkpoint.
+        tied: all names of the parameter in the engine.
+    """
+    # Compare whole components of both names, from the end.
+    mine, stored = name.split("."), tensor.split(".")
+    while mine and stored and mine[-1] == stored[-1]:
+        mine.pop()
+        stored.pop()
+    own, other = (f"{'.'.join(each)}." if each else "" for each in (mine, stored))
+    found = {f"{other}{alias.removeprefix(own)}" for alias in tied if alias.startswith(own)}
+    return found - {tensor}
 
 
 def _add_buffers(builder: ManifestBuilder, recompute: Recompute) -> list[int]:

@@ -114,6 +114,19 @@ def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
     return held
 
 
+def tied_names(model: torch.nn.Module) -> Mapping[str, frozenset[str]]:
+    """Return, for each parameter with several names, all of them by each name.
+
+    Parameters are one if they are the same elements in the same memory, also as different objects.
+    """
+    names: dict[object, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if has_memory(parameter):
+            place = parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype
+            names.setdefault(place, set()).add(name)
+    return {name: frozenset(found) for found in names.values() if len(found) > 1 for name in found}
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a storage with elements.
 
