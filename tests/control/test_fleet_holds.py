@@ -56,6 +56,19 @@ def test_a_new_mesh_does_not_release_the_destination_of_a_donor() -> None:
     assert [group.name for group in fleet.writable_engines()] == ["b"]
 
 
+def test_an_engine_that_waits_for_an_answer_names_the_rank_that_owes_it() -> None:
+    fleet = Fleet()
+    engine, other = (admit(fleet, name, 0, 1, Role.ENGINE) for name in ("a", "b"))
+    trainer = admit(fleet, "trainer", 0, 1, Role.TRAINER)
+    assert [state.reason for state in fleet.states()] == ["", ""]
+    fleet.hold(trainer.identity, RoundId(1, 1), frozenset({engine.identity}))
+    waiting, free = fleet.states()
+    assert waiting.reason == "trainer/0 has not answered a write, whose bytes may still arrive"
+    assert (free.name, free.reason) == (other.hello.group, "")
+    fleet.release(trainer.identity)
+    assert [state.reason for state in fleet.states()] == ["", ""]
+
+
 def test_a_rank_waits_until_every_rank_of_a_job_that_was_replaced_has_left() -> None:
     fleet = Fleet()
     old = [admit(fleet, "trainer", rank, 2, Role.TRAINER, "old") for rank in range(2)]

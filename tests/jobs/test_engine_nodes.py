@@ -201,6 +201,10 @@ async def test_an_engine_over_two_nodes_serves_every_version(
         assert len(held) == 2
         assert held == afresh
     assert len({str(held) for held, _ in recipe.held}) == 3
+    # Answers are at most one version older than the weights that are trained on them.
+    for step, versions in enumerate(recipe.versions):
+        assert versions <= {step - 1, step}
+    assert len(recipe.versions) == 3
     restarts = [line for line in said if "starting it again" in line]
     assert len(restarts) == 1
     assert restarts[0].startswith(PARTS)

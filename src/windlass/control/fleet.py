@@ -574,8 +574,27 @@ class Fleet:
     def states(self) -> tuple[EngineState, ...]:
         """Return the state of every engine with a connected rank, in the order of `engines`."""
         return tuple(
-            EngineState(g.name, g.url, self._version_of(g), g.status, printable(g.reason))
+            EngineState(
+                g.name,
+                g.url,
+                self._version_of(g),
+                g.status,
+                printable(g.reason or self._held_up(g)),
+            )
             for g in self.engines()
+        )
+
+    def _held_up(self, engine: Group) -> str:
+        """Return why no round writes an engine that waits; empty if no source holds it up."""
+        if engine.status is not EngineStatus.WAITING:
+            return ""
+        sources = sorted(
+            s[0] for s, hold in self._holds.items() if hold.engines & engine.identities
+        )
+        return (
+            f"{', '.join(sources)} has not answered a write, whose bytes may still arrive"
+            if sources
+            else ""
         )
 
     @property

@@ -90,7 +90,7 @@ class VllmServers:
             if not listens_within_s or not isinstance(error.__cause__, ConnectionRefusedError):
                 raise
             raise PeerUnreachable(
-                f"{url}: the server did not listen within {listens_within_s:g} s; check that it runs, and read "
+                f"{url}: the server did not listen within {listens_within_s:.3g} s; check that it runs, and read "
                 f"its log: {error}"
             ) from error
         except NoSuchRoute as error:
