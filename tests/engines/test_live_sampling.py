@@ -21,7 +21,13 @@ import pytest
 import torch
 import transformers
 from plain_vllm import MODEL, PlainServer, checkpoint, serving_plain
-from sampling import SAMPLINGS, expected_logprobs, top_k_and_top_p, top_k_then_top_p
+from sampling import (
+    SAMPLINGS,
+    SPECIAL_SAMPLINGS,
+    expected_logprobs,
+    top_k_and_top_p,
+    top_k_then_top_p,
+)
 from servers import TOKEN, Layout, Server, serving
 from sglang_servers import ENGINE_TOKEN, install, launched, token_file, variables
 
@@ -130,6 +136,33 @@ def test_launched_engines_draw_independent_samples(
         join(partial(server.join, transport="cma"))
         samples += [drawn(asking(server, replica)) for replica in range(2)]
     require_own_samples(samples)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_launched_engines_follow_stop_texts_penalties_and_structures(
+    engine: str, source: Path, model: Any, tmp_path: Path
+) -> None:
+    with serving(
+        engine, source, tmp_path / "log", layout=Layout(1), flags=FLOAT32, tokenizes=True
+    ) as server:
+        join(partial(server.join, transport="cma"))
+        ask = asking(server)
+        for sampling in SPECIAL_SAMPLINGS:
+            if engine == "sglang" and "repetition_penalty" in sampling:
+                # SGLang penalises only the tokens of the answer.
+                continue
+            tokens, served = ask(PROMPTS[0], sampling)
+            assert len(tokens) == NUM_TOKENS
+            expected = expected_logprobs(model, PROMPTS[0], tokens, sampling, CUTS[engine])
+            assert torch.allclose(torch.tensor(served), expected, atol=1e-3), (sampling, served)
+        greedy = {"temperature": 0.0}
+        whole, _ = ask(PROMPTS[0], greedy)
+        last = whole[-2:]
+        first = next(n for n in range(2, len(whole) + 1) if whole[n - 2 : n] == last)
+        stopped, _ = ask(PROMPTS[0], {**greedy, "stop": [f"w{last[0]} w{last[1]}"]})
+        assert stopped == whole[:first]
+        tokens, _ = ask(PROMPTS[0], {"regex": "w1[0-9]"})
+        assert 10 <= tokens[0] <= 19
 
 
 def test_vllm_servers_of_a_user_draw_independent_samples(
