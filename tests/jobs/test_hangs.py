@@ -11,16 +11,16 @@ from launched_jobs import EXAMPLE, launched, write
 
 
 def write_short(folder: Path, *, max_silence_s: float, steps: int = 6, engine: str = "") -> Path:
-    """Write a job of one engine and one worker, whose connections are tested every second."""
+    """Write a job of one engine and one worker, whose connections are tested every 4 s."""
     config = write(
         folder,
         steps=steps,
         groups=16,
-        rollout="batch_deadline_s = 90.0\nworker_lease_s = 1.0\nworker_grace_s = 1.0",
+        rollout="batch_deadline_s = 90.0\nworker_lease_s = 4.0\nworker_grace_s = 4.0",
         top=f"max_silence_s = {max_silence_s}\nshutdown_s = 5.0",
     )
     text = config.read_text()
-    text = text.replace('mode = "in_place"', 'mode = "in_place"\nheartbeat_s = 1.0')
+    text = text.replace('mode = "in_place"', 'mode = "in_place"\nheartbeat_s = 4.0')
     config.write_text(text.replace("[[engines]]", f"[[engines]]\n{engine}", 1))
     return config
 
@@ -30,13 +30,13 @@ NAMES = ["engine-0", pytest.param("worker-0", marks=pytest.mark.long)]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_process_that_hangs_is_started_again(tmp_path: Path, name: str) -> None:
-    with launched(write_short(tmp_path, max_silence_s=4.0)) as job:
+    with launched(write_short(tmp_path, max_silence_s=8.0)) as job:
         job.read_until("step 1:")
         (pid,) = job.children(name)
         os.kill(pid, signal.SIGSTOP)
         noticed = job.read_until(f"{name} does not answer: ")
-        assert "the job starts it again after max_silence_s=4" in noticed
-        said = job.read_until(f"{name} did not answer within max_silence_s=4: ")
+        assert "the job starts it again after max_silence_s=8" in noticed
+        said = job.read_until(f"{name} did not answer within max_silence_s=8: ")
         assert "after 0 restarts; starting it again" in said
         assert job.end() == 0, job.text
     assert "done: 6 steps, version 6 published" in job.text
@@ -46,13 +46,13 @@ def test_process_that_hangs_is_started_again(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.long
 def test_process_that_hangs_without_restarts_ends_the_job(tmp_path: Path) -> None:
-    config = write_short(tmp_path, max_silence_s=4.0, engine="max_restarts = 0")
+    config = write_short(tmp_path, max_silence_s=8.0, engine="max_restarts = 0")
     with launched(config) as job:
         job.read_until("step 1:")
         (pid,) = job.children("engine-0")
         os.kill(pid, signal.SIGSTOP)
         assert job.end() == 2, job.text
-    assert "engine-0 did not answer within max_silence_s=4: " in job.error, job.text
+    assert "engine-0 did not answer within max_silence_s=8: " in job.error, job.text
 
 
 @pytest.mark.parametrize("name", NAMES)
