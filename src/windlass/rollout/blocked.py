@@ -18,8 +18,8 @@ from windlass.rollout.workflows import WorkflowContext
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 BLOCKED_AFTER_S = 5.0
-"""Seconds without an iteration of the event loop after which it counts as blocked: half of the silence after
-which a peer closes the connection."""
+"""Seconds without an iteration after which an event loop counts as blocked. A peer closes the connection after
+twice this time without a message."""
 SAY_EVERY_S = 15.0
 MAX_FRAMES = 20
 _ASYNCIO = str(Path(asyncio.__file__).parent)
@@ -29,8 +29,8 @@ _ASYNCIO = str(Path(asyncio.__file__).parent)
 class BlockWatch:
     """Daemon thread that logs the workflow or other code that blocks an event loop, with its stack.
 
-    A peer cannot distinguish a blocked process from a dead one. Only the first watch of an event loop logs;
-    further watches of the same loop do nothing while the first is open.
+    The log helps because peers cannot distinguish a blocked process from a dead one. While one watch of an
+    event loop is open, further watches of the same loop do nothing.
 
     Args:
         loop: event loop of the calling thread.
@@ -90,7 +90,7 @@ class BlockWatch:
 
 
 def _context_of(frame: FrameType | None) -> WorkflowContext | None:
-    """Return the context of the workflow that runs in this stack, or None if no workflow runs in it."""
+    """Return the context of the workflow that `frame` or one of its callers runs, or None without a workflow."""
     while frame is not None:
         for value in frame.f_locals.values():
             if isinstance(value, WorkflowContext):

@@ -1,4 +1,4 @@
-"""Directory of the engines that may receive work, and the choice of an engine for each attempt."""
+"""List of the engines that may receive rollouts, and the choice of an engine for each attempt."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ REMEMBERED_PREFIXES = 1 << 16
 
 
 class EngineDirectory(Protocol):
-    """Directory of routable engines, which reports changes.
+    """Interface of a list of routable engines that notifies subscribers of changes.
 
-    The rollout controller calls it in its event loop for every dispatch, so an implementation must answer
-    from memory, without waiting.
+    The rollout controller calls `routable` in its event loop for every dispatch, so an implementation must
+    not block.
     """
 
     def routable(self) -> Sequence[tuple[str, str, int]]:
@@ -30,7 +30,7 @@ class EngineDirectory(Protocol):
 
 
 class StaticEngines:
-    """A directory that its owner edits, for fixed fleets, tests and benchmarks."""
+    """Engine directory with a list that the caller sets, for fixed fleets, tests and benchmarks."""
 
     def __init__(self, engines: Iterable[tuple[str, str, int]] = ()) -> None:
         self._engines = tuple(EngineInfo(*engine) for engine in engines)
@@ -54,8 +54,8 @@ class EngineChoice:
     """Chooses the least loaded engine, or the engine that has cached a prompt's prefix if it is not much busier.
 
     Args:
-        slack: number of attempts by which the engine that has the prefix may exceed the least loaded engine
-            and still be chosen. With 0 it is only chosen if it is among the least loaded.
+        slack: largest difference between the attempts on the engine that has the prefix and the attempts on
+            the least loaded engine. Above this difference the least loaded engine is chosen.
     """
 
     def __init__(self, slack: int) -> None:
@@ -75,7 +75,7 @@ class EngineChoice:
             engines: candidates; not empty.
             load_of: returns the number of attempts on an engine.
             prefix: hashable key, equal for prompts that begin with the same tokens.
-            avoid: name of an engine that just failed; it is chosen only if there is no other.
+            avoid: name of an engine that just failed; chosen only if it is the only candidate.
         """
         allowed = [engine for engine in engines if engine.name != avoid] or engines
         loads = [load_of(engine.name) for engine in allowed]

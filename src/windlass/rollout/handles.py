@@ -1,4 +1,4 @@
-"""Configuration, handles, results and counts: the types that the owner of a `RolloutController` uses."""
+"""Configuration, handles, results and counts: types for the process that runs a `RolloutController`."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a `RolloutController`. Times are in seconds.
 
     Attributes:
-        max_attempts: number of failed attempts (of an engine or worker, or by the attempt deadline) after
-            which a rollout fails.
+        max_attempts: number of failed attempts after which a rollout fails. An attempt fails if its engine or
+            worker fails, or if `attempt_deadline_s` passes.
         max_same_errors: number of times in a row that a workflow may raise the same exception before its
             rollout fails.
-        attempt_deadline_s: longest time of one attempt; after it the controller retries on another engine.
+        attempt_deadline_s: longest time of one attempt; the controller then retries on another engine.
         retry_backoff_s: wait before the second attempt, doubled before each further one up to 2 s.
-        engine_grace_s: time that an engine may be unroutable before its attempts move to other engines.
-        worker_lease_s: time without a frame from a worker after which the controller sends a ping.
+        engine_grace_s: time that an engine may be unroutable before the controller retries its attempts on other
+            engines.
+        worker_lease_s: time without a message from a worker after which the controller sends a ping.
         worker_grace_s: time after which the controller gives up an unreachable worker.
         on_abort: reaction of workers to an update that ends a generation early.
         carry_partial: whether a retry on another engine continues from the tokens of the failed attempt; an
             answer may then contain tokens of two engines.
         max_rejections: number of times that the workflow may reject its own answer before the rollout fails.
-        affinity_slack: number of attempts by which the engine that has cached a prompt's prefix may exceed
-            the least loaded engine and still be chosen.
-        journal: file that records all rollouts, so that a restarted controller continues them. With None
-            there is no file.
-        acknowledge: whether results stay in the journal after delivery, and are delivered again after a
-            restart, until the owner calls `RolloutController.acknowledge`. If false, delivery removes them.
+        affinity_slack: the controller prefers the engine that has cached a prompt's prefix, as long as this
+            engine runs at most this many attempts more than the least loaded engine.
+        journal: file that records all rollouts, so that a restarted controller continues them; None for no
+            file.
+        acknowledge: if true, a delivered result stays in the journal until the caller passes its id to
+            `RolloutController.acknowledge`; a restarted controller delivers the result again. If false, delivery
+            removes the result from the journal.
         journal_sync_s: interval at which the journal is synced to disk.
         journal_compact_nbytes: size above which the journal is rewritten without ended rollouts.
     """
@@ -94,7 +96,7 @@ class Rollout(msgspec.Struct, frozen=True):
         engine: name of the engine that made the last token.
         attempts: number of times that the controller assigned the rollout to a worker.
         metadata: the submitter's metadata; workers and engines never receive it.
-        finished_at: Unix time at which the worker had the answer, on the worker's clock.
+        finished_at: Unix time at which the worker received the answer, on the worker's clock.
         seconds: time from submission to completion.
         turns: engine calls of a workflow. `versions` then has the tokens of all turns, and `prompt_ids`,
             `output_ids` and `logprobs` are empty.
@@ -131,18 +133,19 @@ class Counts(msgspec.Struct):
     """Totals since the start of this process.
 
     Attributes:
-        completed: rollouts delivered to the owner.
+        completed: rollouts delivered to the caller.
         failed: rollouts that failed, for example after `max_attempts` or at their deadline.
-        dropped: rollouts given up as too old, see `OnStale`. If one is too old, its whole group counts.
+        dropped: rollouts ended because they were too old, see `OnStale`. If one sample of a group is dropped, the
+            whole group counts.
         rejected: answers that a workflow rejected.
         too_old: finished answers that were discarded as too old.
-        stopped_early: running attempts that were cancelled because their answers would be too old.
+        stopped_early: running attempts that were cancelled because their answers would have been too old.
         wasted_tokens: tokens of discarded answers, of finished samples of dropped groups, and of partial
             answers that became too old before an attempt continued them. The tokens of a stopped attempt are
             unknown and not counted.
         retried: attempts repeated after an engine, worker or deadline failure.
         ignored: outcomes that arrived twice or too late.
-        declined: completed rollouts that the owner declined.
+        declined: completed rollouts that the caller declined, see `RolloutController.decline`.
     """
 
     submitted: int = 0
@@ -160,13 +163,14 @@ class Counts(msgspec.Struct):
 
 
 class RolloutStats(Counts, kw_only=True):
-    """Totals since the start of this process, and the number of rollouts in each place now.
+    """Totals since the start of this process, and the current number of rollouts in each state.
 
     submitted = completed + cancelled + failed + dropped + outstanding + lost.
 
     Attributes:
         outstanding: rollouts in a queue, at a worker, in a backoff, or buffered.
-        lost: submitted rollouts that have not ended and are in no place; a value other than 0 is a defect.
+        lost: submitted rollouts that have not ended and are not outstanding; a value other than 0 is a bug in
+            Windlass.
         buffered: finished rollouts that wait for the rest of their group or for delivery.
         parked: rollouts that wait for a worker with a free slot that knows their workflow.
     """
@@ -188,15 +192,15 @@ class _Handle(Generic[ResultT]):
     future: asyncio.Future[ResultT]
 
     def done(self) -> bool:
-        """Return whether awaiting would return or raise at once."""
+        """Return whether `await` on the handle returns or raises immediately."""
         return self.future.done()
 
     def cancel(self) -> None:
-        """Cancel the rollout or the whole group, also at the workers that run it. Idempotent."""
+        """Cancel the rollout or the whole group; workers stop its running attempts. Idempotent."""
         self.future.cancel()
 
     def add_done_callback(self, callback: Callable[[asyncio.Future[ResultT]], None]) -> None:
-        """Call `callback` with the future once it is done."""
+        """Call `callback` with the future when the future is done."""
         self.future.add_done_callback(callback)
 
 
@@ -220,8 +224,8 @@ class RolloutHandle(_Handle[Rollout]):
 class GroupHandle(_Handle[RolloutGroup]):
     """Handle of one submitted group, which `RolloutController.next_batch` delivers.
 
-    Awaiting it returns the group after its delivery. It raises `RolloutError` if a sample failed; the rest of
-    the group is then cancelled. `metadata` is the submitter's.
+    `await` returns the group after its delivery. If a sample fails, the controller cancels the other samples
+    and `await` raises `RolloutError`. `metadata` is the submitter's.
     """
 
     group_id: int
@@ -237,7 +241,7 @@ class GroupHandle(_Handle[RolloutGroup]):
 class Recovered:
     """Handles of the rollouts that an earlier process with the same journal left unfinished.
 
-    The `metadata` of a handle has gone through msgpack: tuples have become lists.
+    The journal stores `metadata` as msgpack, so tuples in it are now lists.
 
     Attributes:
         rollouts: task id -> handle of a rollout that was submitted alone.

@@ -3,8 +3,8 @@
 WAITING for admission -> RUNNING at a worker -> BUFFERED until its group is complete and delivered -> ENDED.
 A rollout that was submitted alone skips BUFFERED. A rollout is PARKED while no worker with a free slot knows
 its workflow, and then QUEUED. After an error a RUNNING rollout moves to BACKOFF and then to QUEUED. If the
-answer of a RUNNING or BUFFERED rollout is too old, or certainly will be, `OnStale` decides whether the
-rollout moves to the head of WAITING or its whole group ends.
+answer of a RUNNING or BUFFERED rollout is or will be too old, `OnStale` decides whether the rollout moves to
+the front of the WAITING queue or its whole group ends.
 """
 
 from __future__ import annotations
@@ -56,32 +56,32 @@ MAX_BACKOFF_S = 2.0
 WARN_EVERY_S = 10.0
 WASTE_EVERY_S = 600.0
 WASTE_SHARE = 0.5
-"""Answers discarded as too old, per delivered answer, above which the controller warns. Fewer are normal if
-rollouts are longer than a training step."""
+"""Ratio of discarded to delivered answers from which the controller warns. A lower ratio is normal if a rollout
+takes longer than a training step."""
 DECLINABLE = 4096
-"""Number of the newest delivered results that the owner may still decline."""
+"""Number of newest delivered results that the caller may still decline."""
 
 
 class Lifecycle:
     """State machine of all rollouts, from submission to end.
 
-    No other code changes records, groups, counts and the staleness policy.
+    Only this class changes records, groups, counts and the staleness policy.
 
     Args:
         policy: bounds for admission and consumption.
         config: limits.
         withdraw: cancels a running attempt at its worker.
         work_changed: called when a rollout may be dispatched or admitted.
-        unanswered: called before `withdraw` for an attempt that its worker did not answer in time.
+        unanswered: called before `withdraw` for an attempt without an answer at its deadline.
 
     Attributes:
-        identity: identity of the controller, the same in every process that continues its journal.
-        first_attempt: number above all attempt numbers of earlier processes; this process counts from it.
+        identity: random id of the controller; a restarted controller with the same journal keeps the id.
+        first_attempt: start of this process's attempt numbers, above all numbers of earlier processes.
         journal: journal of the transitions that a later process needs.
         table: records of all rollouts, by place.
         newest_failure: reason of the newest failure or rejection; empty before the first.
-        failed_alike: number of rollouts since the last accepted one that an engine refused or whose workflow
-            kept raising the same exception.
+        failed_alike: number of rollouts that failed since the last accepted answer because an engine refused
+            the request or because the workflow kept raising the same exception.
         ready: set when a group can be delivered, or when the controller closes.
     """
 
@@ -116,7 +116,7 @@ class Lifecycle:
     # --- begin -----------------------------------------------------------------------------
 
     def open(self) -> Recovered:
-        """Restore the state of an earlier process from the journal; choose ids that it has not used.
+        """Restore the state of an earlier process from the journal; choose ids that no earlier process has used.
 
         Raises:
             ConfigError: the journal cannot be used.
@@ -132,7 +132,7 @@ class Lifecycle:
         for group in groups:
             if group.is_single:
                 recovered.rollouts[group.records[0].task_id] = self._single_handle(group)
-                # The owner did not submit this rollout in this process, and may never await it.
+                # The caller did not submit this rollout in this process, so it may never await the handle.
                 group.future.add_done_callback(_retrieve)
             else:
                 recovered.groups[group.group_id] = self._group_handle(group)
@@ -174,7 +174,8 @@ class Lifecycle:
         return RolloutHandle(record.task_id, group.future, record.metadata)
 
     def _group_handle(self, group: Group) -> GroupHandle:
-        # The owner may drop the handle: asyncio need not report the failure, since log and counts do.
+        # The caller may never await the handle. asyncio would then report an unretrieved exception, although
+        # the log and the counts contain the failure already.
         group.future.add_done_callback(_retrieve)
         return GroupHandle(
             group.group_id,
@@ -184,7 +185,7 @@ class Lifecycle:
         )
 
     def add(self, record: Record, state: State = State.WAITING) -> None:
-        """Add a rollout in `state`: WAITING for a new one, another state for a recovered one."""
+        """Add the record of a new or recovered rollout to the table."""
         self.table.records[record.task_id] = record
         self.table.counts.submitted += 1
         self.table.move(record, state)
@@ -192,10 +193,9 @@ class Lifecycle:
     def _restore(self, persisted: PersistedState) -> list[Group]:
         """Restore the state of every task.
 
-        Running attempts stay assigned to their worker processes, which report them when they connect. Attempts
-        of the local worker ended with the earlier process and are queued again. Single rollouts with an
-        outcome are delivered again. Rollouts that are too old are restored too; the caller calls `drop_stale`
-        once it has made all handles. Deadlines start again.
+        A running attempt stays assigned to its worker process, which reports the attempt when it connects. An
+        attempt of the local worker ended with the earlier process, so it is queued again. `open` delivers
+        finished single rollouts again, and discards rollouts that are too old. Deadlines start again.
         """
         groups = [
             Group.of(
@@ -238,12 +238,12 @@ class Lifecycle:
             record.admitted = True
 
     def park(self, record: Record) -> None:
-        """Admit a rollout, and let it wait for a worker that knows its workflow."""
+        """Admit a rollout and move it to PARKED, because no worker with a free slot knows its workflow."""
         self._admit(record)
         self.table.move(record, State.PARKED)
 
     def start_attempt(self, record: Record, engine: str, worker: str) -> float:
-        """Admit a rollout and assign its next attempt to a worker; return the seconds that the attempt may take."""
+        """Admit a rollout and assign its next attempt to a worker; return the attempt's time limit in seconds."""
         self._admit(record)
         record.attempt = max(record.attempt, self.first_attempt) + 1
         record.num_dispatches += 1
@@ -258,11 +258,11 @@ class Lifecycle:
         return self._start_timers(record)
 
     def _oldest_token(self, record: Record) -> int | None:
-        """Return the version of the oldest token of an attempt that starts now; None if it cannot be known.
+        """Return the version of the oldest token of an attempt that starts now, or None if unknown.
 
-        A plain prompt gets its first token at once, of the current version. A workflow may do other work
-        before it generates. With `OnAbort.RETRY` an attempt discards its tokens at every update, so that none
-        becomes old.
+        An engine generates the first token of a plain prompt at once, with the current version. A workflow may
+        do other work before it generates, so the version is unknown. With `OnAbort.RETRY` the version is
+        unknown because a worker discards an attempt's tokens at every update and starts again.
         """
         if record.partial.versions:
             return min(record.partial.versions)
@@ -279,7 +279,7 @@ class Lifecycle:
         return (ends if record.expiry is None else min(ends, record.expiry.when())) - now
 
     def find_running(self, task_id: str, attempt: int) -> Record | None:
-        """Return the record of a rollout if this attempt of it is running, else None."""
+        """Return the record of a rollout if its attempt number `attempt` is running, else None."""
         record = self.table.records.get(task_id)
         if record is None or record.state is not State.RUNNING or record.attempt != attempt:
             return None
@@ -306,7 +306,7 @@ class Lifecycle:
                 self.retry(record, reason, outcome.result, outcome.error_kind)
 
     def _reject(self, record: Record, reason: str) -> None:
-        """Discard an answer that its workflow rejected; fail the rollout at `max_rejections`."""
+        """Discard an answer that the workflow rejected; fail the rollout after `max_rejections` rejections."""
         record.rejections += 1
         self.table.counts.rejected += 1
         self.newest_failure = f"rollout {record.task_id}: rejected: {reason}"
@@ -328,7 +328,11 @@ class Lifecycle:
         partial: Partial,
         kind: ErrorKind = ErrorKind.PASSING,
     ) -> None:
-        """Retry after a backoff, preferably on another engine; fail the rollout if a retry would fail too."""
+        """Retry a rollout after a backoff, preferably on another engine, or fail the rollout.
+
+        The rollout fails if an engine refused the request, after `max_attempts` failures, or after
+        `max_same_errors` equal exceptions in a row.
+        """
         record.failures += 1
         record.last_error = reason
         self.newest_failure = f"rollout {record.task_id}: {reason}"
@@ -368,7 +372,7 @@ class Lifecycle:
         self._work_changed()
 
     def _fail_for_good(self, record: Record, reason: str) -> None:
-        """Fail a rollout for which every further attempt would fail too."""
+        """Fail a rollout because further attempts would fail in the same way."""
         self.failed_alike += 1
         self._fail(record, RolloutError(f"rollout {record.task_id}: {reason}"))
 
@@ -400,7 +404,7 @@ class Lifecycle:
             self.ready.set()
 
     def _resubmit(self, record: Record) -> None:
-        """Discard the answer and move the rollout to the head of the queue for admission."""
+        """Discard the answer and move the rollout to the front of the WAITING queue."""
         self.table.ready.pop(record.group.group_id, None)
         if record.admitted:
             self._policy.release()
@@ -415,9 +419,9 @@ class Lifecycle:
     # --- too old -----------------------------------------------------------------------------
 
     def _throw_away(self, record: Record, outcome: RolloutOutcome | None) -> None:
-        """Discard an answer that is or would be too old; generate it again, or drop the rollout's whole group.
+        """Discard an answer that is or would be too old; resubmit the rollout or drop its whole group.
 
-        The caller has withdrawn the record from its worker, or from the accepted samples of the policy.
+        The attempt must no longer run at a worker, and the policy must not count the sample as accepted.
         """
         self.table.counts.wasted_tokens += 0 if outcome is None else len(outcome.versions())
         if self._policy.makes_again(record.resubmits):
@@ -447,7 +451,7 @@ class Lifecycle:
         self._work_changed()
 
     def _warn_of_waste(self) -> None:
-        """Schedule `_log_waste`, once for all answers that are discarded in this iteration of the event loop."""
+        """Schedule `_log_waste` once per iteration of the event loop, however many answers are discarded."""
         if not self._waste_is_due:
             self._waste_is_due = True
             asyncio.get_running_loop().call_soon(self._log_waste)
@@ -472,7 +476,7 @@ class Lifecycle:
     # --- consumption -----------------------------------------------------------------------
 
     def set_version(self, version: int) -> None:
-        """Set the version of the consumer (the trainer); discard answers that are now too old."""
+        """Set the trainer's version; discard answers that are now too old."""
         if version <= self._policy.version:
             return
         self._policy.set_version(version)
@@ -490,7 +494,7 @@ class Lifecycle:
             if r.oldest_version is not None and throws_away((r.oldest_version,))
         ]
         for record in old:
-            # This loop may have dropped the record's group already.
+            # An earlier iteration may have dropped the whole group of this record.
             if record.state is State.ENDED:
                 continue
             self.table.counts.too_old += record.state is State.BUFFERED
@@ -499,7 +503,7 @@ class Lifecycle:
             self._throw_away(record, record.outcome)
 
     def peek(self, group_id: int) -> RolloutGroup:
-        """Return a ready group, which stays ready."""
+        """Return a ready group without delivering it."""
         group = self.table.ready[group_id]
         first = group.records[0]
         rollouts = tuple([record.rollout() for record in group.records])
@@ -508,7 +512,7 @@ class Lifecycle:
     def hand_out(self, group_id: int | None = None) -> RolloutGroup:
         """Deliver a ready group, by default the oldest; its samples count as consumed.
 
-        A ready group is never too old: the version only changes in `set_version`, which discards such groups.
+        A ready group is never too old, because `set_version` discards answers that become too old.
         """
         ready = self.table.ready
         group = ready.pop(next(iter(ready)) if group_id is None else group_id)
@@ -545,11 +549,13 @@ class Lifecycle:
             self._handed_out.popitem(last=False)
 
     def decline(self, task_ids: Sequence[str]) -> None:
-        """Stop counting results as consumed that were delivered together, so that other rollouts may be admitted.
+        """Uncount one delivered result that the trainer could not use, so that new rollouts may be admitted.
+
+        `task_ids` are the task ids of a delivered group, or the one id of a single rollout.
 
         Raises:
-            RolloutError: the results were not delivered together, or delivered too long ago, or the owner has
-                declined them already.
+            RolloutError: `task_ids` is not one delivered result, the result is not among the newest
+                `DECLINABLE`, or the caller has declined it already.
         """
         together = tuple(task_ids)
         if not together or self._handed_out.get(together[0]) != together:
@@ -564,9 +570,10 @@ class Lifecycle:
         self._work_changed()
 
     def acknowledge(self, task_id: str) -> None:
-        """Record that the owner has stored this rollout and its whole group. Idempotent.
+        """Record that the caller has stored this rollout and its whole group. Idempotent.
 
-        If this process has not delivered the group yet, its rollouts leave their queues and workers.
+        If this process has not delivered the group yet, all its rollouts end as completed, and workers stop its running
+        attempts.
         """
         record = self.table.records.get(task_id)
         if self.journal.acknowledged(task_id) or record is None:
@@ -592,13 +599,13 @@ class Lifecycle:
         group.future.cancel()
 
     def _give_up_group(self, task_id: str) -> None:
-        """Cancel the group of this task, after a handle or an awaiting task cancelled the group's future."""
+        """Cancel the group of a task whose `GroupFuture` was cancelled."""
         record = self.table.records.get(task_id)
         if record is not None:
             self.cancel(record.group)
 
     def _take_back(self, group: Group) -> list[Record]:
-        """End all records of a group that have not ended; return them."""
+        """End all unfinished records of a group; return these records."""
         self.table.ready.pop(group.group_id, None)
         records = [record for record in group.records if record.state is not State.ENDED]
         for record in records:
@@ -610,14 +617,14 @@ class Lifecycle:
         return records
 
     def _give_up(self, record: Record) -> None:
-        """Withdraw a record from its worker, or from the accepted samples that wait to be consumed."""
+        """Cancel the attempt of a RUNNING record; uncount the accepted sample of a BUFFERED record."""
         if record.state is State.RUNNING:
             self._withdraw(record)
         elif record.state is State.BUFFERED:
             self._policy.discard()
 
     def _expire(self, record: Record) -> None:
-        """Fail a rollout after its overall deadline."""
+        """Fail a rollout whose overall deadline `deadline_s` passed."""
         if record.state is State.RUNNING:
             self._withdraw(record)
         self._fail(
@@ -663,7 +670,7 @@ def _retrieve(done: asyncio.Future[Any]) -> None:
 
 
 def _checked(sampling: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters if a worker can decode them; raise `ConfigError` otherwise."""
+    """Return `sampling`; raise `ConfigError` if a worker could not decode it."""
     if not isinstance(sampling, SamplingParams):
         raise ConfigError(f"rollout: sampling must be SamplingParams, got {sampling!r}")
     try:

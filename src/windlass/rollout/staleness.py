@@ -2,10 +2,9 @@
 
 Admission follows AReaL: at version v, at most max_staleness + v + 1 batches may be running or accepted.
 This bound alone does not limit the age of a sample, because the version may rise several times while a slow
-rollout runs. Therefore the age of its oldest token is checked again before a sample is consumed, and
-`OnStale` decides about a sample that is too old. Versions count from `start_version`, and at most
-max_staleness + 1 batches may wait unconsumed. So a controller that recovers from a journal does not admit
-again the samples that its predecessor had admitted.
+rollout runs. Therefore the controller checks a sample's oldest token again before it delivers the sample, and
+`OnStale` decides what happens to a sample that is too old. Here v counts from `start_version`. A second bound
+allows at most max_staleness + 1 batches that are running or wait for the trainer.
 """
 
 from __future__ import annotations
@@ -38,16 +37,17 @@ class StalenessPolicy:
     """Counts samples, and computes the number of samples that may start now.
 
     Attributes:
-        max_staleness: largest number of versions by which a sample's oldest token may be behind the trainer.
-        batch_size: samples (not groups) that one version consumes.
+        max_staleness: largest allowed difference between the trainer's version and the version of a sample's oldest
+            token.
+        batch_size: number of samples (not groups) in one training batch.
         max_concurrent: largest number of samples that run at a time.
         start_version: version at which the counts are zero.
-        version: version of the consumer (the trainer).
+        version: version of the trainer.
         on_stale: treatment of an answer that is too old.
-        max_resubmits: number of times that one rollout is generated again, with `OnStale.RESUBMIT`.
+        max_resubmits: with `OnStale.RESUBMIT`, largest number of times that one rollout is generated again.
         running: samples that were admitted and have not ended.
         accepted: samples that ended with tokens.
-        consumed: accepted samples that were delivered.
+        consumed: accepted samples that were delivered to the trainer.
     """
 
     max_staleness: int
@@ -72,11 +72,12 @@ class StalenessPolicy:
     ) -> None:
         """Continue with the counts of an earlier process. The policy must not have been used before.
 
-        Samples that the trainer consumed and did not acknowledge count as waiting again. More samples may
-        then wait than the bound allows; no sample is admitted until enough of them are consumed.
+        The caller counts delivered groups that the trainer did not acknowledge as accepted and not consumed,
+        because the controller delivers these groups again. More samples may then wait than the bound allows; `capacity` stays 0 until the
+        trainer has consumed enough of them.
 
         Raises:
-            RolloutError: the counts are impossible, or the policy is in use.
+            RolloutError: a count is negative, `consumed` exceeds `accepted`, or the policy has counted samples.
         """
         if self.running or self.accepted or self.consumed:
             raise RolloutError("staleness: restore needs a policy that was never used")
@@ -108,17 +109,17 @@ class StalenessPolicy:
         )
 
     def throws_away(self, versions: Sequence[int]) -> bool:
-        """Return whether a sample must be discarded because its oldest token is too old for the trainer."""
+        """Return whether a sample with these token versions is too old and `on_stale` discards it."""
         if self.on_stale is OnStale.TRAIN or not versions:
             return False
         return self.version - min(versions) > self.max_staleness
 
     def makes_again(self, num_resubmits: int) -> bool:
-        """Return whether a sample that is too old and was resubmitted this many times is generated once more."""
+        """Return whether a sample that is too old may be resubmitted after `num_resubmits` earlier resubmissions."""
         return self.on_stale is OnStale.RESUBMIT and num_resubmits < self.max_resubmits
 
     def set_version(self, version: int) -> None:
-        """Set the consumer's version; older versions are ignored."""
+        """Set the trainer's version; a version below the current one is ignored."""
         self.version = max(self.version, version)
 
     def admit(self) -> None:
@@ -147,20 +148,20 @@ class StalenessPolicy:
         self.running -= 1
 
     def discard(self) -> None:
-        """Remove an accepted, unconsumed sample from the counts, because it became too old or was cancelled.
+        """Uncount an accepted sample that became too old or was cancelled before delivery.
 
         Raises:
-            RolloutError: no sample is waiting.
+            RolloutError: no accepted sample waits for delivery.
         """
         if self.accepted <= self.consumed:
             raise RolloutError("staleness: discard needs an accepted, unconsumed sample, got none")
         self.accepted -= 1
 
     def consume(self, num_samples: int) -> None:
-        """Count accepted samples that were delivered to the consumer.
+        """Count `num_samples` accepted samples as delivered to the trainer.
 
         Raises:
-            RolloutError: fewer samples are waiting.
+            RolloutError: fewer accepted samples wait for delivery.
         """
         waiting = self.accepted - self.consumed
         if not 0 <= num_samples <= waiting:
@@ -168,10 +169,10 @@ class StalenessPolicy:
         self.consumed += num_samples
 
     def give_back(self, num_samples: int) -> None:
-        """Remove consumed samples that the trainer could not use from the counts, so that others may start.
+        """Uncount delivered samples that the trainer could not use, so that new samples may start.
 
         Raises:
-            RolloutError: fewer samples were consumed.
+            RolloutError: fewer than `num_samples` were delivered.
         """
         if not 0 <= num_samples <= self.consumed:
             raise RolloutError(

@@ -1,8 +1,8 @@
 """Table of all rollouts of a controller that have not ended.
 
-Each rollout has a record, in exactly one place: waiting for admission, queued for dispatch, parked until a
-worker that knows its workflow has a free slot, at a worker, in a backoff, or buffered until its group is
-delivered. `RolloutStats.lost` counts submitted rollouts that have not ended and are in none of these places.
+Each rollout has a record in exactly one state: waiting for admission, queued for dispatch, parked until a
+worker that knows its workflow has a free slot, running at a worker, in a backoff, or buffered until its group
+is delivered. `RolloutStats.lost` counts submitted rollouts that have not ended and are in none of these states.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ NOTHING = Partial()
 class Deadlines:
     """Deadlines of the same length for many records; calls `passed` with each record whose deadline passes.
 
-    Tens of thousands of deadlines run at a time. Because of the same length they pass in the order of their
-    start. So one queue and one timer of the event loop are enough, and a start or stop needs no heap
-    operation.
+    All deadlines have the same length, so they pass in the order in which they started. One queue and one
+    event-loop timer are therefore enough. This is faster than one timer per record, because tens of thousands
+    of deadlines may run at a time.
 
     Args:
         length_s: length of every deadline.
-        passed: called in the event loop.
+        passed: called in the event loop with the record.
     """
 
     def __init__(self, length_s: float, passed: Callable[[Record], None]) -> None:
@@ -64,7 +64,7 @@ class Deadlines:
 
 
 class State(Enum):
-    """Place of a record."""
+    """State of a record."""
 
     WAITING = "waiting"
     QUEUED = "queued"
@@ -79,12 +79,12 @@ class State(Enum):
 class GroupFuture(asyncio.Future[Any]):
     """Future of a group that calls `give_up` when its handle or an awaiting task cancels it.
 
-    A done-callback would have the same effect, but the event loop would run it for every rollout, also for
-    those that are not cancelled.
+    A done-callback would have the same effect, but the event loop would call it for every rollout, including
+    rollouts that are not cancelled.
 
     Args:
-        task_id: task id of the group's first record. The future has the id and not the group, because a
-            reference to the group would make a cycle.
+        task_id: task id of the group's first record. A reference to the group itself would be a reference
+            cycle, because the group refers to the future.
         give_up: called with `task_id`, synchronously.
     """
 
@@ -106,8 +106,8 @@ class Group(msgspec.Struct, eq=False):
 
     Attributes:
         group_id: id of the group; -1 for a rollout that was submitted alone.
-        future: future with the `RolloutGroup`, or with the `Rollout` if it was submitted alone. It is done
-            after the delivery, a failure or a cancellation.
+        future: resolves to the `RolloutGroup`, or to the `Rollout` if it was submitted alone. The future is
+            done after delivery, failure or cancellation.
         records: records in the order of submission.
     """
 
