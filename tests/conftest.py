@@ -20,7 +20,7 @@ import pytest
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# Processes of tests store durations in the cache. The user's cache must not contain them.
+# Libraries of the processes that tests start store files in the cache. The user's cache must not contain them.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build/cache")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
