@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from servers import VENVS
 
-pytestmark = [pytest.mark.scripts, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.scripts, pytest.mark.timeout(620)]
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -186,7 +186,7 @@ def test_script_runs_on_a_cpu(each: Rehearsal, tmp_path: Path) -> None:
         pytest.skip(f"{each.engine}: no environment; `make engines` makes it")
     out = tmp_path / "out"
     out.mkdir()
-    run(command_of(each, out), tmp_path, 400)
+    run(command_of(each, out), tmp_path, 600)
     if each.gives:
         assert json.loads((out / each.gives).read_text()), "the script wrote no rows"
 
