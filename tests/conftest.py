@@ -50,6 +50,7 @@ multiprocessing.set_forkserver_preload(
 LONGEST = (
     "jobs/test_launch.py",
     "jobs/test_waits.py",
+    "jobs/test_hangs.py",
     "trainers/test_serve_again.py",
     "rollout/test_clean_up.py",
     "jobs/test_job_runs.py",

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from aiohttp import web
+from flat_engine import flat_engine
 from launched_jobs import EXAMPLE, launched, write
+
+import windlass
+from windlass.jobs.silence import SilenceWatch
+from windlass.net.access import Access
+from windlass.net.addresses import free_port
+
+TOKEN = "a-token"
 
 
 def write_short(folder: Path, *, max_silence_s: float, steps: int = 6, engine: str = "") -> Path:
@@ -55,7 +69,8 @@ def test_process_that_hangs_without_restarts_ends_the_job(tmp_path: Path) -> Non
     assert "engine-0 did not answer within max_silence_s=8: " in job.error, job.text
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["engine-0", "worker-0"])
 def test_process_that_continues_in_time_is_not_started_again(tmp_path: Path, name: str) -> None:
     with launched(write_short(tmp_path, max_silence_s=24.0, steps=200)) as job:
         job.read_until("step 1:")
@@ -85,3 +100,66 @@ def test_trainer_rank_that_hangs_is_started_again_after_the_deadline_of_a_step(
         assert "starting the ranks again, 1 of at most 3" in said
         assert job.end() == 0, job.text
     assert "done: 6 steps" in job.text
+
+
+@asynccontextmanager
+async def watched(served_at: str) -> AsyncIterator[SilenceWatch]:
+    """Provide the watch of a controller that has an engine with this URL."""
+    async with windlass.Controller(token=TOKEN) as controller:
+        with ThreadPoolExecutor(1) as pool, ExitStack() as connected:
+            loop = asyncio.get_running_loop()
+            engine = flat_engine(controller.url, TOKEN, {"p": torch.zeros(2)}, served_at=served_at)
+            await loop.run_in_executor(pool, connected.enter_context, engine)
+            await controller.wait_for_fleet(num_trainers=0, engines=["engine"], deadline_s=20)
+            yield SilenceWatch(controller, TOKEN, start_deadline_s=20.0, max_silence_s=0.4)
+            await loop.run_in_executor(pool, connected.close)
+
+
+async def test_engine_whose_server_answers_no_request_is_silent() -> None:
+    may_answer = asyncio.Event()
+    may_answer.set()
+
+    async def answer(_: web.Request) -> web.Response:
+        await may_answer.wait()
+        # An engine of a plugin need not have the path.
+        raise web.HTTPNotFound
+
+    app = web.Application()
+    app.add_routes([web.get("/{any:.*}", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = "http://{}:{}".format(*runner.addresses[0][:2])
+    try:
+        async with watched(url) as watch:
+            silent = asyncio.create_task(watch.until_silent("engine", Access.ENGINE))
+            done, _ = await asyncio.wait([silent], timeout=1.5)
+            assert not done
+            may_answer.clear()
+            async with asyncio.timeout(20):
+                reason = await silent
+            assert "engine did not answer within max_silence_s=0.4: " in reason
+            assert f"GET {url}/ping: no answer within 0.1 s" in reason
+            may_answer.set()
+    finally:
+        await runner.cleanup()
+
+
+async def test_engine_whose_server_the_controller_cannot_reach_is_not_silent() -> None:
+    """Only rollout workers need a route to the servers of engines."""
+    async with watched(f"http://127.0.0.1:{free_port()}") as watch:
+        silent = asyncio.create_task(watch.until_silent("engine", Access.ENGINE))
+        done, _ = await asyncio.wait([silent], timeout=1.5)
+        assert not done
+        silent.cancel()
+
+
+@pytest.mark.parametrize("role", [Access.ENGINE, Access.WORKER])
+async def test_process_that_never_connects_is_silent_after_the_deadline_of_its_start(
+    role: Access,
+) -> None:
+    async with windlass.Controller(token=TOKEN) as controller:
+        watch = SilenceWatch(controller, TOKEN, start_deadline_s=0.3, max_silence_s=0.4)
+        async with asyncio.timeout(20):
+            reason = await watch.until_silent("absent", role)
+    assert reason == "absent did not answer within start_deadline_s=0.3: it is not connected"

@@ -25,8 +25,18 @@ def flat_engine(
     *,
     name: str = "engine",
     aliases: Mapping[str, str] = {},
+    served_at: str = "",
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Connect an engine and yield its tensors, all ones at first; `aliases`: second name -> name."""
+    """Connect an engine and yield its tensors, all ones at first.
+
+    Args:
+        url: URL of the controller.
+        token: secret of the controller.
+        like: name -> tensor of the same shape and type.
+        name: name of the engine.
+        aliases: second name -> name.
+        served_at: URL of the engine's HTTP server.
+    """
     held = {key: torch.ones_like(tensor).contiguous() for key, tensor in like.items()}
     builder = ManifestBuilder(f"{name}/0", Role.ENGINE)
     transport = create_transport(parse_transport("cma"), towards=url)
@@ -45,6 +55,7 @@ def flat_engine(
         hooks=RestingEngine(),
         controller=url,
         token=token,
+        url=served_at,
     )
     try:
         yield held
