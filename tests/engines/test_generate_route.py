@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -52,6 +53,8 @@ async def ask(
     body: bytes,
     path: str = "/generate",
     route: type[CompletionsRoute] | type[GenerateRoute] = GenerateRoute,
+    *,
+    has_tokenizer: bool = True,
 ) -> tuple[int, bytes]:
     parts = [
         {"type": "http.request", "body": body[:4], "more_body": True},
@@ -65,7 +68,10 @@ async def ask(
     async def send(message: Any) -> None:
         sent.append(message)
 
+    model = SimpleNamespace(skip_tokenizer_init=not has_tokenizer)
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model))
     scope = {
+        "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
         "type": "http",
         "method": "POST",
         "path": path,
@@ -301,6 +307,17 @@ async def test_all_sampling_parameters_reach_vllm_under_its_names(
     }
     assert {name: given[name] for name in expected} == expected
     assert given.get("detokenize", True) is True
+
+
+@pytest.mark.parametrize(("stop", "status"), [(["."], 422), ([], 200)])
+async def test_stop_texts_are_refused_by_a_server_without_a_tokenizer(
+    stop: list[str], status: int
+) -> None:
+    app = Vllm(200, {"choices": [CHOICE]})
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 3, "stop": stop}}
+    answered = await ask(app, json.dumps(body).encode(), has_tokenizer=False)
+    assert answered[0] == status
+    assert (b"--skip-tokenizer-init" in answered[1]) == bool(stop)
 
 
 async def test_parameters_that_are_not_given_replace_the_servers_own_defaults() -> None:

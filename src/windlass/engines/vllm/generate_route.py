@@ -102,6 +102,7 @@ class GenerateRoute:
             return
         try:
             request = msgspec.json.decode(body, type=_Request)
+            _check_stop(request, scope)
             body = msgspec.json.encode(self.to_inner(request))
         except (ConfigError, *DECODE_ERRORS) as error:
             await answer(send, HTTPStatus.UNPROCESSABLE_ENTITY, str(error).encode())
@@ -155,6 +156,22 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return replay
+
+
+def _check_stop(request: _Request, scope: Message) -> None:
+    """Check that the server can find the stop texts of a request. vLLM ignores them if it has no tokenizer.
+
+    Raises:
+        ConfigError: the server has no tokenizer.
+    """
+    app = scope.get("app")
+    engine = None if app is None else getattr(app.state, "engine_client", None)
+    lacks_tokenizer = engine is not None and engine.vllm_config.model_config.skip_tokenizer_init
+    if request.sampling_params.stop and lacks_tokenizer:
+        raise ConfigError(
+            "sampling_params: stop must be empty, because the server was started with --skip-tokenizer-init; remove "
+            "this option, or use stop_token_ids"
+        )
 
 
 def _sampling(request: _Request) -> dict[str, object]:
