@@ -97,7 +97,7 @@ def answer(model: Any, prompt: list[int], length: int, sampling: dict[str, Any],
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, {"min_p": 0.3}], ids=str)
 @pytest.mark.parametrize("cut", [top_k_then_top_p, top_k_and_top_p])
 def test_the_logprob_check_finds_samples_in_every_layout_of_a_loss(
     sampling: dict[str, Any], cut: Any, model: Any
@@ -125,4 +125,24 @@ def test_the_logprob_check_ignores_a_loss_without_a_whole_sample(model: Any) -> 
         model(torch.tensor([[1, 2]]))
         model(inputs_embeds=torch.zeros(1, 2, 32))
         model.model(torch.tensor([[1, 2, 3, *sample.output_ids]]))
+    assert check.metrics() == {}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 1.5},
+        {"min_new_tokens": 2},
+        {"json_schema": "{}"},
+        {"min_p": 0.1, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_the_logprob_check_compares_nothing_that_logits_alone_do_not_determine(
+    sampling: dict[str, Any], model: Any
+) -> None:
+    sample = answer(model, [1, 2, 3], 3, {}, top_k_then_top_p)
+    check = LogprobCheck([sample], SamplingParams(max_new_tokens=3, **sampling))
+    with check.watching(model):
+        model(torch.tensor([[1, 2, 3, *sample.output_ids]]))
     assert check.metrics() == {}
