@@ -164,10 +164,11 @@ def _check_stop(request: _Request, scope: Message) -> None:
     Raises:
         ConfigError: the server has no tokenizer.
     """
-    app = scope.get("app")
-    engine = None if app is None else getattr(app.state, "engine_client", None)
-    lacks_tokenizer = engine is not None and engine.vllm_config.model_config.skip_tokenizer_init
-    if request.sampling_params.stop and lacks_tokenizer:
+    if not request.sampling_params.stop:
+        return
+    # vLLM has set this state before the server starts.
+    model: Any = scope["app"].state.engine_client.vllm_config.model_config
+    if model.skip_tokenizer_init:
         raise ConfigError(
             "sampling_params: stop must be empty, because the server was started with --skip-tokenizer-init; remove "
             "this option, or use stop_token_ids"
