@@ -1,4 +1,4 @@
-"""Training batches: the owner of the controller puts them into a queue, and trainer ranks request their shards."""
+"""Training batches: the controller's process puts them into a queue, and trainer ranks request their shards."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from windlass.rollout.messages import (
 
 MAX_WAIT_S = 3600.0
 KEPT_STEPS = 2
-"""Number of steps that ranks can still request again; `put` drops older ones."""
+"""Number of newest batches that the queue keeps, so that a rank can request its shard again."""
 MAX_ASKED_STEPS = 1024
-"""Number of requested future steps that a `BatchQueue` remembers; it forgets the oldest requests."""
+"""Number of requested future steps that a `BatchQueue` remembers; above it, the oldest request is forgotten."""
 ASK_EVERY_S = 20.0
 """Seconds after which a waiting rank repeats its request, because some networks drop silent connections."""
 ANSWER_MARGIN_S = 2.0
@@ -54,15 +54,14 @@ BACKOFF = Backoff(0.05, 1.0)
 def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[TrainingSample, ...]:
     """Return a group's samples with their rewards: one sample per answer, or one per turn of a workflow.
 
-    Every turn of a workflow gets the reward of its rollout.
+    Every turn of a workflow gets the reward of its rollout. A turn without generated tokens gives no sample.
 
     Args:
         group: finished rollouts.
-        rewards: one per rollout; numbers, an array or a tensor.
+        rewards: one reward per rollout, as numbers, an array or a tensor.
 
     Raises:
         ConfigError: the rewards are not one finite number per rollout, or a rollout has no generated token.
-            The message names the group and the rollout.
     """
     samples = []
     for rollout, reward in zip(group.rollouts, check_rewards(group, rewards), strict=True):
@@ -95,7 +94,7 @@ def _turns(rollout: Rollout) -> tuple[Turn, ...]:
 
 
 def check_rewards(group: RolloutGroup, rewards: object) -> tuple[float, ...]:
-    """Check the rewards of a group's rollouts; return one number per rollout.
+    """Return the rewards of a group's rollouts as one Python number per rollout.
 
     Raises:
         ConfigError: see `training_samples`.
@@ -110,8 +109,8 @@ def check_rewards(group: RolloutGroup, rewards: object) -> tuple[float, ...]:
     unscored = [number for number, reward in enumerate(found) if reward is None]
     if unscored:
         raise ConfigError(
-            f"{where}[{unscored[0]}] must be one number, got None; to drop a group that cannot be scored, a "
-            f"recipe returns no samples for it"
+            f"{where}[{unscored[0]}] must be one number, got None; if a group cannot be scored, let the recipe "
+            f"return no samples for the group"
         )
     return tuple([plain_number(f"{where}[{n}]", reward) for n, reward in enumerate(found)])
 
@@ -122,7 +121,7 @@ def check_groups(
     """Return groups of samples as tuples.
 
     Raises:
-        ConfigError: a value is not a `TrainingSample`; the message names the group and the index.
+        ConfigError: a value is not a `TrainingSample`; the text begins with `what`.
     """
     whole = []
     for number, group in enumerate(groups):
@@ -154,8 +153,8 @@ class BatchQueue:
     A group is never split between ranks: rank r of n gets groups r, r + n, r + 2n, ... of the batch.
 
     Args:
-        num_ranks: returns the number of connected trainer ranks, or 0 while it is unknown. The queue refuses a
-            request if its `world_size` does not divide this number.
+        num_ranks: returns the number of connected trainer ranks, or 0 while the number is unknown. The queue
+            refuses a request with a `world_size` that does not divide this number.
     """
 
     def __init__(self, num_ranks: Callable[[], int] = lambda: 0) -> None:
@@ -171,7 +170,7 @@ class BatchQueue:
         self._has_answered = True
 
     def on_put(self, listener: Callable[[Sequence[TrainingSample]], None]) -> None:
-        """Call `listener` in the event loop with the samples of every batch that is put."""
+        """Call `listener` in the event loop with the samples of every batch that `put` adds."""
         self._listeners.append(listener)
 
     def on_wait(self, listener: Callable[[], None]) -> None:
@@ -179,12 +178,12 @@ class BatchQueue:
         self._wait_listeners.append(listener)
 
     def published(self) -> None:
-        """Record that all trainer ranks have published the weights which they trained with their last batch."""
+        """Record that the trainer has published the weights that result from its last batch."""
         self._has_answered = False
 
     @property
     def all_wait(self) -> bool:
-        """Whether all trainer ranks wait for a batch, and no rank has received one since they last published."""
+        """Whether all trainer ranks wait for a batch, and no rank has received one since the last `published`."""
         since = asyncio.get_running_loop().time() - 2 * ASK_EVERY_S
         num_asking = sum(asked_at >= since for asked_at in self._asked_at.values())
         return not self._has_answered and 0 < self._world_that_asks <= num_asking
@@ -215,10 +214,11 @@ class BatchQueue:
             listener(samples)
 
     async def requested(self, step: int, *, deadline_s: float) -> None:
-        """Return once a rank has requested `step`.
+        """Wait until a rank requests `step`.
 
-        The owner should choose the groups of the batch only after this call: the age of their tokens is then
-        checked when the trainer needs the batch, and not earlier.
+        Take the groups of the batch from the controller only after this call. The controller checks the age of
+        the tokens when it delivers a group, and groups that are delivered too early become older until the
+        trainer uses them.
 
         Raises:
             PeerTimeout: no rank requested the step within `deadline_s`.
@@ -238,7 +238,7 @@ class BatchQueue:
     async def shard(
         self, step: int, rank: int, world_size: int, *, deadline_s: float
     ) -> TrainingBatch:
-        """Return a rank's shard of a step's batch, once the batch has been put.
+        """Wait until `put` has added the batch of `step`; return the rank's shard of this batch.
 
         Raises:
             ConfigError: the rank is outside [0, world_size), or the world size does not divide the number of
@@ -307,10 +307,10 @@ class BatchQueue:
 
 
 class BatchClient(Closing):
-    """Client of a trainer rank, which requests its shards of batches from the controller. Use it in one thread.
+    """Client of the controller for a trainer rank, which requests its shards of batches. Use it in one thread.
 
     Raises:
-        ConfigError: `url` is not an http(s) URL, or no header can carry the token.
+        ConfigError: `url` is not an http(s) URL, or an HTTP header cannot carry the token.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -326,16 +326,16 @@ class BatchClient(Closing):
     def next_batch(
         self, step: int, rank: int, world_size: int, *, deadline_s: float
     ) -> TrainingBatch:
-        """Return this rank's shard of the step's batch; wait until the batch has been put.
+        """Wait until the controller has the batch of `step`; return this rank's shard of the batch.
 
-        The request may be repeated, so the client reconnects after a lost connection and waits for a
-        restarting controller, within the deadline.
+        Until `deadline_s` passes, the client repeats the request after a lost connection, for example while
+        the controller restarts.
 
         Raises:
             ConfigError: step < 0, the rank is not in [0, world_size), or the controller refused the request.
             AuthenticationError: wrong token.
             StaleMessage: the controller has dropped the batch of this step.
-            PeerTimeout: the batch was not put, or no controller answered, within `deadline_s`.
+            PeerTimeout: the controller had no batch of this step, or did not answer, within `deadline_s`.
         """
         if step < 0:
             raise ConfigError(f"next_batch: step must be >= 0, got {step}")

@@ -1,9 +1,8 @@
 """Controller of all outstanding rollouts: admission, dispatch, completion and retry.
 
-All code runs in one event loop, and every state change is synchronous, so no lock is needed. The worker pool
-passes outcomes to `RolloutController._use`, which resolves futures, frees slots and schedules a dispatch
-without awaiting anything. A weight update runs in other coroutines of the same loop and cannot delay a
-completion, even if the update takes minutes.
+All code runs in one event loop, and every state change is synchronous, so the code needs no lock. The worker
+pool passes the outcomes of attempts to `RolloutController._use`, which awaits nothing. A weight update runs in
+other coroutines of the same event loop, so a long update does not delay finished rollouts.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from windlass.rollout.workflows import Workflow, check_workflows, encode_value
 from windlass.sampling import SamplingParams, is_count
 
 logger = logging.getLogger(__name__)
-MAX_DISPATCHES_PER_TURN = 256
+MAX_ASSIGNMENTS_PER_DISPATCH = 256
 PREFIX_TOKENS = 256
 CLEAN_UP_S = 5.0
 """Seconds that cancelled workflows have to clean up when the controller closes."""
@@ -63,18 +62,18 @@ CLEAN_UP_S = 5.0
 
 @final
 class RolloutController:
-    """Submits rollouts and delivers each exactly once; use it with `async with`.
+    """Submits rollouts and delivers each result exactly once; use it with `async with`.
 
-    Call all methods in the event loop in which the block was entered.
+    Call all methods in the event loop that entered the `async with` block.
 
     Args:
-        engines: directory of the engines that may receive work.
-        policy: bounds for admission and consumption. No other code may change it.
-        token: secret of the job; the controller derives the tokens for workers and engines from it.
+        engines: directory of the routable engines.
+        policy: bounds on admission. After this call, only the controller may change the policy.
+        token: secret of the job. The local worker, see `run_here`, derives the token for engines from it.
         config: limits.
 
     Attributes:
-        recovered: rollouts that an earlier process with the same journal left unfinished.
+        recovered: handles of the rollouts that an earlier process with the same journal left unfinished.
     """
 
     def __init__(
@@ -125,9 +124,10 @@ class RolloutController:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel all outstanding rollouts, wait `CLEAN_UP_S` for their clean-up, and release the workers. Idempotent.
+        """Cancel all outstanding rollouts and disconnect the workers. Idempotent.
 
-        With a journal, the next process continues the outstanding rollouts.
+        Without a journal, cancelled workflows have `CLEAN_UP_S` to clean up. With a journal, `close` does not
+        wait for their clean-up, and the next controller process continues the outstanding rollouts.
         """
         if self._closed:
             return
@@ -135,7 +135,7 @@ class RolloutController:
             await self.cancel_all(deadline_s=CLEAN_UP_S)
         try:
             await self._journal.close()
-        # Workers and timers must be closed even if the journal cannot be.
+        # Continue without the journal, so that workers are disconnected and timers stop.
         except OSError as error:
             logger.error("the journal lacks its last entries: %s", error)  # noqa: TRY400
         for record in list(self._table.records.values()):
@@ -153,13 +153,13 @@ class RolloutController:
     async def cancel_all(self, *, deadline_s: float) -> int:
         """Cancel all outstanding rollouts, and wait until their workflows have cleaned up.
 
-        The controller dispatches nothing afterwards.
+        The controller then dispatches nothing until `resume`.
 
         Args:
-            deadline_s: seconds for the whole clean-up.
+            deadline_s: seconds for the clean-up of all workflows together.
 
         Returns:
-            Number of attempts that did not end in time. The controller logs them; they end with their worker.
+            Number of attempts that have not ended within `deadline_s`. They may run until their worker ends.
         """
         self.pause()
         for record in list(self._table.records.values()):
@@ -167,7 +167,7 @@ class RolloutController:
         num_left = await self._pool.wait_for_ends(deadline_s)
         if num_left:
             logger.error(
-                "%d cancelled attempts were still cleaning up after %g s; they are abandoned",
+                "%d cancelled attempts had not ended after %g s; the controller does not wait longer",
                 *(num_left, deadline_s),
             )
         return num_left
@@ -182,19 +182,21 @@ class RolloutController:
         metadata: object = None,
         deadline_s: float | None = None,
     ) -> RolloutHandle:
-        """Submit one rollout; return at once. A rollout counts as consumed when it completes.
+        """Submit one rollout and return its handle without waiting.
+
+        The staleness policy counts the rollout as consumed when it completes.
 
         Args:
             prompt_ids: token ids of the prompt.
             sampling: sampling parameters.
-            metadata: returned with the result. With a journal it must be msgpack-plain (numbers, text, bytes,
-                lists, maps, None).
-            deadline_s: seconds from its first dispatch after which the rollout fails; None for no deadline.
+            metadata: any object; the result contains it. With a journal, `metadata` must be msgpack-plain
+                (numbers, text, bytes, lists, maps, None).
+            deadline_s: seconds from the first dispatch of the rollout until it fails; None for no deadline.
 
         Raises:
-            ConfigError: the prompt is empty or not integers, `sampling` has wrong types, the deadline is not
-                positive, the journal cannot store the metadata, or the controller is closed.
-            RolloutError: the journal can no longer be written.
+            ConfigError: the prompt is empty or contains an invalid token id, `sampling` has wrong types, the
+                deadline is not positive, the journal cannot store the metadata, or the controller is closed.
+            RolloutError: the journal cannot be written.
         """
         work = self._work(sampling, deadline_s, _token_ids(prompt_ids))
         return self._life.submit(work, metadata=metadata)
@@ -208,17 +210,19 @@ class RolloutController:
         metadata: object = None,
         deadline_s: float | None = None,
     ) -> RolloutHandle:
-        """Submit one run of a workflow that workers were started with.
+        """Submit one rollout that runs a workflow, and return its handle without waiting.
 
         Args:
-            workflow: name of the workflow; the run waits until a worker that knows it has a free slot.
-            arguments: msgpack-plain value that the workflow finds in `WorkflowContext.arguments`.
-            sampling: parameters for those engine calls of the workflow that set no own parameters.
+            workflow: name of the workflow. The rollout waits until a worker that was started with this
+                workflow has a free slot.
+            arguments: msgpack-plain value, which the workflow reads as `WorkflowContext.arguments`.
+            sampling: sampling parameters of the engine calls for which the workflow passes none.
             metadata: as in `submit`.
             deadline_s: as in `submit`.
 
         Raises:
             ConfigError: as in `submit`, or the name is empty, or the arguments are not msgpack-plain.
+            RolloutError: the journal cannot be written.
         """
         work = self._workflow(workflow, arguments, sampling, deadline_s)
         return self._life.submit(work, metadata=metadata)
@@ -233,7 +237,9 @@ class RolloutController:
         metadata: object = None,
         deadline_s: float | None = None,
     ) -> GroupHandle:
-        """Submit `n` runs of a workflow with the same arguments; `next_batch` delivers them together.
+        """Submit a group of `n` rollouts that run a workflow with the same arguments; see `submit_workflow`.
+
+        `next_batch` delivers the group when all its rollouts are finished.
 
         Raises:
             ConfigError: as in `submit_workflow`, or n < 1.
@@ -250,7 +256,9 @@ class RolloutController:
         metadata: object = None,
         deadline_s: float | None = None,
     ) -> GroupHandle:
-        """Submit `n` samples of one prompt; `next_batch` delivers them together.
+        """Submit a group of `n` rollouts of the same prompt; see `submit`.
+
+        `next_batch` delivers the group when all its rollouts are finished.
 
         Raises:
             ConfigError: as in `submit`, or n < 1.
@@ -259,14 +267,15 @@ class RolloutController:
         return self._life.submit_group(work, n, metadata=metadata)
 
     def decline(self, result: RolloutGroup | Rollout) -> None:
-        """Decline a delivered result on which the trainer will not train, for example because all rewards are equal.
+        """Uncount a delivered result that the trainer will not use, for example because all rewards are equal.
 
-        The staleness bound then no longer counts the result as consumed. Without this call, results that are
-        not trained on use up the bound, until no rollout is admitted.
+        The staleness policy admits a number of rollouts per version, and counts delivered results. If the
+        trainer uses too few of them for a step, the version does not rise. Without this call, the controller
+        would then stop admitting rollouts.
 
         Raises:
-            RolloutError: this process did not deliver the result, delivered it too long ago, or the owner has
-                declined it already.
+            RolloutError: this process did not deliver the result, or has delivered 4096 results since, or the
+                caller has declined the result already.
         """
         found = result.rollouts if isinstance(result, RolloutGroup) else (result,)
         self._life.decline([rollout.task_id for rollout in found])
@@ -274,11 +283,12 @@ class RolloutController:
     async def wait(
         self, handles: Sequence[RolloutHandle], *, deadline_s: float
     ) -> tuple[Rollout, ...]:
-        """Return the results in the order of `handles`. Rollouts continue if the deadline passes.
+        """Wait for all rollouts; return their results in the order of `handles`.
 
         Raises:
-            PeerTimeout: not all rollouts were done within `deadline_s`.
-            RolloutError: a rollout failed.
+            PeerTimeout: a rollout was not done within `deadline_s`; it continues. Or the deadline that a
+                rollout was submitted with has passed.
+            RolloutError: a rollout failed for another reason.
         """
         check_deadline("wait", deadline_s)
         futures = {handle.future for handle in handles}
@@ -310,10 +320,10 @@ class RolloutController:
         if self._closed:
             raise ConfigError(f"rollout controller: {what}: the controller is closed")
 
-    # --- for the owner -----------------------------------------------------------------
+    # --- for the caller ----------------------------------------------------------------
 
     def pause(self) -> None:
-        """Dispatch nothing until `resume`; running attempts continue, and completions still arrive."""
+        """Dispatch nothing until `resume`. Running attempts continue, and the controller uses their outcomes."""
         self._paused = True
 
     def resume(self) -> None:
@@ -345,15 +355,16 @@ class RolloutController:
         self._pool.add(worker)
 
     async def next_batch(self, num_groups: int, *, deadline_s: float) -> tuple[RolloutGroup, ...]:
-        """Return the next `num_groups` complete groups, in the order of their completion.
+        """Deliver the next `num_groups` complete groups, in the order of their completion.
 
-        No group is too old, except with `OnStale.TRAIN`. Concurrent callers are served in the order of their
-        calls.
+        No delivered group is too old for the trainer, except with `OnStale.TRAIN`. Concurrent calls get their
+        groups in the order of the calls.
 
         Raises:
             ConfigError: num_groups < 1, or the controller is closed, before or during the call.
-            PeerTimeout: fewer groups were complete within `deadline_s`; all of them stay in the queue.
-            RolloutError: the journal can no longer be written.
+            PeerTimeout: fewer than `num_groups` groups were complete within `deadline_s`. The call delivered
+                none of them; a later call can deliver them.
+            RolloutError: the journal cannot be written.
         """
         if not is_count(num_groups):
             raise ConfigError(f"next_batch: num_groups must be an integer >= 1, got {num_groups!r}")
@@ -377,14 +388,14 @@ class RolloutController:
         return list(self._table.ready)
 
     def peek(self, group_id: int) -> RolloutGroup:
-        """Return a group of `ready_ids` without delivering it; it may still become too old."""
+        """Return the complete group with this id without delivering it; the group may still become too old."""
         return self._life.peek(group_id)
 
     def take(self, group_ids: Iterable[int]) -> tuple[RolloutGroup, ...]:
-        """Deliver these groups of `ready_ids`, as `next_batch` delivers the oldest.
+        """Deliver the complete groups with these ids, see `ready_ids`.
 
         Raises:
-            RolloutError: the journal can no longer be written.
+            RolloutError: the journal cannot be written.
         """
         self._journal.check()
         groups = tuple([self._life.hand_out(group_id) for group_id in group_ids])
@@ -393,11 +404,15 @@ class RolloutController:
 
     @property
     def failed_alike(self) -> int:
-        """Number of rollouts since the last accepted one that an engine refused or whose workflow kept failing."""
+        """Number of rollouts that failed since the last accepted answer, if further attempts would fail too.
+
+        Such a rollout failed because an engine refused the request, or because the workflow kept raising the
+        same exception.
+        """
         return self._life.failed_alike
 
     def describe(self) -> str:
-        """Return a text for logs and errors: the counts of rollouts by place, and known reasons for a delay."""
+        """Return a text for logs and errors: rollouts in each state, and known reasons why rollouts do not end."""
         stats = self.stats()
         names = ("running", "waiting", "parked", "buffered", "failed", "rejected", "declined")
         more = ("dropped", "too_old", "stopped_early")
@@ -413,33 +428,37 @@ class RolloutController:
         return "; ".join(filter(None, parts))
 
     def refusal(self, workflow: str) -> str:
-        """Return why no known worker can run a workflow; empty if a worker can, or for a plain prompt."""
+        """Return an error text if no worker has registered this workflow, else an empty text.
+
+        `workflow` is empty for a plain prompt, which every worker can run.
+        """
         known = self._pool.workflows
         if not workflow or workflow in known:
             return ""
         return f"workflow {workflow!r}: workers know {sorted(known)}"
 
     def acknowledge(self, task_ids: Iterable[str]) -> None:
-        """Record that the owner has stored these rollouts, so that no later process delivers them. Idempotent.
+        """Record that the caller has stored these rollouts, so that no later process delivers them. Idempotent.
 
-        The id of one task acknowledges its whole group. Unknown ids are ignored. If an earlier process died
-        before the acknowledgement, a rollout may be outstanding again; it is then cancelled.
+        One task id acknowledges the whole group of the task. Unknown ids are ignored. A restarted controller
+        may run a rollout again that the caller has stored already; this call ends such a rollout.
 
         Raises:
-            RolloutError: the journal can no longer be written.
+            RolloutError: the journal cannot be written.
         """
         for task_id in task_ids:
             self._life.acknowledge(task_id)
         self._journal.flush()
 
     async def wait_for_room(self, *, deadline_s: float) -> None:
-        """Return once another submission would be admitted at once.
+        """Wait until the controller would admit another rollout immediately.
 
-        A producer that waits here before each submission takes prompts from its dataset exactly as fast as
-        the staleness bound, the workers and the trainer allow.
+        A producer that calls this before each submission takes prompts from its dataset only as fast as the
+        staleness bound, the workers and the trainer allow.
 
         Args:
-            deadline_s: choose it longer than a trainer step, because only finished steps make room.
+            deadline_s: seconds; should exceed the time of a training step, because the bound may rise only
+                after a step.
 
         Raises:
             PeerTimeout: no submission would be admitted within `deadline_s`; the error contains the counts.
@@ -460,7 +479,7 @@ class RolloutController:
         await self._room.until(there, deadline_s, message)
 
     async def wait_for_workers(self, num_workers: int, *, deadline_s: float) -> None:
-        """Return once `num_workers` workers are registered.
+        """Wait until at least `num_workers` workers are registered.
 
         Raises:
             PeerTimeout: fewer were registered after `deadline_s` seconds.
@@ -486,18 +505,21 @@ class RolloutController:
         return isinstance(worker, RemoteWorker) and worker.is_connected
 
     def set_version(self, version: int) -> None:
-        """Set the version of the consumer (the trainer). `StalenessPolicy.on_stale` then decides about old rollouts.
+        """Set the trainer's version. `StalenessPolicy.on_stale` decides about rollouts that are now too old.
 
-        The controller calls this itself, with the newest version that a routable engine serves.
+        The controller itself calls this with the newest version that a routable engine serves.
         """
         self._life.set_version(version)
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the event loop after rollouts began, ended or were discarded, once per loop iteration."""
+        """Call `listener` in the event loop after rollouts began, ended or were discarded.
+
+        Several changes in one iteration of the event loop cause one call.
+        """
         self._changes.subscribe(listener)
 
     def stats(self) -> RolloutStats:
-        """Return totals, and the number of outstanding rollouts in each place."""
+        """Return totals, and the current number of rollouts in each state."""
         table, counts = self._table, self._table.counts
         running = self._pool.num_running
         waiting = len(table.waiting) + len(table.queued) + len(table.backoff) + table.num_parked()
@@ -524,7 +546,9 @@ class RolloutController:
         self._schedule_dispatch()
 
     def _use(self, outcomes: Sequence[RolloutOutcome]) -> None:
-        """Apply outcomes, each at most once. After the return the worker may drop them.
+        """Apply the outcomes of running attempts; ignore outcomes of all other attempts.
+
+        When this returns, the worker that sent the outcomes may drop them.
 
         Raises:
             RolloutError: the journal cannot be written now; the worker must keep the outcomes.
@@ -576,7 +600,7 @@ class RolloutController:
     # --- dispatch --------------------------------------------------------------------------
 
     def _schedule_dispatch(self) -> None:
-        """Schedule a dispatch: at most one per iteration of the event loop, however many events ask for it."""
+        """Schedule `_dispatch` for the next iteration of the event loop, unless it is scheduled already."""
         if not self._is_dispatch_scheduled and not self._closed:
             self._is_dispatch_scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
@@ -586,10 +610,10 @@ class RolloutController:
         if self._closed or self._journal.broken:
             return
         if not self._paused and self._dispatch_some():
-            # Let the event loop handle completions before the rest is dispatched.
+            # Let the event loop receive outcomes before the next dispatch.
             self._schedule_dispatch()
         try:
-            # Write the journal before a worker is sent a task that this dispatch assigned.
+            # The journal must contain the assignments before a worker receives the tasks.
             self._journal.flush()
         except RolloutError:
             # The journal has logged the error, and notifies the controller when writing succeeds again.
@@ -599,7 +623,7 @@ class RolloutController:
         self._changes.notify()
 
     def _dispatch_some(self) -> bool:
-        """Assign rollouts to free workers; return whether more remain for the next iteration of the event loop."""
+        """Assign rollouts to workers with free slots; return whether another dispatch may assign more."""
         engines = self._usable_engines()
         if not engines:
             return False
@@ -607,7 +631,7 @@ class RolloutController:
         queued, waiting = self._table.queued, self._table.waiting
         slots = sum(worker.free_slots for worker in self._workers.values())
         room, parked = self._policy.capacity(), False
-        for _ in range(min(slots, MAX_DISPATCHES_PER_TURN)):
+        for _ in range(min(slots, MAX_ASSIGNMENTS_PER_DISPATCH)):
             if queued:
                 record = next(iter(queued.values()))
             elif waiting and room > 0:
@@ -616,13 +640,13 @@ class RolloutController:
             else:
                 return parked
             if not self._hand_over(record, engines):
-                # Records behind this one in the queue may still find a worker in the next dispatch.
+                # No worker can run this record, but the next dispatch may assign records after it.
                 self._life.park(record)
                 parked = True
-        return parked or slots > MAX_DISPATCHES_PER_TURN
+        return parked or slots > MAX_ASSIGNMENTS_PER_DISPATCH
 
     def _usable_engines(self) -> list[EngineTarget]:
-        """Return routable engines that are at most `max_staleness` versions behind the newest engine."""
+        """Return the routable engines, without engines more than `max_staleness` versions behind the newest one."""
         routable = self._engines.routable()
         newest = max((version for _, _, version in routable), default=-1)
         return [
@@ -632,7 +656,10 @@ class RolloutController:
         ]
 
     def _unpark(self) -> None:
-        """Move parked records to the dispatch queue, per workflow as many as its workers have free slots."""
+        """Move parked records to the front of the dispatch queue.
+
+        For each workflow, move at most as many records as the workers that know the workflow have free slots.
+        """
         for workflow, records in self._table.parked.items():
             room = sum(w.free_slots for w in self._workers.values() if w.can_run(workflow))
             for record in reversed(list(islice(records.values(), room))):
@@ -670,7 +697,10 @@ class RolloutController:
 
 
 def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return token ids as Python integers; a worker could not decode others, and would be sent them for ever."""
+    """Return token ids as Python integers; raise `ConfigError` for ids that a worker could not decode.
+
+    The controller would send a task with such an id again and again, because the worker never receives it.
+    """
     try:
         tokens = tuple([int(operator.index(each)) for each in prompt_ids])
     except TypeError as error:
@@ -691,7 +721,7 @@ def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
 def mount_rollout_routes(
     server: ControlServer, controller: RolloutController, batches: BatchQueue
 ) -> None:
-    """Add the HTTP routes of workers, batches and rollout counts. Call this before the server starts."""
+    """Add the HTTP routes for workers, training batches and rollout counts. Call this before the server starts."""
 
     async def serve_status(_: web.Request) -> web.Response:
         body = msgspec.json.encode(controller.stats())

@@ -25,7 +25,7 @@ PASSING_4XX = frozenset({408, 409, 425, 429})
 
 
 class AttemptError(RolloutError):
-    """The attempt has failed; `partial` contains the tokens generated before."""
+    """Raised when an attempt fails; `partial` contains the tokens that the engine generated before."""
 
     def __init__(self, message: str, partial: Partial, kind: ErrorKind = ErrorKind.PASSING) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class _TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _VersionSpan(msgspec.Struct, frozen=True):
-    """Weight version of the output tokens [start, end), as SGLang and vLLM encode it."""
+    """Weight version of the output tokens [start, end), in the format of SGLang and vLLM."""
 
     version: int | str
     start: int
@@ -74,22 +74,25 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> AttemptResult:
-    """Run the attempt to its end. After a weight update that aborts it, continue or start again (`task.on_abort`).
+    """Generate the answer to one prompt. If a weight update aborts the generation, send another request.
+
+    With `OnAbort.CONTINUE`, the next request continues after the generated tokens; with `OnAbort.RETRY`, it
+    starts from the prompt again.
 
     Args:
         session: HTTP session for `POST {engine}/generate`.
-        task: the attempt to run.
+        task: attempt with a plain prompt, or one engine call of a workflow's attempt.
 
     Raises:
-        AttemptError: the engine refused, died, sent an invalid answer, added no token in `MAX_STALLS` calls
-            in a row, or did not end within `task.deadline_s`.
+        AttemptError: the engine refused a request, was unreachable, sent an invalid answer, added no token in
+            `MAX_STALLS` requests in a row, or did not finish within `task.deadline_s`.
     """
     progress = _Progress(task)
     try:
         async with asyncio.timeout(task.deadline_s):
             return await progress.run(session)
     except TimeoutError as error:
-        # This also catches the TimeoutError of a socket (ETIMEDOUT). No answer arrived in either case.
+        # A socket may raise TimeoutError too (ETIMEDOUT). The reason is right for both, because no answer arrived.
         reason = f"no answer within {task.deadline_s:.3f} s"
         raise progress.failure(reason) from error
     except (aiohttp.ClientError, OSError, PeerUnreachable, *DECODE_ERRORS) as error:
@@ -155,7 +158,7 @@ class _Progress:
             "rid": f"{task.task_id}-{task.attempt}-{self.num_calls}",
             "input_ids": task.prompt_ids + self.tokens.output_ids,
             "return_logprob": True,
-            # Send numbers also if they are the defaults: a server may have other defaults, from the model's folder.
+            # Send numbers even if they are our defaults: a server may read other defaults from the model's folder.
             "sampling_params": {
                 "max_new_tokens": sampling.max_new_tokens - num_done,
                 "min_new_tokens": max(sampling.min_new_tokens - num_done, 0),
@@ -191,7 +194,7 @@ class _Progress:
         return Partial(ids, logprobs, tuple(versions))
 
     def _spread(self, spans: Sequence[_VersionSpan], num_tokens: int) -> list[int]:
-        """Return the version of every token."""
+        """Return the weight version of each of the `num_tokens` output tokens."""
         versions: list[int] = []
         for span in spans:
             if span.start != len(versions):
@@ -210,14 +213,15 @@ class _Progress:
 
 
 def _continued(tokens: Partial, sampling: SamplingParams) -> Partial:
-    """Return the tokens of an unfinished answer from which the next request may continue.
+    """Return the tokens of an unfinished answer after which the next request may continue.
 
-    An engine matches an answer's structure, and its stop texts, only within one request. So an answer with a structure
-    starts again, and tokens that may be the beginning of a stop text are generated again.
+    An engine applies a structure (JSON schema or regex) to the output of one request, so an answer with a structure
+    starts again. An engine also finds a stop text only in the output of one request, so the next request generates
+    the last tokens again, in case a stop text begins in them.
     """
     if sampling.has_structure:
         return Partial()
-    # Each token has at least one byte.
+    # An unfinished stop text of n bytes has at most n - 1 tokens, because each token has at least one byte.
     num_again = max((len(text.encode()) for text in sampling.stop), default=1) - 1
     kept = max(len(tokens.output_ids) - num_again, 0)
     return Partial(tokens.output_ids[:kept], tokens.logprobs[:kept], tokens.versions[:kept])

@@ -1,12 +1,12 @@
-"""Journal of a rollout controller for a restart after a crash, one JSON line per transition.
+"""Journal of a rollout controller for a restart after a crash, one JSON line per state transition.
 
-Every transition is added when it happens. All transitions of one turn of the event loop are written in one
-call: before a worker receives anything, before an outcome is acknowledged to a worker, and before a group is
-delivered to the owner. So a killed process has told no peer anything that its journal does not contain. A
-thread syncs the file to disk every `journal_sync_s` seconds; a power cut can lose newer lines.
+One write contains all transitions of an iteration of the event loop. The controller writes the journal before
+it sends tasks to a worker, acknowledges outcomes, or delivers a group. So if the process is killed, its journal
+contains all transitions that another process knows of. A thread syncs the file to disk every `journal_sync_s`
+seconds; a power cut can lose lines that were written since the last sync.
 
-Lines are in the order of their transitions, and the staleness bound holds in the state that results from any
-prefix of the file: a file that lost its end to a power cut is a valid older state.
+Lines are in the order of the transitions. Any prefix of the file describes a valid older state, in which the
+staleness bound holds. A controller can therefore continue from a file without its last lines.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from windlass.rollout.workflows import encode_value
 
 logger = logging.getLogger(__name__)
 RECHECK_PATH_S = 0.05
-"""Seconds between checks of the file's path: a check takes longer than a write, and each completion writes four
-times."""
+"""Seconds between two checks that the path still names the open file. A check before each write would be slow:
+it takes longer than the write, and each rollout causes four writes."""
 WRITE_AGAIN_S = 1.0
-"""Seconds from a failed write to the next try: no event signals that a disk has room again."""
+"""Seconds between a failed write and the next try. The journal tries periodically, because no event signals that
+a full disk has room again."""
 
 
 class Started(msgspec.Struct, kw_only=True, tag="started"):
-    """Start of a process: the state that the earlier processes left. The task records that follow add to it.
+    """First entry of a file: the counts when the file was begun. Later entries of the file change these counts.
 
     Attributes:
-        identity: identity of the controller, the same in every process; workers recognise it.
-        run: number of earlier processes.
-        start_version, version, consumed: counts of the staleness policy.
+        identity: random id of the controller; a restarted controller keeps the id, so that workers recognise it.
+        run: number of controller processes that used this journal earlier.
+        start_version, version, consumed: see `StalenessPolicy`.
     """
 
     identity: str
@@ -55,7 +56,7 @@ class Started(msgspec.Struct, kw_only=True, tag="started"):
 
 
 class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
-    """Submission of tasks that differ only in their ids; `group_id` is -1 for a single one."""
+    """Submission of a group, or of a single rollout with a `group_id` of -1. All tasks of a group have equal work."""
 
     task_ids: tuple[str, ...]
     group_id: int
@@ -64,7 +65,7 @@ class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
 
 
 class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
-    """Assignment of an attempt to a worker. It counts as running from here on. Attributes as in `table.Record`."""
+    """Assignment of an attempt to a worker; the task then counts as running. For attributes see `table.Record`."""
 
     task_id: str
     attempt: int
@@ -78,13 +79,13 @@ class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """Outcome of an attempt."""
+    """Accepted outcome of an attempt."""
 
     outcome: RolloutOutcome
 
 
 class Resubmitted(msgspec.Struct, frozen=True, tag="resubmitted"):
-    """Move of a task without an outcome back to the admission queue."""
+    """Return of a task to the admission queue, where the task waits without an outcome."""
 
     task_id: str
     rejections: int
@@ -92,9 +93,11 @@ class Resubmitted(msgspec.Struct, frozen=True, tag="resubmitted"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """End of tasks. `num_consumed` is the number of these tasks that were consumed.
+    """End of tasks.
 
-    A negative number -n means that the owner declined n tasks that had ended before.
+    Attributes:
+        num_consumed: number to add to `Started.consumed`; negative if the caller declined tasks that an
+            earlier entry had counted as consumed.
     """
 
     task_ids: tuple[str, ...]
@@ -102,7 +105,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class VersionReached(msgspec.Struct, frozen=True, tag="version"):
-    """The consumer's new version."""
+    """New version of the trainer."""
 
     version: int
 
@@ -112,7 +115,7 @@ Entry = Started | Submitted | Attempted | Accepted | Resubmitted | Ended | Versi
 
 @dataclass(slots=True, eq=False)
 class PersistedTask:
-    """One task that has not ended: submitted, at a worker, or with an outcome."""
+    """One task that has not ended: it waits, runs at a worker, or has an outcome."""
 
     task_id: str
     submission: Submitted
@@ -123,14 +126,19 @@ class PersistedTask:
 
 @dataclass(slots=True)
 class PersistedState:
-    """State after reading a journal: its start record, brought up to date, and the tasks that have not ended."""
+    """State at the end of a journal.
+
+    Attributes:
+        started: first entry of the file, with counts that include all later entries.
+        tasks: task id -> task that has not ended.
+    """
 
     started: Started
     tasks: dict[str, PersistedTask] = field(default_factory=dict)
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> PersistedState | None:
-        """Return the state after these entries; None for no entries. Unknown ids are ignored."""
+        """Return the state after these entries, or None if there are none. Entries of unknown tasks are ignored."""
         persisted: PersistedState | None = None
         for entry in entries:
             if isinstance(entry, Started):
@@ -174,19 +182,19 @@ class PersistedState:
             )
 
     def _drop_broken_groups(self) -> None:
-        """Drop the rest of each group that has lost a task: a group is given up as a whole."""
+        """Drop all tasks of a group if one task has ended, because a group can only be delivered as a whole."""
         for task in list(self.tasks.values()):
             if any(other not in self.tasks for other in task.submission.task_ids):
                 self.tasks.pop(task.task_id, None)
 
     def submissions(self) -> Iterator[Submitted]:
-        """Yield the submissions of the tasks that have not ended, each once, in order."""
+        """Yield each submission with tasks that have not ended, in the order of the submissions."""
         for task in self.tasks.values():
             if task.task_id == task.submission.task_ids[0]:
                 yield task.submission
 
     def entries(self) -> Iterator[Entry]:
-        """Yield the entries of the shortest journal with this state."""
+        """Yield the smallest number of entries that describe this state."""
         yield self.started
         yield from self.submissions()
         for task in self.tasks.values():
@@ -200,15 +208,15 @@ class PersistedState:
 
 @final
 class RolloutJournal:
-    """Append-only journal; without a path every call does nothing. Used in one event loop.
+    """Append-only journal file. Without `config.journal`, all methods do nothing. Use it in one event loop.
 
-    Entries that cannot be written, or synced to disk, are kept and tried again. Until then, the controller accepts,
-    delivers and acknowledges nothing, because a successor could count it twice.
+    After a failed write or sync, the journal tries again until it succeeds. Until then, the controller must not
+    accept, deliver or acknowledge results: a restarted controller would not know of them, and would count the
+    same rollouts twice.
 
     Args:
-        config: names the file, whose folder is created. A power cut loses at most the last `journal_sync_s`
-            seconds, if the disk keeps up. A file above `journal_compact_nbytes` is rewritten once it has also
-            doubled since the last rewrite.
+        config: limits. The journal creates the folder of `config.journal`. It rewrites the file if the file has
+            more than `journal_compact_nbytes` bytes and is twice as long as after the last rewrite.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -226,10 +234,10 @@ class RolloutJournal:
         self._has_unsynced = False
 
     def open(self, start_version: int) -> PersistedState:
-        """Read the state that an earlier process left, and record the start of this one.
+        """Return the state that an earlier process left in the file, and write it to a new file of this process.
 
         Args:
-            start_version: version of the staleness policy for an empty journal.
+            start_version: `start_version` of the returned state if the journal is empty.
 
         Raises:
             ConfigError: the file cannot be used, or another process uses it.
@@ -238,7 +246,7 @@ class RolloutJournal:
         fresh = PersistedState(started)
         if self._path is None:
             return fresh
-        # `JournalFile` also takes a union, which is no `type` for the type checker.
+        # `JournalFile` accepts a union of types, but for the type checker a union is not a `type`.
         entry: Any = Entry
         compact_nbytes = self._config.journal_compact_nbytes
         file = self._file = JournalFile(self._path, entry, compact_nbytes=compact_nbytes)
@@ -247,7 +255,7 @@ class RolloutJournal:
             file.found = []
             if persisted is not None:
                 persisted.started.run += 1
-            # On disk before the first attempt: a later process would otherwise use this one's ids again.
+            # Write the new `run` before the first attempt. Otherwise the next process would use the same task ids.
             file.rewrite((persisted or fresh).entries())
         except OSError as error:
             file.close()
@@ -255,35 +263,35 @@ class RolloutJournal:
         return persisted or fresh
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the loop when writing has failed, and when it succeeds again."""
+        """Call `listener` in the event loop when a write or sync fails, and when it succeeds again."""
         self._changes.subscribe(listener)
 
     @property
     def broken(self) -> str:
-        """Reason why writing or syncing failed; nothing may start until this is empty again."""
+        """Reason why the last write or sync failed; empty if it succeeded."""
         return self._write_fault or self._sync_fault
 
     def check(self) -> None:
-        """Refuse work that cannot be recorded.
+        """Check that entries can be added.
 
         Raises:
-            RolloutError: writing fails, or the journal is not open.
+            RolloutError: the last write or sync failed, or the journal is not open.
         """
         if self.broken:
             raise RolloutError(f"journal {self._path}: {self.broken}")
         if self.on and self._file is None:
-            raise RolloutError(f"journal {self._path}: must be open, the controller is not")
+            raise RolloutError(f"journal {self._path}: is not open, because the controller is not")
 
     # --- transitions -------------------------------------------------------------------------
 
     def submitted(
         self, task_ids: Sequence[str], group_id: int, work: Work, metadata: object
     ) -> None:
-        """Record new tasks of the same work that wait for admission; `group_id` is -1 for a single one.
+        """Record the submission of a group, or of a single rollout with a `group_id` of -1.
 
         Raises:
             ConfigError: the metadata is not msgpack-plain.
-            RolloutError: writing fails.
+            RolloutError: the last write or sync failed.
         """
         if self.on:
             self.check()
@@ -291,12 +299,12 @@ class RolloutJournal:
             self.add(Submitted(tuple(task_ids), group_id, work, encoded))
 
     def attempted(self, record: Record) -> None:
-        """Record an attempt that is about to be sent to a worker."""
+        """Record the last attempt of a rollout, and the rollout's number of failures."""
         if self.on:
             self.add(msgspec.convert(record, Attempted, from_attributes=True))
 
     def delivered(self, task_ids: Sequence[str]) -> None:
-        """Record tasks that were delivered to the owner together."""
+        """Record that the controller delivered these tasks together."""
         if not self.on:
             return
         if self.keep_delivered:
@@ -306,7 +314,10 @@ class RolloutJournal:
             self.add(Ended(tuple(task_ids), num_consumed=len(task_ids)))
 
     def acknowledged(self, task_id: str) -> bool:
-        """Record that the owner has stored a task; return whether an acknowledgement was due. Idempotent."""
+        """Record that the caller has stored a delivered task, with its group. Idempotent.
+
+        Return False if this process did not deliver the task, or if no acknowledgement is expected any more.
+        """
         together = self._unacknowledged.pop(task_id, ())
         if together:
             for other in together:
@@ -315,7 +326,7 @@ class RolloutJournal:
         return bool(together)
 
     def declined(self, task_ids: Sequence[str]) -> None:
-        """Record delivered tasks that the owner declined: they were not consumed."""
+        """Record that the caller declined delivered tasks, which then do not count as consumed."""
         if not self.on:
             return
         owed = [self._unacknowledged.pop(task_id, ()) for task_id in task_ids]
@@ -327,7 +338,7 @@ class RolloutJournal:
     # --- the file ----------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """Add an entry, to be written in this turn of the loop."""
+        """Add an entry, which is written by the next `flush`, at the latest in the event loop's next iteration."""
         if self._file is None:
             return
         self._added.append(self._file.encode(entry))
@@ -342,7 +353,7 @@ class RolloutJournal:
             self.flush()
 
     def flush(self) -> None:
-        """Write all added entries, so that they survive the end of this process.
+        """Write all added entries to the file, so that they are not lost if this process is killed.
 
         Raises:
             RolloutError: the file cannot be written.
@@ -365,13 +376,13 @@ class RolloutJournal:
         self._schedule_upkeep()
 
     def _note_fault(self, before: str, now: str) -> None:
-        """Log the beginning or the end of a fault, and call the listeners."""
+        """Log the begin or end of a fault and call the listeners. `before` and `now` are empty without a fault."""
         if bool(before) == bool(now):
             return
         if now:
             logger.critical("journal %s: %s", self._path, now)
         else:
-            logger.warning("journal %s: is written again", self._path)
+            logger.warning("journal %s: can be written again", self._path)
         self._changes.notify()
 
     def _schedule_upkeep(self) -> None:
@@ -392,11 +403,11 @@ class RolloutJournal:
         self._schedule_upkeep()
 
     async def _keep_up(self) -> None:
-        """Sync the file to disk outside the loop, and rewrite it if it has grown."""
+        """Sync the file to disk in a thread, and rewrite the file if it is too long or an earlier sync failed."""
         file = self._file
         if file is None:
             return
-        # Lines that the loop writes while the thread syncs are for the next time.
+        # A line that is written during this sync sets the flag again, so that another sync follows.
         self._has_unsynced = False
         was_broken, fault = self._sync_fault, ""
         try:
@@ -415,7 +426,11 @@ class RolloutJournal:
         self._note_fault(was_broken, fault)
 
     async def close(self) -> None:
-        """Write added entries to disk; outstanding tasks stay for the next process. Idempotent."""
+        """Write added entries, sync the file to disk and close it. Idempotent.
+
+        Raises:
+            OSError: the file cannot be written or synced.
+        """
         if self._upkeep is not None:
             await asyncio.gather(self._upkeep, return_exceptions=True)
         if self._timer is not None:
@@ -435,7 +450,7 @@ class RolloutJournal:
 
 
 def _entries_of_state(file: JournalFile[Entry], upto_nbytes: int) -> Iterator[Entry]:
-    """Yield entries of the same state as the first `upto_nbytes` of the file, without those of ended tasks."""
+    """Yield the smallest number of entries with the same state as the first `upto_nbytes` of the file."""
     persisted = PersistedState.of(file.read(upto_nbytes))
     if persisted is not None:
         yield from persisted.entries()

@@ -361,10 +361,8 @@ class Lifecycle:
             )
             return
         self.table.counts.retried += 1
-        record.oldest_version = (
-            # No attempt runs during the backoff, so no tokens become old.
-            None
-        )
+        # No attempt runs during the backoff, so no tokens become old.
+        record.oldest_version = None
         self.journal.attempted(record)
         self.table.move(record, State.BACKOFF)
         delay = Backoff(self._config.retry_backoff_s, MAX_BACKOFF_S).after(record.failures)

@@ -1,12 +1,12 @@
 """Messages between controller, rollout workers and trainer ranks, as frozen msgspec types.
 
-A rollout has the same `task_id` until its end, and gets a new `attempt` each time that the controller assigns
-it to a worker. The worker runs each (task_id, attempt) at most once, and the controller uses at most one
-outcome of it.
+A rollout has the same `task_id` until its end, and gets a new `attempt` number each time that the controller
+assigns the rollout to a worker. The worker runs each attempt at most once, and the controller uses at most one
+outcome of each attempt.
 
-Types with an object per rollout are hidden from the garbage collector (`gc=False`). They contain only plain
-values, so they cannot be part of a cycle; a collection that visits tens of thousands of them would block the
-event loop too long.
+Types with objects for each rollout have `gc=False`: the garbage collector does not visit the objects, because
+visits to tens of thousands of objects would block the event loop too long. This is safe, because the objects
+contain only plain values and cannot be part of a reference cycle.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ MAX_FRAME_NBYTES = 64 << 20
 MAX_TOKENS = 1 << 22
 """Largest number of tokens in a prompt or an answer."""
 LARGEST_INTEGER = (1 << 63) - 1
-"""Largest integer in a message. A message that msgpack cannot encode would block all messages after it."""
+"""Largest integer in a message. msgpack cannot encode much larger integers, and a message that cannot be encoded
+would block all later messages."""
 MAX_VALUE_NBYTES = 16 << 20
 """Largest size of a workflow's return value or arguments."""
 MAX_VALUE_ITEMS = 1 << 17
-"""Largest number of values within a workflow's value, at all depths together. It bounds the memory, because an
-empty list takes 1 byte in a message and 64 bytes when decoded."""
+"""Largest number of items in a workflow's return value or arguments, including nested items. This limits the
+memory after decoding: an empty list takes 1 byte in a message and 64 bytes in memory."""
 MAX_WORKFLOWS, MAX_ATTEMPTS = 1 << 12, 1 << 18
 """Largest numbers of workflows and of concurrent attempts of one worker."""
 MAX_OUTCOMES = 64
-"""Largest number of outcomes in a batch: so few fit into the cache of the core that decodes and uses them."""
+"""Largest number of outcomes in a batch. This many outcomes fit into the cache of the CPU core that decodes them."""
 MAX_UNSAID = 4
-"""Number of task batches after which a worker reports their receipt, unless an outcome carries the report
-earlier. The controller sends at most twice this number without a report, so that a ping does not wait behind
-more batches."""
+"""Number of received task batches after which a worker reports their receipt, unless a batch of outcomes carries
+the report earlier. The controller sends at most twice this number of batches without a report, so that a
+WebSocket ping does not wait behind more batches."""
 SMALL_VALUE_NBYTES = 4096
 """Size up to which `check_value` decodes a value without counting its items first."""
 SMALL_FRAME_NBYTES = 256 << 10
@@ -59,8 +60,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 class OnAbort(StrEnum):
     """Reaction of a worker to a weight update that ends a generation early.
 
-    CONTINUE: send prompt and partial tokens again; each token is labelled with its version.
-    RETRY: discard the partial tokens and start from the prompt.
+    CONTINUE: keep the generated tokens; the engine continues after them with the new weights.
+    RETRY: discard the generated tokens and start from the prompt.
     """
 
     CONTINUE = "continue"
@@ -70,11 +71,11 @@ class OnAbort(StrEnum):
 class OutcomeStatus(StrEnum):
     """Result of an attempt.
 
-    ACCEPTED: the attempt has tokens.
-    REJECTED: the workflow rejected the tokens; the rollout is submitted again.
+    ACCEPTED: the attempt succeeded.
+    REJECTED: the workflow rejected its answer; the controller submits the rollout again.
     STALE: the worker stopped the workflow, because the versions of its tokens differ by more than
         `max_staleness`.
-    ERROR: the engine or the worker failed; the rollout is tried again.
+    ERROR: the engine, the worker or the workflow failed; `ErrorKind` decides about another attempt.
     CANCELLED: the controller cancelled the attempt.
     """
 
@@ -88,10 +89,10 @@ class OutcomeStatus(StrEnum):
 class ErrorKind(StrEnum):
     """Kind of an error, which decides whether the controller makes another attempt.
 
-    PASSING: the engine or the worker failed; an attempt at another one may succeed.
-    REFUSED: the engine refused the request, as every other engine would; the rollout fails.
+    PASSING: the engine or the worker failed; an attempt at another engine or worker may succeed.
+    REFUSED: the engine refused the request, and other engines would refuse it too; the rollout fails.
     RAISED: the workflow raised an exception; the rollout fails after `RolloutConfig.max_same_errors` equal
-        errors in a row.
+        exceptions in a row.
     """
 
     PASSING = "passing"
@@ -100,7 +101,7 @@ class ErrorKind(StrEnum):
 
 
 def check_deadline(where: str, deadline_s: object) -> None:
-    """Refuse a deadline that is not a number of seconds."""
+    """Raise `ConfigError` if a deadline is not a number of seconds."""
     if not is_number(deadline_s):
         raise ConfigError(f"{where}: deadline_s must be a number of seconds, got {deadline_s!r}")
 
@@ -113,7 +114,7 @@ class EngineTarget(msgspec.Struct, frozen=True, gc=False):
 
 
 class Partial(msgspec.Struct, frozen=True, gc=False):
-    """Generated tokens: their ids, logprobs and weight versions, three sequences of one length."""
+    """Generated tokens: their ids, logprobs and weight versions, in three sequences of equal length."""
 
     output_ids: TokenIds = ()
     logprobs: Logprobs = ()
@@ -142,7 +143,7 @@ class Work(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         prompt_ids: token ids; empty for a workflow.
         sampling: sampling parameters.
         deadline_s: seconds from the first dispatch after which the rollout fails; None for no deadline.
-        workflow: name of the workflow, a key of the workers' mappings; empty for a plain prompt.
+        workflow: name of the workflow; empty for a plain prompt.
         arguments: arguments of the workflow, encoded as msgpack.
     """
 
@@ -165,11 +166,11 @@ class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defa
 
     Attributes:
         deadline_s: seconds that the worker may take after it has received the task.
-        partial: tokens of an earlier attempt, after which the engine continues.
-        workflow: name of the workflow, a key of the worker's mapping; empty for a plain prompt.
+        partial: tokens that an earlier attempt generated; the engine continues after these tokens.
+        workflow: name of the workflow; empty for a plain prompt.
         arguments: arguments of the workflow, encoded as msgpack.
-        max_staleness: largest number of versions between the oldest and newest token of a workflow. The
-            worker stops a workflow that exceeds it. None for no limit.
+        max_staleness: largest difference between the versions of a workflow's oldest and newest token. The
+            worker stops a workflow above this limit. None for no limit.
     """
 
     task_id: str
@@ -186,7 +187,7 @@ class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defa
 
 
 class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """Outcome of one attempt. It does not contain the prompt, which the controller has.
+    """Outcome of one attempt, without the prompt, because the controller has it.
 
     Attributes:
         result: generated tokens; after an error, the tokens from which another attempt may continue.
@@ -241,12 +242,12 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """First frame of a connection.
 
     Attributes:
-        incarnation: random per process, so that the controller recognises a restarted worker.
+        incarnation: random id of the worker process; the controller recognises a restarted worker by its new id.
         max_concurrent: largest number of attempts that the controller may assign to the worker at a time.
         workflows: names of the workflows that the worker was started with.
-        attempts: attempts that the worker runs, or whose outcomes it keeps.
-        received: number of the newest `TaskBatch` that the worker received; a new controller numbers its
-            batches above it.
+        attempts: attempts that the worker runs, and attempts with outcomes that are not acknowledged.
+        received: number of the newest `TaskBatch` that the worker received; a restarted controller gives its
+            batches higher numbers.
         oldest_outcome: number of the oldest unacknowledged outcome; if all are acknowledged, the number of
             the next outcome.
     """
@@ -262,12 +263,12 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
-    """Outcomes, each sent until it is acknowledged; empty if the frame only reports `received`.
+    """Outcomes that the controller has not acknowledged. A batch without outcomes only reports `received`.
 
     Attributes:
         last: number of the last outcome in the batch; a worker numbers its outcomes from 1.
-        outcomes: encoded `RolloutOutcome`s for `decode_outcomes`. As byte strings they cost little when the
-            frame is decoded.
+        outcomes: encoded `RolloutOutcome`s for `decode_outcomes`. They stay encoded when the event loop decodes
+            the frame, so a large batch does not block the loop.
         received: number of the newest `TaskBatch` that the worker received.
     """
 
@@ -282,14 +283,14 @@ class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
 
 
 class WorkerLeaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """Last frame of a worker: it takes no more attempts, and ends once its outcomes are acknowledged."""
+    """Announcement that the worker takes no more attempts, and ends when its outcomes are acknowledged."""
 
 
 # --- controller -> worker ----------------------------------------------------------------
 
 
 class WorkerWelcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Answer to `WorkerHello`. `controller` is the controller's identity; with a journal, a restart keeps it."""
+    """Answer to `WorkerHello`. `controller` is the controller's random id; with a journal, a restart keeps the id."""
 
     controller: str
 
@@ -297,12 +298,12 @@ class WorkerWelcome(msgspec.Struct, frozen=True, tag="welcome"):
 class TaskBatch(msgspec.Struct, frozen=True, tag="tasks"):
     """Attempts to start, and attempts to cancel. The worker ignores cancellations of attempts it does not run.
 
-    The worker sends no direct answer. Frames are only lost when the connection ends, and the worker's
-    `WorkerHello` on the next connection reports the batches that it received.
+    The worker does not answer a batch. A batch can get lost only if the connection ends; the worker's
+    `WorkerHello` on the next connection then reports which batches arrived.
 
     Attributes:
         number: number of this batch; it increases by 1 per batch.
-        acknowledged: number up to which the worker may drop its outcomes.
+        acknowledged: the worker may drop its outcomes up to this number.
     """
 
     number: int
@@ -317,17 +318,17 @@ class TaskBatch(msgspec.Struct, frozen=True, tag="tasks"):
 class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
     """One answer with its reward.
 
-    The constructor turns numbers of numpy and torch into Python numbers.
+    The constructor converts numbers of NumPy and torch to Python numbers.
 
     Attributes:
         prompt_ids: tokens before the answer.
         output_ids, versions: one entry per generated token; at least one token.
-        logprobs: one entry per generated token: its log-probability under the distribution that it was
-            sampled from, after penalties, `temperature`, `min_p`, `top_k` and `top_p`. Importance weights compare it with the
-            trainer's log-probability under the same settings. A greedy token has the log-probability that the
-            model gives it.
+        logprobs: log-probability of each generated token in the distribution that the engine sampled from, after
+            penalties, `temperature`, `min_p`, `top_k` and `top_p`. For importance weights, the trainer must
+            compute its log-probability with the same settings. For greedy sampling, the entry is the
+            log-probability that the model gives the token.
         reward: a finite number.
-        group_id: the same for all answers to one prompt.
+        group_id: equal for all answers to one prompt.
         engine: name of the engine that made the last token.
 
     Raises:
@@ -366,7 +367,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class ArrayLike(Protocol):
-    """An array, a tensor, or a scalar of numpy, torch and others."""
+    """Array, tensor or scalar of NumPy, torch or a similar library."""
 
     @property
     def ndim(self) -> int:
@@ -383,7 +384,7 @@ class ArrayLike(Protocol):
 
 
 def as_number(what: str, value: object) -> float:
-    """Return a number, or a one-element array or tensor, as a Python number.
+    """Return a number, or the only element of an array or tensor, as a Python float.
 
     Raises:
         ConfigError: the value is not one number; the message begins with `what`.
@@ -394,14 +395,14 @@ def as_number(what: str, value: object) -> float:
         found = float(plain)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ConfigError(refusal) from error
-    # A number given as text is more likely a mistake than intended.
+    # `float` accepts text such as "1.5", but a caller that passes text has probably made a mistake.
     if isinstance(plain, str | bytes):
         raise ConfigError(refusal)
     return found
 
 
 def plain_number(what: str, value: object) -> float:
-    """Return a number as `as_number` does, and refuse NaN and infinity.
+    """Return a number as a Python float, see `as_number`; refuse NaN and infinity.
 
     Raises:
         ConfigError: the value is not a finite number; the message begins with `what`.
@@ -428,13 +429,13 @@ def plain_integers(what: str, values: object) -> tuple[int, ...]:
     """Return a sequence, array or tensor of integers as Python integers.
 
     Raises:
-        ConfigError: a value is not an integer, or too large for a message; the message begins with `what`.
+        ConfigError: a value is not an integer, or needs more than 63 bits; the text begins with `what`.
     """
     if type(values) is tuple and set(map(type, values)) <= {int}:
         found: tuple[int, ...] = values
     else:
         try:
-            # `operator.index` does not convert a boolean, which msgpack would send as a boolean.
+            # `int` converts booleans, which `operator.index` returns unchanged: msgpack would send them as booleans.
             found = tuple([int(operator.index(each)) for each in _listed(what, values, "integers")])
         except (TypeError, RuntimeError) as error:
             raise ConfigError(f"{what} must be integers, got {_short(values)}") from error
@@ -499,12 +500,12 @@ def _decode_all(outcomes: Sequence[bytes]) -> list[RolloutOutcome]:
 
 
 def check_value(what: str, value: bytes) -> None:
-    """Check that opaque bytes of a message are valid msgpack, so that decoding them later cannot fail.
+    """Check that `value` is valid msgpack, so that decoding it later cannot fail.
 
-    Above `SMALL_VALUE_NBYTES` the value may contain at most `MAX_VALUE_ITEMS` items.
+    A value of more than `SMALL_VALUE_NBYTES` bytes may contain at most `MAX_VALUE_ITEMS` items.
 
     Raises:
-        ProtocolError: the bytes are not msgpack, or too large.
+        ProtocolError: `value` is not msgpack, or too large; the text begins with `what`.
     """
     if len(value) > MAX_VALUE_NBYTES:
         raise ProtocolError(f"{what} must be of at most {MAX_VALUE_NBYTES} bytes, got {len(value)}")
@@ -519,7 +520,7 @@ def check_value(what: str, value: bytes) -> None:
 
 
 _LENGTH_NBYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""First byte of a value with a length prefix -> size of the prefix in bytes: bin, ext, str."""
+"""First byte of an encoded bin, ext or str value -> size in bytes of the length field that follows."""
 _PAYLOAD_NBYTES = bytes(
     [0] * 160  # small integers, headers of small maps and arrays
     + [*range(32)]  # short strings
@@ -531,11 +532,12 @@ _PAYLOAD_NBYTES = bytes(
     + [2, 4, 2, 4]  # headers of arrays and maps
     + [0] * 32  # small negative integers
 )
-"""First byte of a value -> number of bytes that follow it, except a length prefix and the bytes which that counts."""
+"""First byte of an encoded value -> number of bytes that follow, without a length field and the bytes that this
+field counts. The items of an array or map are values of their own."""
 
 
 def _has_few_items(value: bytes) -> bool:
-    """Return whether an encoded value has at most `MAX_VALUE_ITEMS` items, by walking over their msgpack headers."""
+    """Return whether an encoded value has at most `MAX_VALUE_ITEMS` items; read only the items' headers."""
     at = num_items = 0
     while at < len(value):
         num_items += 1

@@ -1,10 +1,10 @@
-"""Registry of rollout workers: their connections, the tasks sent to each, and the detection of lost workers.
+"""Registry of rollout workers: their connections, the tasks sent to each worker, and the detection of lost workers.
 
-A worker process needs no port: it opens one WebSocket to the controller, like every peer (`net/rpc.py`), and
-opens another one when the connection is lost. Frames have no direct answer. The controller keeps a task until
-the worker reports its receipt, and the worker keeps an outcome until the controller acknowledges it; these
-reports travel in later frames. At the start of a connection both sides compare their state, and send again
-the frames that the previous connection lost.
+A worker process needs no port: it opens a WebSocket to the controller (`net/rpc.py`), and a new one after the
+connection is lost. The controller keeps a task until the worker reports that the task has arrived, and the worker
+keeps an outcome until the controller acknowledges the outcome. Later frames carry these reports and
+acknowledgements. At the start of a connection, both sides compare their state, and send again the frames that were
+lost with the previous connection.
 """
 
 from __future__ import annotations
@@ -47,32 +47,30 @@ from windlass.rollout.workflows import Attempts, Workflow
 
 logger = logging.getLogger(__name__)
 MAX_REPLACED = 4096
-"""Number of replaced worker processes that the pool remembers, the newest, to refuse them if they connect again."""
+"""Number of replaced worker processes that the pool remembers, so that it can refuse them if they connect again."""
 CLOSE_DEADLINE_S = 2.0
 RECONNECT_S = 3.0
-"""Seconds that the pool waits after a worker closed its connection; without a new one, the process has ended."""
+"""Seconds within which a worker that closed its connection must connect again; otherwise the pool removes it."""
 STOP_DEADLINE_S = 5.0
-# A small batch fits into the cache of the core that decodes it, and occupies the event loop only
-# briefly.
+# A small batch fits into the cache of the CPU core that decodes it, and occupies the event loop only briefly.
 MAX_TASKS_PER_BATCH = 64
 MAX_TOKENS_PER_BATCH = 1 << 20
 GATHER_S = 0.005
-"""Seconds between two batches to one worker. Tasks and acknowledgements that arise in between share the next
-batch: a rollout takes seconds, so the delay does not matter, and fewer frames leave the event loop more time
-for completions."""
+"""Seconds between two batches to one worker, so that tasks and acknowledgements of this time share a batch. Fewer
+batches leave the event loop more time for outcomes. The delay does not matter, because a rollout takes seconds."""
 
 
 class Worker(ABC):
-    """One incarnation of a worker, and the attempts assigned to it.
+    """One worker, and the attempts that the controller has assigned to the worker.
 
     Attributes:
         hello: first frame of the worker.
-        assigned: task_id -> attempt that the worker is responsible for.
-        takes_no_more: whether the worker is ending and must get no more attempts.
+        assigned: task_id -> number of the assigned attempt.
+        takes_no_more: whether the worker is ending, so that it must get no more attempts.
         limit: largest number of attempts at a time, see `max_running` of `WorkerPool`.
-        has_answered: whether an outcome of this process has arrived.
-        is_silent: whether an attempt passed its deadline without an answer, and no outcome has arrived since.
-        ending: cancelled attempts whose workflows still clean up.
+        has_answered: whether the worker has sent an outcome.
+        is_silent: whether the worker exceeded the deadline of an attempt and has sent no outcome since.
+        ending: cancelled attempts that have not ended, because their workflows still clean up.
     """
 
     def __init__(self, hello: WorkerHello) -> None:
@@ -85,22 +83,22 @@ class Worker(ABC):
 
     @property
     def free_slots(self) -> int:
-        """Number of further attempts that the worker takes now."""
+        """Number of attempts that the controller may assign to the worker now."""
         return 0 if self.takes_no_more else max(self.limit - len(self.assigned), 0)
 
     def can_run(self, workflow: str) -> bool:
-        """Return whether the worker has a free slot and knows the workflow; every worker knows "", a plain prompt."""
+        """Return whether the worker has a free slot and knows the workflow; "" means a plain prompt."""
         return self.free_slots > 0 and (not workflow or workflow in self.hello.workflows)
 
     def release(self, task_id: str, attempt: int) -> bool:
-        """Free the slot of an attempt that ended; return whether the attempt was assigned to this worker."""
+        """Free the slot of an attempt; return False if the attempt is not assigned to this worker."""
         if self.assigned.get(task_id) != attempt:
             return False
         del self.assigned[task_id]
         return True
 
     def note_ended(self, outcome: RolloutOutcome) -> None:
-        """Record that an attempt of this worker has ended, even if the controller does not use its outcome."""
+        """Remove the attempt of this outcome from `ending`."""
         if self.ending:
             self.ending.discard(AttemptKey(outcome.task_id, outcome.attempt))
 
@@ -114,21 +112,21 @@ class Worker(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Cancel all attempts; return when they have ended."""
+        """Stop the worker; it must not be used afterwards."""
 
 
 @final
 class LocalWorker(Worker):
-    """A worker without a process: attempts run in the controller's own event loop.
+    """Worker that runs attempts in the controller's own event loop.
 
-    It serves workflows with state that cannot move into another process. Code that blocks here delays
-    completions; a worker process prevents this.
+    Use it for workflows with state that cannot move into another process. A workflow that blocks the event loop
+    here also delays the outcomes of all other workers.
 
     Args:
-        on_outcomes: receives the outcome of every attempt. It raises `RolloutError` if it cannot use an
-            outcome now; the worker keeps the outcome, and `deliver` passes it again.
+        on_outcomes: called with outcomes. If it raises `RolloutError`, the worker keeps the outcomes, and
+            `deliver` passes them again.
         on_end: called when an attempt has ended.
-        token: the owner's secret; engines receive the token derived from it for rollout clients.
+        token: secret of the job; the worker derives the token for engines from this secret.
     """
 
     def __init__(
@@ -163,7 +161,7 @@ class LocalWorker(Worker):
         await self._session.close()
 
     def deliver(self) -> None:
-        """Pass the outcomes that `on_outcomes` has not accepted yet to it again."""
+        """Pass all kept outcomes to `on_outcomes`."""
         if self.takes_no_more or not self._kept:
             return
         with contextlib.suppress(RolloutError):
@@ -179,11 +177,11 @@ class LocalWorker(Worker):
 
 @final
 class RemoteWorker(Worker, Session[Never, Never]):
-    """A worker process, across all its connections.
+    """Worker in a process of its own. The object stays the same when this process connects again.
 
     Args:
         hello: first frame of the worker.
-        running: task_id -> attempt that an earlier controller process sent to this worker.
+        running: task_id -> number of the attempt that an earlier controller process assigned to this worker.
 
     Attributes:
         next_outcome: number of the first outcome that the controller has not used.
@@ -197,22 +195,22 @@ class RemoteWorker(Worker, Session[Never, Never]):
         self.next_outcome = hello.oldest_outcome
         self._outbox: OrderedDict[str, RolloutTask] = OrderedDict()
         self._cancelled: list[AttemptKey] = []
-        # Acknowledgement to send with the next batch; 0 for none.
+        # Number of the outcome that the next batch acknowledges; 0 for none.
         self._acknowledged = 0
         self._num_sent = hello.received
-        # Batches that the worker has not reported as received.
+        # Sent batches that the worker has not reported as received, by number.
         self._sent: dict[int, TaskBatch] = {}
         self._work = asyncio.Event()
         self._sender = asyncio.create_task(self._send_forever(), name=f"tasks of {hello.name}")
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection now."""
+        """Whether the worker process is connected now."""
         return self._socket is not None
 
     @property
     def free_slots(self) -> int:
-        """Number of further attempts that the worker takes: none without a connection."""
+        """Number of attempts that the controller may assign to the worker now; 0 without a connection."""
         return 0 if self._socket is None else super().free_slots
 
     def enqueue(self, task: RolloutTask) -> None:
@@ -221,31 +219,35 @@ class RemoteWorker(Worker, Session[Never, Never]):
         self._work.set()
 
     def withdraw(self, task_id: str, attempt: int) -> None:
-        """Cancel an attempt if it is assigned to this worker; an unsent attempt is never sent."""
+        """Cancel an attempt if it is assigned to this worker. If its task is still unsent, drop the task."""
         if self.release(task_id, attempt) and self._outbox.pop(task_id, None) is None:
             self.ending.add(AttemptKey(task_id, attempt))
             self._cancelled.append(AttemptKey(task_id, attempt))
             self._work.set()
 
     def acknowledge(self, last: int) -> None:
-        """Let the next batch acknowledge the outcomes up to this number."""
+        """Acknowledge the outcomes up to number `last` in the next batch."""
         self.next_outcome = max(self.next_outcome, last + 1)
         self._acknowledged = self.next_outcome - 1
         self._work.set()
 
     def note_received(self, received: int) -> None:
-        """Record that the worker has received all batches up to this number, so that more may be sent."""
+        """Record that the worker has received all batches up to number `received`."""
+        # The sender waits while too many batches are unreported.
         if len(self._sent) >= 2 * MAX_UNSAID:
             self._work.set()
         while (number := next(iter(self._sent), received + 1)) <= received:
             del self._sent[number]
 
     def compare(self, hello: WorkerHello) -> list[AttemptKey]:
-        """Cancel attempts that the worker runs unassigned; return assigned attempts that it does not know."""
+        """Cancel attempts of the worker that are not assigned to it; return assigned attempts that it has lost.
+
+        A lost attempt is not in the worker's `hello`, and its task is in no batch that the worker may still receive.
+        """
         self.note_received(hello.received)
         wanted = {AttemptKey(*item) for item in self.assigned.items()}
-        # A controller process that has ended did not send the cancellation, or did not journal the
-        # attempt.
+        # Such attempts exist if an earlier controller process ended before it sent their cancellation, or before
+        # it wrote them to the journal.
         self._cancelled += set(hello.attempts) - wanted
         if self._cancelled:
             self._work.set()
@@ -255,14 +257,14 @@ class RemoteWorker(Worker, Session[Never, Never]):
         return [key for key in unknown if key.task_id not in coming]
 
     async def attach(self, socket: web.WebSocketResponse) -> None:
-        """Continue on another connection of the same process; send again the batches that it did not receive."""
+        """Continue on a new connection of the worker process; send unreceived batches again."""
         self._socket, self.was_cut = socket, False
         for batch in list(self._sent.values()):
             await self.send(batch)
         self._work.set()
 
     def detach(self, socket: web.WebSocketResponse, reason: str) -> None:  # noqa: ARG002
-        """Record the end of this connection; tasks wait for the next one."""
+        """Record the end of a connection; tasks wait for the next connection."""
         if self._socket is socket:
             self._socket = None
 
@@ -276,7 +278,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
             self.lost_timer.cancel()
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
-        # The worker keeps outcomes until they are acknowledged, so it needs the last acknowledgement.
+        # A worker that ends waits until its last outcomes are acknowledged.
         if self._acknowledged or self._cancelled:
             with contextlib.suppress(PeerUnreachable):
                 await self.send(self._next_batch())
@@ -287,7 +289,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
         while True:
             await self._work.wait()
             if (early_s := may_send_at - clock()) > 0:
-                # A full batch gains nothing by waiting; `sleep(0)` lets other coroutines run first.
+                # A full batch cannot take more tasks, so only let other coroutines run before it is sent.
                 is_full = len(self._outbox) >= MAX_TASKS_PER_BATCH
                 await asyncio.sleep(0 if is_full else early_s)
             self._work.clear()
@@ -296,7 +298,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
             if not (self._outbox or self._cancelled or self._acknowledged):
                 continue
             may_send_at = clock() + GATHER_S
-            # If this fails, `attach` sends the batch on the next connection.
+            # If `send` fails, `attach` sends the batch on the next connection.
             with contextlib.suppress(PeerUnreachable):
                 await self.send(self._next_batch())
             if self._outbox:
@@ -323,14 +325,14 @@ class WorkerPool:
     """The workers of one rollout controller, and the HTTP route to which they connect (as an `rpc.Owner`).
 
     Args:
-        config: limits, for example the time that the pool waits for a silent worker.
-        on_outcomes: receives outcomes, each at least once. It raises RolloutError if it cannot use them now;
-            the worker then keeps them.
-        on_lost: receives attempts that no worker runs any more, and the reason.
+        config: limits, for example the time that the pool waits for a lost worker.
+        on_outcomes: called with outcomes; an outcome may be passed more than once. If `on_outcomes` raises
+            RolloutError, the worker keeps the outcomes and sends them again.
+        on_lost: called with attempts that no worker runs any more, and with the reason.
         on_change: called when a worker joins.
-        max_running: limit for the attempts of all workers together. A worker that has not answered yet gets
-            at most an equal share of this limit, and a silent worker one attempt. Otherwise a worker that
-            accepts every task and answers none would use up the limit.
+        max_running: largest number of attempts that run at a time, at all workers together. A worker that has
+            sent no outcome yet gets at most an equal share of this number, and a silent worker gets one attempt.
+            So a worker that accepts all tasks and never answers cannot get all attempts.
 
     Attributes:
         workers: workers by name.
@@ -358,12 +360,12 @@ class WorkerPool:
         self._stopping: set[asyncio.Task[None]] = set()
 
     def open(self, identity: str, running: Iterable[tuple[str, AttemptKey]]) -> None:
-        """Admit workers from now on.
+        """Start to admit workers.
 
         Args:
-            identity: identity of the controller.
-            running: (worker, attempt) pairs that an earlier controller process had running. Each of these
-                workers has `worker_grace_s` to connect again and report its attempts.
+            identity: random id of the controller.
+            running: worker name and attempt, for each attempt that ran when an earlier controller process ended.
+                Each of these workers has `worker_grace_s` to connect again and report its attempts.
         """
         self._identity = identity
         loop = asyncio.get_running_loop()
@@ -375,7 +377,7 @@ class WorkerPool:
             )
 
     async def close(self) -> None:
-        """Disconnect all workers, and admit none afterwards."""
+        """Disconnect all workers, and refuse workers that connect later."""
         self._identity = ""
         for timer in self._absent_timers.values():
             timer.cancel()
@@ -384,28 +386,28 @@ class WorkerPool:
         await asyncio.gather(*self._stopping, return_exceptions=True)
 
     async def wait_for_ends(self, deadline_s: float) -> int:
-        """Wait for cancelled attempts to end; return the number that have not ended after `deadline_s`."""
+        """Wait for cancelled attempts to end; return the number that has not ended within `deadline_s`."""
         with contextlib.suppress(PeerTimeout):
             await self._ends.until(lambda: not self.num_ending, deadline_s, str)
         return self.num_ending
 
     def note_end(self) -> None:
-        """Let `wait_for_ends` check again whether all cancelled attempts have ended."""
+        """Make `wait_for_ends` check again whether all cancelled attempts have ended."""
         self._ends.notify()
 
     @property
     def num_ending(self) -> int:
-        """Number of cancelled attempts whose workflows still clean up."""
+        """Number of cancelled attempts that have not ended, because their workflows still clean up."""
         return sum(len(worker.ending) for worker in self.workers.values())
 
     @property
     def num_running(self) -> int:
-        """Number of attempts assigned to workers, including workers that have not returned since a restart."""
+        """Number of assigned attempts, including those at workers that must still reconnect after a restart."""
         held = (worker.assigned for worker in self.workers.values())
         return sum(map(len, held)) + sum(map(len, self._absent.values()))
 
     def add(self, worker: Worker) -> None:
-        """Add a worker that has just started."""
+        """Add a worker, and make its workflows known."""
         self.workers[worker.hello.name] = worker
         self.workflows.update(worker.hello.workflows)
         worker.has_answered |= isinstance(worker, LocalWorker)
@@ -413,7 +415,7 @@ class WorkerPool:
         self._on_change()
 
     def note_unanswered(self, name: str) -> None:
-        """Record that a worker did not answer an attempt in time."""
+        """Record that a worker sent no outcome before the deadline of an attempt."""
         if name in self.workers and not self.workers[name].is_silent:
             self.workers[name].is_silent = True
             self._set_limits()
@@ -433,14 +435,14 @@ class WorkerPool:
             )
 
     def withdraw(self, name: str, task_id: str, attempt: int) -> None:
-        """Cancel an attempt that a worker has, or will have when it returns."""
+        """Cancel a worker's attempt; a worker that is not connected after a restart is told when it reconnects."""
         if name in self.workers:
             self.workers[name].withdraw(task_id, attempt)
         else:
             self.release(name, task_id, attempt)
 
     def release(self, name: str, task_id: str, attempt: int) -> None:
-        """Release a worker's attempt that has ended."""
+        """Free the slot of a worker's attempt that has ended."""
         if name in self.workers:
             self.workers[name].release(task_id, attempt)
         elif name in self._absent:
@@ -477,8 +479,8 @@ class WorkerPool:
                 if not frame.outcomes:
                     return
                 outcomes = await decode_outcomes(frame)
-                # Earlier outcomes are missing, and an acknowledgement would cover them too. Without it
-                # the worker sends all of them again.
+                # Outcomes before this batch are missing, and an acknowledgement would include them. Without an
+                # acknowledgement, the worker sends all these outcomes again.
                 if frame.first > session.next_outcome:
                     return
                 try:
@@ -499,7 +501,7 @@ class WorkerPool:
     async def lost(self, session: RemoteWorker, reason: str, *, ended: bool) -> None:
         if session.is_connected or self.workers.get(session.hello.name) is not session:
             return
-        # A worker that is ending and has delivered all its outcomes does not return.
+        # A worker that is ending and has no assigned attempts does not connect again.
         if session.takes_no_more and not session.assigned:
             self._remove(session)
             return
@@ -511,10 +513,10 @@ class WorkerPool:
         )
 
     def register(self, hello: WorkerHello) -> RemoteWorker:
-        """Admit a worker, for the first time or again.
+        """Admit a worker process, on its first connection or a later one.
 
         Raises:
-            OwnerClosed: the controller is closed; its successor may admit the worker.
+            OwnerClosed: the controller is closed; a restarted controller may admit the worker.
             ProtocolError: the protocol version differs, the worker's name is invalid or reserved for the
                 controller, or a newer process has taken over the name.
         """
@@ -549,7 +551,7 @@ class WorkerPool:
     # --- losses --------------------------------------------------------------------------
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        """Remove a lost worker and report its attempts, so that other workers run them."""
+        """Remove a worker and report its attempts as lost, so that other workers run them."""
         keys = [AttemptKey(*item) for item in worker.assigned.items()]
         worker.assigned.clear()
         self._remove(worker)
@@ -557,7 +559,7 @@ class WorkerPool:
         level = logging.WARNING if keys else logging.INFO
         hint = ""
         if keys and "PONG" in reason:
-            hint = "; a workflow that blocks its event loop looks like this, and the worker's log names it"
+            hint = "; a workflow may have blocked the worker's event loop: the worker's log then names it"
         logger.log(level, "worker %s lost with %d rollouts: %s%s", name, len(keys), reason, hint)
         self._on_lost(keys, f"worker {name}: {reason}")
 
@@ -570,7 +572,7 @@ class WorkerPool:
         task.add_done_callback(self._stopping.discard)
 
     def _left_at(self, name: str) -> dict[str, int]:
-        """Take the attempts that an earlier controller process had assigned to this worker; return them once."""
+        """Remove and return the attempts that an earlier controller process had assigned to this worker."""
         timer = self._absent_timers.pop(name, None)
         if timer is not None:
             timer.cancel()

@@ -1,9 +1,8 @@
-"""Tell third-party routers which engines may receive requests.
+"""Notify third-party routers of the engines that may receive requests.
 
-Windlass's own rollout controller asks the coordinator. Another router (sglang-router, vllm-router, a user's
-own) does not know of weight updates, and would continue to send requests to an engine that missed one. Every
-notification contains all engines, so that a lost or repeated notification does no harm, and a restarted
-router is correct again after the next update.
+A router (sglang-router, vllm-router, a user's own) does not know of weight updates. Without notifications it
+would continue to send requests to an engine that missed an update. Every notification contains all engines, so
+a lost or repeated notification does no harm, and the next update corrects a router that restarted.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 BACKOFF = Backoff(0.1, 3.0)
 MAX_ANSWER_NBYTES = 1 << 22
 MAX_SEEN = 4096
-"""Number of engines that `RouterUpdates` remembers, the newest, to make routers remove disconnected ones."""
+"""Number of engines that `RouterUpdates` remembers, so that it can make routers remove disconnected engines."""
 
 
 class _Fleet(msgspec.Struct, frozen=True):
@@ -38,7 +37,7 @@ class _Fleet(msgspec.Struct, frozen=True):
 
     Attributes:
         published_version: version that every routable engine serves.
-        engines: engines that are or were connected to this controller, in order of their names.
+        engines: engines that are or were connected to this controller, sorted by name.
     """
 
     published_version: int
@@ -46,7 +45,7 @@ class _Fleet(msgspec.Struct, frozen=True):
 
 
 async def _tell_webhook(http: aiohttp.ClientSession, url: str, fleet: _Fleet) -> bool:
-    """Post the fleet as JSON; any answer of 200 to 299 is a success."""
+    """Post the fleet as JSON. Return True after an HTTP status of 200 to 299; raise `ProtocolError` after others."""
     body = msgspec.json.encode(
         {
             "published_version": fleet.published_version,
@@ -79,12 +78,12 @@ class _Workers(msgspec.Struct):
 
 
 async def _tell_workers(http: aiohttp.ClientSession, url: str, fleet: _Fleet) -> bool:
-    """Correct the router's worker list at `/workers`; return whether it was correct already.
+    """Correct the router's list of workers at `/workers`; return whether the list was correct already.
 
-    Seen in sglang-router 0.3 (SGLang's model gateway) and vllm-router 0.1: GET lists workers. POST
-    `{"url": ...}` adds a worker, at once in vllm-router; sglang-router answers 202, asks the engine and adds
-    it later. DELETE takes the worker's id, or its quoted URL if it has no id. Workers that are not engines of
-    this fleet stay unchanged.
+    Workers that are not engines of this fleet stay unchanged. Routes of sglang-router 0.3 (SGLang's model
+    gateway) and vllm-router 0.1: GET lists workers, POST `{"url": ...}` adds a worker, and DELETE takes the
+    worker's id, or its quoted URL if the worker has no id. vllm-router adds a worker before it answers;
+    sglang-router answers 202, asks the engine and then adds the worker.
     """
     url = f"{url.rstrip('/')}/workers"
     async with http.get(url) as answer:
@@ -124,18 +123,18 @@ async def _body_of(answer: aiohttp.ClientResponse) -> bytes:
 
 
 _TELL = {RouterKind.WORKERS: _tell_workers, RouterKind.WEBHOOK: _tell_webhook}
-"""Router kind -> function that returns whether the router now sends requests to exactly the routable engines.
-The function raises aiohttp.ClientError, PeerUnreachable or ProtocolError if the router is unreachable or its
-answer is not a success."""
+"""Router kind -> function that notifies a router, and returns True if the router is known to be up to date. The
+function raises aiohttp.ClientError or PeerUnreachable if the router is unreachable, and ProtocolError if the
+router's answer is not a success."""
 
 
 @final
 class RouterUpdates:
-    """Notify routers in background tasks, so that no round and no rollout waits for a router.
+    """Notifies routers in background tasks, so that no round and no rollout waits for a router.
 
-    Each router is notified after every update, and whenever an engine joins, leaves or falls behind. There
-    are no notifications before the first publish, and none during a round, because engines pause in it. Until
-    it is notified, a router may send requests to an engine that is paused or out of date. A failed
+    Each router is notified after every update, and when an engine joins, leaves or falls behind. There are no
+    notifications before the first publish, and none during a round, because a round pauses engines only briefly.
+    Until a router is notified, it may send requests to an engine that is paused or has old weights. A failed
     notification is tried `RouterConfig.num_tries` times, and again at the next change.
 
     Args:
@@ -143,7 +142,7 @@ class RouterUpdates:
         routers: routers to notify. All receive the token in WINDLASS_ROUTER_TOKEN, if it is set.
 
     Raises:
-        ConfigError: an address is not a URL, or not of `https` where this process requires TLS.
+        ConfigError: an address is not a URL, or is not `https` although this process requires TLS.
     """
 
     def __init__(self, coordinator: Coordinator, routers: Iterable[RouterConfig]) -> None:
@@ -159,7 +158,7 @@ class RouterUpdates:
         """Start the notifications; call this in the event loop of the coordinator.
 
         Raises:
-            ConfigError: no header can carry WINDLASS_ROUTER_TOKEN.
+            ConfigError: an HTTP header cannot carry the token in WINDLASS_ROUTER_TOKEN.
         """
         token = secret_value(ROUTER_TOKEN_VARIABLE)
         if token:
@@ -191,7 +190,7 @@ class RouterUpdates:
                 changed.set()
 
     def _fleet(self) -> _Fleet:
-        """Return all connected engines, and each disconnected engine if no connected one has its name or URL."""
+        """Return all connected engines, and disconnected engines whose name and URL no connected engine has."""
         there = [engine for engine in self._coordinator.fleet.states() if engine.url]
         taken = {engine.name for engine in there} | {engine.url for engine in there}
         gone = [
@@ -212,11 +211,13 @@ class RouterUpdates:
                     told = fleet if await self._tell(http, config) else None
 
     async def _tell(self, http: aiohttp.ClientSession, config: RouterConfig) -> bool:
-        """Notify one router, each time of the fleet as it is then; return whether the router is up to date."""
+        """Notify one router of the current fleet, in up to `num_tries` tries; return whether it is up to date.
+
+        During a round, return False without a try: the end of the round starts a new notification.
+        """
         reason = ""
         for num_tries in range(1, config.num_tries + 1):
             if self._coordinator.in_round:
-                # The router is notified at the end of the round.
                 return False
             try:
                 async with asyncio.timeout(config.deadline_s):
@@ -227,7 +228,7 @@ class RouterUpdates:
                 reason = f"no answer within {config.deadline_s} s"
             except (aiohttp.ClientError, OSError, PeerUnreachable, ProtocolError) as error:
                 reason = connection_error(error)
-            # The router is unreachable, or still applies the change and does not report the end.
+            # Wait, because a router that is still applying the change does not report when it has finished.
             await asyncio.sleep(BACKOFF.after(num_tries))
         logger.error(
             "router %s is not up to date after %d tries; it is notified again at the next change: %s",

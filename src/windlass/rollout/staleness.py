@@ -4,7 +4,8 @@ Admission follows AReaL: at version v, at most max_staleness + v + 1 batches may
 This bound alone does not limit the age of a sample, because the version may rise several times while a slow
 rollout runs. Therefore the controller checks a sample's oldest token again before it delivers the sample, and
 `OnStale` decides what happens to a sample that is too old. Here v counts from `start_version`. A second bound
-allows at most max_staleness + 1 batches that are running or wait for the trainer.
+allows at most max_staleness + 1 batches that are running or wait for the trainer. Without it, a recovered
+controller that lost its counts would admit more than 50 batches at once if the engines serve version 50.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class StalenessPolicy:
     """Counts samples, and computes the number of samples that may start now.
 
     Attributes:
-        max_staleness: largest allowed difference between the trainer's version and the version of a sample's oldest
-            token.
+        max_staleness: largest allowed difference between the trainer's version and the version of a sample's
+            oldest token.
         batch_size: number of samples (not groups) in one training batch.
         max_concurrent: largest number of samples that run at a time.
         start_version: version at which the counts are zero.
@@ -72,9 +73,9 @@ class StalenessPolicy:
     ) -> None:
         """Continue with the counts of an earlier process. The policy must not have been used before.
 
-        The caller counts delivered groups that the trainer did not acknowledge as accepted and not consumed,
-        because the controller delivers these groups again. More samples may then wait than the bound allows; `capacity` stays 0 until the
-        trainer has consumed enough of them.
+        Delivered groups that the trainer did not acknowledge count as accepted and not consumed, because the
+        controller delivers these groups again. More samples may then wait than the bound allows; `capacity`
+        stays 0 until the trainer has consumed enough of them.
 
         Raises:
             RolloutError: a count is negative, `consumed` exceeds `accepted`, or the policy has counted samples.

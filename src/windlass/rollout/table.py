@@ -147,20 +147,20 @@ class Record(msgspec.Struct, eq=False):
     """One rollout from submission to its end.
 
     Attributes:
-        admitted: whether the staleness policy counts it as running.
+        admitted: whether the staleness policy counts the rollout as running.
         attempt: number of the last attempt; 0 before the first. Later attempts have greater numbers, with
             gaps after a restart of the controller.
         num_dispatches: number of times that the rollout was assigned to a worker.
         failures: number of attempts that ended in an error.
-        raised: text of the workflow's exception in the last attempt, and the number of attempts in a row that
-            raised it.
-        resubmits: number of times that its answer was too old and was generated again.
+        raised: text of the exception that the workflow raised in the last attempt, and the number of attempts
+            in a row that raised this exception.
+        resubmits: number of times that the rollout was generated again because its answer was too old.
         oldest_version: version of the oldest token that the running attempt can have; None if unknown.
         engine: engine of the last attempt.
-        load_key: key in `RolloutTable.by_engine`.
-        queue: queue of the table that contains the record; None once the rollout has ended.
-        timer: timer of the backoff.
-        expiry: timer of the overall deadline, started at the first dispatch.
+        load_key: name of the engine under which `RolloutTable.by_engine` contains the record.
+        queue: queue of the table that contains the record; None after the end of the rollout.
+        timer: timer that ends the backoff.
+        expiry: timer of the rollout's overall deadline, started at the first dispatch.
     """
 
     task_id: str
@@ -191,11 +191,11 @@ class Record(msgspec.Struct, eq=False):
 
     @property
     def key(self) -> AttemptKey:
-        """Key of the last attempt."""
+        """Identity of the last attempt."""
         return AttemptKey(self.task_id, self.attempt)
 
     def stop_expiry(self) -> None:
-        """Cancel the rollout's overall deadline, if any."""
+        """Cancel the timer of the rollout's overall deadline, if it runs."""
         if self.expiry is not None:
             self.expiry.cancel()
             self.expiry = None
@@ -225,7 +225,7 @@ class Record(msgspec.Struct, eq=False):
 
 
 class RolloutTable:
-    """Records by id, and a queue of records for each place.
+    """Records by task id, and queues with the records of each state.
 
     Args:
         deadlines: deadlines of running attempts. The table stops a record's deadline when its attempt ends.
@@ -244,7 +244,7 @@ class RolloutTable:
         self.counts = Counts()
 
     def move(self, record: Record, state: State, *, front: bool = False) -> None:
-        """Move a record to the queue of `state`: to its end, or with `front` to its head."""
+        """Set a record's state; move the record to the end of the state's queue, or with `front` to the front."""
         if record.timer is not None:
             record.timer.cancel()
             record.timer = None
@@ -284,13 +284,13 @@ class RolloutTable:
                 raise AssertionError("a record that has ended is in no queue")
 
     def running(self) -> list[Record]:
-        """Return the records that are at workers."""
+        """Return the records with an attempt at a worker."""
         return [record for of_engine in self.by_engine.values() for record in of_engine.values()]
 
     def num_parked(self) -> int:
-        """Return the number of records that wait for a worker that knows their workflow."""
+        """Return the number of records that wait for a free slot at a worker that knows their workflow."""
         return sum(len(records) for records in self.parked.values())
 
     def engine_load(self, name: str) -> int:
-        """Return the number of attempts on an engine."""
+        """Return the number of running attempts on an engine."""
         return len(self.by_engine.get(name, ()))

@@ -2,8 +2,8 @@
 
 `python -m windlass.rollout.worker --controller URL --name worker-0`
 
-The token is read from WINDLASS_TOKEN; processes that workflows start do not inherit it. The worker connects
-to the controller and listens on no port.
+The worker reads its token from WINDLASS_TOKEN; processes that workflows start do not inherit this variable.
+The worker connects to the controller and listens on no port.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ logger = logging.getLogger(__name__)
 REMEMBERED_ATTEMPTS = 1 << 16
 MAX_BATCH_NBYTES = 16 << 20
 MAX_IN_FLIGHT = 8
-"""Largest number of unacknowledged batches of outcomes. The controller acknowledges in its next `TaskBatch`, a
-few milliseconds later."""
+"""Largest number of batches of outcomes that were sent and not acknowledged. The controller acknowledges a batch
+a few milliseconds later, in its next `TaskBatch`."""
 HAND_OVER_S = 5.0
 """Seconds that an ending worker waits for the controller to acknowledge its outcomes."""
 MAX_OUTCOME_NBYTES = MAX_FRAME_NBYTES - (1 << 20)
 CHECKED_NBYTES = 1 << 20
-"""Size of an encoded outcome above which the worker checks it before sending: the controller would refuse an
-invalid one each time, and the worker would send it again for ever."""
+"""Size above which the worker checks an encoded outcome before it sends the outcome. The controller would refuse
+an invalid outcome each time, and the worker would send it for ever."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         max_concurrent: largest number of attempts at a time.
         call_deadline_s: seconds after which the worker sends unacknowledged outcomes again.
         controller_gone_s: seconds without a reachable controller after which the worker exits.
-        shutdown_s: seconds that workflows have to clean up after SIGTERM.
+        shutdown_s: seconds that workflows have to clean up after SIGTERM or SIGINT.
     """
 
     controller: str
@@ -85,13 +85,15 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
-    """One incarnation of a worker, which runs attempts. Call all methods in one event loop.
+    """The worker of this process, which runs attempts. Call all methods in one event loop.
 
-    The worker sends each outcome at least once, in order. While fewer than `MAX_IN_FLIGHT` batches are
-    unacknowledged, it sends an outcome at once; later outcomes wait and form the next batch. So batches grow
-    with the load, and no outcome waits for a timer.
+    The worker sends each outcome at least once, in the order of the outcomes' ends. While fewer than
+    `MAX_IN_FLIGHT` batches are unacknowledged, the worker sends a new outcome immediately. Otherwise new outcomes
+    wait for an acknowledgement, and then share a batch. So batches grow with the load, and no outcome waits for a
+    timer.
 
-    `engine_session` sends requests to engines: it carries their token and has no limit on connections.
+    Args:
+        engine_session: HTTP session for requests to engines, with their token and no limit on connections.
 
     Raises:
         ConfigError, ProtocolError: an address, token, number or name is invalid.
@@ -132,9 +134,9 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         self._remembered: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._kept: OrderedDict[int, tuple[tuple[str, int], bytes]] = OrderedDict()
         self._num_outcomes = self._num_sent = 0
-        # Number of the last outcome of each batch.
+        # Number of the last outcome in each unacknowledged batch.
         self._in_flight: deque[int] = deque()
-        # Number of the newest task batch received, and of the newest one reported to the controller.
+        # Numbers of the newest received task batch, and of the newest batch reported as received.
         self._received = self._said = 0
         self._send_again_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -154,16 +156,16 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         )
 
     def execute(self, call: Envelope[Never]) -> Never:
-        raise NotImplementedError("workers are sent frames, and no calls")
+        raise NotImplementedError("a worker receives frames, not calls")
 
     def failed(self, error: Exception, command: None) -> Never:
-        raise NotImplementedError("workers are sent frames, and no calls")
+        raise NotImplementedError("a worker receives frames, not calls")
 
     def on_frame(self, frame: WorkerWelcome | TaskBatch) -> None:
         if isinstance(frame, TaskBatch):
             self._take(frame)
             return
-        # Another controller has the address now: the one that wanted these attempts no longer exists.
+        # The address belongs to another controller now; the controller that assigned the attempts has ended.
         if self._controller not in {"", frame.controller}:
             self._attempts.cancel_all()
         self._controller = frame.controller
@@ -173,11 +175,11 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         self._send_again()
 
     def on_lost(self) -> None:
-        """Stop waiting for an acknowledgement; see `Client`."""
+        """Stop the deadline for acknowledgements, because none arrives without a connection; see `Client`."""
         self._send_again_at = None
 
     def _take(self, batch: TaskBatch) -> None:
-        """Start the new attempts of a batch, and cancel the attempts that it cancels."""
+        """Start the new attempts of a batch, and cancel the attempts in `batch.cancelled`."""
         self._received = batch.number
         self._forget(batch.acknowledged)
         running, remembered = self._attempts.running, self._remembered
@@ -193,7 +195,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     # --- outcomes ------------------------------------------------------------------------------
 
     def _ended(self, outcome: RolloutOutcome) -> None:
-        """Keep the outcome of an attempt until the controller has acknowledged it."""
+        """Store the outcome of an attempt until the controller acknowledges the outcome."""
         key = (outcome.task_id, outcome.attempt)
         self._remembered[key] = None
         if len(self._remembered) > REMEMBERED_ATTEMPTS:
@@ -208,7 +210,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         return next(iter(self._kept), self._num_outcomes + 1)
 
     def _forget(self, last: int) -> None:
-        """Drop outcomes up to this number, which the controller has used."""
+        """Drop the outcomes up to number `last`, because the controller has acknowledged them."""
         if last < self._oldest_outcome:
             return
         while self._kept and self._oldest_outcome <= last:
@@ -223,7 +225,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         self._work.set()
 
     def _wait_for_acknowledgement(self) -> None:
-        """Start the timer for the next acknowledgement. All batches share one timer; a running one is not replaced."""
+        """Set the deadline of the next acknowledgement, and start its timer unless the timer runs already."""
         self._send_again_at = self._loop.time() + self._settings.call_deadline_s
         if self._timer is None:
             self._timer = self._loop.call_at(self._send_again_at, self._look)
@@ -235,7 +237,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         if self._loop.time() < self._send_again_at:
             self._timer = self._loop.call_at(self._send_again_at, self._look)
             return
-        logger.info("outcomes were not acknowledged, and are sent again")
+        logger.info("the controller did not acknowledge outcomes in time; they are sent again")
         self._send_again()
 
     def _send_again(self) -> None:
@@ -279,10 +281,10 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     # --- the process ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Stay connected and deliver outcomes.
+        """Stay connected to the controller and deliver outcomes.
 
-        Ends if it is cancelled, if the controller refuses the worker, and after `controller_gone_s` without a
-        reachable controller.
+        Return when the controller refuses the worker, or after `controller_gone_s` without a reachable
+        controller; `ended` then has the reason.
         """
         delivery = asyncio.create_task(self._deliver(), name="outcomes")
         watch = BlockWatch(self._loop, f"worker {self._settings.name}")
@@ -294,9 +296,9 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
             await asyncio.gather(delivery, return_exceptions=True)
 
     async def shut_down(self, deadline_s: float) -> None:
-        """Cancel running attempts with an error after which the controller runs them at other workers.
+        """Cancel all running attempts, so that the controller runs them at other workers.
 
-        Attempts have `deadline_s` to end. The controller then has `HAND_OVER_S` to acknowledge all outcomes.
+        The attempts have `deadline_s` to end. The controller then has `HAND_OVER_S` to acknowledge all outcomes.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_OVER_S):
@@ -308,7 +310,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
 
 
 def _encoded(outcome: RolloutOutcome) -> bytes:
-    """Return the encoded outcome, or an encoded error if the controller would refuse the outcome."""
+    """Return the encoded outcome, or an encoded outcome with an error if the controller would refuse it."""
     encoded = encode(outcome)
     if len(encoded) <= CHECKED_NBYTES:
         return encoded
@@ -339,10 +341,10 @@ async def run_worker(
     *,
     engine_token: str = "",
 ) -> bool:
-    """Run a worker until SIGTERM or SIGINT, or until the controller is unreachable for too long.
+    """Run a worker until SIGTERM or SIGINT, or until `controller_gone_s` without a reachable controller.
 
-    `token` is the secret of the job, or the token of the worker role. The worker sends `engine_token` to
-    engines; if it is empty, it sends the token of the client role, derived from `token`.
+    `token` is the secret of the job, or the token of the worker role. `engine_token` is the token for requests to
+    engines; if `engine_token` is empty, the worker derives the token of the client role from `token`.
 
     Returns:
         True after a signal, False if the controller was unreachable.
@@ -391,12 +393,13 @@ def run_rollout_worker(
     """Run a worker process that knows these workflows; call this from your own `__main__`.
 
     Args:
-        workflows: name used in submissions -> function. The tokens are removed from the environment, so the
-            function and processes that it starts cannot read them there.
-        arguments: options of `python -m windlass.rollout.worker`; those of the command line if omitted.
+        workflows: name used in submissions -> workflow. The worker removes its tokens from the environment, so
+            that workflows and the processes that they start cannot read the tokens there.
+        arguments: options of `python -m windlass.rollout.worker`; by default `sys.argv[1:]`.
 
     Returns:
-        0 after a signal, 1 if the controller was unreachable, 2 if it refused the worker.
+        0 after a signal, 1 if the controller was unreachable, 2 if a setting is invalid or the controller
+        refused the worker.
     """
     settings = _settings(arguments)
     try:

@@ -1,7 +1,7 @@
 """Workflows: user code that calls an engine any number of times within one rollout.
 
 A workflow is an async function that takes a `WorkflowContext`. Each worker process is started with a mapping
-of names to workflows. A task from the network contains only a name, never code.
+of names to workflows. A task that the controller sends contains the name of a workflow, never code.
 """
 
 from __future__ import annotations
@@ -40,25 +40,24 @@ TRACEBACK_EVERY_S = 10.0
 
 
 class Reject(RolloutError):
-    """Raised by a workflow to discard its trajectory; the rollout is tried again."""
+    """Raised by a workflow to discard its answer; the controller then submits the rollout again."""
 
 
 class TooOld(RolloutError):
-    """Raised if the oldest and newest token of a workflow are too many versions apart for training."""
+    """Raised if the versions of a workflow's oldest and newest token differ by more than `max_staleness`."""
 
 
 class WorkflowContext:
-    """Object through which a workflow generates, in one attempt of one rollout.
+    """Argument of a workflow, which calls the engine for one attempt of one rollout.
 
-    All its calls go to the same engine, so that each turn finds the prefix of earlier turns in that engine's
-    cache.
+    All calls of an attempt go to the same engine, because its prefix cache contains the attempt's earlier turns.
 
     Attributes:
-        task_id, attempt: identity of the attempt. Tools that keep state outside the workflow must use both as
-            its key.
+        task_id, attempt: identity of the attempt. A tool that stores state outside the workflow must store the
+            state under both values, so that two attempts do not share state.
         arguments: the submitter's arguments, as msgpack-plain values.
-        sampling: the submitter's sampling parameters, for calls that set none.
-        turns: finished calls, in the order in which they ended.
+        sampling: the submitter's sampling parameters, for calls that pass none.
+        turns: finished engine calls, in the order in which they ended.
     """
 
     __slots__ = (
@@ -84,17 +83,19 @@ class WorkflowContext:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None
     ) -> Turn:
-        """Return one answer of the engine, and add it to the rollout's turns. It may span weight updates.
+        """Generate one answer, append the `Turn` to `turns`, and return it.
+
+        The engine may update its weights during the call; each token has its own version.
 
         Args:
             prompt_ids: all tokens before the answer, including earlier turns.
-            sampling: sampling parameters of this call; the submitter's if omitted.
+            sampling: sampling parameters of this call; by default the submitter's.
 
         Raises:
             ConfigError: the prompt is empty, or not integers.
-            RolloutError: the engine failed, or the versions of the tokens differ by more than the
-                `max_staleness` of the `StalenessPolicy`. Do not catch it: the controller then tries the
-                rollout again, or gives it up.
+            RolloutError: the engine failed, or the versions of the rollout's tokens differ by more than the
+                `max_staleness` of the `StalenessPolicy`. Do not catch this error in a workflow: the worker
+                must report it to the controller.
         """
         tokens = plain_integers(f"workflow {self._task.workflow}: prompt_ids", prompt_ids)
         if not tokens:
@@ -127,8 +128,8 @@ class WorkflowContext:
 Workflow = Callable[[WorkflowContext], Awaitable[object]]
 """Async function that runs one attempt: it generates through its context and returns a msgpack-plain value.
 
-It raises `Reject` to discard the attempt. After any other error the attempt has failed, and the controller
-tries the rollout again.
+The function raises `Reject` to discard its answer. Any other exception fails the attempt, and the controller
+tries the rollout again, see `RolloutConfig.max_same_errors`.
 """
 
 
@@ -145,7 +146,7 @@ def check_workflows(workflows: Mapping[str, Workflow] | None) -> dict[str, Workf
 
 
 def encode_value(what: str, value: object) -> bytes:
-    """Encode a msgpack-plain value; arrays and tensors become lists, and numpy or torch scalars become numbers.
+    """Encode a msgpack-plain value; arrays and tensors become lists, and NumPy or torch scalars become numbers.
 
     Raises:
         ConfigError: the value is not msgpack-plain, or too large for a message.
@@ -164,7 +165,7 @@ def encode_value(what: str, value: object) -> bytes:
 
 
 def _plain_value(value: object) -> object:
-    """Return a numpy or torch value as a Python value; msgspec calls this for each type that it cannot encode."""
+    """Return a NumPy or torch value as a Python value; msgspec calls this for values that it cannot encode."""
     if isinstance(value, ArrayLike):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not a number, text, bytes, a list, a map or None")
@@ -182,11 +183,12 @@ class _Cause(Enum):
 class Attempts:
     """Runs the attempts of one worker, in the worker's process or in the controller's event loop.
 
-    `session` sends requests to engines and has no limit on connections. `ended` is called with the outcome of
-    every attempt.
+    Args:
+        session: HTTP session for requests to engines, with no limit on connections.
+        ended: called with the outcome of every attempt.
 
     Attributes:
-        running: (task_id, attempt) -> the asyncio task that runs it.
+        running: (task_id, attempt) -> asyncio task that runs the attempt.
     """
 
     def __init__(
@@ -220,17 +222,16 @@ class Attempts:
             self._cancel(key, _Cause.CONTROLLER)
 
     def _cancel(self, key: tuple[str, int], cause: _Cause) -> None:
-        """Cancel an attempt, but only once: a second cancellation would interrupt the workflow's clean-up."""
+        """Cancel an attempt unless it was cancelled before: a second time would interrupt the workflow's clean-up."""
         if key in self.running and key not in self._cancelled:
             self._cancelled[key] = cause
             self.running[key].cancel()
 
     async def stop(self, deadline_s: float) -> None:
-        """Cancel all running attempts, and wait for their end.
+        """Cancel all running attempts, and wait at most `deadline_s` for their ends.
 
-        Their outcomes are errors, after which the controller tries the rollouts at other workers. An attempt
-        that has not ended after `deadline_s`, because its clean-up is slow or it ignores the cancellation, is
-        logged and ends with the process.
+        The outcome of each attempt is an error, so the controller tries the rollout at another worker. Attempts
+        that have not ended after `deadline_s` are logged; the end of this process stops them.
         """
         for key in self.running:
             self._cancel(key, _Cause.SHUTDOWN)
@@ -239,7 +240,7 @@ class Attempts:
             if left:
                 names = ", ".join(sorted(job.get_name() for job in left))
                 logger.error(
-                    "%d attempts had not ended %g s after their cancellation; they are abandoned: %s",
+                    "%d attempts had not ended %g s after their cancellation; the worker does not wait longer: %s",
                     *(len(left), deadline_s, names),
                 )
 
@@ -248,10 +249,10 @@ class Attempts:
 
         Raises:
             AttemptError: the engine failed, the deadline passed, or this worker does not know the workflow.
-            Reject: the workflow discarded its trajectory.
-            Exception: any error of the workflow.
+            Reject: the workflow discarded its answer.
+            Exception: any other exception of the workflow.
         """
-        # An attempt runs in its own task, so these log fields apply to its lines only.
+        # Each attempt runs in an asyncio task of its own, so these fields appear only in log lines of this attempt.
         log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name)
         async with self._slots:
             if not task.workflow:
@@ -277,13 +278,12 @@ class Attempts:
         )
 
     async def _call(self, workflow: Workflow, context: WorkflowContext) -> object:
-        """Run a workflow; turn SystemExit, KeyboardInterrupt and a CancelledError that it raised into RolloutError.
-
-        SystemExit and KeyboardInterrupt would end this process, and the CancelledError would look like a
-        cancellation by the controller.
+        """Run a workflow and return its value.
 
         Raises:
-            RolloutError: the workflow raised one of the three, and nobody cancelled it.
+            RolloutError: the workflow raised SystemExit or KeyboardInterrupt, which would end this process, or
+                raised CancelledError without a cancellation, which would look like one by the controller.
+            Exception: any other exception of the workflow.
         """
         try:
             return await workflow(context)
@@ -293,7 +293,7 @@ class Attempts:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raised = "CancelledError without being cancelled"
+            raised = "CancelledError, although the attempt was not cancelled"
         raise RolloutError(f"the workflow raised {raised}")
 
     def _ended(self, task: RolloutTask, job: asyncio.Task[AttemptResult]) -> None:
@@ -302,7 +302,7 @@ class Attempts:
         self._on_end(self._outcome_of(task, job, self._cancelled.pop(key, None)))
 
     def _log_raised(self, task: RolloutTask, failure: BaseException) -> None:
-        """Log the traceback of an attempt's error, but the same error only once per `TRACEBACK_EVERY_S`."""
+        """Log the traceback of an attempt's exception, but only once per `TRACEBACK_EVERY_S` for equal exceptions."""
         frames = traceback.extract_tb(failure.__traceback__)
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         if num_alike := self._raised.count(f"{type(failure).__name__} {where}"):
@@ -337,8 +337,7 @@ class Attempts:
             else:
                 self._log_raised(task, failure)
                 error = f"worker {self._worker}: {type(failure).__name__}: {failure}"
-                # An error during a cancellation may come from the cancellation: it does not show that the
-                # next attempt would fail too.
+                # The cancellation may have caused this exception, so the next attempt may succeed.
                 kind = ErrorKind.RAISED if cancelled is None else ErrorKind.PASSING
         # A lone surrogate in the text cannot be encoded as UTF-8.
         error = error.encode("utf-8", "replace").decode()
