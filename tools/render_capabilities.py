@@ -74,7 +74,7 @@ LAYOUTS = (
     ("SGLang 0.5.23", "CPU", "packed for AMX", "untested: the kernels need a CPU with AMX tiles"),
     ("SGLang", "DeepGEMM, Blackwell", "requantised", "untested: scales become powers of two, which capture leaves to the engine's loader"),
     ("SGLang", "latent attention", "kv_b_proj dequantised to bfloat16", "untested live: capture leaves it to the engine's loader"),
-    ("vLLM 0.24", "CUTLASS and Triton, Hopper (the launcher's default)", "as in the checkpoint", _LIVE),
+    ("vLLM 0.24", "CUTLASS and Triton, Hopper (Windlass's default)", "as in the checkpoint", _LIVE),
     ("vLLM 0.24", "DeepGEMM, Hopper", "requantised", _POWERS),
     ("vLLM 0.24", "DeepGEMM with VLLM_USE_DEEP_GEMM_E8M0=0", "scales by columns", "untested"),
     ("vLLM 0.24", "Marlin, FlashInfer", "repacked or reordered", "untested"),

@@ -22,30 +22,34 @@ WAIT_S = 60.0
 LAUNCHER = """
 import sys
 from windlass.engines.launch import arguments, serve
-from windlass.engines.rank_reports import Secrets
-from windlass.envs import control_token
+from windlass.engines.private_routes import new_key
 from windlass.engines.spec import ServerCommand
-from windlass.errors import UnsupportedLayout
-
-def join(settings):
-    raise UnsupportedLayout("no kernel casts bfloat16 to float32")
 
 url, port, server = sys.argv[1:]
 words = ["--name", "vllm", "--model", "/m", "--port", port, "--controller", url]
 args = arguments("program", None).parse_args(words)
 args.host = args.advertise_host = "127.0.0.1"
 command = ServerCommand((sys.executable, "-uc", server))
-secrets = Secrets(control_token(), "a key of the server's own")
-sys.exit(serve(args, command, ready_line="it serves", join=join, secrets=secrets))
+with new_key(int(port)):
+    sys.exit(serve(args, command, ready_line="it serves"))
 """
-SERVES = "import http.server; print('it serves'); http.server.test(port=PORT, bind='127.0.0.1')"
+SERVES = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.send_response(502)
+        self.end_headers()
+        self.wfile.write(b'{"error": "UnsupportedLayout: no kernel casts bfloat16 to float32"}')
+print("it serves")
+http.server.test(Handler, port=PORT, bind="127.0.0.1")
+"""
 ENDS = "raise SystemExit(3)"
 
 
 @pytest.mark.parametrize(
     ("server", "says"),
     [
-        (SERVES, "engine vllm was refused: UnsupportedLayout: no kernel casts bfloat16 to float32"),
+        (SERVES, "engine vllm was refused: .*: no kernel casts bfloat16 to float32"),
         (ENDS, "engine vllm was refused: its server ended with status 3 before it served"),
     ],
 )

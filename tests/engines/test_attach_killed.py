@@ -1,4 +1,4 @@
-"""An unchecked engine gets no weights and no traffic, wherever the attaching process dies."""
+"""An unchecked engine gets no weights and no traffic, wherever the process dies that attaches it."""
 
 from __future__ import annotations
 
@@ -6,32 +6,39 @@ import asyncio
 import base64
 import gc
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeVar
 
 import pytest
 import torch
-from http_answers import answering
+from asgi import request
+from http_answers import answering_requests
 from safetensors.torch import save_file
-from vllm_modules import stand_in
+from vllm_modules import Worker, stand_in
 
 import windlass
 from windlass.control.routes import status_of
 from windlass.engines.engine_rank import EngineRank
-from windlass.engines.sglang import hook
-from windlass.engines.vllm import extension
+from windlass.engines.join_route import JOIN_PATH, JoinRoute
+from windlass.engines.member import Member, keep_key
+from windlass.engines.sglang import hook, plugin
+from windlass.engines.vllm import worker
 from windlass.engines.vllm.engine_core import QUIESCES
-from windlass.engines.vllm.extension import WindlassExtension
+from windlass.engines.vllm.membership import VllmMember
 from windlass.errors import PeerTimeout, WindlassError
 
+T = TypeVar("T")
 TOKEN = "secret of the test"
 WITHIN_S = 60.0
 ROWS = {"a": 0, "b": 4}
@@ -56,31 +63,12 @@ class Loader:
                 self.packed = tensor.float() * 2
 
 
-class Worker(WindlassExtension):
-    """A rank with the attributes that vLLM gives it."""
-
-    rank = 0
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-        self.model_runner = SimpleNamespace(kv_caches=[], get_model=lambda: loader.model)
-        self.parallel_config = SimpleNamespace(
-            pipeline_parallel_size=1, data_parallel_size=1, data_parallel_index=0, world_size=1
-        )
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(), speculative_config=None)
-
-    def reload_weights(
-        self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]], is_checkpoint_format: bool
-    ) -> None:
-        self._loader.load(weights_iterator)
-
-
 class Engine:
     """A running server of another user; the main loop of its one rank is in this process.
 
     Attributes:
-        on_call: called before and after each call of an attaching process, with the call's number and whether it is done.
-        over: semaphore that is released after each call.
+        on_call: called before and after each order to the rank, with the order's number and whether it is done.
+        over: semaphore that is released after each order.
         asked: paths of the requests, in order.
     """
 
@@ -97,7 +85,30 @@ class Engine:
     def weight(self) -> torch.Tensor:
         return self.loader.model.weight.data
 
-    def counted(self, call: Callable[[], object]) -> object:
+    @contextmanager
+    def serving(self, checkpoint: Path) -> Iterator[str]:
+        """Serve the join route of the engine's plugin, and the routes by which ranks pause; yield the URL."""
+        with answering_requests(self.answer) as url:
+            member = self.member(checkpoint, int(url.rpartition(":")[2]))
+            self._route = JoinRoute(self._unknown, member.token, member.key, member.join)
+            yield url
+
+    def answer(self, path: str, headers: Mapping[str, str], asked: bytes) -> tuple[int, bytes]:
+        self.asked.append(path)
+        if path == JOIN_PATH:
+            shown = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+            status, told = asyncio.run(request(self._route, "POST", path, asked, shown))
+            return status, json.dumps(told).encode()
+        try:
+            return self.carry_out(path, asked)
+        except WindlassError as error:
+            return 500, repr(error).encode()
+
+    @staticmethod
+    async def _unknown(*_: object) -> None:
+        raise AssertionError
+
+    def counted(self, call: Callable[[], T]) -> T:
         self._calls += 1
         number = self._calls
         self.on_call(number, False)
@@ -108,12 +119,8 @@ class Engine:
             self.over.release()
         return result
 
-    def answer(self, path: str, asked: bytes) -> tuple[int, bytes]:
-        self.asked.append(path)
-        try:
-            return self.carry_out(path, asked)
-        except WindlassError as error:
-            return 500, repr(error).encode()
+    def member(self, checkpoint: Path, port: int) -> Member:
+        raise NotImplementedError
 
     def carry_out(self, path: str, asked: bytes) -> tuple[int, bytes]:
         raise NotImplementedError
@@ -124,19 +131,33 @@ class Engine:
 
 class Vllm(Engine):
     name = "vllm"
+    core_engines = (0,)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.worker = Worker(self.loader)
+    def member(self, checkpoint: Path, port: int) -> Member:
+        self.worker = Worker(self.loader.model, self.loader.load, checkpoint)
+        config = self.worker.vllm_config
+        config.parallel_config = SimpleNamespace(world_size=1, world_size_across_dp=1, nnodes=1)
+        keep_key(port)
+        return VllmMember(
+            SimpleNamespace(engine_core=self, vllm_config=config),
+            SimpleNamespace(host="127.0.0.1", port=port),
+        )
+
+    async def _call_utility_async(
+        self, _method: str, order: str, _s: float, args: tuple[str, str], _: None, *, engine: int
+    ) -> list[str]:
+        """Call the rank as the client of vLLM's core does."""
+        assert (order, engine) == ("windlass_order", 0)
+        return [await asyncio.to_thread(self.counted, partial(self.worker.windlass_order, *args))]
 
     def carry_out(self, path: str, asked: bytes) -> tuple[int, bytes]:
         if path != "/collective_rpc":
             return 200, b"{}"
         body = json.loads(asked)
-        # A core that separates its caches by version passes this argument.
-        begun = ("namespace",) if body["method"] == QUIESCES else ()
-        call = partial(getattr(self.worker, body["method"]), *body["args"], *begun)
-        result = call() if body["method"] == "windlass_quiesce" else self.counted(call)
+        assert body["method"] == QUIESCES
+        pause_id, blocked_s = body["args"]
+        # A core that separates its caches by version passes a namespace.
+        result = self.worker.windlass_quiesce(pause_id, blocked_s, "namespace")
         return 200, json.dumps({"results": [result]}).encode()
 
     def engine_rank(self) -> EngineRank:
@@ -145,6 +166,25 @@ class Vllm(Engine):
 
 class Sglang(Engine):
     name = "sglang"
+
+    def member(self, checkpoint: Path, port: int) -> Member:
+        return plugin._Member(
+            SimpleNamespace(
+                host="127.0.0.1",
+                port=port,
+                nnodes=1,
+                model_path=str(checkpoint),
+                tp_size=1,
+                pp_size=1,
+                dp_size=1,
+                load_format="auto",
+                revision=None,
+                download_dir=None,
+                quantization=None,
+                api_key=None,
+                admin_api_key=None,
+            )
+        )
 
     def carry_out(self, path: str, asked: bytes) -> tuple[int, bytes]:
         if path == "/server_info":
@@ -163,9 +203,10 @@ class Sglang(Engine):
 @pytest.fixture(params=[Vllm, Sglang])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
+    monkeypatch.setenv("WINDLASS_CONTROLLER", "wait")
     engine: Engine = request.param()
-    monkeypatch.setattr(extension, "_can_block", lambda _parallel: False)
-    monkeypatch.setattr(extension, "stamps_tokens", lambda: False)
+    monkeypatch.setattr(worker, "_can_block", lambda _parallel: False)
+    monkeypatch.setattr(worker, "stamps_tokens", lambda: False)
     stand_in(monkeypatch)
     monkeypatch.setattr(hook, "_rank", hook._Rank())
     monkeypatch.setattr(hook, "own_rank", lambda: 0)
@@ -203,6 +244,7 @@ def attaching(engine: Engine, url: str, model: Path, controller: str) -> subproc
             *(sys.executable, "-m", f"windlass.engines.{engine.name}", "--attach", url),
             *("--name", "engine", "--model", str(model), "--controller", controller),
         ],
+        env={**os.environ, "WINDLASS_TOKEN": TOKEN},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -263,7 +305,7 @@ async def test_an_attach_that_dies_before_its_check_leaves_no_engine_in_the_flee
 ) -> None:
     # No rank has a place for `c`.
     model = checkpoint(tmp_path, "c")
-    with answering(engine.answer) as url:
+    with engine.serving(model) as url:
         async with windlass.Controller(token=TOKEN) as controller:
             await killed_in_call(engine, model, controller.url, url, 1, done=done)
             await assert_nothing_reaches(controller, engine)
@@ -274,7 +316,7 @@ async def test_an_attach_that_is_refused_leaves_no_engine_in_the_fleet(
     engine: Engine, tmp_path: Path
 ) -> None:
     model = checkpoint(tmp_path, "c")
-    with answering(engine.answer) as url:
+    with engine.serving(model) as url:
         async with windlass.Controller(token=TOKEN) as controller:
             for _ in range(2):
                 process = attaching(engine, url, model, controller.url)
@@ -284,37 +326,37 @@ async def test_an_attach_that_is_refused_leaves_no_engine_in_the_fleet(
             await assert_nothing_reaches(controller, engine)
 
 
-@pytest.mark.parametrize(
-    ("number", "done"), [(1, True), pytest.param(2, False, marks=LATER), (2, True)]
-)
-async def test_an_attach_after_a_killed_attach_succeeds(
-    number: int, done: bool, engine: Engine, tmp_path: Path
-) -> None:
+async def test_attach_makes_a_server_join(engine: Engine, tmp_path: Path) -> None:
     model = checkpoint(tmp_path)
-    with answering(engine.answer) as url:
+    with engine.serving(model) as url:
         async with windlass.Controller(token=TOKEN) as controller:
-            await killed_in_call(engine, model, controller.url, url, number, done=done)
-            if number == 1:
-                process = attaching(engine, url, model, controller.url)
-                said, _ = await asyncio.to_thread(process.communicate, timeout=WITHIN_S)
-                assert json.loads(said) == {"name": "engine", "url": url}
+            process = attaching(engine, url, model, controller.url)
+            said, _ = await asyncio.to_thread(process.communicate, timeout=WITHIN_S)
+            assert json.loads(said) == {"name": "engine", "url": url}
             await assert_whole_after(controller, engine)
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=LATER)])
-async def test_an_attach_that_is_ended_leaves_no_files_and_no_open_session(
-    by: signal.Signals, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "done", "by"),
+    [
+        (1, True, signal.SIGKILL),
+        (1, False, signal.SIGTERM),
+        pytest.param(2, False, signal.SIGKILL, marks=LATER),
+        pytest.param(2, True, signal.SIGINT, marks=LATER),
+    ],
+)
+async def test_server_joins_although_the_attaching_process_has_died(
+    number: int, done: bool, by: signal.Signals, engine: Engine, tmp_path: Path
 ) -> None:
-    """If an attach left its session open, SGLang's weights would stay unpacked until the next session ends it."""
-    model, scratch = checkpoint(tmp_path), tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setenv("TMPDIR", str(scratch))
-    with answering(engine.answer) as url:
+    """If it left its session open, SGLang's weights would stay unpacked until the next session ends it."""
+    model = checkpoint(tmp_path)
+    with engine.serving(model) as url:
         async with windlass.Controller(token=TOKEN) as controller:
-            status = await killed_in_call(engine, model, controller.url, url, 1, done=False, by=by)
-            assert status == 128 + by
-            assert list(scratch.iterdir()) == []
+            status = await killed_in_call(
+                engine, model, controller.url, url, number, done=done, by=by
+            )
+            assert status == (-by if by is signal.SIGKILL else 128 + by)
+            await assert_whole_after(controller, engine)
             assert engine.asked.count("/begin_weight_update") == engine.asked.count(
                 "/end_weight_update"
             )
-            await assert_nothing_reaches(controller, engine)

@@ -8,13 +8,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
+from http_answers import answering_requests
 
-from windlass.engines.http import EngineHttp
+from windlass import envs
+from windlass.engines.join_route import JoinOrder
 from windlass.engines.launch import (
+    _environment_of,
     arguments,
     attach_running,
     checked_arguments,
@@ -22,52 +26,123 @@ from windlass.engines.launch import (
     serve,
 )
 from windlass.engines.options import Rule, options_of, refuse_options
-from windlass.engines.rank_reports import Secrets, check_layouts
+from windlass.engines.private_routes import KEY_HEADER, new_key, remove_key
+from windlass.engines.rank_reports import check_layouts
 from windlass.engines.spec import (
     ENGINES,
-    AgentSettings,
     CapturedLayout,
     EngineSpec,
-    RankStep,
     ServerCommand,
     refuse_expandable_segments,
 )
 from windlass.engines.versions import EngineReleases
-from windlass.errors import ConfigError, PeerUnreachable
+from windlass.engines.vllm.spec import VllmServer
+from windlass.errors import ConfigError, EngineRefused, PeerUnreachable
+from windlass.net.addresses import own_address
 
-WORDS = ["--name", "a", "--model", "/m", "--tp", "2", "--attach", "http://h:1"]
+WORDS = ["--name", "a", "--model", "/m", "--tp", "2", "--attach", "http://127.0.0.1:1"]
+TOKEN = "secret of the test"
+
+
+@pytest.fixture(autouse=True)
+def _secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
+
+
+class Server:
+    """Server of an engine that answers its join route. Its URL is valid within `running`."""
+
+    def __init__(self, status: int = 200, answer: object = None) -> None:
+        self.orders: list[JoinOrder] = []
+        self.headers: list[Mapping[str, str]] = []
+        self.key = self.url = ""
+        self._status, self._answer = status, answer
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[str]:
+        with (
+            answering_requests(self._carry_out) as self.url,
+            new_key(int(self.url.rpartition(":")[2])) as self.key,
+        ):
+            yield self.url
+
+    def attach(self, *words: str) -> int:
+        """Run `--attach` with the options of a launcher."""
+        given = [*WORDS[:-1], self.url, "--controller", "http://127.0.0.1:1", *words]
+        return attach_running(arguments("program", None).parse_args(given))
+
+    def _carry_out(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
+        assert path == "/windlass/join"
+        self.headers.append(headers)
+        self.orders.append(msgspec.json.decode(body, type=JoinOrder))
+        return self._status, msgspec.json.encode(self._answer)
 
 
 def test_attach_makes_a_running_server_join_another_controller(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    words = [*WORDS, "--controller", "http://c", "--transport", "mooncake"]
-    joined: list[AgentSettings] = []
-    assert attach_running(arguments("program", None).parse_args(words), joined.append, "") == 0
-    (settings,) = joined
-    assert settings == AgentSettings(
-        name="a",
-        controller="http://c",
-        transport="mooncake",
-        url="http://h:1",
-        checkpoint="/m",
-        world_size=2,
-    )
-    assert capfd.readouterr().out == '{"name":"a","url":"http://h:1"}\n'
+    server = Server()
+    with server.running():
+        assert server.attach("--transport", "mooncake", "--join-deadline-s", "7") == 0
+    assert server.orders == [
+        JoinOrder(
+            controller="http://127.0.0.1:1",
+            transport="mooncake",
+            token=TOKEN,
+            name="a",
+            url=server.url,
+            serves_own_weights=False,
+            deadline_s=7.0,
+        )
+    ]
+    assert {name.lower(): value for name, value in server.headers[0].items()}[
+        KEY_HEADER
+    ] == server.key
+    assert capfd.readouterr().out == f'{{"name":"a","url":"{server.url}"}}\n'
 
 
-@pytest.mark.parametrize(("given", "expected_s"), [([], 5600.0), (["--join-deadline-s", "7"], 7.0)])
-def test_ranks_have_time_to_join_by_the_size_of_their_checkpoint(
-    tmp_path: Path, given: list[str], expected_s: float
-) -> None:
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ({"error": "ProtocolError: the controller must be stopped"}, "^ProtocolError: the contr"),
+        ("no JSON object", r"^POST http://127.0.0.1:\d+/windlass/join: 409 .no JSON object"),
+    ],
+)
+def test_attach_quotes_the_reason_of_the_server(answer: object, reason: str) -> None:
+    server = Server(409, answer)
+    with server.running(), pytest.raises(EngineRefused, match=reason):
+        server.attach()
+
+
+def test_attach_sends_nothing_to_a_server_without_a_key() -> None:
+    server = Server()
+    with server.running():
+        remove_key(int(server.url.rpartition(":")[2]))
+        with pytest.raises(ConfigError, match="must be a server of this user on this host"):
+            server.attach()
+    assert server.orders == []
+
+
+def test_attach_sends_nothing_to_another_host() -> None:
+    words = [*WORDS[:-1], "http://192.0.2.1:1", "--controller", "http://127.0.0.1:1"]
+    try:
+        own_address("http://192.0.2.1:1")
+    except PeerUnreachable:
+        pytest.skip("no way to another host")
+    with pytest.raises(ConfigError, match="--attach must be the URL of a server on this host"):
+        attach_running(arguments("program", None).parse_args(words))
+
+
+def test_ranks_have_time_to_join_by_the_size_of_their_checkpoint(tmp_path: Path) -> None:
     for shard in range(2):
         with (tmp_path / f"{shard}.safetensors").open("wb") as file:
             file.truncate(250 * 10**9)
-    words = ["--name", "a", "--model", str(tmp_path), "--attach", "http://h:1", *given]
-    joined: list[AgentSettings] = []
-    args = arguments("program", None).parse_args([*words, "--controller", "http://c"])
-    attach_running(args, joined.append, "")
-    assert joined[0].join_deadline_s == expected_s
+    server = Server()
+    with server.running():
+        server.attach("--model", str(tmp_path))
+    assert server.orders[0].deadline_s == 5600.0
 
 
 @pytest.mark.parametrize(
@@ -79,34 +154,30 @@ def test_ranks_have_time_to_join_by_the_size_of_their_checkpoint(
         ["--tensor-parallel-size=2", "--pipeline_parallel_size=3", "--data-parallel-size", "4"],
     ],
 )
-def test_the_world_size_of_an_engine_counts_all_stages_and_replicas(words: list[str]) -> None:
-    joined: list[AgentSettings] = []
-    words = ["--name", "a", "--model", "/m", "--attach", "http://h:1", "--controller", "c", *words]
-    args, rest = arguments("program", None).parse_known_args(words)
-    attach_running(args, joined.append, "")
-    assert joined[0].world_size == 24
+def test_the_sizes_of_an_engine_have_the_names_of_the_engines(words: list[str]) -> None:
+    args, rest = arguments("program", None).parse_known_args(
+        ["--name", "a", "--model", "/m", *words]
+    )
+    assert (args.tp, args.pp, args.dp) == (2, 3, 4)
     assert rest == []
 
 
-class Refusing:
-    """A server that is never started, with ranks that refuse to capture their layout."""
+class NeverStarted:
+    """A server that is never started."""
 
     ready_line = "it serves"
-    answers_for_all = True
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         raise AssertionError
-
-    def order(
-        self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
-    ) -> None:
-        raise PeerUnreachable("the controller must be stopped")
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ([*WORDS, "--controller", "http://127.0.0.1:1"], "must be stopped"),
+        (
+            [*WORDS, "--controller", "http://127.0.0.1:1"],
+            "http://127.0.0.1:1 must be a server of this user on this host",
+        ),
         (WORDS, "--controller must be given"),
         ([*WORDS, "--enable-it"], "it moves"),
         ([*WORDS, "--dp", "2"], "--data-parallel-size must not be given: no replicas"),
@@ -126,7 +197,6 @@ def test_a_launcher_prints_its_reason_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("sys.argv", ["program", *words])
-    monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")
     engine = EngineSpec(
         name="nothing",
         title="nothing here",
@@ -137,7 +207,7 @@ def test_a_launcher_prints_its_reason_in_one_line(
             Rule("--data-parallel-size", (), "no replicas"),
             Rule("--pipeline-parallel-size", (), "no stages"),
         ),
-        server=Refusing(),
+        server=NeverStarted(),
     )
     assert launch(engine, None) == 2
     *slow, said = capsys.readouterr().err.splitlines()
@@ -177,7 +247,6 @@ def test_a_launcher_prints_the_cost_of_buffers(
 SIGNALLED_AT_ITS_START = """
 import os, signal, subprocess, sys, threading, time
 from windlass.engines.launch import arguments, serve
-from windlass.engines.rank_reports import Secrets
 from windlass.engines.spec import ServerCommand
 
 start = subprocess.Popen
@@ -193,7 +262,7 @@ def callers_of(frame):
 
 def to_another_thread():
     main = threading.main_thread().ident
-    while callers_of(sys._current_frames()[main])[:3] != ["wait", "wait", "serve"]:
+    while callers_of(sys._current_frames()[main])[:3] != ["wait", "wait", "_make_join"]:
         pass
     time.sleep(0.5)
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
@@ -201,7 +270,7 @@ def to_another_thread():
 subprocess.Popen = started
 args = arguments("program", None).parse_args(["--name", "a", "--model", "/m", "--port", "1"])
 command = ServerCommand((sys.executable, "-c", "import signal; signal.pause()"))
-serve(args, command, ready_line="never", join=lambda _: None, secrets=Secrets())
+serve(args, command, ready_line="never")
 """
 
 
@@ -231,13 +300,11 @@ def test_a_launcher_does_not_take_the_end_of_a_log_for_a_ready_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Check a server right after a kill: its log has ended, and its exit status is not known yet."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr("windlass.engines.launch.REACH_DEADLINE_S", 0.0)
     args = arguments("program", None).parse_args(["--name", "a", "--model", "/m", "--port", "1"])
     args.host = args.advertise_host = "127.0.0.1"
     command = ServerCommand((sys.executable, "-c", GOING_ON_WITHOUT_A_LOG))
-    found = serve(args, command, ready_line="never", join=lambda _: None, secrets=Secrets())
-    assert found == 3
+    assert serve(args, command, ready_line="never") == 3
     began, ended = capsys.readouterr().err.splitlines()
     part = "its server starts and loads its model"
     assert began == f"engine a: {part} (at most 3600 s)"
@@ -279,6 +346,7 @@ def started(
     found: list[tuple[list[str], dict[str, str]]] = []
 
     def serve(args: argparse.Namespace, command: ServerCommand, **_: object) -> int:
+        assert command.environment["WINDLASS_CONTROLLER"] == "wait"
         file = Path(command.environment["WINDLASS_TOKEN_FILE"])
         assert file.stat().st_mode & 0o777 == 0o600
         assert file.parent.stat().st_mode & 0o077 == 0
@@ -287,11 +355,39 @@ def started(
 
     monkeypatch.setattr("windlass.engines.launch.serve", serve)
     monkeypatch.setattr("windlass.engines.launch.check_installed", lambda _: [])
-    monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")
     common = ["--name", "a", "--model", "/m", "--port", "8000", "--tp", "4", "--nnodes", "2"]
+    common += ["--controller", "http://10.0.0.1:8000"]
     monkeypatch.setattr("sys.argv", ["program", *common, *words])
     assert launch(engine, None) == (0 if found else 2)
     return found[0] if found else ([], {})
+
+
+def test_vllm_without_the_plugin_is_not_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    args = arguments("program", None).parse_args(["--name", "a", "--model", str(tmp_path)])
+    monkeypatch.setenv("VLLM_PLUGINS", "another,one")
+    with pytest.raises(ConfigError, match="VLLM_PLUGINS must contain windlass, got 'another,one'"):
+        VllmServer().command(args, ())
+    monkeypatch.setenv("VLLM_PLUGINS", "another,windlass")
+    VllmServer().command(args, ())
+    monkeypatch.setattr("windlass.engines.vllm.spec.entry_points", lambda **_: ())
+    with pytest.raises(ConfigError, match=r"got no entry point vllm\.general_plugins: windlass"):
+        VllmServer().command(args, ())
+
+
+def test_server_without_a_controller_has_a_token_that_nobody_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(envs, "_secrets", {})
+    monkeypatch.delenv("WINDLASS_TOKEN")
+    args = arguments("program", None).parse_args(["--name", "a", "--model", "/m"])
+    tokens = set()
+    for _ in range(2):
+        with _environment_of(args) as given:
+            tokens.add(Path(given["WINDLASS_TOKEN_FILE"]).read_text())
+    assert {len(token) for token in tokens} == {64}
+    assert len(tokens) == 2
 
 
 def test_parts_of_a_server_meet_at_the_first_node_with_the_token_in_a_file(
@@ -313,15 +409,14 @@ def test_only_the_first_part_of_a_vllm_server_has_routes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WINDLASS_FIRST_NODE", "10.0.0.7")
-    monkeypatch.setattr("windlass.engines.vllm.spec.generate_options", tuple)
-    vllm, middle = ENGINES.find("vllm"), "windlass.engines.report_route.ReportRoute"
+    vllm = ENGINES.find("vllm")
     for node in ("0", "1"):
         argv, _ = started(monkeypatch, "--host", "10.0.0.7", "--node-rank", node, engine=vllm)
         options = dict(options_of(argv))
         assert (options["--nnodes"], options["--node-rank"]) == ("2", node)
         assert (options["--master-addr"], options["--master-port"]) == ("10.0.0.7", "8001")
         assert argv[2].endswith("headless") is (node == "1") is ("--port" not in argv)
-        assert (middle in argv) is (node == "0")
+        assert options["--weight-transfer-config"] == '{"backend": "windlass"}'
     with pytest.raises(
         ConfigError, match="-n must not be given: use --nnodes, --node-rank and --dist"
     ):

@@ -23,7 +23,7 @@ from windlass.engines.engine_rank import EngineApi
 from windlass.engines.http import EngineHttp
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.sglang.orders import SglangApi
-from windlass.engines.vllm.extension import VllmApi
+from windlass.engines.vllm.worker import VllmApi
 from windlass.errors import PeerTimeout
 from windlass.net.clock import Backoff
 from windlass.net.server import ControlServer

@@ -11,7 +11,7 @@ import pytest
 from asgi import request
 
 from windlass.engines.join_route import JOIN_PATH, MAX_BODY_NBYTES, JoinOrder, JoinRoute
-from windlass.engines.private_routes import Message
+from windlass.engines.private_routes import KEY_HEADER, Message
 from windlass.errors import (
     ConfigError,
     PeerTimeout,
@@ -24,6 +24,7 @@ from windlass.net.messages import MustWait
 
 SECRET = "secret of the test"
 ENGINE = role_token(SECRET, Access.ENGINE)
+KEY = "key of the server"
 ORDER = JoinOrder("http://10.0.0.1:8000")
 
 
@@ -57,7 +58,7 @@ async def ask(
     path: str = JOIN_PATH,
 ) -> tuple[int, Any]:
     headers = [(b"authorization", f"Bearer {token}".encode()) for token in shown]
-    return await request(JoinRoute(engine, server, join), method, path, body, headers)
+    return await request(JoinRoute(engine, server, KEY, join), method, path, body, headers)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,30 @@ async def test_callers_with_the_servers_token_or_role_choose_its_controller(
     assert joined.asked == [ORDER]
     # The server's own thread stays free for other requests.
     assert threading.current_thread() not in joined.threads
+
+
+@pytest.mark.parametrize("server", [SECRET, ""])
+@pytest.mark.parametrize(
+    ("keys", "status"),
+    [([KEY], 200), ([], 403), ([""], 403), (["wrong"], 403), ([KEY, "wrong"], 403)],
+)
+async def test_key_of_the_server_opens_its_join_route(
+    keys: list[str], status: int, server: str
+) -> None:
+    joined = Joined()
+    headers = [(KEY_HEADER.encode(), key.encode()) for key in keys]
+    route = JoinRoute(engine, server, KEY, joined)
+    body = msgspec.json.encode(ORDER)
+    assert (await request(route, "POST", JOIN_PATH, body, headers))[0] == status
+    assert joined.asked == [ORDER] * (status == 200)
+
+
+async def test_server_without_a_key_opens_its_join_route_to_no_key() -> None:
+    joined = Joined()
+    route = JoinRoute(engine, "", "", joined)
+    headers = [(KEY_HEADER.encode(), b"")]
+    assert (await request(route, "POST", JOIN_PATH, b"{}", headers))[0] == 403
+    assert joined.asked == []
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ from windlass.engines.options import refuse_options
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.sglang.orders import SglangApi
 from windlass.engines.spec import ENGINES
-from windlass.engines.vllm.extension import VllmApi
+from windlass.engines.vllm.worker import VllmApi
 from windlass.errors import ConfigError
 
 PROMPT = [5, 9, 33, 101]

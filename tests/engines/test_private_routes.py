@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 
-from windlass.engines.launch import _secrets, arguments, serve
+from windlass.engines.launch import _environment_of, arguments, serve
 from windlass.engines.private_routes import (
     KEY_HEADER,
     Message,
     PrivateRoutes,
-    environment_of,
     new_key,
     saved_key,
 )
-from windlass.engines.rank_reports import Secrets
 from windlass.engines.sglang.spec import SglangServer
 from windlass.engines.spec import ServerCommand
-from windlass.engines.vllm import spec as vllm
+from windlass.engines.vllm.spec import VllmServer
 from windlass.errors import ConfigError
 
 TOKEN = "secret of the test"
@@ -34,14 +32,11 @@ OPEN = ["/generate", "/health", "/v1/completions", "/v1/models", "/metrics", "/m
 
 
 @pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch) -> PrivateRoutes:
-    for name, value in environment_of(KEY).items():
-        monkeypatch.setenv(name, value)
-
+def routes() -> PrivateRoutes:
     async def app(_scope: Message, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    return PrivateRoutes(app)
+    return PrivateRoutes(app, KEY)
 
 
 async def status_of(
@@ -135,13 +130,13 @@ async def test_routes_of_a_framework_are_opened_by_name(
             PrivateRoutes(app, KEY)
 
 
-async def test_a_server_without_a_key_hash_opens_no_private_route() -> None:
+async def test_a_server_without_a_key_opens_no_private_route() -> None:
     async def app(*_: object) -> None:
         raise AssertionError
 
     header = KEY_HEADER.encode()
     for key in (b"", KEY.encode()):
-        assert await status_of(PrivateRoutes(app), "/collective_rpc", (header, key)) == 403
+        assert await status_of(PrivateRoutes(app, ""), "/collective_rpc", (header, key)) == 403
 
 
 def test_only_the_servers_user_finds_its_key_and_only_while_it_runs(
@@ -174,15 +169,17 @@ def test_a_folder_of_keys_writable_by_other_users_is_refused(
         saved_key("http://127.0.0.1:9")
 
 
-def test_both_engines_start_with_private_routes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(vllm, "generate_options", lambda: ())
+def test_both_engines_start_with_private_routes(tmp_path: Path) -> None:
+    """Without the plugin, vLLM does not know the backend and ends; SGLang's program loads the plugin itself.
+
+    `test_vllm_membership_routes.py` checks the routes of a vLLM server with the plugin.
+    """
     args = arguments("program", None).parse_args(["--name", "a", "--model", str(tmp_path)])
-    words = vllm.VllmServer().command(args, ()).argv
-    middleware = words[words.index("--middleware") + 1]
-    assert middleware == f"{PrivateRoutes.__module__}.{PrivateRoutes.__name__}"
+    words = VllmServer().command(args, ()).argv
+    assert words[words.index("--weight-transfer-config") + 1] == '{"backend": "windlass"}'
     assert SglangServer().command(args, ()).argv[1:3] == ("-m", "windlass.engines.sglang.serve")
+    with _environment_of(args) as given:
+        assert given["WINDLASS_CONTROLLER"] == "wait"
 
 
 SAYS_ITS_ENVIRONMENT = """
@@ -199,26 +196,24 @@ def test_tokens_are_in_no_environment_of_a_server(
     monkeypatch.setenv("WINDLASS_ENGINE_TOKEN", f"{TOKEN} of clients")
     words = ["--name", "a", "--model", "/m", "--host", "127.0.0.1", "--port", "9"]
     args = arguments("program", None).parse_args(words)
-    secrets = _secrets("http://c", (), KEY)
-    command = ServerCommand((sys.executable, "-c", SAYS_ITS_ENVIRONMENT))
-    serve(args, command, ready_line="never", join=lambda _: None, secrets=secrets)
+    with _environment_of(args) as given:
+        file = Path(given["WINDLASS_TOKEN_FILE"])
+        assert file.read_text() == TOKEN
+        assert file.stat().st_mode & 0o077 == 0
+        command = ServerCommand((sys.executable, "-c", SAYS_ITS_ENVIRONMENT), given)
+        serve(args, command, ready_line="never")
     said = capfd.readouterr().err
-    assert "WINDLASS_SERVER_KEY_SHA256=" in said
+    assert "WINDLASS_CONTROLLER=wait" in said
     assert TOKEN not in said
-    assert KEY not in said
-    assert secrets.token == TOKEN
+    assert not file.exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--api-key", "own"], Secrets(TOKEN, KEY, "own")),
-        (["--api_key=own", "--admin-api-key", "other"], Secrets(TOKEN, KEY, "own", "other")),
-        ([], Secrets(TOKEN, KEY)),
-    ],
-)
-def test_requests_to_an_engine_send_its_own_api_key(
-    words: list[str], expected: Secrets, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
-    assert _secrets("http://c", words, KEY) == expected
+def test_an_ended_server_leaves_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher kills its server, which then cannot remove its key."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    words = ["--name", "a", "--model", "/m", "--host", "127.0.0.1", "--port", "9"]
+    args = arguments("program", None).parse_args(words)
+    with new_key(9):
+        serve(args, ServerCommand((sys.executable, "-c", "")), ready_line="never")
+        assert saved_key("http://127.0.0.1:9") == ""

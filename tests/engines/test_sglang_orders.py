@@ -16,7 +16,7 @@ import pytest
 from windlass.engines.http import EngineHttp
 from windlass.engines.rank_reports import Secrets, carry_out, join_fleet
 from windlass.engines.sglang.orders import Digests, order_ranks
-from windlass.engines.sglang.spec import SglangServer
+from windlass.engines.sglang.spec import send_step
 from windlass.engines.spec import AgentSettings
 from windlass.errors import PeerUnreachable
 
@@ -64,7 +64,7 @@ def ask(of_a_rank: Callable[[str], None]) -> None:
         settings = AgentSettings(
             name="a", controller="http://c", transport="cma", url=url, checkpoint="/m", world_size=2
         )
-        join_fleet(SglangServer(), settings, Secrets())
+        join_fleet(send_step, settings, Secrets())
 
 
 def test_a_refusal_by_a_rank_is_reported_after_its_server_ended() -> None:

@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from windlass.engines.rank_reports import Secrets
+from windlass.engines.join_route import JoinOrder
 from windlass.engines.spec import AgentSettings, CapturedLayout, RankStep
 from windlass.engines.vllm.api_server import (
-    InitInfo,
     RankAnswer,
     RankOrder,
     join_ranks,
@@ -41,6 +40,7 @@ class Cores:
         self._replicas = replicas
         self.is_done = asyncio.Event()
         self.orders: list[tuple[int, RankStep]] = []
+        self.tokens: set[str] = set()
 
     async def _call_utility_async(
         self,
@@ -56,6 +56,7 @@ class Cores:
         decoded = msgspec.json.decode(args[1], type=RankOrder)
         assert decoded.step == args[0]
         self.orders.append((engine, decoded.step))
+        self.tokens.add(decoded.token)
         if len(self.orders) == 2 * len(self._replicas):
             self.is_done.set()
         answers = [rank.get(decoded.step) for rank in self._replicas[engine]]
@@ -70,7 +71,7 @@ def join(cores: Cores, world_size: int, deadline_s: float = 30.0) -> None:
         world_size=world_size, join_deadline_s=deadline_s,
     )  # fmt: skip
     engine = SimpleNamespace(engine_core=cores)
-    asyncio.run(join_ranks(engine, settings, Secrets("token"), pauses_itself=False))
+    asyncio.run(join_ranks(engine, settings, "token", pauses_itself=False))
 
 
 def test_ranks_of_all_replicas_capture_before_any_rank_joins() -> None:
@@ -85,6 +86,34 @@ def test_reason_of_the_rank_that_failed_is_raised_and_no_rank_joins(replicas: An
     with pytest.raises(PeerUnreachable, match=r"^rank 1: no memory$"):
         join(cores, 2)
     assert {step for _, step in cores.orders} == {RankStep.CAPTURE}
+
+
+def layout(unplaced: Sequence[str], unread: Sequence[str] = ()) -> Mapping[str, RankAnswer]:
+    """Return the answers of a rank that lacks these checkpoint tensors."""
+    found = CapturedLayout(unplaced=tuple(unplaced), unread=tuple(unread), buffer_nbytes=0)
+    said = msgspec.json.encode(found).decode()
+    return {"capture": RankAnswer(said=said), "join": RankAnswer()}
+
+
+def test_tensor_that_only_another_replica_has_is_accepted() -> None:
+    join(Cores([layout(["expert.1"])], [layout(["expert.0"])]), 2)
+
+
+def test_tensor_that_no_rank_of_any_replica_has_is_refused() -> None:
+    cores = Cores([layout(["x", "y"])], [layout(["y"])])
+    with pytest.raises(ConfigError, match=r"its loader reads must be .* got none of 'y': "):
+        join(cores, 2)
+    assert {step for _, step in cores.orders} == {RankStep.CAPTURE}
+
+
+def test_tensor_that_no_loader_reads_is_reported_and_not_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ["mtp.0.w", "mtp.1.w", "lm_head.weight"]
+    join(Cores([layout(names, names)], [layout(["x", *names], names)]), 2)
+    assert "passes by 'lm_head.weight', 2 of 'mtp.*.w' of the checkpoint" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"its loader reads must be .* got none of 'mtp\.0\.w': "):
+        join(Cores([layout(names, names)], [layout(names, names[1:])]), 2)
 
 
 def test_api_server_that_does_not_reach_all_ranks_refuses() -> None:
@@ -104,21 +133,20 @@ def test_adapter_of_the_options_must_be_in_a_folder_that_peft_saved(
     model = SimpleNamespace(model=str(tmp_path), revision=None)
     config = SimpleNamespace(parallel_config=parallel, model_config=model)
     engine = SimpleNamespace(vllm_config=config)
-    assert settings_of(engine, "a", "c", "auto", "u").world_size == 2
+    order = JoinOrder("c", name="a", url="u")
+    assert settings_of(engine, order).world_size == 2
     note_adapters([SimpleNamespace(name="tuned", path="/nowhere")])
     try:
         with pytest.raises(ConfigError, match="--lora-modules tuned: /nowhere must hold"):
-            settings_of(engine, "a", "c", "auto", "u")
+            settings_of(engine, order)
     finally:
         note_adapters(None)
 
 
 def test_token_is_not_in_what_is_logged() -> None:
-    info = InitInfo(name="a", controller="c", token="hidden", transport="auto", url="u")
+    asked = JoinOrder("c", token="hidden")
     settings = AgentSettings(
         name="a", controller="c", transport="auto", url="u", checkpoint="", world_size=1
     )
-    order = RankOrder(
-        step=RankStep.JOIN, settings=settings, secrets=Secrets("hidden"), pauses_itself=True
-    )
-    assert "hidden" not in repr(info) + repr(order)
+    order = RankOrder(step=RankStep.JOIN, settings=settings, token="hidden", pauses_itself=True)
+    assert "hidden" not in repr(asked) + repr(order)

@@ -35,7 +35,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_linear_layer_multiplies_by_its_parameter(vllm: SimpleNamespace) -> None:
-    multiply_by_parameters()
+    multiply_by_parameters(lambda: True)
     layer = SimpleNamespace(weight=torch.ones(3, 2))
     vllm.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     # An update changes the parameter in place.
@@ -45,7 +45,7 @@ def test_a_linear_layer_multiplies_by_its_parameter(vllm: SimpleNamespace) -> No
 
 
 def test_a_convolution_that_is_not_packed_is_left_to_vllm(vllm: SimpleNamespace) -> None:
-    multiply_by_parameters()
+    multiply_by_parameters(lambda: True)
     layer = SimpleNamespace(weight=torch.ones(3, 1, 4))
     vllm.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
     assert vllm.packed == [(layer, False)]
@@ -53,7 +53,7 @@ def test_a_convolution_that_is_not_packed_is_left_to_vllm(vllm: SimpleNamespace)
 
 def test_a_convolution_that_is_packed_is_refused(vllm: SimpleNamespace) -> None:
     vllm.moves = True
-    multiply_by_parameters()
+    multiply_by_parameters(lambda: True)
     layer = SimpleNamespace(weight=torch.ones(3, 1, 4))
     with pytest.raises(UnsupportedLayout, match="only with `--dtype float32`"):
         vllm.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
@@ -62,11 +62,11 @@ def test_a_convolution_that_is_packed_is_refused(vllm: SimpleNamespace) -> None:
 def test_the_kernel_patch_changes_nothing_on_gpus(vllm: SimpleNamespace) -> None:
     vllm.is_cpu = False
     before = vllm.utils.dispatch_cpu_unquantized_gemm
-    multiply_by_parameters()
+    multiply_by_parameters(lambda: True)
     assert vllm.utils.dispatch_cpu_unquantized_gemm is before
 
 
 def test_the_kernel_patch_does_not_import_vllm() -> None:
     assert "vllm" not in sys.modules
-    multiply_by_parameters()
+    multiply_by_parameters(lambda: True)
     assert "vllm" not in sys.modules

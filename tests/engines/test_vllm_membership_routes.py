@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from test_vllm_api_server import GOOD, Cores
 
+from windlass import envs
 from windlass.engines.member import keep_key
-from windlass.engines.private_routes import KEY_HEADER
+from windlass.engines.private_routes import KEY_HEADER, saved_key
+from windlass.engines.vllm import membership
 from windlass.engines.vllm.membership import Membership
+from windlass.errors import ConfigError
 from windlass.net.addresses import free_port
 
 TOKEN = "token of the server"
@@ -26,17 +31,18 @@ CONTROLLER = "http://127.0.0.1:1"
 class Server:
     """ASGI server with the middleware in front of an application that answers every route with 200."""
 
-    def __init__(self, model: Path, *, client_index: int = 0) -> None:
+    def __init__(self, model: Path, *, client_index: int = 0, nnodes: int = 1) -> None:
         self.cores = Cores([GOOD], [GOOD])
         self.cores.client_index = client_index
         parallel = SimpleNamespace(
-            world_size=1, world_size_across_dp=2, data_parallel_size=2, nnodes=1
+            world_size=1, world_size_across_dp=2, data_parallel_size=2, nnodes=nnodes
         )
         config = SimpleNamespace(
             parallel_config=parallel,
             model_config=SimpleNamespace(model=str(model), revision=None),
         )
-        args = SimpleNamespace(api_key=None, host="127.0.0.1", port=free_port())
+        host = "127.0.0.1" if nnodes == 1 else "10.0.0.2"
+        args = SimpleNamespace(host=host, port=free_port())
         self.key = keep_key(args.port)
         engine = SimpleNamespace(engine_core=self.cores, vllm_config=config)
         self.app = SimpleNamespace(state=SimpleNamespace(engine_client=engine, args=args))
@@ -97,6 +103,30 @@ async def test_private_routes_need_the_key_and_joining_needs_the_token(tmp_path:
     assert server.cores.orders == []
     assert await server.post("/windlass/join", order, authorization=f"Bearer {TOKEN}") == 200
     assert server.cores.orders == [(0, "capture"), (1, "capture"), (0, "join"), (1, "join")]
+    assert server.cores.tokens == {TOKEN}
+
+
+@pytest.mark.usefixtures("given")
+async def test_launcher_orders_a_join_by_the_key(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    await server.start()
+    order = {"controller": CONTROLLER, "token": "another", "name": "a", "url": "http://10.0.0.9:1"}
+    shown = {KEY_HEADER.replace("-", "_"): server.key}
+    assert await server.post("/windlass/join", order, **shown) == 200
+    assert server.cores.tokens == {"another"}
+
+
+@pytest.mark.usefixtures("given")
+async def test_no_token_goes_from_host_to_host(tmp_path: Path) -> None:
+    """vLLM's channels to ranks on other hosts are not encrypted."""
+    server = Server(tmp_path, nnodes=2)
+    await server.start()
+    shown = {"authorization": f"Bearer {TOKEN}"}
+    order = {"controller": CONTROLLER, "token": "another"}
+    assert await server.post("/windlass/join", order, **shown) == 400
+    assert server.cores.orders == []
+    assert await server.post("/windlass/join", {"controller": CONTROLLER}, **shown) == 200
+    assert server.cores.tokens == {""}
 
 
 @pytest.mark.parametrize(("client_index", "num_orders"), [(0, 4), (1, 0)])
@@ -109,6 +139,68 @@ async def test_first_of_several_api_servers_joins_at_the_start(
     if num_orders:
         await asyncio.wait_for(server.cores.is_done.wait(), 30)
     assert len(server.cores.orders) == num_orders
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Provide stand-ins for the modules of vLLM that `prepare` imports, and the options of a plain `vllm serve`."""
+    config, core = ModuleType("vllm.config"), ModuleType("vllm.v1.engine.core")
+    vars(config)["WeightTransferConfig"] = SimpleNamespace
+    vars(core)["EngineCore"] = type("EngineCore", (), {"set_weight_version": None})
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", core)
+    monkeypatch.setattr(membership, "check_installed", lambda _releases: [])
+    monkeypatch.setattr(membership, "generate_route", lambda: "some.GenerateRoute")
+    monkeypatch.setattr(membership, "set_values", lambda _values: None)
+    return SimpleNamespace(
+        weight_transfer_config=None,
+        scheduler_cls=None,
+        middleware=["own.Middleware"],
+        port=free_port(),
+        nnodes=1,
+    )
+
+
+@pytest.mark.usefixtures("given")
+def test_plain_server_gets_the_middleware_that_closes_its_private_routes(vllm: Any) -> None:
+    for _ in range(2):
+        membership.prepare(vllm)
+        # vLLM puts the last middleware in front.
+        route = "some.GenerateRoute"
+        assert vllm.middleware == ["own.Middleware", membership.MEMBERSHIP, route]
+        assert vllm.weight_transfer_config.backend == "windlass"
+        assert vllm.enable_scale_out
+    assert saved_key(f"http://127.0.0.1:{vllm.port}")
+
+
+@pytest.mark.usefixtures("vllm")
+def test_server_without_windlass_controller_is_not_changed(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WINDLASS_CONTROLLER", raising=False)
+    before = {**vars(vllm)}
+    membership.prepare(vllm)
+    assert vars(vllm) == before
+
+
+@pytest.mark.parametrize("headless", [False, True])
+def test_every_host_of_a_server_has_the_token_in_a_file(
+    headless: bool, vllm: Any, given: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given.setattr(envs, "_secrets", {})
+    vllm.nnodes, vllm.headless = 2, headless
+    with pytest.raises(ConfigError, match="WINDLASS_TOKEN_FILE must be set on every host"):
+        membership.prepare(vllm)
+    assert "WINDLASS_TOKEN" not in os.environ
+    given.setattr(envs, "_secrets", {})
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_text(TOKEN)
+    given.setenv("WINDLASS_TOKEN_FILE", str(file))
+    membership.prepare(vllm)
+    assert (membership.MEMBERSHIP in vllm.middleware) is not headless
 
 
 async def test_server_that_cannot_be_a_member_does_not_start(

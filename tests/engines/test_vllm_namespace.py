@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from windlass.engines.vllm.engine_core import Namespace
-from windlass.engines.vllm.extension import WindlassExtension
+from windlass.engines.vllm.worker import WorkerMethods
 from windlass.errors import ConfigError
 
 BLOCK = 4
@@ -91,6 +91,6 @@ def test_no_two_cores_share_a_namespace() -> None:
 
 def test_a_worker_without_a_namespace_refuses_to_pause() -> None:
     with pytest.raises(ConfigError, match="must separate its caches by version"):
-        WindlassExtension().windlass_quiesce("1.1")
+        WorkerMethods().windlass_quiesce("1.1")
     with pytest.raises(ConfigError, match="must separate its caches by version"):
-        WindlassExtension().windlass_quiesce("1.1", "1.0")
+        WorkerMethods().windlass_quiesce("1.1", "1.0")

@@ -42,19 +42,21 @@ def config(place: str = "", value: object = None) -> SimpleNamespace:
 
 
 def test_a_plain_engine_and_older_releases_are_accepted() -> None:
-    refuse_unsafe_config(config(), adapter=False)
-    refuse_unsafe_config(config("speculative_config", None), adapter=False)
+    refuse_unsafe_config(config(), adapter=False, serves_own_weights=False)
+    refuse_unsafe_config(
+        config("speculative_config", None), adapter=False, serves_own_weights=False
+    )
     adapter = config("speculative_config", None)
     adapter.lora_config = SimpleNamespace()
-    refuse_unsafe_config(adapter, adapter=True)
+    refuse_unsafe_config(adapter, adapter=True, serves_own_weights=False)
     with pytest.raises(ConfigError, match="with adapters"):
-        refuse_unsafe_config(config(), adapter=True)
+        refuse_unsafe_config(config(), adapter=True, serves_own_weights=False)
     older = config()
     for name in ("lora_config", "cache_config"):
         delattr(older, name)
     older.offload_config = None
     delattr(older.parallel_config, "enable_elastic_ep")
-    refuse_unsafe_config(older, adapter=False)
+    refuse_unsafe_config(older, adapter=False, serves_own_weights=False)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +75,16 @@ def test_a_plain_engine_and_older_releases_are_accepted() -> None:
         ("lora_config", "slots"),
         ("kv_transfer_config", "offloading"),
         ("ec_transfer_config", "store"),
-        ("scheduler_config.scheduler_cls", None),
+        ("scheduler_config.scheduler_cls", "another"),
+        ("diffusion_config", "steps"),
+        ("model_config.logprobs_mode", "raw_logprobs"),
     ],
 )
 def test_a_setting_that_an_update_does_not_survive_is_named(place: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"vLLM: {place} must be .*, got {value}: "):
-        refuse_unsafe_config(config(place, value), adapter=False)
+        refuse_unsafe_config(config(place, value), adapter=False, serves_own_weights=False)
+
+
+def test_the_user_of_a_server_with_weights_of_its_own_may_choose_its_logprobs() -> None:
+    chosen = config("model_config.logprobs_mode", "raw_logprobs")
+    refuse_unsafe_config(chosen, adapter=False, serves_own_weights=True)

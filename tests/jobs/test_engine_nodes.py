@@ -15,6 +15,7 @@ import pytest
 from servers import ENVIRONMENT, FLAGS, ORACLE, ROOT, VENVS, Layout, Server, save
 from slurm_cluster import missing_reason, slurm_cluster
 
+from tools.entry_points import write_entry_points
 from windlass.controller import Controller
 from windlass.jobs import Recipe, Task, load_config
 from windlass.jobs.config import LaunchConfig
@@ -38,7 +39,7 @@ transport = "auto"
 start_deadline_s = 400.0
 
 [environment]
-PYTHONPATH = "{root}/src:{root}/tests/support"
+PYTHONPATH = "{root}/src:{root}/tests/support:{installed}"
 HF_HUB_OFFLINE = "1"
 TOKENIZERS_PARALLELISM = "false"
 
@@ -189,6 +190,7 @@ async def test_an_engine_over_two_nodes_serves_every_version(
         recipe = Watching(tmp_path, server)
         job.write_text(
             JOB.format(
+                installed=write_entry_points(tmp_path / "installed"),
                 folder=tmp_path, root=ROOT, port=port, arguments=arguments, engine=engine,
                 python=python, scheduler=scheduler,
                 environment="\n".join(f'{name} = "{value}"' for name, value in variables.items()),

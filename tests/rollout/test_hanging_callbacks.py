@@ -17,7 +17,6 @@ import pytest
 from fake_engine import FakeEngine
 
 from windlass.engines import launch
-from windlass.engines.rank_reports import Secrets
 from windlass.engines.spec import ServerCommand
 from windlass.errors import PeerTimeout
 from windlass.jobs.launch import _Job
@@ -137,8 +136,6 @@ def serve(program: str, *options: str) -> int:
         launch.arguments("program", None).parse_args(words),
         ServerCommand((sys.executable, "-c", program)),
         ready_line="never said",
-        join=lambda _settings: None,
-        secrets=Secrets(),
     )
 
 

@@ -55,7 +55,7 @@ RUN: Mapping[str, str] = {
     r"export WINDLASS_TOKEN=.*": EXAMPLES,
     r"python -m windlass.engines.vllm .* --dp 2 .*": LIVE,
     r"python -m windlass.engines.vllm .* --adapter .*": "tests/engines/test_live_adapters.py::test_an_updated_adapter_equals_a_freshly_loaded_adapter",
-    r"python -m windlass.engines.vllm --attach .*": "tests/engines/test_attach_killed.py::test_an_attach_after_a_killed_attach_succeeds",
+    r"python -m windlass.engines.vllm --attach .*": "tests/engines/test_attach_killed.py::test_attach_makes_a_server_join",
     r"python -m windlass.engines.sglang .* --nnodes 2 .*": "tests/jobs/test_engine_nodes.py::test_an_engine_over_two_nodes_serves_every_version",
     r"python -m windlass.engines.(vllm|sglang) --name \w --model DIR .*": LIVE,
     r"python -m windlass.engines.embedded .* --controller \$?URL": EXAMPLES,

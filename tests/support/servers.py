@@ -25,18 +25,17 @@ import transformers
 from sglang_fresh import LoadAfresh
 
 from windlass.engines.http import EngineHttp
+from windlass.engines.join_route import JOIN_PATH, JoinOrder
 from windlass.engines.private_routes import KEY_HEADER, saved_key
-from windlass.engines.rank_reports import RankReports, Secrets, join_fleet
+from windlass.engines.rank_reports import RankReports
 from windlass.engines.sglang.orders import HOOK, Digests, send_order, session
-from windlass.engines.sglang.spec import SglangServer
-from windlass.engines.spec import AgentSettings
-from windlass.engines.vllm.spec import VllmServer
 from windlass.errors import PeerUnreachable
 from windlass.net.addresses import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "secret of the test"
 HTTP_S = 120.0
+JOIN_S = 600.0
 NUM_BUSY_TOKENS = 64
 _COMMON = {
     # Both engines pad it.
@@ -316,15 +315,10 @@ class Server:
 
     def join(self, controller: str, transport: str) -> None:
         """Let every rank join a controller's fleet, after it has left the previous fleet."""
-        join_fleet(
-            VllmServer() if self.engine == "vllm" else SglangServer(),
-            AgentSettings(
-                name="engine", controller=controller, transport=transport, url=self.url,
-                checkpoint=str(self.adapter or self.model), world_size=self.layout.world_size,
-                adapter=ADAPTER if self.adapter else "",
-            ),
-            Secrets(TOKEN, saved_key(self.url)),
-        )  # fmt: skip
+        order = JoinOrder(
+            controller, transport, TOKEN, name="engine", url=self.url, serves_own_weights=False
+        )
+        self.http.post(JOIN_PATH, order, JOIN_S)
 
     def digests(self) -> list[dict[str, str]]:
         """Return per rank a digest of every tensor of its model."""
@@ -504,10 +498,17 @@ def serving(
         path: folder of a plugin's distribution.
         variables: further variables of the server's environment.
     """
+    # Scripts of trainer ranks import this module without the root of the repository on their path.
+    from tools.entry_points import write_entry_points
+
     if not (python := VENVS[engine] / "bin/python").exists():
         pytest.skip(f"no {python}: make engines installs {engine}")
     own = [f for f in FLAGS[engine] if not tokenizes or f != "--skip-tokenizer-init"]
-    port = free_port()
+    port, installed = free_port(), log.with_suffix(".installed")
+    # A test may start a server again with the same log.
+    if not installed.exists():
+        write_entry_points(installed)
+    paths = (ROOT / "src", Path(__file__).parent, installed, path)
     with log.open("w") as stream:
         process = subprocess.Popen(
             [
@@ -521,9 +522,7 @@ def serving(
                 *ORACLE[engine],
             ],
             env={
-                **environment(
-                    engine, layout.world_size, f"{ROOT / 'src'}:{Path(__file__).parent}:{path}"
-                ),
+                **environment(engine, layout.world_size, ":".join(map(str, paths))),
                 **(variables or {}),
             },
             stdout=subprocess.PIPE,

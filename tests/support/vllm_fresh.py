@@ -14,7 +14,6 @@ import vllm_cpu_experts
 
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.vllm.adapter import Slot
-from windlass.engines.vllm.extension import WindlassExtension
 
 vllm_cpu_experts.install()
 if os.environ.get("WINDLASS_TEST_WITHOUT_AVX512_BF16"):
@@ -31,27 +30,37 @@ def failing(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
         yield named
 
 
-class FreshLoads(WindlassExtension):
-    """The extension that the fleet uses, with digests of fresh loads."""
+def let_loads_fail() -> None:
+    """Patch vLLM's worker so that its loads fail on request."""
+    from vllm.v1.worker.gpu_worker import Worker
 
-    def windlass_capture(self, encoded: str, folder: str) -> None:
-        """Capture as the fleet does, with a loader that can fail on request."""
-        worker = cast("Any", self)
-        if FAILS and "reload_weights" not in vars(worker):
-            reload = worker.reload_weights
-            worker.reload_weights = lambda *, weights_iterator, is_checkpoint_format: reload(
-                weights_iterator=failing(weights_iterator),
-                is_checkpoint_format=is_checkpoint_format,
-            )
-        super().windlass_capture(encoded, folder)
+    reload = Worker.reload_weights
+
+    def reload_weights(worker: Any, *, weights_iterator: Any, is_checkpoint_format: bool) -> None:
+        reload(
+            worker,
+            weights_iterator=failing(weights_iterator),
+            is_checkpoint_format=is_checkpoint_format,
+        )
+
+    Worker.reload_weights = reload_weights
+
+
+if FAILS:
+    let_loads_fail()
+
+
+class FreshLoads:
+    """Worker extension with digests of fresh loads, next to the methods of Windlass's plugin."""
 
     def write_digests(self, checkpoint: str, folder: str) -> None:
         """Write `windlass_digests`, or `fresh_digests` of a checkpoint, to `folder`/rank.
 
         vLLM answers for its first replica only, so the ranks write files.
         """
-        digests = self.fresh_digests(checkpoint) if checkpoint else self.windlass_digests()
-        (Path(folder) / str(self.windlass_rank())).write_bytes(msgspec.json.encode(digests))
+        worker = cast("Any", self)
+        digests = self.fresh_digests(checkpoint) if checkpoint else worker.windlass_digests()
+        (Path(folder) / str(worker.windlass_rank())).write_bytes(msgspec.json.encode(digests))
 
     def fresh_digests(self, checkpoint: str) -> dict[str, str]:
         """Return digests of a model loaded from `checkpoint`, and of its drafting model, next to

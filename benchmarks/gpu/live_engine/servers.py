@@ -19,6 +19,7 @@ from live_engine import vllm_nccl
 from live_engine.load import generate_request
 from live_engine.surroundings import ENVIRONMENT, ROOT, TOKEN
 from live_engine.trainers import Trainers
+from tools.entry_points import write_entry_points
 from windlass.engines.http import EngineHttp
 from windlass.engines.private_routes import KEY_HEADER, saved_key
 from windlass.engines.rank_reports import RankReports
@@ -258,8 +259,11 @@ class Sglang(_Routes):
 async def start(
     settings: ServerSettings, words: Sequence[str], log: Path, environment: Mapping[str, str]
 ) -> asyncio.subprocess.Process:
-    """Start `python -m words` with this checkout's Windlass; it prints a line when it serves."""
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    """Start `python -m words` with this checkout's Windlass and its plugins; it prints a line when it serves."""
+    installed = log.with_suffix(".installed")
+    if not installed.exists():
+        write_entry_points(installed)
+    path = os.pathsep.join([str(ROOT / "src"), str(installed), os.environ.get("PYTHONPATH", "")])
     with log.open("wb") as sink:
         return await asyncio.create_subprocess_exec(
             *(settings.python, "-m", *words),

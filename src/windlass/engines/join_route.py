@@ -1,6 +1,7 @@
 """`POST /windlass/join`: orders a third-party engine's server to join the fleet of a controller.
 
-The body is a `JoinOrder` in JSON. The header `Authorization: Bearer TOKEN` authenticates the caller.
+The body is a `JoinOrder` in JSON. The header `Authorization: Bearer TOKEN` authenticates the caller. A launcher sends the
+key of the server's private routes instead.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from windlass.engines.private_routes import (
     answer,
     read_json,
     route_path,
+    shows_key,
 )
 from windlass.errors import ConfigError, ProtocolError, WindlassError
 from windlass.net.access import Access, AccessGate
@@ -39,11 +41,19 @@ class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         controller: URL of the controller.
         transport: name of the transport that receives weights, or the transport's configuration as JSON.
         token: token that the controller requires; if empty, the server uses its own token.
+        name: name of the engine in the fleet; empty for HOST:PORT of the server.
+        url: address at which peers reach the server; empty for the address that the server listens on.
+        serves_own_weights: see `AgentSettings`.
+        deadline_s: see `AgentSettings.join_deadline_s`; 0 for the time that the size of the checkpoint takes.
     """
 
     controller: str
     transport: str = "auto"
     token: str = ""
+    name: str = ""
+    url: str = ""
+    serves_own_weights: bool = True
+    deadline_s: float = 0.0
 
     def __repr__(self) -> str:
         return f"JoinOrder({self.controller!r}, {self.transport!r})"
@@ -53,20 +63,21 @@ class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class JoinRoute:
     """ASGI middleware in front of an engine's server. It serves `JOIN_PATH` and passes on all other requests.
 
-    The request must carry the server's token, or the token of role engine (derived from the server's token). The
-    response is `{"name": ..., "controller": ...}` after every rank has joined. If the join fails, the response is
-    `{"error": ...}` with status 400 (invalid order), 403 (wrong token), 405 (not POST), 409 (another join is in
-    progress), 413 (body above 64 KiB), or 502 (the controller or a rank failed).
+    The request must carry the server's token, the token of role engine (derived from the server's token), or the
+    server's key. The response is `{"name": ..., "controller": ...}` after every rank has joined. If the join fails, the
+    response is `{"error": ...}` with status 400 (invalid order), 403 (neither token nor key), 405 (not POST), 409
+    (another join is in progress), 413 (body above 64 KiB), or 502 (the controller or a rank failed).
 
     Args:
         app: application of the engine's server.
-        token: token of the server. If the token is empty, this route refuses every order with 403.
+        token: token of the server. If the token is empty, this route accepts only the key.
+        key: key of the server's private routes.
         join: function that orders every rank to join and returns the engine's name. It blocks, so this route
             calls it in a thread. It raises `ProtocolError` while another join is in progress.
     """
 
-    def __init__(self, app: App, token: str, join: Callable[[JoinOrder], str]) -> None:
-        self._app, self._join = app, join
+    def __init__(self, app: App, token: str, key: str, join: Callable[[JoinOrder], str]) -> None:
+        self._app, self._key, self._join = app, key, join
         self._gate = AccessGate(token)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -86,7 +97,7 @@ class JoinRoute:
             return HTTPStatus.METHOD_NOT_ALLOWED, f"{JOIN_PATH} takes POST"
         shown = [value for name, value in scope["headers"] if name == b"authorization"]
         role = self._gate.role_of(shown[0].decode("latin-1")) if len(shown) == 1 else None
-        if role not in _ROLES:
+        if role not in _ROLES and not shows_key(scope, self._key):
             roles = " and ".join(_ROLES)
             return (
                 HTTPStatus.FORBIDDEN,

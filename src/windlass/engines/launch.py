@@ -1,4 +1,7 @@
-"""Start a third-party engine server, wait until it serves, and order its ranks to join the fleet."""
+"""Start a third-party engine server, wait until it serves, and order it to join the fleet.
+
+The server is one that a user could start: Windlass's plugin in it waits for the order (`WINDLASS_CONTROLLER=wait`).
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
 from windlass.control.engine_channel import report_cannot_join
-from windlass.engines.adapters import adapter_of
-from windlass.engines.options import options_of, refuse_options
-from windlass.engines.private_routes import environment_of, new_key, saved_key
-from windlass.engines.rank_reports import OTHER_NODES_VARIABLE, Secrets, join_fleet
+from windlass.engines.http import LONGEST_ANSWER
+from windlass.engines.join_route import JOIN_PATH, JoinOrder
+from windlass.engines.member import WAIT
+from windlass.engines.options import refuse_options
+from windlass.engines.private_routes import KEY_HEADER, remove_key, saved_key
 from windlass.engines.spec import (
     JOIN_BYTES_PER_S,
     JOIN_S,
-    AgentSettings,
     EngineSpec,
     ServerCommand,
     join_deadline_s,
@@ -37,34 +40,43 @@ from windlass.engines.spec import (
 )
 from windlass.engines.versions import check_installed
 from windlass.envs import (
+    CONTROLLER_VARIABLE,
     FIRST_NODE_VARIABLE,
     TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,
     control_token,
     environment_value,
+    has_certificate,
     inherited_environment,
     secret_value,
 )
-from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
+from windlass.errors import (
+    ConfigError,
+    EngineRefused,
+    PeerTimeout,
+    PeerUnreachable,
+    WindlassError,
+)
 from windlass.net.addresses import (
     check_url,
     is_loopback,
+    is_this_host,
     join_host_port,
     own_address,
     published_host,
     split_host_port,
     url_of,
 )
+from windlass.net.blocking_http import BlockingHttp
 from windlass.net.clock import Backoff
 from windlass.progress import Progress
 
 REACH_DEADLINE_S = 30.0
 LOG_DEADLINE_S = 5.0
+ANSWER_S = 60.0
+"""Seconds that the launcher waits for a server's answer after the deadlines of the join."""
 _PARALLEL = (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"))
 """Short and long names of the options of parallel sizes. An engine has tp x pp x dp ranks."""
-
-Join = Callable[[AgentSettings], None]
-"""Function that orders every rank of the running server to join. It raises a `WindlassError` if a rank fails."""
 
 
 def exit_at_signal(number: int, _frame: FrameType | None) -> None:
@@ -110,10 +122,7 @@ def launch(engine: EngineSpec, description: str | None) -> int:
         what = f"engine {args.name}"
         args.advertise_host = published_host(args.host, args.advertise_host, what)
         if args.attach:
-            check_url(args.attach, "--attach")
-            secrets = _secrets(args.controller, rest, saved_key(args.attach))
-            join = partial(join_fleet, engine.server, secrets=secrets)
-            return attach_running(args, join, secrets.token)
+            return attach_running(args)
         if not args.port:
             raise ConfigError("--port must be given, or --attach")
         for warning in check_installed(engine.releases):
@@ -121,32 +130,12 @@ def launch(engine: EngineSpec, description: str | None) -> int:
         if args.nnodes > 1:
             _meet(args)
         command = engine.server.command(args, rest)
-        # Only the first node serves HTTP. The random key of another node opens no server.
-        key_of = (
-            contextlib.nullcontext(random.token_hex(32)) if args.node_rank else new_key(args.port)
-        )
-        with key_of as key:
-            secrets = _secrets(args.controller, rest, key)
-            join = partial(join_fleet, engine.server, secrets=secrets)
-            ready_line = engine.server.ready_line
-            with _told_token(args, secrets.token) as told:
-                command = ServerCommand(command.argv, {**command.environment, **told})
-                return serve(args, command, ready_line=ready_line, join=join, secrets=secrets)
+        with _environment_of(args) as given:
+            command = ServerCommand(command.argv, {**command.environment, **given})
+            return serve(args, command, ready_line=engine.server.ready_line)
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         return 2
-
-
-def _secrets(controller: str, rest: Sequence[str], key: str) -> Secrets:
-    """Return the secrets that this process sends to the controller and to the engine's server.
-
-    Raises:
-        ConfigError: a controller is given without a token.
-    """
-    token = control_token() if controller else secret_value(TOKEN_VARIABLE)
-    options = dict(options_of(rest))
-    api_key = options.get("--api-key") or environment_value("VLLM_API_KEY")
-    return Secrets(token, key, api_key, options.get("--admin-api-key", ""))
 
 
 def _meet(args: argparse.Namespace) -> None:
@@ -168,29 +157,30 @@ def _meet(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _told_token(args: argparse.Namespace, token: str) -> Iterator[dict[str, str]]:
-    """Yield environment variables that pass the token to this node's ranks; none if the server has one node.
+def _environment_of(args: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """Yield the variables by which the plugin in the server waits for an order to join.
 
-    Ranks on nodes after the first need the token to authenticate to the controller and to the server. The variables
-    contain the path of a file with the token. Only this user can read the file.
+    The token is in a file that only this user can read, and that is removed at the end of the block. A server that
+    gets no controller has a random token, unless a certificate replaces the token.
 
     Raises:
-        ConfigError: the server has several nodes and no token.
+        ConfigError: a controller is given and no token, or the server has several nodes and no token.
     """
-    if args.nnodes == 1:
-        yield {}
-        return
-    if not token:
+    token = control_token() if args.controller else secret_value(TOKEN_VARIABLE)
+    if args.nnodes > 1 and not token:
         raise ConfigError(
             f"--nnodes must be 1 without a token, with which ranks on other nodes authenticate, "
             f"got {args.nnodes}"
         )
+    waits = {CONTROLLER_VARIABLE: WAIT}
+    if not token and has_certificate():
+        yield waits
+        return
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "token"
         file.touch(0o600)
-        file.write_text(token)
-        nodes = {OTHER_NODES_VARIABLE: "1"} if args.node_rank else {}
-        yield {TOKEN_FILE_VARIABLE: str(file), **nodes}
+        file.write_text(token or random.token_hex(32))
+        yield {**waits, TOKEN_FILE_VARIABLE: str(file)}
 
 
 def _check(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -288,8 +278,8 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
         "--attach",
         default="",
         metavar="URL",
-        help="do not start a server: have the one at URL, which this program started with the same "
-        "name and model, join another controller, once the one before has ended",
+        help="do not start a server: order the one at URL on this host, which this program started with the same "
+        "name and model, to join another controller after the previous one has ended",
     )
     return parser
 
@@ -314,64 +304,90 @@ def checked_arguments(engine: EngineSpec, words: Sequence[str]) -> argparse.Name
     return args
 
 
-def attach_running(args: argparse.Namespace, join: Join, token: str) -> int:
+def attach_running(args: argparse.Namespace) -> int:
     """Order a running server to join a fleet, for `--attach`, and print one JSON line.
 
     Ranks that have joined a fleet before reuse their captured layout. Ranks that never joined capture their layout
-    now, and must still have the weights of the checkpoint.
+    now, and must still have the weights of the checkpoint. If this process ends before the server answers, the server
+    still carries out the order.
 
     Returns:
         Always 0, the exit status.
 
     Raises:
-        ConfigError: no controller is given; see also `join_fleet`.
+        ConfigError: no controller is given, or the server does not run on this host; see also `_order_join`.
+        EngineRefused, PeerUnreachable, PeerTimeout: see `_order_join`.
         SystemExit: SIGTERM or SIGINT arrived.
     """
     if not args.controller:
         raise ConfigError("--attach: --controller must be given")
+    check_url(args.attach, "--attach")
+    # Keys are found by port, and a server on another host would get the key and the token.
+    if not is_this_host(args.attach):
+        raise ConfigError(f"--attach must be the URL of a server on this host, got {args.attach}")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, exit_at_signal)
     try:
-        join(_settings(args, args.attach))
+        with _progress_of(args).part("its ranks capture their layouts and join the fleet"):
+            _order_join(args, args.attach, args.attach, control_token())
     except WindlassError as error:
-        _tell(args, token, f"{type(error).__name__}: {error}")
+        _tell(args, f"{type(error).__name__}: {error}")
         raise
     _say_joined(args, args.attach)
     return 0
 
 
-def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> AgentSettings:
-    adapter = adapter_of(args.adapter)
-    return AgentSettings(
-        name=args.name,
+def _order_join(args: argparse.Namespace, server: str, url: str, token: str = "") -> None:
+    """Order a server to join the fleet of `--controller`. Blocks.
+
+    Args:
+        args: options from `arguments`.
+        server: address at which this process reaches the server.
+        url: address at which peers reach the server.
+        token: token for the controller; empty if the server has it.
+
+    Raises:
+        ConfigError: the server has no key on this host; nothing was sent.
+        EngineRefused: the server did not join; quotes its reason.
+        PeerUnreachable: the server does not answer.
+        PeerTimeout: the server did not answer within its deadlines.
+    """
+    key = saved_key(server)
+    if not key:
+        raise ConfigError(
+            f"{server} must be a server of this user on this host, with Windlass's plugin and "
+            f"{CONTROLLER_VARIABLE} in its environment; got none that has left a key"
+        )
+    deadline_s = args.join_deadline_s or join_deadline_s(Path(args.model))
+    order = JoinOrder(
         controller=args.controller,
         transport=args.transport,
+        token=token,
+        name=args.name,
         url=url,
-        checkpoint=args.model if adapter is None else str(adapter.folder),
-        world_size=args.tp * args.pp * args.dp,
-        # `--load-format dummy` applies to the model only: engines always load an adapter's weights.
-        loaded=loaded or adapter is not None,
-        adapter="" if adapter is None else adapter.name,
-        join_deadline_s=args.join_deadline_s or join_deadline_s(Path(args.model)),
+        serves_own_weights=False,
+        deadline_s=deadline_s,
     )
+    with BlockingHttp(server, {KEY_HEADER: key}, to_controller=False) as http:
+        # The ranks capture their layouts within one deadline, and join within another one.
+        answer_s = 2 * deadline_s + ANSWER_S
+        reply = http.ask("POST", JOIN_PATH, msgspec.json.encode(order), deadline_s=answer_s)
+    if reply.status == HTTPStatus.OK:
+        return
+    try:
+        reason = msgspec.json.decode(reply.body, type=dict[str, str])["error"]
+    except (msgspec.MsgspecError, KeyError):
+        reason = f"POST {server}{JOIN_PATH}: {reply.status} {reply.text(LONGEST_ANSWER)}"
+    raise EngineRefused(reason)
 
 
-def serve(
-    args: argparse.Namespace,
-    command: ServerCommand,
-    *,
-    ready_line: str,
-    join: Join,
-    secrets: Secrets,
-) -> int:
-    """Run the engine's own server until it ends. On the first node, print one JSON line once all ranks have joined.
+def serve(args: argparse.Namespace, command: ServerCommand, *, ready_line: str) -> int:
+    """Run `command` until it ends. On the first node, print one JSON line once its ranks have joined.
 
     Args:
         args: options from `arguments`, with all addresses; the server listens on `args.port`.
         command: command of the engine's own server.
         ready_line: text that the server logs when it is ready.
-        join: function that orders the ranks to join; called once, and only if `args.controller` is set.
-        secrets: secrets of this process. The server gets only the hash of `secrets.key`.
 
     Returns:
         The exit status of the server, or 2 if the server did not become ready or a rank failed to join.
@@ -382,7 +398,7 @@ def serve(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**inherited_environment(), **environment_of(secrets.key), **command.environment},
+        env={**inherited_environment(), **command.environment},
         start_new_session=True,
     )
     ready, status = threading.Event(), 0
@@ -408,52 +424,73 @@ def serve(
     log = threading.Thread(target=watch_log, name="log", daemon=True)
     log.start()
     threading.Thread(target=watch_server, name="end", daemon=True).start()
-    progress = Progress(lambda line: sys.stderr.write(f"engine {args.name}: {line}\n"))
-    if not args.node_rank:
-        progress.begin("its server starts and loads its model", args.start_deadline_s)
     try:
         if args.node_rank:
             # The launcher on the first node orders all ranks to join.
             server.wait()
-        elif not ready.wait(args.start_deadline_s):
-            raise PeerTimeout(
-                f"its server has not logged {ready_line!r} after {args.start_deadline_s} s"
-            )
-        elif server.poll() is None:
-            _reach(args.host, args.port)
-            progress.end()
-            url = url_of(args.advertise_host, args.port)
-            if args.controller:
-                loaded = dict(options_of(command.argv)).get("--load-format") != "dummy"
-                join(_settings(args, url, loaded=loaded))
-            _say_joined(args, url)
         else:
-            reason = f"its server ended with status {server.returncode} before it served"
-            _tell(args, secrets.token, reason)
+            _make_join(args, server, ready, ready_line)
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         status = 2
         _kill(server.pid)
-        _tell(args, secrets.token, f"{type(error).__name__}: {error}")
+        _tell(args, f"{type(error).__name__}: {error}")
     finally:
-        progress.end(done=False)
         code = server.wait()
         # Kill child processes that outlive the server.
         _kill(server.pid)
+        # A killed server leaves its key.
+        if not args.node_rank:
+            remove_key(args.port)
         # If a child process has left the process group, it survives and keeps the log's pipe open.
         log.join(LOG_DEADLINE_S)
     return status or code
+
+
+def _make_join(
+    args: argparse.Namespace,
+    server: subprocess.Popen[bytes],
+    ready: threading.Event,
+    ready_line: str,
+) -> None:
+    """Wait until a server serves, order it to join, and print one JSON line. If it ends before, tell the controller.
+
+    `ready` is set when the server has logged `ready_line`, or has ended.
+    """
+    progress = _progress_of(args)
+    progress.begin("its server starts and loads its model", args.start_deadline_s)
+    try:
+        if not ready.wait(args.start_deadline_s):
+            raise PeerTimeout(
+                f"its server has not logged {ready_line!r} after {args.start_deadline_s} s"
+            )
+        if server.poll() is not None:
+            _tell(args, f"its server ended with status {server.returncode} before it served")
+            return
+        _reach(args.host, args.port)
+        progress.end()
+        url = url_of(args.advertise_host, args.port)
+        if args.controller:
+            _order_join(args, url_of(args.host, args.port), url)
+        _say_joined(args, url)
+    finally:
+        progress.end(done=False)
+
+
+def _progress_of(args: argparse.Namespace) -> Progress:
+    """Return a progress that writes its lines to stderr."""
+    return Progress(lambda line: sys.stderr.write(f"engine {args.name}: {line}\n"))
 
 
 def _say_joined(args: argparse.Namespace, url: str) -> None:
     os.write(1, msgspec.json.encode({"name": args.name, "url": url}) + b"\n")
 
 
-def _tell(args: argparse.Namespace, token: str, reason: str) -> None:
+def _tell(args: argparse.Namespace, reason: str) -> None:
     """Report to the controller why this engine does not join. The controller then stops waiting for the engine."""
     with contextlib.suppress(WindlassError):
         if args.controller:
-            report_cannot_join(args.controller, token, args.name, reason)
+            report_cannot_join(args.controller, control_token(), args.name, reason)
 
 
 def _reach(host: str, port: int) -> None:

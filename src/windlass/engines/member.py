@@ -1,7 +1,4 @@
-"""Join of an engine server to the fleet of a controller, if the user started the server and not Windlass's launcher.
-
-The plugins of vLLM and SGLang use this module.
-"""
+"""Join of an engine server to the fleet of a controller. The plugins of vLLM and SGLang use this module."""
 
 from __future__ import annotations
 
@@ -12,6 +9,8 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+
+import msgspec
 
 from windlass.control.engine_channel import report_cannot_join
 from windlass.engines.join_route import JoinOrder
@@ -27,6 +26,7 @@ from windlass.net.addresses import (
     own_address,
     url_of,
 )
+from windlass.progress import Progress
 
 WAIT = "wait"
 """Value of WINDLASS_CONTROLLER for a server that joins when `POST /windlass/join` names a controller."""
@@ -60,8 +60,7 @@ class Member(ABC):
         spans_hosts: whether ranks on other hosts must reach the server.
 
     Raises:
-        ConfigError: the token is missing although WINDLASS_CONTROLLER is `wait`, the controller's URL is
-            invalid, or see `_host`.
+        ConfigError: the token is missing (see `control_token`), the controller's URL is invalid, or see `_host`.
         PeerUnreachable: see `_host`.
     """
 
@@ -73,8 +72,8 @@ class Member(ABC):
             check_url(self.controller, CONTROLLER_VARIABLE)
             self._url(self.controller)
         elif not self.token:
-            raise ConfigError(
-                f"{CONTROLLER_VARIABLE}: {WAIT} must come with a token, which each POST /windlass/join must carry"
+            _log.warning(
+                "without a token, only a process of this user on this host can order this server to join"
             )
         self.key = key
         self._is_joining = threading.Lock()
@@ -113,21 +112,27 @@ class Member(ABC):
             )
         try:
             check_url(order.controller, "controller")
-            name = self._name(order.controller)
-            self._have_ranks_join(order, name, self._url(order.controller))
+            if self._spans_hosts and order.token not in ("", self.token):
+                raise ConfigError(
+                    "token must not be given to a server over several hosts: ranks on other hosts use the "
+                    "token with which they were started"
+                )
+            name = order.name or self._name(order.controller)
+            url = order.url or self._url(order.controller)
+            progress = Progress(lambda line: sys.stderr.write(f"engine {name}: {line}\n"))
+            with progress.part("its ranks capture their layouts and join the fleet"):
+                self._have_ranks_join(msgspec.structs.replace(order, name=name, url=url))
         finally:
             self._is_joining.release()
         _log.info("engine %s has joined the fleet of %s", name, order.controller)
         return name
 
     @abstractmethod
-    def _have_ranks_join(self, order: JoinOrder, name: str, url: str) -> None:
+    def _have_ranks_join(self, order: JoinOrder) -> None:
         """Order every rank to leave its previous fleet and join a new one. Block until all ranks have joined.
 
         Args:
-            order: controller, transport and token of the new fleet.
-            name: name of the engine.
-            url: address at which the controller reaches the server.
+            order: order that contains the name and the address of the engine.
 
         Raises:
             ConfigError: this host does not have the checkpoint, or the order is not valid for this server.

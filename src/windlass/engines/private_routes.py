@@ -4,13 +4,12 @@ vLLM's and SGLang's servers have routes that run methods in their ranks, unpickl
 return weights. These routes do not authenticate the caller. `PrivateRoutes` wraps the server's ASGI application.
 Routes that generate text or report health stay open, unless the engine's own `--api-key` protects them. Every other
 route is private: a request must carry the server's key. The key is a random text in a file that only this user can
-read; the launcher option `--attach` reads the file later. The server's processes get only the hash of the key. If a
-framework calls private routes itself, the user lists these routes in WINDLASS_OPEN_ROUTES.
+read; the server's ranks and its launcher read the file. If a framework calls private routes itself, the user lists
+these routes in WINDLASS_OPEN_ROUTES.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 import secrets
@@ -28,10 +27,7 @@ import msgspec
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
-__all__ = ["PrivateRoutes"]  # named on the command line of a server
-
 KEY_HEADER = "x-windlass-key"
-HASH_VARIABLE = "WINDLASS_SERVER_KEY_SHA256"
 OPEN_ROUTES_VARIABLE = "WINDLASS_OPEN_ROUTES"
 
 Message = MutableMapping[str, Any]
@@ -71,8 +67,8 @@ def new_key(port: int) -> Iterator[str]:
     folder.mkdir(mode=0o700, exist_ok=True)
     require_own(folder)
     key, file = secrets.token_hex(32), folder / str(port)
-    # Delete the file of an earlier launcher that was killed.
-    file.unlink(missing_ok=True)
+    # Delete the file of an earlier server that was killed.
+    remove_key(port)
     with open(
         os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "w"
     ) as new:
@@ -80,7 +76,12 @@ def new_key(port: int) -> Iterator[str]:
     try:
         yield key
     finally:
-        file.unlink(missing_ok=True)
+        remove_key(port)
+
+
+def remove_key(port: int) -> None:
+    """Remove the key of a server on this host that has ended. Idempotent."""
+    (_folder() / str(port)).unlink(missing_ok=True)
 
 
 def saved_key(url: str) -> str:
@@ -108,16 +109,6 @@ def require_own(folder: Path) -> None:
         raise ConfigError(f"{folder} must be a folder that this user alone can read")
 
 
-def environment_of(key: str) -> dict[str, str]:
-    """Return the environment variables that pass the hash of `key` to `PrivateRoutes` in the server."""
-    return {HASH_VARIABLE: _hash(key.encode())}
-
-
-def is_launched() -> bool:
-    """Return whether a launcher of Windlass started this server."""
-    return bool(environment_value(HASH_VARIABLE))
-
-
 def opened_routes() -> frozenset[str]:
     """Return the private routes that WINDLASS_OPEN_ROUTES (a list like `/a,/b`) opens to every client.
 
@@ -136,8 +127,10 @@ def opened_routes() -> frozenset[str]:
     return paths
 
 
-def _hash(key: bytes) -> str:
-    return hashlib.sha256(key).hexdigest()
+def shows_key(scope: Message, key: str) -> bool:
+    """Return whether a request shows the server's key, once. No request shows an empty key."""
+    given = [value for name, value in scope["headers"] if name == KEY_HEADER.encode()]
+    return bool(key) and len(given) == 1 and hmac.compare_digest(given[0], key.encode())
 
 
 @final
@@ -146,16 +139,14 @@ class PrivateRoutes:
 
     Args:
         app: application of the engine's server.
-        key: key that a request for a private route must carry. None if the launcher passed the hash of the key in
-            the environment (`environment_of`).
+        key: key that a request for a private route must carry. If the key is empty, all these requests are refused.
 
     Raises:
         ConfigError: see `opened_routes`.
     """
 
-    def __init__(self, app: App, key: str | None = None) -> None:
-        self._app = app
-        self._expected = environment_value(HASH_VARIABLE) if key is None else _hash(key.encode())
+    def __init__(self, app: App, key: str) -> None:
+        self._app, self._key = app, key
         self._open = _OPEN | opened_routes()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -172,8 +163,7 @@ class PrivateRoutes:
         path = route_path(scope)
         if path in self._open or (path.startswith(_OPEN_PREFIX) and path not in _LOADS):
             return True
-        given = [value for name, value in scope["headers"] if name == KEY_HEADER.encode()]
-        return len(given) == 1 and hmac.compare_digest(_hash(given[0]), self._expected)
+        return shows_key(scope, self._key)
 
 
 def route_path(scope: Message) -> str:

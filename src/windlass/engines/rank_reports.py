@@ -1,9 +1,9 @@
-"""Orders to the ranks of an engine's server to join a fleet, and the reports of the ranks.
+"""Orders to the ranks of an SGLang server to join a fleet, and the reports of the ranks.
 
-The HTTP response of the server does not cover all ranks: SGLang responds after the first pipeline stage, and vLLM
-after the first data-parallel replica. So each rank writes a report into a folder that the launcher creates, and
-then sends a notice to the launcher through a Unix socket in that folder. The folder also contains the secrets that
-a rank needs, and only this user can read it. No secret is in an environment variable or in a request.
+The response of SGLang's schedulers does not cover all ranks: they respond after the first pipeline stage. So each rank
+writes a report into a folder that the server's HTTP process creates, and then sends a notice to that process through a
+Unix socket in that folder. The folder also contains the secrets that a rank needs, and only this user can read it. No
+secret is in an environment variable or in an order.
 
 A rank on another host sends its report to the engine's server by HTTP, and the server writes the report into the
 folder (`windlass.engines.report_route`). The rank has the token from its own host, and adds an HMAC of the report to
@@ -30,7 +30,7 @@ import msgspec
 
 from windlass.engines.http import EngineHttp
 from windlass.engines.private_routes import require_own
-from windlass.engines.spec import AgentSettings, CapturedLayout, EngineServer, RankStep
+from windlass.engines.spec import AgentSettings, CapturedLayout, RankStep
 from windlass.envs import control_token, environment_value
 from windlass.errors import (
     ConfigError,
@@ -40,7 +40,6 @@ from windlass.errors import (
     WindlassError,
 )
 from windlass.layout.naming.patterns import said
-from windlass.progress import Progress
 
 _log = logging.getLogger(__name__)
 _SOCKET = "sent"
@@ -84,7 +83,7 @@ class ReportHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Description of a report's body. The rank sends it in an HTTP header, so that the server may skip the body.
 
     Attributes:
-        folder: path of the folder, on the server's host, where the launcher waits for the report.
+        folder: path of the folder, on the server's host, where the HTTP process waits for the report.
         rank: index of the rank that reports.
         failed: whether the rank failed to carry out its order. If so, the body is the reason, in UTF-8.
         nbytes: number of bytes of the body.
@@ -110,7 +109,7 @@ class Notice(msgspec.Struct, frozen=True):
 
 
 class Report(NamedTuple):
-    """Result of one rank for the launcher.
+    """Result of one rank for the server's HTTP process.
 
     Attributes:
         folder, rank, failed: see `ReportHead`.
@@ -136,10 +135,10 @@ class Report(NamedTuple):
         }
 
     def leave(self) -> None:
-        """Write the report into `folder` and notify the launcher, a process of this user on this host.
+        """Write the report into `folder` and notify the HTTP process, a process of this user on this host.
 
         Raises:
-            OSError: the launcher no longer waits for the report.
+            OSError: the HTTP process no longer waits for the report.
         """
         folder = Path(self.folder)
         (folder / str(self.rank)).write_bytes(self.body)
@@ -152,12 +151,12 @@ class Report(NamedTuple):
 def carry_out(
     folder: str, rank: int, order: Callable[[Secrets], bytes], *, server_url: str = ""
 ) -> None:
-    """Call `order` in a rank, and send a report with the result, or with the reason of a failure, to the launcher.
+    """Call `order` in a rank, and send a report with the result, or with the reason of a failure, to the HTTP process.
 
     This function raises nothing, because an exception would end SGLang's main loop.
 
     Args:
-        folder: folder, on the host of the engine's server, where the launcher waits for the report.
+        folder: folder, on the host of the engine's server, where the HTTP process waits for the report.
         rank: index of this rank.
         order: function that carries out the order and returns the body of the report.
         server_url: address of the engine's server. A rank on another host sends its report there, and its only
@@ -180,9 +179,9 @@ def carry_out(
             EngineHttp(server_url).send(REPORT_PATH, report.body, report.headers(token))
         else:
             report.leave()
-    # The launcher has given up or ended.
+    # The server has given up or ended.
     except (OSError, WindlassError) as error:
-        _log.warning("rank %s: no launcher waits for the report in %s: %s", rank, folder, error)
+        _log.warning("rank %s: no process waits for the report in %s: %s", rank, folder, error)
 
 
 @contextmanager
@@ -216,7 +215,7 @@ def _secrets_in(folder: str) -> Secrets:
         return msgspec.json.decode((Path(folder) / _SECRETS).read_bytes(), type=Secrets)
     except OSError as error:
         raise ConfigError(
-            f"every rank must run on the launcher's host and as the launcher's user, got no {folder}: {error}"
+            f"every rank must run on the server's host and as the server's user, got no {folder}: {error}"
         ) from error
 
 
@@ -270,32 +269,37 @@ class RankReports(ExitStack):
             return msgspec.json.decode(sent.read(), type=Notice)
 
 
-def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) -> None:
+SendStep = Callable[[EngineHttp, RankStep, AgentSettings, str], None]
+"""Function that orders every rank of a server to carry out a step and to report in the given folder.
+
+It raises ConfigError if a setting would make updates wrong, PeerUnreachable if the server did not answer or could not
+pass the order on, and PeerTimeout.
+"""
+
+
+def join_fleet(send: SendStep, settings: AgentSettings, secrets: Secrets) -> None:
     """Order the ranks of a running server to leave their previous fleet and join a new one.
 
     All ranks capture their layouts, this process checks the layouts, and then all ranks join.
 
     Raises:
-        ConfigError: see `check_layouts` and `EngineServer.order`.
-        PeerUnreachable: a rank failed (the message has the rank's reason); see also `EngineServer.order`.
+        ConfigError: see `check_layouts` and `SendStep`.
+        PeerUnreachable: a rank failed (the message has the rank's reason); see also `SendStep`.
         PeerTimeout: a rank or the server did not answer in time.
     """
-    progress = Progress(lambda line: sys.stderr.write(f"engine {settings.name}: {line}\n"))
-    with progress.part("its ranks capture their layout", settings.join_deadline_s):
-        captured = _order(server, RankStep.CAPTURE, settings, secrets)
+    captured = _order(send, RankStep.CAPTURE, settings, secrets)
     ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in captured]
     check_layouts(settings.name, ranks)
-    with progress.part("its ranks join the fleet", settings.join_deadline_s):
-        _order(server, RankStep.JOIN, settings, secrets)
+    _order(send, RankStep.JOIN, settings, secrets)
 
 
 def _order(
-    server: EngineServer, step: RankStep, settings: AgentSettings, secrets: Secrets
+    send: SendStep, step: RankStep, settings: AgentSettings, secrets: Secrets
 ) -> list[bytes]:
     """Order every rank to carry out one step; return the bodies of their reports in the order of ranks."""
     with RankReports(settings.world_size, secrets) as reports:
         try:
-            server.order(secrets.server(settings.url), step, settings, reports.folder)
+            send(secrets.server(settings.url), step, settings, reports.folder)
         except PeerUnreachable as error:
             # If the server failed because of a rank, raise the error with that rank's reason instead.
             try:
@@ -305,7 +309,8 @@ def _order(
             except PeerUnreachable as reason:
                 raise reason from None
             raise
-        return reports.gather(REPORTED_S if server.answers_for_all else settings.join_deadline_s)
+        # The server answers for the first stage of a pipeline; later stages may not have begun.
+        return reports.gather(settings.join_deadline_s)
 
 
 def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:

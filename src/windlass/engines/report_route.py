@@ -26,7 +26,6 @@ from windlass.engines.rank_reports import (
     ReportHead,
     is_waited_for,
 )
-from windlass.envs import control_token
 from windlass.net.access import Access, role_token
 
 MAX_BODY_NBYTES = 1 << 26
@@ -40,22 +39,17 @@ _UNPROVEN = (
 class ReportRoute:
     """ASGI middleware that serves `REPORT_PATH` and passes on all other requests.
 
-    The response is `{}` after the report has been written into the launcher's folder. If that fails, the response is
-    `{"error": ...}` with status 400 (not a report), 403 (no proof), 410 (no launcher waits for the report), or 413
-    (body above 64 MiB). If the proof is wrong, the launcher gets an error in place of the rank's report, and need not
-    wait for the rank until a deadline.
+    The response is `{}` after the report has been written into the folder of the orders. If that fails, the response is
+    `{"error": ...}` with status 400 (not a report), 403 (no proof), 410 (no process waits for the report), or 413
+    (body above 64 MiB). If the proof is wrong, the process that waits gets an error in place of the rank's report, and
+    need not wait for the rank until a deadline.
 
     Args:
         app: application of the engine's server.
-        token: token of the server. If the token is empty, this route refuses every report. None for the token in
-            this process's environment.
-
-    Raises:
-        ConfigError: see `control_token`.
+        token: token of the server. If the token is empty, this route refuses every report.
     """
 
-    def __init__(self, app: App, token: str | None = None) -> None:
-        token = control_token() if token is None else token
+    def __init__(self, app: App, token: str) -> None:
         self._app = app
         roles = (Access.OWNER, Access.ENGINE)
         self._tokens = {role_token(token, role) for role in roles} if token else set[str]()

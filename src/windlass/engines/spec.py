@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from windlass.engines.http import EngineHttp
 from windlass.engines.options import Rule
 from windlass.engines.versions import EngineReleases
 from windlass.envs import environment_value
@@ -136,13 +135,14 @@ class RankStep(StrEnum):
 class EngineServer(Protocol):
     """A third-party engine server whose ranks each run an agent; see `windlass.engines.launch`.
 
+    The launcher starts it with WINDLASS_CONTROLLER=wait in its environment. The server must then serve
+    `POST /windlass/join` (`windlass.engines.join_route`), for callers that show the key of its private routes.
+
     Attributes:
         ready_line: text that the server logs when it is ready.
-        answers_for_all: whether the server answers an order only after every rank has carried out the order.
     """
 
     ready_line: str
-    answers_for_all: bool
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         """Return the command that starts the server.
@@ -153,21 +153,6 @@ class EngineServer(Protocol):
 
         Raises:
             ConfigError: options contradict each other, or the engine's release does not support an option.
-        """
-        ...
-
-    def order(
-        self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
-    ) -> None:
-        """Order every rank to capture its layout (`CAPTURE`), or to leave its fleet and join a new one (`JOIN`).
-
-        Each rank writes a report into `folder` (see `windlass.engines.rank_reports.carry_out`). The report is a
-        `CapturedLayout` in JSON for `CAPTURE`, and empty for `JOIN`.
-
-        Raises:
-            ConfigError: a setting of the engine breaks a rule.
-            PeerUnreachable: the server did not answer, or could not pass the order to its ranks.
-            PeerTimeout: the server did not answer in time.
         """
         ...
 

@@ -124,8 +124,8 @@ def _check_interpreter(path: str, framework: str | None) -> tuple[Finding, ...]:
             return (Finding(PACKAGE, FAILS, of_other_project(version), remedy),)
         said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         remedy = (
-            f"{install_command(python=path)}, or put its src and its light dependencies "
-            "(docs/engines.md) on PYTHONPATH"
+            f"{install_command(python=path)}, or by `pip install --target` into a folder on PYTHONPATH "
+            "(docs/engines.md)"
         )
         return (Finding(PACKAGE, FAILS, f"does not run there: {said[-1]}", remedy),)
     return findings

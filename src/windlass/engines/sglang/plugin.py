@@ -3,15 +3,15 @@
     WINDLASS_CONTROLLER=http://TRAINER:8000 WINDLASS_TOKEN_FILE=token python -m sglang.launch_server ...
 
 SGLang calls entry points of the group `sglang.srt.plugins` before it reads its settings
-(`sglang/srt/plugins/__init__.py`, 0.5.11 and later). The plugin is active if WINDLASS_CONTROLLER is set, or if a
-launcher of Windlass started the server. In the process that serves HTTP, the plugin
+(`sglang/srt/plugins/__init__.py`, 0.5.11 and later). The plugin is active if WINDLASS_CONTROLLER is set. In the process
+that serves HTTP, the plugin
 
 - refuses settings of the engine that break a rule (`RULES`), before SGLang loads a model;
 - registers the custom weight loader `windlass.engines.sglang.hook.run` on every rank;
 - protects private routes (`windlass.engines.private_routes`), and lets orders reach every data-parallel replica;
 - orders the ranks to join the controller's fleet after warm-up. If WINDLASS_CONTROLLER is `wait`, the ranks join when
-  `POST /windlass/join` names a controller; after this controller has ended, they can join another controller. If a
-  launcher started the server, the launcher sends this order.
+  `POST /windlass/join` names a controller; after this controller has ended, they can join another controller. A
+  launcher starts a server with `wait` and sends this order.
 
 If a server runs on several hosts, only the first host serves HTTP. The plugin checks the same settings on the other hosts
 (`--node-rank 1` and so on). Their ranks get orders from the first host, and send reports to it
@@ -31,7 +31,7 @@ from typing import Any, final
 from windlass.engines.join_route import JoinOrder, JoinRoute
 from windlass.engines.member import WAIT, Member, keep_key
 from windlass.engines.options import refuse_settings
-from windlass.engines.private_routes import App, PrivateRoutes, is_launched
+from windlass.engines.private_routes import App, PrivateRoutes
 from windlass.engines.quantised import require_followed
 from windlass.engines.rank_reports import OTHER_NODES_VARIABLE, Secrets, join_fleet
 from windlass.engines.report_route import ReportRoute
@@ -40,9 +40,11 @@ from windlass.engines.sglang.spec import (
     ORIGINAL,
     RELEASES,
     RULES,
-    SglangServer,
+    SAMPLED,
+    is_set,
+    send_step,
 )
-from windlass.engines.spec import AgentSettings, refuse_expandable_segments
+from windlass.engines.spec import AgentSettings, join_deadline_s, refuse_expandable_segments
 from windlass.engines.versions import check_installed
 from windlass.envs import (
     CONTROLLER_VARIABLE,
@@ -55,7 +57,6 @@ from windlass.errors import ConfigError
 
 _HTTP = "sglang.srt.entrypoints.http_server"
 _OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_USE_MODELSCOPE")
-_SAMPLED = "rollouts need log-probabilities of the sampled distribution"
 _OF_TENSORS = (None, "direct", "flattened_bucket")
 """Values of SGLang's `load_format` that do not name a custom weight loader."""
 _log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def load() -> None:
     SGLang and `windlass.engines.sglang.serve` call this in every process of a server. This function checks no settings,
     because SGLang logs an exception of a plugin and continues; `_prepare` checks them.
     """
-    if not (environment_value(CONTROLLER_VARIABLE) or is_launched()) or not _first("load"):
+    if not environment_value(CONTROLLER_VARIABLE) or not _first("load"):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -83,21 +84,13 @@ def _check_variables() -> None:
     """Check the server's environment variables.
 
     Raises:
-        ConfigError: a variable in `_OTHER_SERVERS` is set, or `SGLANG_RETURN_ORIGINAL_LOGPROB` is set and a
-            launcher started the server.
+        ConfigError: a variable in `_OTHER_SERVERS` is set.
     """
     for variable in _OTHER_SERVERS:
-        if _is_set(variable):
+        if is_set(variable):
             raise ConfigError(f"{variable} must not be set: updates were not tested with it")
-    if not _is_set(ORIGINAL):
-        return
-    if is_launched():
-        raise ConfigError(f"{ORIGINAL} must not be set: {_SAMPLED}")
-    _log.warning("%s is set: this server is not fit for rollouts, since %s", ORIGINAL, _SAMPLED)
-
-
-def _is_set(variable: str) -> bool:
-    return environment_value(variable).lower() in ("1", "true", "yes", "y")
+    if is_set(ORIGINAL):
+        _log.warning("%s is set: this server is not fit for rollouts, since %s", ORIGINAL, SAMPLED)
 
 
 def _first(step: str) -> bool:
@@ -138,10 +131,10 @@ def _prepare(server_args: Any) -> None:
         return
     from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 
-    member = None if is_launched() else _Member(settings)
+    member = _Member(settings)
     reach_replicas(TokenizerControlMixin)
-    _stand_in_front(http_server, member, control_token() if settings.nnodes > 1 else "")
-    if member is not None and member.controller != WAIT:
+    _stand_in_front(http_server, member, member.token if settings.nnodes > 1 else "")
+    if member.controller != WAIT:
         _call_when_warm(member.join_at_start)
 
 
@@ -229,22 +222,22 @@ def reach_replicas(mixin: Any) -> None:
     mixin.update_weights_from_tensor, mixin.flush_cache = update_weights_from_tensor, flush_cache
 
 
-def _stand_in_front(http_server: ModuleType, member: _Member | None, token: str) -> None:
+def _stand_in_front(http_server: ModuleType, member: _Member, token: str) -> None:
     """Wrap SGLang's ASGI application in Windlass's middleware, outside all middleware that SGLang adds later.
 
     Args:
         http_server: SGLang's module `http_server`.
-        member: this server; None if a launcher started it.
+        member: this server.
         token: token that ranks on other hosts send with their reports; empty for a server on one host.
     """
     app = vars(http_server)["app"]
     build: Callable[[], Any] = app.build_middleware_stack
 
     def build_behind() -> Any:
-        behind: App = PrivateRoutes(build(), None if member is None else member.key)
+        behind: App = PrivateRoutes(build(), member.key)
         if token:
             behind = ReportRoute(behind, token)
-        return behind if member is None else JoinRoute(behind, member.token, member.join)
+        return JoinRoute(behind, member.token, member.key, member.join)
 
     app.build_middleware_stack = build_behind
 
@@ -294,12 +287,7 @@ class _Member(Member):
         kill_process_tree(os.getpid(), include_parent=False)
         os._exit(2)
 
-    def _have_ranks_join(self, order: JoinOrder, name: str, url: str) -> None:
-        if self._spans_hosts and order.token not in ("", self.token):
-            raise ConfigError(
-                "token must not be given to a server over several hosts: ranks on other hosts use the "
-                "token with which they were started"
-            )
+    def _have_ranks_join(self, order: JoinOrder) -> None:
         given = self._settings
         from windlass.engines.capture.checkpoint import checkpoint_folder
 
@@ -307,14 +295,15 @@ class _Member(Member):
         checkpoint = checkpoint_folder("--model-path", *model)
         _require_followed(given, checkpoint)
         settings = AgentSettings(
-            name=name,
+            name=order.name,
             controller=order.controller,
             transport=order.transport,
-            url=url,
+            url=order.url,
             checkpoint=str(checkpoint),
             world_size=given.tp_size * given.pp_size * given.dp_size,
             loaded=given.load_format != "dummy",
-            serves_own_weights=True,
+            serves_own_weights=order.serves_own_weights,
+            join_deadline_s=order.deadline_s or join_deadline_s(checkpoint),
         )
         keys = self.key, given.api_key or "", given.admin_api_key or ""
-        join_fleet(SglangServer(), settings, Secrets(order.token or self.token, *keys))
+        join_fleet(send_step, settings, Secrets(order.token or self.token, *keys))

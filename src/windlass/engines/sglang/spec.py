@@ -16,11 +16,14 @@ from windlass.engines.options import Rule, refuse_settings
 from windlass.engines.quantised import require_followed
 from windlass.engines.spec import AgentSettings, EngineSpec, RankStep, ServerCommand
 from windlass.engines.versions import EngineReleases, Feature, has, installed_version
+from windlass.envs import environment_value
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
 from windlass.net.addresses import free_port
 
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Environment variable that makes SGLang return log-probabilities before temperature, `top_k` and `top_p`."""
+SAMPLED = "rollouts need log-probabilities of the sampled distribution"
+"""Reason not to set `ORIGINAL`."""
 
 REPLICAS = Feature(
     "ranks that know their replica (`dp_rank` of `get_parallel()`)",
@@ -154,9 +157,10 @@ class SglangServer:
     """`EngineServer` of SGLang."""
 
     ready_line = "The server is fired up"
-    answers_for_all = False
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
+        if is_set(ORIGINAL):
+            raise ConfigError(f"{ORIGINAL} must not be set: {SAMPLED}")
         require_followed(Path(args.model), rest)
         if args.dp > 1 and not has(REPLICAS, version := installed_version(RELEASES)):
             raise ConfigError(
@@ -183,16 +187,21 @@ class SglangServer:
             )
         )
 
-    def order(
-        self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
-    ) -> None:
-        from windlass.engines.sglang.orders import Step, order_ranks
 
-        stages = 1
-        if step is RankStep.CAPTURE:
-            stages = check_server(server, settings.world_size)
-        order = Step(step, settings, folder, stages)
-        order_ranks(server, order, settings.world_size, settings.join_deadline_s)
+def send_step(server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str) -> None:
+    """Order every rank of a server to carry out a step; see `windlass.engines.rank_reports.SendStep`."""
+    from windlass.engines.sglang.orders import Step, order_ranks
+
+    stages = 1
+    if step is RankStep.CAPTURE:
+        stages = check_server(server, settings.world_size)
+    order = Step(step, settings, folder, stages)
+    order_ranks(server, order, settings.world_size, settings.join_deadline_s)
+
+
+def is_set(variable: str) -> bool:
+    """Return whether a variable of SGLang is set, by SGLang's own rule."""
+    return environment_value(variable).lower() in ("1", "true", "yes", "y")
 
 
 def check_server(server: EngineHttp, world_size: int) -> int:

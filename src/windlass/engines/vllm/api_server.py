@@ -1,4 +1,4 @@
-"""Windlass's additions to vLLM's API server, if the user starts the server with the plugin.
+"""Windlass's additions to vLLM's API server.
 
 The API server is the only process that can call the ranks of all data-parallel replicas. It orders the ranks to capture
 their layouts, checks the layouts, and then orders the ranks to join a fleet. Each rank returns its result through vLLM's
@@ -17,7 +17,8 @@ import msgspec
 
 from windlass.control.engine_channel import report_cannot_join
 from windlass.engines.adapters import adapter_of
-from windlass.engines.rank_reports import Secrets, check_layouts, reason_of
+from windlass.engines.join_route import JoinOrder
+from windlass.engines.rank_reports import check_layouts, reason_of
 from windlass.engines.spec import AgentSettings, CapturedLayout, RankStep, join_deadline_s
 from windlass.engines.vllm.engine_core import ORDERS, is_backend_of
 from windlass.engines.vllm.spec import refuse_runtime_adapters
@@ -26,41 +27,23 @@ from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassE
 logger = logging.getLogger(__name__)
 
 
-class InitInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of `/init_weight_transfer_engine`.
-
-    Attributes:
-        name: name of the engine in the fleet.
-        controller: address of the controller, which runs in the trainer's rank 0.
-        token: token of the engine role.
-        transport: name of the transport that receives weights.
-        url: address at which the trainer calls this server.
-    """
-
-    name: str
-    controller: str
-    token: str
-    transport: str
-    url: str
-
-    def __repr__(self) -> str:
-        return f"InitInfo({self.name!r}, {self.controller!r})"
-
-
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Order to every rank of a server.
 
     Attributes:
         step: step of the join.
         settings: settings of the join. Each rank sets `checkpoint` and `loaded` itself.
-        secrets: secrets with which the ranks authenticate to the controller and to the server.
+        token: token that the controller requires; if empty, each rank uses the token of its host (`control_token`).
         pauses_itself: True if rank 0's agent pauses the server for an update; False if the trainer does so by HTTP.
     """
 
     step: RankStep
     settings: AgentSettings
-    secrets: Secrets
+    token: str
     pauses_itself: bool
+
+    def __repr__(self) -> str:
+        return f"RankOrder({self.step!r}, {self.settings!r})"
 
 
 class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +85,7 @@ def extend_api_server() -> None:
         if not is_backend_of(engine.vllm_config):
             await initialise(engine, request)
             return
-        await _join_trainer(engine, msgspec.convert(request.init_info, InitInfo))
+        await _join_trainer(engine, msgspec.convert(request.init_info, JoinOrder))
 
     async def update_weights(engine: Any, request: Any) -> None:
         if not is_backend_of(engine.vllm_config) or not _runs_in_lockstep(engine.vllm_config):
@@ -127,15 +110,14 @@ def _runs_in_lockstep(config: Any) -> bool:
     return bool(config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe)
 
 
-async def _join_trainer(engine: Any, info: InitInfo) -> None:
+async def _join_trainer(engine: Any, order: JoinOrder) -> None:
     """Order every rank to join the trainer's fleet. If the join fails, report the reason to the trainer and raise."""
     try:
-        settings = settings_of(engine, info.name, info.controller, info.transport, info.url)
-        await join_ranks(engine, settings, Secrets(info.token), pauses_itself=False)
+        await join_ranks(engine, settings_of(engine, order), order.token, pauses_itself=False)
     except Exception as error:
         try:
             await asyncio.to_thread(
-                report_cannot_join, info.controller, info.token, info.name, reason_of(error)
+                report_cannot_join, order.controller, order.token, order.name, reason_of(error)
             )
         except WindlassError as unheard:
             logger.warning(
@@ -144,7 +126,7 @@ async def _join_trainer(engine: Any, info: InitInfo) -> None:
         raise
 
 
-def settings_of(engine: Any, name: str, controller: str, transport: str, url: str) -> AgentSettings:
+def settings_of(engine: Any, order: JoinOrder) -> AgentSettings:
     """Return the settings of a join; see `AgentSettings`. Each rank sets the folder of its own model.
 
     Raises:
@@ -167,20 +149,20 @@ def settings_of(engine: Any, name: str, controller: str, transport: str, url: st
                 f"{engine.vllm_config.parallel_config.data_parallel_size}: adapters on replicas have not been tested"
             )
     return AgentSettings(
-        name=name,
-        controller=controller,
-        transport=transport,
-        url=url,
+        name=order.name,
+        controller=order.controller,
+        transport=order.transport,
+        url=order.url,
         checkpoint="" if adapter is None else str(adapter.folder),
         world_size=world_size,
         adapter="" if adapter is None else adapter.name,
-        serves_own_weights=True,
-        join_deadline_s=join_deadline_s(folder),
+        serves_own_weights=order.serves_own_weights,
+        join_deadline_s=order.deadline_s or join_deadline_s(folder),
     )
 
 
 async def join_ranks(
-    engine: Any, settings: AgentSettings, secrets: Secrets, *, pauses_itself: bool
+    engine: Any, settings: AgentSettings, token: str, *, pauses_itself: bool
 ) -> None:
     """Order every rank of this server to leave its previous fleet and join a new one.
 
@@ -194,7 +176,7 @@ async def join_ranks(
         PeerTimeout: a rank did not answer within `settings.join_deadline_s`.
     """
     capture = RankOrder(
-        step=RankStep.CAPTURE, settings=settings, secrets=secrets, pauses_itself=pauses_itself
+        step=RankStep.CAPTURE, settings=settings, token=token, pauses_itself=pauses_itself
     )
     captured = await _order(engine, capture)
     layouts = [msgspec.json.decode(said, type=CapturedLayout) for said in captured]

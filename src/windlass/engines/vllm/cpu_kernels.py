@@ -16,7 +16,7 @@ import torch
 from windlass.errors import UnsupportedLayout
 
 
-def multiply_by_parameters(applies: Callable[[], bool] = lambda: True) -> None:
+def multiply_by_parameters(applies: Callable[[], bool]) -> None:
     """Make this worker's linear layers read their parameters. Call this function before vLLM loads the model.
 
     This has no effect outside a vLLM worker on a CPU. If the model has a convolution whose weight vLLM packs

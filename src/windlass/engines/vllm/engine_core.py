@@ -1,8 +1,8 @@
 """Additions to vLLM's EngineCore: caches separated by version, weight versions of tokens, and calls from a rank.
 
-`--scheduler-cls windlass.engines.vllm.engine_core._scheduler`, or the plugin `windlass.integrations.vllm.plugin`, makes
-vLLM import this module in every EngineCore process before the first request. We wrote the patches for vLLM 0.24 and 0.32.
-In this module, "the core" is the EngineCore, and its loop schedules steps.
+The plugin `windlass.integrations.vllm.plugin` calls `keep_caches_apart` in every EngineCore process before the first
+request. We wrote the patches for vLLM 0.24 and 0.32. In this module, "the core" is the EngineCore, and its loop schedules
+steps.
 
 Hold. During a hold, the core's loop waits between two steps while weights change. The core first stops scheduling and
 sends out the results of running steps, so that clients get these tokens before the update. vLLM's own pause
@@ -49,13 +49,13 @@ from typing import Any, final
 
 from windlass.engines.spec import RankStep
 from windlass.envs import environment_value
-from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
+from windlass.errors import PeerTimeout, PeerUnreachable
 
 _log = logging.getLogger(__name__)
 BACKEND = "windlass"
 """Value for `--weight-transfer-config`."""
 SCHEDULER = "windlass.engines.vllm.engine_core._scheduler"
-"""Value for `--scheduler-cls`."""
+"""Value for `--scheduler-cls`, for releases that do not report the versions of tokens."""
 OUTSIDE = "caches outside the engine would keep keys and values of older weights"
 """Reason to refuse connectors for the KV cache or for encoder outputs: some connectors ignore the cache salt."""
 QUIESCES = "windlass_quiesce"
@@ -73,7 +73,6 @@ WHOLE = "whole"
 If the value is True, the client calls neither `/start_weight_update` nor `/finish_weight_update`, and the core sets the
 version.
 """
-_LOADS = "windlass_capture"
 ORDERS = "windlass_order"
 """Worker method of our weight-transfer backend; the first argument is a `RankStep`."""
 OWN_VERSIONS = "WINDLASS_VLLM_OWN_VERSIONS"
@@ -230,19 +229,13 @@ def is_backend_of(config: Any) -> bool:
 
 
 def _scheduler(**made_with: Any) -> object:
-    """Return vLLM's own scheduler. If vLLM does not record versions of tokens, return `_noting` of this scheduler.
-
-    vLLM's EngineCore calls this function instead of a scheduler class.
-    """
+    """Return `_noting` of vLLM's own scheduler. vLLM's EngineCore calls this function instead of a scheduler class."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
     config = made_with["vllm_config"]
-    if vars(config).get("diffusion_config") is not None:
-        raise ConfigError("vLLM: updates of models that generate by diffusion have not been tested")
-    keep_caches_apart()
     made = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
-    return (_noting(made) if stamps_tokens() else made)(**made_with)
+    return _noting(made)(**made_with)
 
 
 @functools.cache
@@ -259,8 +252,7 @@ def keep_caches_apart() -> None:
     handle, look_up = EngineCoreProc._handle_client_request, KVCacheManager.get_computed_blocks
 
     def preprocess_add_request(core: Any, request: Any) -> Any:
-        config = core.vllm_config
-        if config.scheduler_config.scheduler_cls == SCHEDULER or is_backend_of(config):
+        if is_backend_of(core.vllm_config):
             request.cache_salt = namespace.salt(request.cache_salt)
         return preprocess(core, request)
 
@@ -271,7 +263,7 @@ def keep_caches_apart() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        loads = method == _LOADS or (method == ORDERS and args[0] == RankStep.CAPTURE)
+        loads = method == ORDERS and args[0] == RankStep.CAPTURE
         if loads and _own.calls is None and isinstance(core, EngineCoreProc):
             _own.calls = CoreCalls(core)
         if method == _HOLDS and kwargs is not None and is_backend_of(core.vllm_config):

@@ -1,10 +1,12 @@
-"""Join of a vLLM server to a fleet, if the user started the server with WINDLASS_CONTROLLER and without a launcher.
+"""Membership of a vLLM server that was started with WINDLASS_CONTROLLER.
 
     WINDLASS_CONTROLLER=http://TRAINER:8000 WINDLASS_TOKEN_FILE=token vllm serve MODEL ...
 
-`prepare` adds options before vLLM reads them: the weight-transfer backend, the routes that pause the server, the route
-`POST /generate`, and the middleware `Membership`. The middleware protects the private routes, serves
-`POST /windlass/join`, and orders the ranks to join the controller's fleet after the server has started.
+Windlass's launcher starts the same server with WINDLASS_CONTROLLER=wait, and orders it to join.
+
+`prepare` completes the server's options before vLLM reads them: the weight-transfer backend, the development routes
+that pause the server, `POST /generate`, and the middleware `Membership`. The middleware protects the private routes,
+serves `POST /windlass/join`, and orders the ranks to join the controller's fleet when the server has started.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ from windlass.engines.private_routes import (
     PrivateRoutes,
     Receive,
     Send,
-    is_launched,
     saved_key,
 )
-from windlass.engines.rank_reports import Secrets
+from windlass.engines.spec import refuse_expandable_segments
 from windlass.engines.versions import check_installed
 from windlass.engines.vllm.api_server import join_ranks, settings_of
 from windlass.engines.vllm.engine_core import BACKEND, SCHEDULER, stamps_tokens
-from windlass.engines.vllm.spec import RELEASES, generate_options
+from windlass.engines.vllm.spec import RELEASES, generate_route
 from windlass.envs import (
     CONTROLLER_VARIABLE,
     TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,
     control_token,
     environment_value,
+    has_certificate,
     secret_value,
     set_values,
 )
@@ -54,24 +56,26 @@ def prepare(args: Any) -> None:
     Raises:
         ConfigError: an option contradicts WINDLASS_CONTROLLER, or a token is required and missing.
     """
-    if not environment_value(CONTROLLER_VARIABLE) or is_launched():
+    if not environment_value(CONTROLLER_VARIABLE):
         return
     from vllm.config import WeightTransferConfig
 
-    if args.weight_transfer_config is None:
-        args.weight_transfer_config = WeightTransferConfig(backend=BACKEND)
-    if args.weight_transfer_config.backend != BACKEND:
+    # Remove the token from the environment, so that no child process inherits it.
+    secret_value(TOKEN_VARIABLE)
+    transfer = args.weight_transfer_config
+    if transfer is None:
+        args.weight_transfer_config = transfer = WeightTransferConfig(backend=BACKEND)
+    if transfer.backend != BACKEND:
         raise ConfigError(
             f"--weight-transfer-config must name the backend {BACKEND} with {CONTROLLER_VARIABLE}, "
-            f"got {args.weight_transfer_config.backend}; leave it out"
+            f"got {transfer.backend}; leave it out"
         )
     if stamps_tokens() and args.scheduler_cls is None:
         args.scheduler_cls = SCHEDULER
-    if vars(args).get("headless", False):
-        # `secret_value` removes the token from the environment. Ranks on this host get the token with the order.
-        secret_value(TOKEN_VARIABLE)
-        return
-    if MEMBERSHIP in args.middleware:
+    refuse_expandable_segments()
+    if vars(args).get("nnodes", 1) > 1:
+        _require_token_file()
+    if vars(args).get("headless", False) or MEMBERSHIP in args.middleware:
         return
     for warning in check_installed(RELEASES):
         _log.warning("%s", warning)
@@ -91,9 +95,23 @@ def prepare(args: Any) -> None:
     keep_key(args.port)
     # vLLM has the routes `/pause` and `/resume` only in this mode.
     set_values({"VLLM_SERVER_DEV_MODE": "1"})
-    *scale_out, _, generate_route = generate_options()
-    args.enable_scale_out = bool(scale_out) or vars(args).get("enable_scale_out", False)
-    args.middleware = [*args.middleware, MEMBERSHIP, generate_route]
+    if (route := generate_route()).endswith(".GenerateRoute"):
+        args.enable_scale_out = True
+    args.middleware = [*args.middleware, MEMBERSHIP, route]
+
+
+def _require_token_file() -> None:
+    """Check that ranks of a server over several hosts can read the token on their own host: no secret goes from host to host.
+
+    Raises:
+        ConfigError: the token is missing, or it is not in a file.
+    """
+    control_token()
+    if not environment_value(TOKEN_FILE_VARIABLE) and not has_certificate():
+        raise ConfigError(
+            f"{TOKEN_FILE_VARIABLE} must be set on every host of a server over several hosts: its ranks read the "
+            f"token there, got ''"
+        )
 
 
 @final
@@ -131,7 +149,8 @@ class Membership:
         # If there are several API servers, only the first orders the ranks to join.
         if member.controller != WAIT and not state.engine_client.engine_core.client_index:
             self._joins_at_start = member
-        return JoinRoute(PrivateRoutes(self._app, member.key), member.token, member.join)
+        routes = PrivateRoutes(self._app, member.key)
+        return JoinRoute(routes, member.token, member.key, member.join)
 
 
 @final
@@ -148,9 +167,6 @@ class VllmMember(Member):
 
     def __init__(self, engine: Any, args: Any) -> None:
         self._engine, self._loop = engine, asyncio.get_running_loop()
-        # vLLM accepts any of several keys; the ranks use the first.
-        keys = [key for key in args.api_key or () if key] or [environment_value("VLLM_API_KEY")]
-        self._api_key = keys[0]
         super().__init__(
             args.host or "0.0.0.0",  # noqa: S104 - vLLM's own default
             args.port,
@@ -158,11 +174,12 @@ class VllmMember(Member):
             spans_hosts=engine.vllm_config.parallel_config.nnodes > 1,
         )
 
-    def _have_ranks_join(self, order: JoinOrder, name: str, url: str) -> None:
-        settings = settings_of(self._engine, name, order.controller, order.transport, url)
-        secrets = Secrets(order.token or self.token, self.key, self._api_key)
+    def _have_ranks_join(self, order: JoinOrder) -> None:
+        # vLLM's channels to other hosts are not encrypted, so each rank reads the token on its own host.
+        token = "" if self._spans_hosts else order.token or self.token
+        settings = settings_of(self._engine, order)
         asyncio.run_coroutine_threadsafe(
-            join_ranks(self._engine, settings, secrets, pauses_itself=True), self._loop
+            join_ranks(self._engine, settings, token, pauses_itself=True), self._loop
         ).result()
 
     def _end_server(self) -> None:

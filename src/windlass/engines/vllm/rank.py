@@ -42,8 +42,6 @@ def capture_rank(
     engine_rank: EngineRank,
     settings: AgentSettings,
     api: Callable[[], EngineApi] | None = None,
-    *,
-    is_launched: bool,
 ) -> CapturedLayout:
     """Capture a rank's layout and store the layout in `engine_rank`. A failed capture does not change the model.
 
@@ -57,7 +55,9 @@ def capture_rank(
     """
     rank = number_of(worker)
     refuse_unsafe_config(
-        worker.vllm_config, adapter=bool(settings.adapter), is_launched=is_launched
+        worker.vllm_config,
+        adapter=bool(settings.adapter),
+        serves_own_weights=settings.serves_own_weights,
     )
 
     model, draft = served_by(worker), _draft_of(worker)

@@ -4,8 +4,8 @@ vLLM's default seed is 0, so that two servers would sample the same tokens for t
 returns log-probabilities of the model's own distribution (`--logprobs-mode raw_logprobs`), which differs from the sampled
 distribution if temperature, `top_p` or `top_k` are set.
 
-A launcher passes both settings as options (`sampling_options`). If a user starts a server with our weight-transfer
-backend, `set_defaults` changes both defaults. A value that the user passes takes precedence.
+`set_defaults` changes both defaults for a server with our weight-transfer backend. A value that the user passes takes
+precedence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import hashlib
 import re
 import secrets
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,6 @@ _BITS = 31
 _ONE_PROCESS_PER_RANK = "external_launcher"
 
 
-def sampling_options(rest: Sequence[str], meeting_place: str = "") -> tuple[str, ...]:
-    """Return options for vLLM's command line. The user's own options follow them and take precedence.
-
-    Args:
-        rest: options of the user.
-        meeting_place: rendezvous address of a server on several nodes; empty for a server on one node. Every node
-            derives the same seed from it, because all ranks must sample with the same seed.
-    """
-    file = dict(options_of(rest)).get("--config", "")
-    names_seed = file and re.search(r"^\s*seed\s*:", Path(file).read_text(), re.MULTILINE)
-    seed = () if names_seed else (_SEED, str(new_seed(meeting_place)))
-    return (_LOGPROBS_MODE, PROCESSED, *seed)
-
-
 def new_seed(meeting_place: str = "") -> int:
     """Return a random seed, or if `meeting_place` is not empty, a hash of `meeting_place`."""
     if meeting_place:
@@ -50,12 +35,22 @@ def new_seed(meeting_place: str = "") -> int:
 
 
 def set_defaults(args: Any) -> None:
-    """Set both defaults in vLLM's `EngineArgs`, for a server that a user started with our weight-transfer backend."""
-    said, defaults = dict(options_of(sys.argv[1:])), type(args)
-    if args.logprobs_mode == defaults.logprobs_mode and _LOGPROBS_MODE not in said:
+    """Set both defaults in vLLM's `EngineArgs` of a server that has our weight-transfer backend."""
+    defaults = type(args)
+    if args.logprobs_mode == defaults.logprobs_mode and not _is_given(_LOGPROBS_MODE):
         args.logprobs_mode = PROCESSED
-    if args.seed == defaults.seed and _SEED not in said and _has_one_process(args):
+    if args.seed == defaults.seed and not _is_given(_SEED) and _has_one_process(args):
         args.seed = new_seed(_meeting_place(args))
+
+
+def _is_given(option: str) -> bool:
+    """Return whether the user gave an option on the command line, or in the file that `--config` names."""
+    given = dict(options_of(sys.argv[1:]))
+    if option in given:
+        return True
+    file = Path(given.get("--config") or "/nowhere")
+    key = option.removeprefix("--").replace("-", "[-_]")
+    return file.is_file() and bool(re.search(rf"^\s*{key}\s*:", file.read_text(), re.MULTILINE))
 
 
 def _has_one_process(args: Any) -> bool:

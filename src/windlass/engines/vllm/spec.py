@@ -6,28 +6,24 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import final
-
-import msgspec
+from typing import Any, final
 
 from windlass.engines.adapters import Adapter, adapter_of
-from windlass.engines.http import EngineHttp
 from windlass.engines.options import Rule, options_of, refuse_settings
 from windlass.engines.quantised import require_followed
-from windlass.engines.spec import AgentSettings, EngineSpec, RankStep, ServerCommand
+from windlass.engines.spec import EngineSpec, ServerCommand
 from windlass.engines.versions import EngineReleases, Feature
-from windlass.engines.vllm.engine_core import OUTSIDE, OWN_VERSIONS, SCHEDULER
-from windlass.engines.vllm.sampling import PROCESSED, sampling_options
-from windlass.envs import environment_value
+from windlass.engines.vllm.engine_core import BACKEND, OUTSIDE, OWN_VERSIONS, SCHEDULER
+from windlass.engines.vllm.sampling import PROCESSED
+from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError
 from windlass.net.addresses import split_host_port
 
-EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
 ROUTES = "windlass.engines.vllm.generate_route"
-PRIVATE = "windlass.engines.private_routes.PrivateRoutes"
-REPORTS = "windlass.engines.report_route.ReportRoute"
+PLUGINS, PLUGIN = "vllm.general_plugins", "windlass"
+"""Group and name of the entry point by which vLLM finds Windlass's plugin."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `--max-lora-rank`. vLLM pads an adapter of lower rank with zeros."""
 LOADS_WHILE_IT_RUNS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -40,7 +36,7 @@ RELEASES = EngineReleases(
     run={(0, 24): "GPUs", (0, 32): "CPUs"},
     features=(
         Feature(
-            "`--worker-extension-cls`, `/collective_rpc`",
+            "weight-transfer backends of plugins, `/collective_rpc`",
             since=(0, 24),
             without="Windlass cannot run code in its ranks",
             needed=True,
@@ -85,22 +81,11 @@ _EVICTED = "vLLM may evict an adapter that shares slots, and would then read its
 _NODES = "use --nnodes, --node-rank and --dist-init-addr of the launcher"
 _EXPERTS_LEAVE = "experts move to other ranks when ranks are added or removed"
 _LORA = "lora_config"
-_SCHEDULER = Rule(
-    "--scheduler-cls",
-    (SCHEDULER,),
-    "Windlass passes its own scheduler, which separates caches by version",
-    ("scheduler_config.scheduler_cls",),
-)
 _LOGPROBS = Rule(
     "--logprobs-mode",
     (PROCESSED,),
     "rollouts need log-probabilities of the distribution that tokens are sampled from; leave it out",
     ("model_config.logprobs_mode",),
-)
-_ADAPTERS = Rule("--enable-lora", (None,), _ONE_SLOT, (_LORA,))
-_PLAIN_ADAPTERS = replace(
-    _ADAPTERS,
-    why="--lora-modules NAME=FOLDER must name the one adapter that is served and updated, in a slot of its own",
 )
 _OF_ADAPTERS = (
     Rule("", (1,), _EVICTED, (f"{_LORA}.max_loras", f"{_LORA}.max_cpu_loras")),
@@ -110,11 +95,6 @@ _OF_ADAPTERS = (
     Rule("", (1,), "adapters on pipeline stages have not been tested", ("parallel_config.pipeline_parallel_size",)),
 )  # fmt: skip
 """Further rules for a rank whose adapter gets updates."""
-_PLAIN_SCHEDULER = replace(
-    _SCHEDULER,
-    allowed=(None, SCHEDULER),
-    why="Windlass's plugin separates caches by version in vLLM's own scheduler",
-)
 RULES = (
     Rule("--enable-sleep-mode", (False,), "when the engine sleeps, its weights move and lose their registration",
          ("model_config.enable_sleep_mode",)),
@@ -135,7 +115,9 @@ RULES = (
          ("parallel_config.prefill_context_parallel_size",), ("-pcp",)),
     Rule("--master-addr", (), _NODES, aliases=("--master-port", "--headless", "-n", "-r")),
     Rule("--quantization-config", (), "with it, vLLM quantises weights while it loads them"),
-    _ADAPTERS,
+    Rule("--enable-lora", (), _ONE_SLOT),
+    Rule("", (None,), "--lora-modules NAME=FOLDER must name the one adapter that is served and updated, in a slot of its own",
+         (_LORA,)),
     Rule("--lora-modules", (), _ONE_SLOT),
     Rule("--default-mm-loras", (), _ONE_SLOT),
     Rule("--max-loras", (), _EVICTED),
@@ -148,7 +130,9 @@ RULES = (
     Rule("--kv-transfer-config", (None,), OUTSIDE, ("kv_transfer_config",)),
     Rule("--kv-offloading-size", (), OUTSIDE),
     Rule("--ec-transfer-config", (None,), OUTSIDE, ("ec_transfer_config",)),
-    _SCHEDULER,
+    Rule("--scheduler-cls", (None, SCHEDULER), "Windlass's plugin separates caches by version in vLLM's own scheduler",
+         ("scheduler_config.scheduler_cls",)),
+    Rule("", (None,), "updates of models that generate by diffusion have not been tested", ("diffusion_config",)),
     _LOGPROBS,
 )  # fmt: skip
 """Rules for a server that gets updates; `Rule.settings` are paths inside vLLM's `VllmConfig`."""
@@ -159,47 +143,46 @@ class VllmServer:
     """`EngineServer` of vLLM."""
 
     ready_line = "Application startup complete"
-    answers_for_all = True
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
-        quantised = require_followed(Path(args.model), rest)
+        require_plugin()
+        require_followed(Path(args.model), rest)
         served = adapter_options(adapter_of(args.adapter), rest, pp=args.pp, dp=args.dp)
-        # vLLM has the routes `/pause` and `/resume` only in this mode.
-        environment = {"VLLM_SERVER_DEV_MODE": "1"}
-        if quantised and not environment_value("VLLM_USE_DEEP_GEMM"):
-            # For the DeepGEMM kernel, vLLM changes the scales of weights to powers of two. Updates would not do so.
-            environment["VLLM_USE_DEEP_GEMM"] = "0"
         program = "windlass.engines.vllm.headless"
         serves: tuple[str, ...] = ()
         if not args.node_rank:
             program = "vllm.entrypoints.openai.api_server"
-            serves = ("--host", args.host, "--port", str(args.port), "--middleware", PRIVATE)
-            if args.nnodes > 1:
-                serves += ("--middleware", REPORTS)
-            serves += generate_options()
+            serves = ("--host", args.host, "--port", str(args.port))
         return ServerCommand(
             (
                 *(sys.executable, "-m", program, "--model", args.model),
-                *("--tensor-parallel-size", str(args.tp), "--worker-extension-cls", EXTENSION),
+                # The plugin sets this, too. With the option, vLLM does not start without the plugin.
+                *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
+                *("--tensor-parallel-size", str(args.tp)),
                 *(("--pipeline-parallel-size", str(args.pp)) if args.pp > 1 else ()),
                 *(("--data-parallel-size", str(args.dp)) if args.dp > 1 else ()),
-                *("--scheduler-cls", SCHEDULER),
-                *sampling_options(rest, args.dist_init_addr if args.nnodes > 1 else ""),
                 *_node_options(args),
                 *serves,
                 *served,
                 *rest,
-            ),
-            environment,
+            )
         )
 
-    def order(
-        self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
-    ) -> None:
-        args = [msgspec.json.encode(settings).decode(), folder]
-        deadline_s = settings.join_deadline_s
-        body = {"method": f"windlass_{step}", "args": args, "timeout": deadline_s}
-        server.post("/collective_rpc", body, deadline_s)
+
+def require_plugin() -> None:
+    """Check that vLLM in this environment loads Windlass's plugin.
+
+    Raises:
+        ConfigError: the entry point is not installed, or VLLM_PLUGINS leaves it out.
+    """
+    if not entry_points(group=PLUGINS, name=PLUGIN):
+        raise ConfigError(
+            f"vLLM: Windlass must be installed in the environment of {sys.executable}, got no entry point {PLUGINS}: "
+            f"{PLUGIN}; install it there, or by `pip install --target FOLDER` into a folder of PYTHONPATH"
+        )
+    chosen = environment_value("VLLM_PLUGINS")
+    if chosen and PLUGIN not in chosen.split(","):
+        raise ConfigError(f"VLLM_PLUGINS must contain {PLUGIN}, got {chosen!r}")
 
 
 def adapter_options(
@@ -263,26 +246,36 @@ def _node_options(args: argparse.Namespace) -> tuple[str, ...]:
     )
 
 
-def generate_options() -> tuple[str, ...]:
-    """Return the vLLM options that add the route `/generate`; see `windlass.engines.vllm.generate_route`."""
-    # `find_spec` locates vLLM without importing it.
-    package = importlib.util.find_spec("vllm")
-    if package is None or package.origin is None:
-        raise ConfigError(f"vLLM must be installed in the environment of {sys.executable}")
-    scales_out = (Path(package.origin).parent / "entrypoints" / "scale_out").exists()
-    if not scales_out or environment_value(OWN_VERSIONS):
-        return ("--middleware", f"{ROUTES}.CompletionsRoute")
-    return ("--enable-scale-out", "--middleware", f"{ROUTES}.GenerateRoute")
+def generate_route() -> str:
+    """Return the middleware that adds the route `/generate`; see `windlass.engines.vllm.generate_route`."""
+    has_route = importlib.util.find_spec("vllm.entrypoints.scale_out") is not None
+    name = (
+        "GenerateRoute" if has_route and not environment_value(OWN_VERSIONS) else "CompletionsRoute"
+    )
+    return f"{ROUTES}.{name}"
 
 
-def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = True) -> None:
-    """Check the resolved configuration of a rank against the rules.
+def follow_quantised(args: Any) -> None:
+    """Prepare a server whose checkpoint is in block float8. `args` are vLLM's `EngineArgs`.
+
+    Raises:
+        ConfigError: see `require_followed`.
+    """
+    folder = Path(args.model)
+    asked = ("--quantization", args.quantization) if args.quantization else ()
+    if folder.is_dir() and require_followed(folder, asked):
+        # For the DeepGEMM kernel, vLLM changes the scales of weights to powers of two. Updates would not do so.
+        set_defaults({"VLLM_USE_DEEP_GEMM": "0"})
+
+
+def refuse_unsafe_config(config: object, *, adapter: bool, serves_own_weights: bool) -> None:
+    """Check the resolved configuration of a server against the rules.
 
     Args:
         config: vLLM's `VllmConfig`.
-        adapter: True if updates change the rank's adapter, False if they change the model.
-        is_launched: True if a launcher of Windlass started the server, with the option `--scheduler-cls`. False if the
-            user started the server; vLLM's own scheduler is then allowed.
+        adapter: True if updates change the server's adapter, False if they change the model.
+        serves_own_weights: see `AgentSettings`. False for a server of a job, whose `--logprobs-mode` must fit rollouts.
+            True allows any mode: the user who starts the server may need another mode.
 
     Raises:
         ConfigError: a setting breaks a rule; the message names the setting and the reason.
@@ -299,7 +292,7 @@ def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = T
     if vars(config)["speculative_config"] is not None:
         if adapter:
             raise ConfigError(
-                "vLLM: speculative_config must be None with --adapter: draft models with adapters have not been tested"
+                "vLLM: speculative_config must be None with an adapter: draft models with adapters have not been tested"
             )
         rules = [
             Rule("", (setting("model_config.model"),), "updates reach one checkpoint only, so target and draft must share it", ("speculative_config.model",)),
@@ -309,10 +302,8 @@ def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = T
     rules = [rule for rule in RULES if not (adapter and _LORA in rule.settings)]
     if adapter:
         rules += _OF_ADAPTERS
-    if not is_launched:
-        # Allow any `--logprobs-mode`: the user who starts the server may need another mode.
-        plain = {_SCHEDULER: _PLAIN_SCHEDULER, _ADAPTERS: _PLAIN_ADAPTERS}
-        rules = [plain.get(rule, rule) for rule in rules if rule is not _LOGPROBS]
+    if serves_own_weights:
+        rules.remove(_LOGPROBS)
     refuse_settings("vLLM", rules, setting)
 
 

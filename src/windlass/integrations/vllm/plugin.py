@@ -13,6 +13,7 @@ from typing import Any
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
 from windlass.engines.vllm.engine_core import BACKEND, is_backend_of, keep_caches_apart
 from windlass.engines.vllm.sampling import set_defaults
+from windlass.engines.vllm.spec import follow_quantised, refuse_unsafe_config
 from windlass.envs import CONTROLLER_VARIABLE, environment_value
 
 __all__ = ["register"]
@@ -55,13 +56,20 @@ def _prepare_servers() -> None:
     @functools.wraps(create)
     def _create_engine_config(args: Any, *given: Any, **named: Any) -> Any:
         transfer = vars(args).get("weight_transfer_config")
-        if transfer is not None and transfer.backend == BACKEND:
-            from windlass.engines.vllm.api_server import extend_api_server, note_adapters
+        if transfer is None or transfer.backend != BACKEND:
+            return create(args, *given, **named)
+        from windlass.engines.vllm.api_server import extend_api_server, note_adapters
 
-            set_defaults(args)
-            note_adapters(vars(args).get(_LORA_MODULES))
-            extend_api_server()
-        return create(args, *given, **named)
+        set_defaults(args)
+        follow_quantised(args)
+        note_adapters(vars(args).get(_LORA_MODULES))
+        extend_api_server()
+        config = create(args, *given, **named)
+        if environment_value(CONTROLLER_VARIABLE):
+            # Refuse now what the ranks would refuse after they have loaded the model.
+            has_adapter = bool(vars(args).get(_LORA_MODULES))
+            refuse_unsafe_config(config, adapter=has_adapter, serves_own_weights=True)
+        return config
 
     EngineArgs.from_cli_args = classmethod(from_cli_args)
     EngineArgs.create_engine_config = _create_engine_config

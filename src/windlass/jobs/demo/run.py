@@ -19,6 +19,7 @@ from windlass.config import PauseMode
 from windlass.control.report import RoundOutcome
 from windlass.controller import Controller
 from windlass.engines.spec import ENGINES
+from windlass.engines.vllm.spec import PLUGIN, PLUGINS
 from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import TornReport, check_served
@@ -127,6 +128,15 @@ def prepare_server(config: LaunchConfig) -> None:
         link = Path(path) / "windlass"
         link.parent.mkdir(parents=True)
         link.symlink_to(Path(windlass.__file__).parent, target_is_directory=True)
+        # vLLM finds the plugin by its entry point.
+        info = link.parent / f"windlass_plugin-{windlass.__version__}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: windlass-plugin\nVersion: {windlass.__version__}\n"
+        )
+        (info / "entry_points.txt").write_text(
+            f"[{PLUGINS}]\n{PLUGIN} = windlass.integrations.vllm.plugin:register\n"
+        )
 
 
 @final

@@ -1,0 +1,294 @@
+"""Windlass's code in the worker of a vLLM rank: methods that the plugin adds to vLLM's worker, and calls that pause its server.
+
+`collective_rpc` calls the methods in the worker's main loop, between two steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, cast, final
+
+import msgspec
+import torch
+
+from windlass.config import PauseMode
+from windlass.engines.capture.checkpoint import checkpoint_folder
+from windlass.engines.capture.memory import fingerprints, held_by
+from windlass.engines.engine_rank import EngineApi, EngineRank
+from windlass.engines.http import EngineHttp
+from windlass.engines.private_routes import saved_key
+from windlass.engines.quantised import require_followed
+from windlass.engines.rank_reports import RefusedByOtherRank, reason_of
+from windlass.engines.spec import AgentSettings, RankStep, refuse_expandable_segments
+from windlass.engines.vllm.adapter import Slot, keep_adapter
+from windlass.engines.vllm.api_server import RankAnswer, RankOrder
+from windlass.engines.vllm.engine_core import CoreCalls, core_calls, stamps_tokens
+from windlass.engines.vllm.rank import (
+    Worker,
+    cache_storages,
+    capture_rank,
+    number_of,
+    served_by,
+)
+from windlass.engines.vllm.sampling import PROCESSED
+from windlass.envs import control_token
+from windlass.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+_MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE: "keep"}
+
+
+class VllmApi:
+    """`EngineApi` that uses the routes of `VLLM_SERVER_DEV_MODE=1`.
+
+    `can_block` and `stamps` are the results of `_can_block` and `stamps_tokens`. `core` has calls into the EngineCore of
+    this process if the server has one rank; it is None if `/collective_rpc` must call the methods of several workers.
+    """
+
+    def __init__(
+        self, server: EngineHttp, *, can_block: bool, stamps: bool, core: CoreCalls | None = None
+    ) -> None:
+        self._server, self._can_block, self._stamps = server, can_block, stamps
+        self._core = core
+        self._is_blocking = False
+
+    def pause(self, mode: PauseMode, deadline_s: float) -> bool:
+        """Pause: `abort` ends running requests; `in_place` keeps requests and their KV cache.
+
+        Send `clear_cache=false`, because the cache is separated by version. Otherwise vLLM 0.32 would compute the KV cache
+        of all kept requests again.
+        """
+        if mode not in _MODES:
+            raise ConfigError(f"vLLM: pause_mode must be one of {list(_MODES)}, got {mode}")
+        if self.blocks(mode):
+            return False
+        self._server.post(f"/pause?mode={_MODES[mode]}&clear_cache=false", {}, deadline_s)
+        return True
+
+    def blocks(self, mode: PauseMode) -> bool:
+        """Return whether to block the main loops instead of calling `/pause`, which sleeps for 20 ms (0.24, 0.32)."""
+        return mode is PauseMode.IN_PLACE and self._can_block
+
+    def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
+        self._is_blocking = block
+        try:
+            blocked_s = str(deadline_s) if block else ""
+            self._call("windlass_quiesce", [pause_id, blocked_s], None if block else deadline_s)
+        finally:
+            self._is_blocking = False
+
+    def resume(self, deadline_s: float) -> None:
+        self._server.post("/resume", {}, deadline_s)
+
+    def set_version(self, version: int, deadline_s: float) -> None:
+        """Set the version of later tokens; see `EngineApi.set_version`.
+
+        If Windlass records versions and the main loop is blocked, do nothing: `windlass_quiesce` returns the version.
+        """
+        if not self._stamps:
+            self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
+        elif not self._is_blocking:
+            self._call("windlass_set_version", [version], deadline_s)
+
+    def _call(self, method: str, args: list[object], deadline_s: float | None) -> None:
+        if self._core is not None:
+            self._core.call(method, args, deadline_s)
+            return
+        timeout = {} if deadline_s is None else {"timeout": deadline_s}
+        body = {"method": method, "args": args, **timeout}
+        self._server.post("/collective_rpc", body, deadline_s)
+
+
+def _own_api(worker: Worker, settings: AgentSettings) -> VllmApi:
+    """Return the `EngineApi` with which rank 0 pauses its own server. Rank 0 reads the server's key on its host."""
+    return VllmApi(
+        EngineHttp(settings.url, saved_key(settings.url)),
+        can_block=_can_block(worker.parallel_config),
+        stamps=stamps_tokens(),
+        core=core_calls() if settings.world_size == 1 else None,
+    )
+
+
+@final
+class CoreApi:
+    """`EngineApi` of a server with one rank, whose EngineCore runs in the rank's process.
+
+    The agent blocks the EngineCore's loop through `CoreCalls`, without HTTP. In a pause mode other than `in_place`, the
+    trainer itself calls `/pause` and then `/update_weights`.
+    """
+
+    def __init__(self, core: CoreCalls, worker: Worker) -> None:
+        self._core, self._worker = core, worker
+
+    def pause(self, mode: PauseMode, deadline_s: float) -> bool:
+        del mode, deadline_s
+        return False
+
+    def blocks(self, mode: PauseMode) -> bool:
+        return mode is PauseMode.IN_PLACE
+
+    def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
+        def blocked() -> int:
+            block_loop(self._worker, pause_id, deadline_s)
+            return int(self._worker.windlass_engine_rank.served_version)
+
+        if block:
+            self._core.hold(blocked)
+
+    def resume(self, deadline_s: float) -> None:
+        """Do nothing, because `pause` does nothing."""
+
+    def set_version(self, version: int, deadline_s: float) -> None:
+        """Do nothing: `CoreCalls.hold` sets the version."""
+
+
+def block_loop(worker: Worker, pause_id: str, deadline_s: float) -> None:
+    """Wait for the GPU, then block this worker's main loop; see `QuiesceGate.block`."""
+    rank: EngineRank = worker.windlass_engine_rank
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if rank.settings.adapter:
+        keep_adapter(worker)
+    rank.gate.block(pause_id, deadline_s)
+
+
+def _can_block(parallel: Any) -> bool:
+    """Return whether the agent may block the main loop of a rank between two steps.
+
+    Return False with pipeline stages or with replicas of a MoE model, because another rank may be in a step that waits
+    for this rank (for a dense model, vLLM reports one replica). Also return False if vLLM records versions of tokens
+    (0.32), because vLLM could not set the version while the loop is blocked.
+    """
+    shared = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1
+    return not shared and stamps_tokens()
+
+
+class WorkerMethods:
+    """Methods of the worker of a server that has our weight-transfer backend; `self` is the worker."""
+
+    @property
+    def windlass_engine_rank(self) -> EngineRank:
+        """Captured layout and fleet of this rank."""
+        worker: Worker = self
+        return cast("EngineRank", worker.weight_transfer_engine.rank)
+
+    def windlass_order(self, step: str, encoded: str) -> str:
+        """Carry out an order of the API server. The main loop calls this between two steps.
+
+        Args:
+            step: `RankStep` of the order, which only the EngineCore uses (`engine_core.keep_caches_apart`).
+            encoded: `RankOrder` in JSON.
+
+        Returns:
+            `RankAnswer` in JSON.
+        """
+        del step
+        order = msgspec.json.decode(encoded, type=RankOrder)
+        rank, worker = self.windlass_rank(), cast("Worker", self)
+        worker.weight_transfer_engine.worker = worker
+        try:
+            answer = RankAnswer(said=_carry_out(worker, order, rank))
+        except RefusedByOtherRank:
+            answer = RankAnswer(failed=True)
+        # If this rank raised, vLLM would not read the results of the other ranks.
+        except Exception as error:
+            logger.exception("rank %s cannot join the fleet", rank)
+            answer = RankAnswer(failed=True, said=f"rank {rank}: {reason_of(error)}")
+        return msgspec.json.encode(answer).decode()
+
+    def windlass_rank(self) -> int:
+        """Return the rank of this process among all ranks of the server; see `number_of`."""
+        return number_of(self)
+
+    def windlass_quiesce(
+        self, pause_id: str, blocked_s: str = "", namespace: str = ""
+    ) -> int | None:
+        """Report to the agent that the main loop is quiesced; with `blocked_s`, block the loop until the pause ends.
+
+        Args:
+            pause_id: id of the pause.
+            blocked_s: `deadline_s` of `QuiesceGate.block`; empty not to block, because the scheduler is paused.
+            namespace: new cache namespace, which the EngineCore adds to the call.
+
+        Returns:
+            After a block, the version that the rank serves; None without a block or a version.
+
+        Raises:
+            ConfigError: the EngineCore sent no cache namespace.
+        """
+        if not namespace:
+            raise ConfigError(
+                "vLLM: the EngineCore must separate its caches by version, but sent no cache namespace"
+            )
+        rank = self.windlass_engine_rank
+        if blocked_s:
+            block_loop(self, pause_id, float(blocked_s))
+            return rank.served_version if rank.served_version >= 0 else None
+        if rank.settings.adapter:
+            keep_adapter(self)
+        rank.gate.quiesced(pause_id)
+        return None
+
+    def windlass_set_version(self, version: int) -> int:
+        """Return `version`, which the EngineCore records for later tokens."""
+        return version
+
+    def windlass_digests(self) -> dict[str, str]:
+        """Return a fingerprint of every tensor of the model, the draft model and the adapter, by name."""
+        worker: Worker = self
+        held = held_by(served_by(worker), cache_storages(worker))
+        return fingerprints(held) | fingerprints(held_by(Slot(worker.model_runner.get_model())))
+
+
+def _carry_out(worker: Worker, order: RankOrder, rank: int) -> str:
+    """Carry out an order in this worker's rank; return the text for `RankAnswer.said`."""
+    settings, own = _on_this_host(worker, order.settings), worker.windlass_engine_rank
+    if order.step is RankStep.JOIN:
+        own.join(settings, rank, order.token or control_token())
+        return ""
+    # End an update that a trainer began before it died. vLLM raises RuntimeError if no update has begun.
+    with contextlib.suppress(RuntimeError):
+        worker.finish_weight_update()
+    refuse_expandable_segments()
+    model = worker.vllm_config.model_config
+    require_followed(
+        _folder_of(worker), ("--quantization", model.quantization) if model.quantization else ()
+    )
+    if model.logprobs_mode != PROCESSED and rank == 0:
+        logger.warning(
+            "--logprobs-mode is %s: log-probabilities in responses do not belong to the distribution from which "
+            "tokens are sampled; use %s for rollouts",
+            *(model.logprobs_mode, PROCESSED),
+        )
+    api = _api_for(worker, order, settings)
+    return msgspec.json.encode(capture_rank(worker, own, settings, api)).decode()
+
+
+def _api_for(
+    worker: Worker, order: RankOrder, settings: AgentSettings
+) -> Callable[[], EngineApi] | None:
+    """Return a function that creates this rank's `EngineApi`; None if the trainer pauses the server by HTTP."""
+    if order.pauses_itself:
+        return partial(_own_api, worker, settings)
+    core = core_calls() if settings.world_size == 1 else None
+    return None if core is None else partial(CoreApi, core, worker)
+
+
+def _on_this_host(worker: Worker, settings: AgentSettings) -> AgentSettings:
+    """Return the settings with this rank's checkpoint folder, which may differ from other hosts' folders."""
+    if settings.adapter:
+        return settings
+    return msgspec.structs.replace(
+        settings,
+        checkpoint=str(_folder_of(worker)),
+        loaded=worker.vllm_config.load_config.load_format != "dummy",
+    )
+
+
+def _folder_of(worker: Worker) -> Path:
+    model = worker.vllm_config.model_config
+    return checkpoint_folder("--model", model.model, model.revision)
