@@ -32,6 +32,7 @@ from typing import Any
 import aiohttp
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from live_engine.checks import Held, compare, require_fresh, save, settle

@@ -1,5 +1,8 @@
 # Variables for vLLM 0.24 and its trainers on a GPU machine without a network. Source it in the root of the repository.
-export PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=160
+# vLLM finds Windlass's plugin by its entry point.
+PLUGINS=$(mktemp -d)
+python3 -c 'import pathlib, sys; from tools.entry_points import write_entry_points as write; write(pathlib.Path(sys.argv[1]))' "$PLUGINS"
+export PYTHONPATH="$PWD/src:$PWD/benchmarks:$PLUGINS${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=160
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false CUDA_MODULE_LOADING=LAZY
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0 VLLM_WORKER_MULTIPROC_METHOD=spawn
