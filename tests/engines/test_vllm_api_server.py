@@ -111,7 +111,7 @@ def test_tensor_that_no_loader_reads_is_reported_and_not_refused(
 ) -> None:
     names = ["mtp.0.w", "mtp.1.w", "lm_head.weight"]
     join(Cores([layout(names, names)], [layout(["x", *names], names)]), 2)
-    assert "passes by 'lm_head.weight', 2 of 'mtp.*.w' of the checkpoint" in capsys.readouterr().err
+    assert "skips 'lm_head.weight', 2 of 'mtp.*.w' of the checkpoint" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"its loader reads must be .* got none of 'mtp\.0\.w': "):
         join(Cores([layout(names, names)], [layout(names, names[1:])]), 2)
 
@@ -137,7 +137,7 @@ def test_adapter_of_the_options_must_be_in_a_folder_that_peft_saved(
     assert settings_of(engine, order).world_size == 2
     note_adapters([SimpleNamespace(name="tuned", path="/nowhere")])
     try:
-        with pytest.raises(ConfigError, match="--lora-modules tuned: /nowhere must hold"):
+        with pytest.raises(ConfigError, match="--lora-modules tuned: /nowhere must contain"):
             settings_of(engine, order)
     finally:
         note_adapters(None)
