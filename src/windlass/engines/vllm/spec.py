@@ -68,8 +68,8 @@ RELEASES = EngineReleases(
             "`--enable-scale-out`: `/inference/v1/generate` with token ids beside logprobs",
             since=(0, 32),
             missing_in=(0, 24),
-            without="Windlass forwards `/generate`, the route of rollout workers, to `/v1/completions`; if an abort "
-            "pause ends an answer, the worker generates it again from its prompt",
+            without="Windlass forwards `/generate`, the route of rollout workers, to `/v1/completions`; after an abort "
+            "pause, the worker generates the answer again from its prompt",
         ),
     ),
 )
