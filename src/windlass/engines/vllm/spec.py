@@ -69,7 +69,7 @@ RELEASES = EngineReleases(
             since=(0, 32),
             missing_in=(0, 24),
             without="Windlass forwards `/generate`, the route of rollout workers, to `/v1/completions`; after an abort "
-            "pause, the worker generates the answer again from its prompt",
+            "pause, the worker repeats the answer from its prompt",
         ),
     ),
 )
