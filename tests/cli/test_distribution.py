@@ -107,7 +107,7 @@ def test_doctor_recognises_the_other_project_in_its_environment(
     monkeypatch.syspath_prepend(other_project(tmp_path))
     finding = checks._package()
     assert finding.status is checks.FAILS
-    assert "windlass 0.1.1 is installed here too: another project of PyPI" in finding.found
+    assert "windlass 0.1.1 is installed here too: another project on PyPI" in finding.found
     assert f"{sys.executable} -m pip uninstall windlass, then install again" in finding.remedy
     assert install_command(python=sys.executable) in finding.remedy
 
@@ -119,7 +119,7 @@ def test_doctor_knows_an_installation_under_our_old_name(
     monkeypatch.syspath_prepend(other_project(tmp_path, ours))
     finding = checks._package()
     assert finding.status is checks.LIMITED
-    assert "old name" in finding.found
+    assert "an old release named windlass" in finding.found
 
 
 def test_doctor_recognises_the_other_project_in_another_environment(

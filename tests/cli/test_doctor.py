@@ -167,7 +167,7 @@ def test_doctor_offers_mooncake_for_gpu_memory(
         assert (finding.status, finding.remedy) == (Status.WORKS, "")
         return
     assert finding.status is Status.LIMITED
-    assert "built for host memory" in finding.found
+    assert "cannot send GPU memory" in finding.found
     assert f"pip install '.[{extra}]'" in finding.remedy
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (wanted,) = declared["optional-dependencies"][extra]

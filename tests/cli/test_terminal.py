@@ -83,7 +83,7 @@ async def test_status_watch_shows_each_change_until_the_controller_ends() -> Non
         _, errors = await watching.communicate()
     assert watching.returncode == 2
     assert b"ended the stream" in errors
-    assert b"next: check that a controller runs there" in errors
+    assert b"next: check that a controller runs at this address" in errors
 
 
 async def test_the_error_of_a_wrong_token_names_the_setting() -> None:
@@ -157,9 +157,9 @@ def without_codes(text: str) -> str:
 @pytest.mark.parametrize(
     ("status", "body", "says"),
     [
-        (404, b"no such page", "answered 404, is it a controller?"),
+        (404, b"no such page", "the server answered with status 404; is this server a controller?"),
         (200, b"<html>hello</html>", "JSON is malformed"),
-        (200, b'{"object": "list", "data": []}', "the answer must have engines, "),
+        (200, b'{"object": "list", "data": []}', "the answer lacks engines, "),
         (200, b"[1]", "Expected `object`, got `array`"),
     ],
 )
@@ -194,7 +194,7 @@ def test_status_of_a_silent_controller_does_not_advise_status(
         assert main(["status", url, "--deadline-s", "0.2"]) == 2
     said = capsys.readouterr().err
     assert f"PeerTimeout: {url}: no answer within 0.2 s" in said
-    assert "next: check that a controller runs there, or give it more time" in said
+    assert "next: check that a controller runs at this address, or set a longer" in said
     assert "windlass status" not in said.partition(":")[2]
 
 

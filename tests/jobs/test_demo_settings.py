@@ -31,7 +31,7 @@ def config(*options: str) -> LaunchConfig:
 def test_a_real_engine_takes_one_sided_writes_into_its_own_memory_only(
     wrong: tuple[str, str],
 ) -> None:
-    with pytest.raises(ConfigError, match="--engine vllm --device cpu goes with --backend p2p"):
+    with pytest.raises(ConfigError, match="--engine vllm --device cpu needs --backend p2p"):
         config("--engine", "vllm", *wrong)
 
 
@@ -79,7 +79,7 @@ def test_engines_have_gpus_of_their_own_where_there_are_enough(
     [
         ("", (), "needs a GPU, none is visible"),
         ("0", ("--transport", "cma"), r"--transport one of \['cuda_ipc'\], got 'p2p' and 'cma'"),
-        ("0", ("--engine", "sglang"), r"goes with --engine \['vllm'\], got 'sglang'"),
+        ("0", ("--engine", "sglang"), r"needs an --engine in \['vllm'\], got 'sglang'"),
         ("0", ("--engine", "embedded"), "--device must be cpu with --engine embedded"),
         ("0", ("--model", "/nowhere.json"), "--model must be a file, got '/nowhere.json'"),
     ],
@@ -129,7 +129,7 @@ def test_answers_are_as_long_as_the_engines_settings_allow(engine: str, room: in
 
 
 def test_an_engine_may_not_be_killed_in_the_last_update() -> None:
-    with pytest.raises(ConfigError, match=r"kill_engine_at must be in \[0, steps=4\)"):
+    with pytest.raises(ConfigError, match=r"--kill-engine-at must be in \[0, steps=4\)"):
         config("--steps", "4", "--kill-engine-at", "4")
     assert config("--steps", "4", "--kill-engine-at", "3").engines[-1].max_restarts == 1
 

@@ -1,7 +1,7 @@
 """The command line `windlass COMMAND`, and the type of a command.
 
-To add a command, add a file to `windlass/cli/commands` that defines `COMMAND`. Another distribution adds one by an
-entry point of the group `windlass.commands`.
+To add a command, add a file to `windlass/cli/commands` that defines `COMMAND`. Another distribution adds a command
+with an entry point of the group `windlass.commands`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Command:
     """A sub-command of `windlass`.
 
     Attributes:
-        summary: line of `windlass --help`.
+        summary: description of the command in `windlass --help`.
         add_arguments: function that declares the options.
-        run: function that runs the command and returns the exit status. `main` prints a `WindlassError` as one line.
+        run: function that runs the command and returns the exit status. It may raise `WindlassError`.
     """
 
     summary: str

@@ -51,7 +51,7 @@ DISTRIBUTION = "windlass-rl"
 OTHER_PROJECT = "windlass"
 """Name of another project's distribution on PyPI."""
 SUMMARY = "One-sided, verified, transactional weight updates and asynchronous rollouts for RL post-training"
-"""Description in Windlass's metadata. It tells Windlass, installed under its old name, from the other project."""
+"""Summary in Windlass's metadata. A distribution `windlass` with this summary is an old release of Windlass."""
 
 
 class Status(StrEnum):
@@ -67,7 +67,7 @@ WORKS, LIMITED, FAILS = Status
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; `remedy` is empty if the user need not change anything."""
+    """One line of the report; `remedy` is empty if the user has nothing to change."""
 
     name: str
     status: Status
@@ -79,7 +79,7 @@ def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
     """Run all checks and return the findings in the order of the report.
 
     Args:
-        checkpoint: see `windlass doctor --help`.
+        checkpoint: folder of a checkpoint to check as well: can Windlass capture its layout?
     """
     findings = [
         _package(),
@@ -98,7 +98,7 @@ def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
 
 
 def _package() -> Finding:
-    """Report which Windlass runs, and whether another distribution named `windlass` can overwrite its files."""
+    """Report Windlass's version and folder, and any distribution `windlass`, which would overwrite Windlass's files."""
     found = f"{windlass.__version__} in {Path(windlass.__file__).parent}"
     for other in metadata.distributions(name=OTHER_PROJECT):
         remedy = (
@@ -106,31 +106,31 @@ def _package() -> Finding:
             f"{install_command(python=sys.executable)}"
         )
         if other.metadata["Summary"] == SUMMARY:
-            found = f"{found}; installed under its old name {OTHER_PROJECT} as well"
+            found = f"{found}; an old release named {OTHER_PROJECT} is installed as well"
             return Finding(PACKAGE, LIMITED, found, remedy)
         return Finding(PACKAGE, FAILS, f"{found}; {of_other_project(other.version)}", remedy)
     return Finding(PACKAGE, WORKS, found)
 
 
 def of_other_project(version: str) -> str:
-    """Return a text that tells the user about the other project's distribution."""
+    """Return the message for a user who has installed the other project's distribution."""
     return (
-        f"the distribution {OTHER_PROJECT} {version} is installed here too: another project of PyPI, with "
-        f"the same import name and command as ours, which is called {DISTRIBUTION}"
+        f"the distribution {OTHER_PROJECT} {version} is installed here too: another project on PyPI, with "
+        f"the same import name and command as Windlass, which PyPI calls {DISTRIBUTION}"
     )
 
 
 def _transports() -> list[Finding]:
-    """Report each transport of the registry, and the choices of `auto` among the transports that start."""
+    """Start each registered transport and report the result. Then report what `auto` would choose."""
     findings, offers = [], list[TransportOffer]()
     for name in transport_names():
         try:
             kind = config_type(name)
         except WindlassError as error:
-            findings.append(Finding(name, FAILS, str(error), "mend or remove its package"))
+            findings.append(Finding(name, FAILS, str(error), "repair or remove its package"))
             continue
         needs_gpu = MemoryType.HOST not in kind.memory
-        # `auto` chooses among the other transports, so `_automatic` reports it.
+        # `_automatic` reports `auto`, which chooses among the other transports.
         if name == "auto" or (needs_gpu and count_gpus() == 0):
             continue
         finding, found = _start(kind())
@@ -151,14 +151,14 @@ def _start(config: TransportConfig) -> tuple[Finding, tuple[TransportOffer, ...]
     except WindlassError as error:
         return Finding(config.name, FAILS, str(error), config.remedy), ()
     reach = "processes of this host" if traits.same_host else "other hosts too"
-    one_sided = "" if traits.one_sided else "; the receiving process must run"
+    one_sided = "" if traits.one_sided else "; the receiver must take part in each write"
     found = f"{report.protocol}, {report.detail}; reaches {reach}{one_sided}"
     return Finding(config.name, WORKS, found), offers
 
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Discard the output of libraries on stderr inside the block, because Mooncake logs an error at every start."""
+    """Discard output to stderr inside the block, because Mooncake logs an error whenever it starts."""
     sys.stderr.flush()
     kept = os.dup(STDERR)
     try:
@@ -171,12 +171,12 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
-    """Report the transport that `auto` would choose for a link between two hosts like this one."""
+    """Report which transport `auto` would choose within this host, and between two hosts like this one."""
     findings = []
     for kind in MemoryType:
         here = [offer for offer in offers if offer.traits.memory is kind]
         if any(offer.traits.same_host and not offer.traits.allocates for offer in here):
-            # `AutoConfig` makes the same choice.
+            # Like `AutoConfig`, prefer transports that can write into memory that exists already.
             here = [offer for offer in here if not offer.traits.allocates]
         said = []
         for where, same_host in (("within this host", True), ("between hosts", False)):
@@ -192,7 +192,7 @@ def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
 
 
 def _of_mooncake(finding: Finding) -> Finding:
-    """Add the extra that installs the right wheel: with GPUs, the wheel of torch's CUDA release."""
+    """Add a remedy that installs Mooncake's wheel for this machine: with GPUs, the wheel for torch's CUDA release."""
     extra = "mooncake"
     if count_gpus():
         try:
@@ -206,7 +206,7 @@ def _of_mooncake(finding: Finding) -> Finding:
     if finding.status is FAILS:
         return replace(finding, remedy=install)
     if extra != "mooncake" and is_installed(WITHOUT_CUDA):
-        found = f"{finding.found}; {WITHOUT_CUDA} is built for host memory, and there are GPUs"
+        found = f"{finding.found}; {WITHOUT_CUDA} cannot send GPU memory, and this host has GPUs"
         return Finding(finding.name, LIMITED, found, f"pip uninstall {WITHOUT_CUDA}; {install}")
     return finding
 
@@ -214,7 +214,7 @@ def _of_mooncake(finding: Finding) -> Finding:
 def _ptrace() -> Finding:
     name = "ptrace scope"
     if not _PTRACE_SCOPE.exists():
-        return Finding(name, WORKS, "no Yama: processes of one user may write each other")
+        return Finding(name, WORKS, "no Yama: a process may write to others of the same user")
     scope = _PTRACE_SCOPE.read_text().strip()
     if scope == "0":
         return Finding(name, WORKS, "0")
@@ -229,19 +229,19 @@ def _locked_memory() -> Finding:
     if locks_without_limit():
         return Finding(name, WORKS, "unlimited, by CAP_IPC_LOCK")
     remedy = "ulimit -l unlimited, or --ulimit memlock=-1 for a container"
-    return Finding(name, LIMITED, f"{soft >> 10} KiB: RDMA registers no more than this", remedy)
+    return Finding(name, LIMITED, f"{soft >> 10} KiB: RDMA can register no more memory", remedy)
 
 
 def _shared_memory() -> Finding:
     name = str(_SHARED_MEMORY)
     if not _SHARED_MEMORY.is_dir():
-        return Finding(name, FAILS, "is not there", "mount a tmpfs at /dev/shm")
+        return Finding(name, FAILS, "does not exist", "mount a tmpfs at /dev/shm")
     space = os.statvfs(_SHARED_MEMORY)
     total, free = space.f_blocks * space.f_frsize >> 20, space.f_bavail * space.f_frsize >> 20
     found = f"{free} of {total} MiB free"
     if total < _USUAL_CONTAINER_MIB * 2:
         remedy = "--shm-size for a container, or mount -o remount,size=50% /dev/shm"
-        return Finding(name, LIMITED, f"{found}: engines talk through it", remedy)
+        return Finding(name, LIMITED, f"{found}: engines' processes exchange data there", remedy)
     return Finding(name, WORKS, found)
 
 
@@ -254,22 +254,22 @@ def _network_cards() -> Finding:
         status, found = LIMITED, "no device: mooncake and nixl use TCP between hosts"
         remedy = "expose /dev/infiniband to this container, if the host has cards"
     elif not any(os.access(p, os.R_OK | os.W_OK) for p in _VERBS_FOLDER.glob("uverbs*")):
-        status, found = FAILS, f"{found}; no /dev/infiniband/uverbs* that this user may open"
+        status, found = FAILS, f"{found}; this user may open no /dev/infiniband/uverbs*"
         remedy = (
             "expose /dev/infiniband to this container, and give this user read and write access"
         )
     elif "ACTIVE" not in said.values():
         status, found = FAILS, f"{found}: no port is active"
-        remedy = "see to cable, switch and ip link"
+        remedy = "check the cable, the switch and `ip link`"
     elif any(state != "ACTIVE" for state in said.values()):
-        status, remedy = LIMITED, "name the active ones as device of mooncake and nixl"
+        status, remedy = LIMITED, "set `device` of mooncake and nixl to active ports' devices"
     return Finding("RDMA", status, found, remedy)
 
 
 def _allocator() -> Finding:
     asked = expandable_segments()
     if not asked:
-        return Finding("allocator", WORKS, "no expandable segments asked for")
+        return Finding("allocator", WORKS, "expandable segments are not enabled")
     remedy = f"unset expandable_segments in {asked.partition('=')[0]} for engines"
     found = f"{asked}: such memory cannot be registered or shared"
     return Finding("allocator", FAILS, found, remedy)
@@ -290,14 +290,14 @@ def _peer_access() -> Finding:
         if not torch.cuda.can_device_access_peer(a, b)
     ]
     if not blocked:
-        return Finding(name, WORKS, f"{count} devices, every pair")
+        return Finding(name, WORKS, f"{count} devices, between all pairs")
     found = f"{count} devices, no peer access between {', '.join(blocked)}"
     remedy = "disable ACS, or keep trainer and engine ranks on connected devices"
     return Finding(name, LIMITED, found, remedy)
 
 
 def _engines() -> list[Finding]:
-    """Report the engines in this environment, and the plugins that cannot be imported."""
+    """Report the engines in this environment, and engine plugins that cannot be imported."""
     findings, missing = [], []
     for name in ENGINES.names():
         try:
@@ -313,7 +313,7 @@ def _engines() -> list[Finding]:
             missing.append(releases.name)
     if findings:
         return findings
-    remedy = f"{install_command('vllm')}, or '.[sglang]'; or --engine-python PATH, which looks into theirs"
+    remedy = f"{install_command('vllm')}, or '.[sglang]'; or --engine-python PATH for another environment"
     return [Finding(" and ".join(missing), LIMITED, "not in this environment", remedy)]
 
 
@@ -324,7 +324,7 @@ def _engine(engine: EngineReleases, version: str) -> Finding:
         remedy = f"install one of {', '.join(f'{engine.name} {r}' for r in engine.proven)}"
         return Finding(engine.name, FAILS, str(error), remedy)
     if warnings:
-        remedy = "docs/capabilities.md says what each release has"
+        remedy = "docs/capabilities.md says what works with each release"
         return Finding(engine.name, LIMITED, "; ".join(warnings), remedy)
     return Finding(engine.name, WORKS, version)
 
@@ -332,21 +332,22 @@ def _engine(engine: EngineReleases, version: str) -> Finding:
 def _logprobs(engine: EngineReleases) -> Finding:
     name = f"{engine.name} log-probabilities"
     if engine.name == "SGLang" and environment_value(ORIGINAL):
-        found = f"{ORIGINAL} is set: they are the model's, before temperature, top_k and top_p"
+        found = f"{ORIGINAL} is set: SGLang returns them before temperature, top_k and top_p"
         return Finding(name, FAILS, found, f"unset {ORIGINAL}")
-    found = "of the distribution that is sampled, after temperature, top_k and top_p, by default"
+    found = "by default of the sampled distribution, after temperature, top_k and top_p"
     return Finding(name, WORKS, found)
 
 
 def check_flags(command: str, checkpoint: Path | None = None) -> Finding:
-    """Report whether updates work with an engine that is started with these options.
+    """Report whether Windlass can update an engine that is started with these options.
 
     Args:
         command: name of the engine and its options, as in a shell: `vllm --enable-sleep-mode`.
-        checkpoint: folder of the checkpoint that the engine would serve. The options for quantisation depend on it.
+        checkpoint: folder of the checkpoint that the engine would serve. Without a checkpoint, options for
+            quantisation cannot be checked.
 
     Raises:
-        ConfigError: it names no engine, or a quotation does not end.
+        ConfigError: `command` does not start with the name of an engine, or lacks a closing quotation mark.
     """
     try:
         engine, *options = shlex.split(command) or [""]
@@ -364,9 +365,9 @@ def check_flags(command: str, checkpoint: Path | None = None) -> Finding:
         if checkpoint is not None:
             require_followed(checkpoint, options)
     except ConfigError as error:
-        return Finding(name, FAILS, str(error), "leave it out")
+        return Finding(name, FAILS, str(error), "leave this option out")
     if checkpoint is None and any(o.startswith(("--quant", "-q")) for o in options):
-        found = f"{said}: whether it may quantise depends on the checkpoint"
+        found = f"{said}: whether the engine may quantise depends on the checkpoint"
         return Finding(name, LIMITED, found, "add --checkpoint DIR")
     return Finding(name, WORKS, said)
 
@@ -383,7 +384,6 @@ def _checkpoint(folder: Path) -> Finding:
     nbytes = 8 * sum(spec.numel for spec in specs)
     found = (
         f"{len(specs)} tensors{' in block float8' if quantised else ''}; capture needs up to "
-        f"{nbytes >> 20} MiB per engine rank; tensors from which an engine computes others stay there a "
-        "second time, in buffers"
+        f"{nbytes >> 20} MiB per engine rank; the rank also keeps buffers with the sources of computed tensors"
     )
     return Finding("checkpoint", WORKS, found)

@@ -1,4 +1,4 @@
-"""Requests that commands send to a running controller, and the command-line options for its address."""
+"""Requests that commands send to a running controller, and the options with the controller's address."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from windlass.net.sockets import connection_error, open_http
 from windlass.observability.operations import HEARTBEAT_S
 
 _OF_AN_OVERVIEW = {"published_version", "engines", "links", "rounds", "rollouts", "staleness"}
-"""Keys that every answer of a controller contains."""
+"""Keys of `/v1/overview` that every controller sends."""
 
 
 def add_controller(parser: argparse.ArgumentParser) -> None:
-    """Declare the controller's address and the deadline; the token comes from WINDLASS_TOKEN only."""
+    """Declare the arguments for the controller's address and the deadline. The token comes from WINDLASS_TOKEN."""
     parser.add_argument("url", help="address of the controller")
     parser.add_argument("--deadline-s", type=float, default=10.0)
 
 
 def overview(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the overview of the controller that the options name; raises as `fetch_overview` does."""
+    """Fetch the overview from the controller at `args.url`. Raises the errors of `fetch_overview`."""
     return asyncio.run(fetch_overview(args.url.rstrip("/"), control_token(), args.deadline_s))
 
 
 async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, Any]:
-    """Return the answer of `/v1/overview` of a controller.
+    """Fetch `/v1/overview` from the controller at `url`.
 
     Raises:
         ConfigError: `url` is not the URL of a server. AuthenticationError: the token is wrong.
@@ -52,13 +52,14 @@ async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, A
 async def follow_overview(
     url: str, token: str, deadline_s: float
 ) -> AsyncGenerator[dict[str, Any]]:
-    """Yield the overviews that `/v1/events` of a controller sends. The end of the stream is an error.
+    """Yield each overview that the controller at `url` sends on `/v1/events`. Never returns: the end is an error.
 
-    The first answer must arrive within `deadline_s`. Then the controller sends data at least every `HEARTBEAT_S`; the
-    stream has failed after three times this interval without data.
+    The controller sends data at least every `HEARTBEAT_S` seconds.
 
     Raises:
-        WindlassError: as `fetch_overview`, or the controller ended the stream.
+        PeerTimeout: no data within `deadline_s` at the start, or within `3 * HEARTBEAT_S` later.
+        PeerUnreachable: the controller ended the stream, or did not answer.
+        WindlassError: any other error of `fetch_overview`.
     """
     with _errors_of(url, deadline_s):
         async with (
@@ -74,7 +75,7 @@ async def follow_overview(
                 for whole in frames:
                     if whole.startswith(b"data: "):
                         yield _decode(url, whole[6:])
-    raise PeerUnreachable(f"{url}: the controller has ended the stream")
+    raise PeerUnreachable(f"{url}: the controller ended the stream of overviews")
 
 
 async def _check(url: str, answer: aiohttp.ClientResponse) -> None:
@@ -84,7 +85,9 @@ async def _check(url: str, answer: aiohttp.ClientResponse) -> None:
         said = (await answer.content.read(200)).decode(errors="replace")
         raise AuthenticationError(f"{url}: {said}")
     if answer.status != 200:
-        raise _no_controller(f"{url}: answered {answer.status}, is it a controller?")
+        raise _no_controller(
+            f"{url}: the server answered with status {answer.status}; is this server a controller?"
+        )
 
 
 def _decode(url: str, answer: bytes) -> dict[str, Any]:
@@ -96,7 +99,7 @@ def _decode(url: str, answer: bytes) -> dict[str, Any]:
     found = msgspec.json.decode(answer, type=dict[str, Any])
     if lacking := sorted(_OF_AN_OVERVIEW - found.keys()):
         raise _no_controller(
-            f"{url}: the answer must have {', '.join(lacking)}, is it a controller?"
+            f"{url}: the answer lacks {', '.join(lacking)}; is this server a controller?"
         )
     return found
 
@@ -104,7 +107,7 @@ def _decode(url: str, answer: bytes) -> dict[str, Any]:
 def _no_controller(said: str) -> ProtocolError:
     error = ProtocolError(said)
     error.add_note(
-        "next: give the address that `windlass serve` or `windlass launch` prints, and not that of an engine"
+        "next: give the address that `windlass serve` or `windlass launch` prints, not an engine's address"
     )
     return error
 
@@ -117,7 +120,7 @@ def _errors_of(url: str, deadline_s: float) -> Iterator[None]:
     except TimeoutError:
         timeout = PeerTimeout(f"{url}: no answer within {deadline_s} s")
         timeout.add_note(
-            "next: check that a controller runs there, or give it more time with --deadline-s"
+            "next: check that a controller runs at this address, or set a longer --deadline-s"
         )
         raise timeout from None
     except aiohttp.ClientError as error:

@@ -17,13 +17,13 @@ class Framework:
     """A framework that has an integration of Windlass.
 
     Attributes:
-        distributions: possible names of the framework's package; the first that is installed is checked.
-        releases: text about the releases that the integration was written for.
-        least: oldest of these releases. below: first release after them.
+        distributions: possible names of the framework's package; the first installed one is checked.
+        releases: releases that the integration was written for, as text.
+        least: oldest supported release. below: oldest release that is too new.
         module: module of Windlass that the framework loads.
-        group: group of entry points that the framework loads; empty if it loads none.
-        without: remedy for a framework that cannot see the entry point.
-        needs: further distributions that the integration needs.
+        group: group of entry points that the framework loads; empty if the framework loads no entry points.
+        without: advice for a user who cannot install Windlass's entry point.
+        needs: other packages that the integration imports.
     """
 
     distributions: tuple[str, ...]
@@ -52,7 +52,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
         below=(0, 6),
         module="windlass.engines.sglang.plugin",
         group="sglang.srt.plugins",
-        without="start servers with python -m windlass.engines.sglang",
+        without="or start servers with python -m windlass.engines.sglang",
         needs=("torch",),
     ),
     "trl": Framework(
@@ -70,7 +70,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
         below=(0, 10),
         module="windlass.integrations.verl",
         group="verl.plugins",
-        without="set checkpoint_engine.custom_backend_module=windlass.integrations.verl",
+        without="or set checkpoint_engine.custom_backend_module=windlass.integrations.verl",
         needs=("ray", "torch"),
     ),
     "vllm": Framework(
@@ -80,7 +80,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
         below=(0, 34),
         module="windlass.integrations.vllm.plugin",
         group="vllm.general_plugins",
-        without="it takes no backend by another way",
+        without="vLLM can load the backend only as an entry point",
         needs=("torch",),
     ),
 }
@@ -111,13 +111,14 @@ def _installed(distribution: str) -> str:
 def _release(name: str, framework: Framework) -> Finding:
     version = next(filter(None, map(_installed, framework.distributions)), "")
     if not version:
-        remedy = "run windlass doctor with the interpreter that it is installed for, or --engine-python PATH"
+        remedy = f"run windlass doctor with the Python of {name}'s environment, or add --engine-python PATH"
         return Finding(name, FAILS, "not in this environment", remedy)
     numbers = tuple(int(part) for part in version.split("+")[0].split(".") if part.isdecimal())
     if numbers < framework.least:
         return Finding(name, FAILS, version, f"install {framework.releases}")
     if numbers >= framework.below:
-        return Finding(name, LIMITED, version, f"{framework.releases} were read, not this")
+        remedy = f"test it: the integration was written for {framework.releases}"
+        return Finding(name, LIMITED, version, remedy)
     return Finding(name, WORKS, version)
 
 
@@ -132,8 +133,8 @@ def _entry_point(framework: Framework) -> Finding:
     for point in metadata.entry_points(group=framework.group):
         if point.value.partition(":")[0] == framework.module:
             return Finding(framework.group, WORKS, f"{point.name} = {point.value}")
-    found = "no entry point of Windlass: it is on a path here, and not installed"
-    remedy = f"{install_command(python=sys.executable)}; else {framework.without}"
+    found = "no entry point of Windlass: its code is on sys.path, but the package is not installed"
+    remedy = f"{install_command(python=sys.executable)}; {framework.without}"
     return Finding(framework.group, LIMITED, found, remedy)
 
 
@@ -143,5 +144,5 @@ def _module(framework: Framework) -> Finding:
     # The import runs code of the framework, which may raise any exception; the finding reports it.
     except Exception as error:  # noqa: BLE001
         found = f"{type(error).__name__}: {error}"
-        return Finding(framework.module, FAILS, found, "install what it names")
+        return Finding(framework.module, FAILS, found, "install the package that the error names")
     return Finding(framework.module, WORKS, "can be imported")

@@ -30,25 +30,25 @@ _EXTRAS = {
     "psutil": "demo",
     "ray": "ray",
 }
-"""Package that a command may need -> extra that installs it."""
+"""Package that a command may import -> extra of Windlass that installs this package."""
 _OWN_EXTRAS = {"demo": "demo"}
-"""Command with its own extra -> that extra."""
+"""Command -> extra that installs every package that the command may import."""
 _NEXT: Mapping[type[WindlassError], str] = {
     AuthenticationError: "set WINDLASS_TOKEN to the controller's token, or to the token of a role that "
     "`windlass token` derives from it",
-    PeerUnreachable: "check that a controller runs there and that this host reaches it; `windlass serve` "
-    "and `windlass launch` print the address",
+    PeerUnreachable: "check that a controller runs at this address and that this host can connect to it; "
+    "`windlass serve` and `windlass launch` print the address",
     EngineRefused: "`windlass doctor --engine-python PATH` checks the engine's environment",
-    TransportUnavailable: "`windlass doctor` says what this machine lacks, and how to repair it",
+    TransportUnavailable: "`windlass doctor` says what this machine lacks, and how to install it",
 }
-"""Error without a remedy in its text -> remedy."""
+"""Type of error -> advice that `main` prints below the text of such an error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv`, run one sub-command, return the exit status.
 
-    An error of Windlass, or a missing package of an extra, is printed as one line, followed by the error's notes and
-    by advice. Any other exception is a defect; Python prints its traceback.
+    A `WindlassError` is printed as one line, followed by its notes and advice. If a package is missing, the command
+    that installs it is printed. Any other exception is a defect of Windlass and propagates.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), "")
@@ -95,7 +95,7 @@ def _run(arguments: Sequence[str], chosen: str) -> int:
 
 
 def full_parser() -> argparse.ArgumentParser:
-    """Return the parser with the options of every command; a plugin that cannot be imported has no options."""
+    """Return a parser with the options of all commands, except plugins that cannot be imported."""
     parser, subparsers = _empty_parser()
     for name in COMMANDS.names():
         summary = _summary(name)
@@ -115,7 +115,7 @@ def _empty_parser() -> tuple[argparse.ArgumentParser, _Subparsers]:
 
 
 def _summary(name: str) -> str:
-    """Return a command's summary, escaped for argparse; for a plugin that cannot be imported, the reason."""
+    """Return a command's summary, escaped for argparse. If the command cannot be imported, return the error instead."""
     try:
         return COMMANDS.find(name).summary.replace("%", "%%")
     except ConfigError as error:

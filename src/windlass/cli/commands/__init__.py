@@ -1,1 +1,1 @@
-"""Commands of the CLI; each file contains one command and has its name."""
+"""Commands of the CLI, each in a file of the same name."""

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a completion script for the shell; it contains the options of every command."""
+    """Print the shell's completion script, with the options of every command."""
     import shtab
 
     from windlass.cli.main import full_parser

@@ -32,11 +32,12 @@ PAUSE_MODES = {"cpu": PauseMode.ABORT, "cuda": PauseMode.IN_PLACE}
 SERVER_TRANSPORTS = {"cpu": ("cma", "mooncake"), "cuda": ("cuda_ipc",)}
 """Device -> transports that a server can use; the first one is the default."""
 MAX_NEW_TOKENS = {"embedded": 12, "server": 60}
-"""Largest number of answer tokens that fit into the engines' context after a prompt of four tokens."""
+"""Kind of engine -> most tokens of an answer that fit into the context after a prompt of four tokens."""
 SCHEDULERS: Mapping[str, KnownScheduler] = {
     "local": LocalSchedulerConfig(),
     "slurm": SlurmSchedulerConfig(host="127.0.0.1"),
-    # The demo has more processes than a laptop has cores. They share the cores, as they do without Ray.
+    # Ray places a process only on free cores, and a laptop may have fewer cores than the demo has processes.
+    # So tell Ray that there are five cores; the processes then share the real ones.
     "ray": RaySchedulerConfig(num_cpus=5),
 }
 
@@ -52,10 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="p2p", choices=["p2p", "xccl", "disk"])
     parser.add_argument(
         "--model", type=Path, metavar="FILE",
-        help="configuration of a causal LM of transformers, of 13 tokens at least "
+        help="configuration of a causal LM of transformers, with a vocabulary of at least 13 tokens "
         "(default: a tiny Qwen3, larger with --device cuda)",
     )  # fmt: skip
-    parser.add_argument("--max-new-tokens", type=int, default=8, help="of an answer (default 8)")
+    parser.add_argument("--max-new-tokens", type=int, default=8, help="per answer (default 8)")
     parser.add_argument(
         "--transport", choices=["cma", "shm", "mooncake", "cuda_ipc"],
         help="default: cma, or cuda_ipc with --device cuda",
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", default="in_place", choices=[m.value for m in UpdateMode])
     parser.add_argument(
         "--pause-mode", choices=[m.value for m in PauseMode],
-        help="what an update does to answers under way (default: abort, or in_place with --device cuda)",
+        help="what happens to running requests at an update (default: abort, or in_place with --device cuda)",
     )  # fmt: skip
     parser.add_argument(
         "--kill-engine-at", type=int, default=0, metavar="N",
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements")
     parser.add_argument("--plain", action="store_true", help="lines instead of a live view")
 
 
@@ -92,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def demo_config(args: argparse.Namespace) -> LaunchConfig:
-    """Return the demo's job with these options.
+    """Return the configuration of the demo's job with these options.
 
     Raises:
-        ConfigError: a value breaks its rule, or options cannot be combined.
+        ConfigError: an option has an invalid value, or two options exclude each other.
     """
     job, folder = load_config(FOLDER / "job.toml"), args.output.resolve()
     engines, trainer, rollout, seed = job.engines, job.trainer, job.rollout, str(args.seed)
@@ -112,8 +113,8 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
         )
     if not 0 <= args.kill_engine_at < args.steps:
         raise ConfigError(
-            f"demo: kill_engine_at must be in [0, steps={args.steps}), since the engine comes back "
-            f"with a later version, got {args.kill_engine_at}"
+            f"demo: --kill-engine-at must be in [0, steps={args.steps}), because the killed engine comes "
+            f"back with a later version, got {args.kill_engine_at}"
         )
     if is_server:
         _check_server_options(args, transport)
@@ -133,7 +134,7 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
     if args.device == "cuda":
         trainer, engines = _on_gpus(trainer, engines)
     elif is_server:
-        # A server on two cores answers the prompts of such a step within seconds.
+        # Fewer groups than `job.toml` has: a server on two cores then needs only seconds per step.
         rollout = replace(rollout, groups_per_step=16)
     backends = {
         "p2p": P2pBackend(),
@@ -164,16 +165,20 @@ def _check_server_options(args: argparse.Namespace, transport: str) -> None:
     transports = SERVER_TRANSPORTS[args.device]
     if args.backend != "p2p" or transport not in transports:
         raise ConfigError(
-            f"demo: --engine {args.engine} --device {args.device} goes with --backend p2p and "
-            f"--transport one of {list(transports)}, got {args.backend!r} and {transport!r}"
+            f"demo: --engine {args.engine} --device {args.device} needs --backend p2p and a "
+            f"--transport in {list(transports)}, got {args.backend!r} and {transport!r}"
         )
     able = [name for name in ENGINES.names() if ENGINES.find(name).gpu_arguments]
     if args.device == "cuda" and args.engine not in able:
-        raise ConfigError(f"demo: --device cuda goes with --engine {able}, got {args.engine!r}")
+        raise ConfigError(f"demo: --device cuda needs an --engine in {able}, got {args.engine!r}")
 
 
 def _server(args: argparse.Namespace, folder: Path, name: str) -> EngineSection:
-    """Return the section of an unmodified server, in a separate environment unless this one contains the engine."""
+    """Return the section of an unmodified engine server.
+
+    Its Python is that of the virtual environment in `WINDLASS_<KIND>_VENV`. Without this variable it is the current
+    Python, or that of `.venv-<kind>` if the engine is not installed here.
+    """
     kind, spec = args.engine, ENGINES.find(args.engine)
     on_gpu, environment = args.device == "cuda", {"TOKENIZERS_PARALLELISM": "false"}
     if not on_gpu:
@@ -200,7 +205,9 @@ def _server(args: argparse.Namespace, folder: Path, name: str) -> EngineSection:
 def _on_gpus(
     trainer: TrainerSection, engines: tuple[EngineSection, ...]
 ) -> tuple[TrainerSection, tuple[EngineSection, ...]]:
-    """Assign one GPU to every engine and the remaining GPUs to trainer ranks. With too few GPUs, both share them.
+    """Assign one GPU to every engine and the remaining GPUs to trainer ranks.
+
+    If no GPU remains for trainer ranks, every GPU gets a trainer rank, and each engine shares a trainer rank's GPU.
 
     Raises:
         ConfigError: no GPU is visible.

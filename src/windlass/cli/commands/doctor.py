@@ -1,4 +1,4 @@
-"""`windlass doctor`: report which parts work in this environment, and how to repair the others."""
+"""`windlass doctor`: report what works in this environment, and how to repair what fails."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _STYLES = {WORKS: "green", LIMITED: "yellow", FAILS: "red"}
 _INTERPRETER_DEADLINE_S = 180.0
 
 Report = dict[str, tuple[Finding, ...]]
-"""Interpreter -> findings."""
+"""Path of a Python interpreter -> findings in its environment."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `windlass doctor`."""
     parser.add_argument(
         "--require", action="append", default=[], metavar="NAME",
-        help="exit with 1 unless this check says that it works; may be repeated",
+        help="exit with 1 unless this check reports `works`; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR",
@@ -48,21 +48,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--engine-python", action="append", default=[], metavar="PATH",
-        help="also look into the environment of this interpreter, an engine's; may be repeated",
+        help="also check the environment of this interpreter, for example an engine's; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--engine-flags", action="append", default=[], metavar="'ENGINE OPTIONS'",
-        help="also say whether updates survive these options: 'vllm --enable-sleep-mode'",
+        help="also say whether updates work with these options: 'vllm --enable-sleep-mode'",
     )  # fmt: skip
     parser.add_argument(
         "--framework", choices=sorted(FRAMEWORKS),
-        help="also say whether this framework, here or where --engine-python says, finds Windlass; exit with 1 if not",
+        help="also check that this framework can load Windlass, here or with --engine-python; exit with 1 if not",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every finding; return 1 if a required check or the framework does not work."""
+    """Print every finding; return 1 if a required check fails or the framework cannot load Windlass."""
     flags = tuple(check_flags(command, args.checkpoint) for command in args.engine_flags)
     here = run_checks(args.checkpoint)
     if args.framework and not args.engine_python:
@@ -97,7 +97,7 @@ def _print(report: Mapping[str, Sequence[Finding]]) -> None:
 
 
 def _check_interpreter(path: str, framework: str | None) -> tuple[Finding, ...]:
-    """Run the checks in another interpreter and return its findings."""
+    """Run `windlass doctor` with the interpreter at `path` and return the findings."""
     command = [path, "-m", "windlass.cli.main", "doctor", "--json"]
     command += ["--framework", framework] if framework else []
     try:
@@ -109,7 +109,7 @@ def _check_interpreter(path: str, framework: str | None) -> tuple[Finding, ...]:
             check=False,
         )
     except OSError as error:
-        return (Finding("interpreter", FAILS, str(error), "name an engine's python"),)
+        return (Finding("interpreter", FAILS, str(error), "give the path of a Python"),)
     except subprocess.TimeoutExpired:
         found = f"no answer within {_INTERPRETER_DEADLINE_S:.0f} s"
         return (Finding("interpreter", FAILS, found),)
@@ -122,17 +122,17 @@ def _check_interpreter(path: str, framework: str | None) -> tuple[Finding, ...]:
         if version := _other_project(path):
             remedy = f"{path} -m pip uninstall {OTHER_PROJECT}, then {install_command(python=path)}"
             return (Finding(PACKAGE, FAILS, of_other_project(version), remedy),)
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
         remedy = (
             f"{install_command(python=path)}, or by `pip install --target` into a folder on PYTHONPATH "
             "(docs/engines.md)"
         )
-        return (Finding(PACKAGE, FAILS, f"does not run there: {said[-1]}", remedy),)
+        return (Finding(PACKAGE, FAILS, f"cannot run with this Python: {said[-1]}", remedy),)
     return findings
 
 
 def _other_project(path: str) -> str:
-    """Return the version of the unrelated distribution `windlass` in an interpreter's environment; empty if absent."""
+    """Return the version of the other project's `windlass` in the environment of the Python at `path`, or ""."""
     code = f"import importlib.metadata as m; print(m.version({OTHER_PROJECT!r}))"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
@@ -152,7 +152,7 @@ def _missing(report: Mapping[str, Sequence[Finding]], required: list[str]) -> li
 
 
 def _finds_windlass(framework: str | None, report: Report) -> bool:
-    """Return whether the environments have the framework and can import the module of Windlass that it loads."""
+    """Return whether the checks found the framework, and could import the module of Windlass that it loads."""
     if framework is None:
         return True
     good = {f.name for there in report.values() for f in there if f.status is not FAILS}

@@ -18,12 +18,12 @@ from windlass.wording import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments. The file contains all settings, except the token, which WINDLASS_TOKEN may set."""
+    """Add the arguments. The TOML file contains all settings except the token (environment variable WINDLASS_TOKEN)."""
     parser.add_argument("config", type=Path, help="TOML file: trainer, engines, rollout, ...")
     parser.add_argument(
         "--check",
         action="store_true",
-        help="refuse what a start would be refused for, and start nothing",
+        help="make the checks that precede a start, and start nothing",
     )
 
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             partial(check_host, config),
         ]
         if args.check and (recipe := Path(config.recipe.file)).is_file():
-            # Read the token now, which removes it from the environment: the user's code must not find it.
+            # Reading the token removes it from the environment, where the user's recipe could find it.
             secret_value(TOKEN_VARIABLE)
             checks.append(partial(find_recipe, recipe, config.recipe.name))
         check_all(checks, mistakes)
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.config}: {steps}, {engines}: valid")
         return 0
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
-    # The view is empty while no slow part runs. If no view can be drawn, the log reports slow parts.
+    # The view shows a slow operation while it runs. If no view can be drawn, `Progress` logs it instead.
     progress = Progress(is_shown=can_draw(console))
     with LiveView(console, progress.text, is_transient=True):
         summary = asyncio.run(run_job(config, notify=_print, progress=progress))

@@ -1,4 +1,4 @@
-"""`windlass report URL`: compare a controller's last updates with the speed of light, and save its page as a file."""
+"""`windlass report URL`: compare a controller's last updates with the links' limit, and save the controller's page."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ceiling-gbps",
         type=float,
         metavar="GB/S",
-        help="of one link, measured; without it one memcpy thread of this host is measured now",
+        help="measured limit of one link (default: memcpy rate of one thread, measured now on this host)",
     )
-    parser.add_argument("--links", type=int, default=1, help="that carry an update side by side")
+    parser.add_argument("--links", type=int, default=1, help="number of parallel links (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG")
     parser.add_argument(
         "--html", type=Path, metavar="FILE",
-        help="write the controller's page as it is now: one file, which needs no controller",
+        help="write the controller's page with its present data as one file",
     )  # fmt: skip
 
 

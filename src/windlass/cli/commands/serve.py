@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to bind")
     parser.add_argument("--port", type=int, default=0, help="0 lets the system choose")
     parser.add_argument(
-        "--advertise-host", default="", help="what others connect to, where it differs from --host"
+        "--advertise-host", default="", help="address for trainers and engines, if not --host"
     )
     parser.add_argument("--mode", choices=[*map(str, UpdateMode)], default=str(UpdateMode.IN_PLACE))
     parser.add_argument(
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default="p2p",
-        help='p2p, xccl, or one spelled out: \'{"type": "disk", "folder": "/weights"}\'',
+        help='p2p, xccl, or a JSON object: \'{"type": "disk", "folder": "/weights"}\'',
     )
     parser.add_argument("--min-engines", type=int, default=1)
     parser.add_argument(
@@ -47,22 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         action="append",
         default=[],
-        help="sglang-router or vllm-router that is told whom it may send requests; may be repeated",
+        help="sglang-router or vllm-router that gets the list of routable engines; may be repeated",
     )
     parser.add_argument(
         "--webhook",
         metavar="URL",
         action="append",
         default=[],
-        help="address to which the state of all engines is posted; may be repeated",
+        help="URL to which the controller posts the state of all engines; may be repeated",
     )
     parser.add_argument(
-        "--journal", type=Path, help="file from which a controller that is started again goes on"
+        "--journal", type=Path, help="file from which a restarted controller continues"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the controller's URL as soon as it is known, and serve until SIGTERM or SIGINT."""
+    """Start a controller, print its URL, and serve until SIGTERM or SIGINT."""
     configure_logging("controller")
     config = ControlConfig(
         mode=UpdateMode(args.mode),
@@ -79,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_backend(text: str) -> UpdateBackend:
-    """Return the backend of a name or of a configuration in JSON.
+    """Return the backend for a name (`p2p`), or for a JSON object with the backend's settings.
 
     Raises:
-        ConfigError: the text is neither, or the backend of this name needs more settings.
+        ConfigError: `text` is neither, or names a backend that needs more settings.
     """
     spelt_out = text if text.startswith("{") else msgspec.json.encode({"type": text})
     try:

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `windlass status`."""
     add_controller(parser)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="print what the controller answered")
+    how.add_argument("--json", action="store_true", help="print the controller's answer")
     how.add_argument(
         "--watch", action="store_true", help="show every change as it comes, until Ctrl-C"
     )
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _watch(args: argparse.Namespace, console: Console) -> None:
-    """Show each change that the controller sends: in a live view on a terminal, else as one printed view per change."""
+    """Show each overview that the controller sends. A terminal gets a live view; other outputs get them one by one."""
     views = follow_overview(args.url.rstrip("/"), control_token(), args.deadline_s)
     newest: RenderableType = ""
     with LiveView(console, lambda: newest, fills_screen=True) as shown:
@@ -52,4 +52,4 @@ async def _watch(args: argparse.Namespace, console: Console) -> None:
                 console.print(status_of(view), "")
 
 
-COMMAND = Command("what a running controller knows of its fleet", add_arguments, run)
+COMMAND = Command("the state of a running controller's fleet", add_arguments, run)

@@ -10,13 +10,13 @@ from windlass.net.access import Access, role_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the argument. The owner's secret comes from WINDLASS_TOKEN, never from the command line."""
+    """Add the argument with the role. The owner's token comes from WINDLASS_TOKEN, never from the command line."""
     roles = [role.value for role in Access if role is not Access.OWNER]
-    parser.add_argument("role", choices=roles, help="what the process that gets it is")
+    parser.add_argument("role", choices=roles, help="role of the process that gets the token")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the variables for the environment of a process of that role, one per line."""
+    """Print the environment variables that a process of this role needs, one per line."""
     for name, value in role_environment(control_token(), Access(args.role)).items():
         print(f"{name}={value}")
     return 0
