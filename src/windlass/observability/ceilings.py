@@ -12,14 +12,14 @@ def measure_memcpy_gbps(nbytes: int = 256 << 20, repeats: int = 7) -> float:
     """Return the median memcpy rate of one thread between two touched buffers.
 
     Args:
-        nbytes: size of each buffer; well above the last-level cache, which would be measured otherwise.
-        repeats: number of runs after a warm-up run.
+        nbytes: size of each buffer; must be well above the last-level cache, or the cache is measured.
+        repeats: number of measured copies, after one copy to warm up.
 
     Returns:
         10^9 bytes copied per second.
     """
-    # The buffers are page-aligned, because memcpy between different alignments takes up to three times
-    # as long. They are written first, because all untouched pages map to the same page.
+    # `mmap` aligns both buffers to pages: memcpy between different alignments takes up to three times as
+    # long. Write to both first: the kernel maps all pages that were never written to the same page of zeros.
     source = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     target = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     source[:], target[:] = 1, 2

@@ -18,7 +18,7 @@ MAX_STRETCHES = 600
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Counts at one time. All are totals since the start, except the last three.
+    """Counts at one time. All are totals since the start, except `version`, `outstanding` and `stalest`.
 
     Attributes:
         at_s: seconds since the start.
@@ -48,11 +48,11 @@ class Point:
 
 @final
 class History:
-    """History of a whole run in at most `max_points` points; above the limit, neighbouring points are merged in pairs.
+    """History of a whole run in at most `max_points` points. One point more, and neighbouring points merge in pairs.
 
     Args:
-        interval_s: initial interval between two points; it doubles at each merge.
-        max_points: an even number, so that the newest point remains.
+        interval_s: seconds between two points at first; the interval doubles when points are merged.
+        max_points: must be even, or a merge would lose the newest point.
     """
 
     def __init__(self, *, interval_s: float = 1.0, max_points: int = MAX_POINTS) -> None:
@@ -108,12 +108,12 @@ class FleetEvent:
 @final
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """State of an engine during a time, which ends when the next stretch of the engine begins.
+    """State of an engine from a time until the engine's next stretch begins.
 
     Attributes:
-        at_s: seconds from the start of the run to the begin of the stretch.
+        at_s: seconds from the start of the run to the beginning of the stretch.
         who: name of the engine.
-        version: version that the engine served; -1 for no version of this run.
+        version: version that the engine served; -1 if the engine served no version of this run.
         status: status of the engine.
         why: reason why the engine was left out or disconnected; otherwise empty.
     """
@@ -141,7 +141,7 @@ class FleetEvents:
         self._behind: set[str] = set()
 
     def add(self, at_s: float, who: str, what: str, *, is_bad: bool) -> None:
-        """Record an event that the states of engines do not show."""
+        """Record an event that `compare` cannot find in the engines' states."""
         self.newest.append(FleetEvent(at_s, who, what, is_bad))
 
     def compare(self, at_s: float, states: Iterable[EngineState]) -> None:
@@ -169,7 +169,7 @@ class FleetEvents:
                     state.status is EngineStatus.WAITING and before.status is EngineStatus.SERVING
                 )
                 if is_pause and before.version == now.version:
-                    # A pause during an update ends no stretch.
+                    # The engine is paused for an update: its stretch continues.
                     continue
             if before is None or replace(before, at_s=at_s) != now:
                 self._current[name] = now

@@ -20,19 +20,18 @@ DRAWN_EVERY_S = 0.25
 
 @final
 class LiveView:
-    """Sole writer of a terminal while a view is shown; it does nothing where no view can be drawn.
+    """Context manager that shows a live view on a terminal. It does nothing if `can_draw` is false.
 
-    A line that bypasses the view would leave an old frame behind and lose words. Inside the `with` block
-    `sys.stdout` and `sys.stderr` therefore write above the view, and so does the log, because its handler
-    (`configure_logging`) looks up `sys.stderr` for every line. One lock is held for each frame and each line:
-    rich computes positions under its own lock, but writes outside of it.
+    A line that another writer prints over the view would damage both. Inside the `with` block, `sys.stdout` and
+    `sys.stderr` are therefore replaced by streams that print above the view. Log lines go there too, because the
+    handler of `configure_logging` looks up `sys.stderr` for every line.
 
     Args:
         console: the terminal.
-        draw: returns the current content; a thread calls it several times a second, only inside the block.
-        is_transient: whether the end of the block erases the view.
-        fills_screen: whether the view takes the whole terminal, whose earlier content is restored afterwards.
-        is_wanted: false draws nothing.
+        draw: function that returns the current content. A thread calls it several times a second inside the block.
+        is_transient: whether the view is erased at the end of the block.
+        fills_screen: whether the view covers the whole terminal until the end of the block.
+        is_wanted: False to draw nothing.
 
     Attributes:
         is_drawn: whether the block shows a view.
@@ -50,6 +49,7 @@ class LiveView:
         self._console, self._draw = console, draw
         self._is_transient, self._fills_screen = is_transient, fills_screen
         self.is_drawn = is_wanted and can_draw(console)
+        # Guards each frame and each line: rich computes positions under its own lock, but writes without it.
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._live: Live | None = None
         self._clock: threading.Thread | None = None
@@ -67,8 +67,8 @@ class LiveView:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        # Bind the file before `sys.stdout` and `sys.stderr` are replaced: the console looks them up at
-        # each use.
+        # A console without a file looks up `sys.stdout` at each use. Keep the real stream before the loop
+        # below replaces `sys.stdout`.
         self._console.file = self._console.file
         self._live.start()
         for name in ("stdout", "stderr"):
@@ -88,7 +88,7 @@ class LiveView:
                 self._live.refresh()
 
     def _draw_on(self) -> None:
-        """Redraw until the block ends, because shown durations grow without events."""
+        """Redraw until the block ends, because the view shows durations."""
         while not self._ended.wait(DRAWN_EVERY_S):
             self.refresh()
 
@@ -118,9 +118,9 @@ class LiveView:
 
 @final
 class _Above:
-    """Text stream that prints whole lines above a view; after the end of the view it passes everything to `stream`.
+    """Text stream that prints whole lines above a view. After `end`, it writes directly to `stream`.
 
-    Each thread has its own line buffer; text up to the last carriage return of a line is dropped.
+    Each thread has its own line buffer. Of a line with carriage returns (progress bars), only the last part is printed.
     """
 
     def __init__(self, stream: TextIO, show: Callable[[Text], object]) -> None:
@@ -146,11 +146,11 @@ class _Above:
             self.write(line)
 
     def flush(self) -> None:
-        """Flush the stream without the unfinished line, which would overlap the view."""
+        """Flush `stream`, but keep the unfinished line, which would overlap the view."""
         self.stream.flush()
 
     def end(self) -> None:
-        """Print unfinished lines, and write directly to the stream from now on."""
+        """Print unfinished lines. Later writes go directly to `stream`."""
         show, self._show = self._show, None
         for line in self._begun.values():
             if show is not None:
@@ -162,19 +162,17 @@ class _Above:
 
 
 def can_draw(console: Console) -> bool:
-    """Return whether a view on this console stays intact.
-
-    It needs a terminal with a movable cursor. Forced colours (FORCE_COLOR) do not make a file a terminal. A
-    pipe may end in the same terminal (`| tee log`), where its lines would damage the view.
-    """
+    """Return whether the console is a terminal on which a view stays intact."""
+    # With FORCE_COLOR, rich also takes a file for a terminal.
     has_cursor = console.is_interactive and console.file.isatty()
+    # The reader of a pipe may print to this terminal (`| tee log`) and so damage the view.
     return has_cursor and not any(_is_pipe(stream) for stream in (sys.stdout, sys.stderr))
 
 
 def _is_pipe(stream: TextIO) -> bool:
     try:
         mode = os.fstat(stream.fileno()).st_mode
-    # The stream has no file.
+    # The stream has no file descriptor.
     except (OSError, ValueError):
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

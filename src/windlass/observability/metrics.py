@@ -18,7 +18,7 @@ AGES = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 
 @final
 class ControllerMetrics:
-    """Metrics of one controller: counters count events, and each scrape sets the gauges. Used in one asyncio loop."""
+    """Metrics of one controller. Not thread-safe."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -26,7 +26,7 @@ class ControllerMetrics:
         self._rounds = Counter(
             "windlass_rounds", "Weight-update rounds by outcome", ["outcome"], registry=registry
         )
-        # The counters start at 0, so that a first failure is a rise and not a new series.
+        # Create each counter at 0. Prometheus would not see an increase if a counter first appeared with 1.
         for outcome in RoundOutcome:
             self._rounds.labels(outcome.value)
         self._figures = {measure: _figure(measure, registry) for measure in Measure}
@@ -35,31 +35,36 @@ class ControllerMetrics:
         )
         self._non_finite = Counter(
             "windlass_non_finite_tensors",
-            "Parameters with NaN or infinity, added up over versions",
+            "Sum over all versions of the number of parameters with NaN or infinity",
             registry=registry,
         )
         self._link_nbytes, self._link_s = (
             Counter(f"windlass_link_{unit}", text, ["transport"], registry=registry)
             for unit, text in (
                 ("bytes", "Bytes that links carried"),
-                ("wire_seconds", "Seconds that links took, each by itself, added up"),
+                ("wire_seconds", "Sum of the transfer times of all links"),
             )
         )
         self._staleness = Histogram(
             "windlass_sample_staleness_versions",
-            "Published version minus the oldest token's, when the sample is handed out",
+            "Published version minus the version of the oldest token, when a trainer gets the sample",
             buckets=AGES,
             registry=registry,
         )
-        self._version = Gauge("windlass_published_version", "-1 for none", registry=registry)
+        self._version = Gauge(
+            "windlass_published_version", "Published version, or -1", registry=registry
+        )
         self._engine_version = Gauge(
-            "windlass_engine_version", "Served by an engine", ["engine"], registry=registry
+            "windlass_engine_version",
+            "Version that an engine serves",
+            ["engine"],
+            registry=registry,
         )
         self._routable = Gauge(
             "windlass_engines_routable", "Engines that get traffic", registry=registry
         )
         self._connected = Gauge(
-            "windlass_engines_connected", "Engines of which a rank is connected", registry=registry
+            "windlass_engines_connected", "Engines with a connected rank", registry=registry
         )
         self._states = Gauge("windlass_engines", "Engines by state", ["state"], registry=registry)
         self._rollouts = Gauge(
@@ -94,7 +99,7 @@ class ControllerMetrics:
         engines: Sequence[EngineState],
         rollouts: Mapping[str, int],
     ) -> bytes:
-        """Return the text of `/metrics`, with the gauges set to these values."""
+        """Set the gauges to these values, and return the text of `/metrics`."""
         self._version.set(version)
         routable = [engine for engine in engines if engine.routable]
         self._routable.set(len(routable))
@@ -111,7 +116,7 @@ class ControllerMetrics:
 
 
 def _figure(measure: Measure, registry: CollectorRegistry) -> Counter | Histogram:
-    """Return a histogram for a measure in seconds (`windlass_round_wire_seconds`), and a counter for any other."""
+    """Return a histogram if the measure is in seconds (`windlass_round_wire_seconds`), else a counter."""
     name = f"windlass_round_{measure.label}_seconds"
     if measure.unit == "seconds":
         return Histogram(name, measure.help, buckets=SECONDS, registry=registry)

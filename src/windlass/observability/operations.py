@@ -30,10 +30,9 @@ SEND_DEADLINE_S = 10.0
 LAST_ROUNDS = 20
 BINDING = "binding "
 LOOK_AFTER_S = 0.2
-"""Seconds from a change of the fleet to the next comparison of the engines' states, which covers all changes in this
-time."""
+"""Seconds from the first change of the fleet to the comparison of the engines' states: one for several changes."""
 FRAME_PERIOD_S = 0.25
-"""Shortest time between two events of a stream."""
+"""Seconds between two events of a stream, at least."""
 MAX_FRAME_SHARE = 0.05
 """Largest share of the event loop's time that is used to encode events."""
 MAX_STREAMS = 64
@@ -70,7 +69,7 @@ class Operations:
 
     @property
     def phase(self) -> str:
-        """Text with the current phase of an update, or with the current binding; empty if neither runs."""
+        """Description of the running phase of an update, or of the running binding; empty if neither runs."""
         return self._phase
 
     def mount(self, server: ControlServer) -> None:
@@ -95,14 +94,17 @@ class Operations:
             event.set()
 
     def _notify(self) -> None:
-        """Schedule an event for all open pages. It covers all changes until it is encoded."""
+        """Schedule one event for all open pages, unless an event is scheduled already."""
         if self._open_pages and self._frame_timer is None and not self._closed:
             self._frame_timer = asyncio.get_running_loop().call_at(
                 self._next_frame_at, self._make_frame
             )
 
     def _make_frame(self) -> None:
-        """Encode the overview once for all open pages. The time for this is limited, because updates use the same loop."""
+        """Encode the overview once for all open pages, and set the earliest time of the next frame.
+
+        The pause between frames grows with the time for encoding, which delays updates in the same event loop.
+        """
         time = asyncio.get_running_loop().time
         began_at, self._frame_timer = time(), None
         self._frame = b"data: " + msgspec.json.encode(self.overview()) + b"\n\n"
@@ -116,7 +118,7 @@ class Operations:
         return asyncio.get_running_loop().time() - self._started_at
 
     def overview(self) -> dict[str, Any]:
-        """Return the answer of `/v1/overview`, which every event carries too."""
+        """Return the content of `/v1/overview`, and of every event."""
         stats, now_s = self._rollouts.stats(), self._now_s()
         self._add_point(now_s, stats)
         return {
@@ -185,7 +187,7 @@ class Operations:
         self._notify()
 
     def _on_phase(self, version: int, phase: Phase) -> None:
-        # The trainer names the version of a push only at its end.
+        # A trainer that pushes sends the version only at the end of the push.
         what = f"version {version}" if version >= 0 else "a push"
         self._enter("" if phase is Phase.DONE else f"{phase.value} of {what}")
         self._notify()
@@ -237,8 +239,8 @@ class Operations:
     async def _serve_events(self, request: web.Request) -> web.StreamResponse:
         if len(self._open_pages) >= MAX_STREAMS:
             raise web.HTTPServiceUnavailable(
-                text=f"events: at most {MAX_STREAMS} streams are served at once; close one, or ask "
-                "for /v1/overview"
+                text=f"events: the controller serves at most {MAX_STREAMS} streams at a time; close one, or "
+                "request /v1/overview"
             )
         changed = asyncio.Event()
         self._open_pages.add(changed)
@@ -270,6 +272,6 @@ class Operations:
                 async with asyncio.timeout(SEND_DEADLINE_S):
                     await response.write(frame)
         except (ConnectionError, TimeoutError):
-            # The page was closed, or does not read.
+            # The browser closed the page, or does not read the stream.
             pass
         return response

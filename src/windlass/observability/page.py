@@ -18,22 +18,20 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 
 
 def read_page() -> str:
-    """Return the page as served, which requests its data from the controller."""
+    """Return the HTML page that the controller serves. The page requests its data from the controller."""
     return files("windlass.observability").joinpath("page.html").read_text(encoding="utf-8")
 
 
 def saved_page(overview: Mapping[str, Any], source: str) -> str:
-    """Return the page with its data as one file that sends no requests, to be stored or sent.
-
-    The file contains no addresses of engines.
+    """Return the page and its data as one HTML file that sends no requests and omits the engines' addresses.
 
     Args:
         overview: answer of `/v1/overview`.
-        source: name of the source for a person; the page also shows the time of saving.
+        source: name or address of the controller, which the page shows with the time of saving.
     """
     taken = f"{source}, saved {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     kept = {**overview, "engines": [{**engine, "url": ""} for engine in overview["engines"]]}
-    # A peer's name must not end the script element, so the content contains no literal `<`.
+    # Escape `<`: an engine named `</script>` would otherwise end the script element.
     content = msgspec.json.encode(kept).decode().replace("<", "\\u003c")
     saved = f'<script type="application/json" id="saved" data-taken="{html.escape(taken)}">{content}</script>'
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of weight updates: one per round and one per stage of the round.
 
-Spans need the extra `otel`, and a tracer provider that the application (or `opentelemetry-instrument`) sets.
-Without either, no span is recorded.
+Spans are recorded if the extra `otel` is installed and the application (or `opentelemetry-instrument`) sets a tracer
+provider.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NS = 1_000_000_000
 
 
 def find_tracer() -> Tracer | None:
-    """Return the tracer of this library; None if OpenTelemetry is not installed."""
+    """Return Windlass's tracer; None if OpenTelemetry is not installed."""
     if importlib.util.find_spec("opentelemetry") is None:
         return None
     from opentelemetry.trace import get_tracer
@@ -28,7 +28,10 @@ def find_tracer() -> Tracer | None:
 
 
 def record_round(tracer: Tracer, report: UpdateReport) -> None:
-    """Record the figures of a round that has just ended, and its stages in sequence."""
+    """Record a span for a round that has just ended, and a child span for each of its stages.
+
+    The report has only the stages' durations, so each span starts where the previous one ends.
+    """
     from opentelemetry.trace import set_span_in_context
 
     end_ns = time.time_ns()

@@ -1,4 +1,4 @@
-"""Comparison of an update with the limit of its links, and the time of each stage."""
+"""Comparison of the time of an update with the least time that its bytes need on its links."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from windlass.files import replacing
 @final
 @dataclass(frozen=True, slots=True)
 class SpeedOfLight:
-    """One update and its limit.
+    """One update, compared with the least time that its bytes need.
 
     Attributes:
         report: report of the update.
-        ceiling_gbps: limit of one link, measured on this machine in this state, in 10^9 bytes per second.
-        num_links: number of links that work in parallel; with one link per rank, the smaller number of ranks.
+        ceiling_gbps: highest rate of one link, measured on this machine, in 10^9 bytes per second.
+        num_links: number of links that work in parallel.
 
     Raises:
         ConfigError: the ceiling or the number of links is not positive.
@@ -40,12 +40,12 @@ class SpeedOfLight:
 
     @property
     def limit_s(self) -> float:
-        """Seconds that the update's bytes need over all links at their ceiling."""
+        """Seconds that the update's bytes need if every link reaches `ceiling_gbps`."""
         return self.report.nbytes / self.num_links / self.ceiling_gbps / 1e9
 
     @property
     def stages(self) -> tuple[tuple[str, float], ...]:
-        """(name, seconds) in order; `other` is the time outside all stages."""
+        """(name, seconds) of each stage in order; the last, `other`, is the time outside all stages."""
         phase_s = self.report.phase_s
         other = max(0.0, self.report.update_s - sum(phase_s.values()))
         return (*phase_s.items(), ("other", other))
@@ -58,16 +58,16 @@ class SpeedOfLight:
 
     @property
     def wire_fraction(self) -> float:
-        """Ratio of limit to wire time: 1 is the speed of light."""
+        """`limit_s` divided by the wire time; 1 cannot be exceeded."""
         return self.limit_s / self.report.wire_s if self.report.wire_s else 0.0
 
     @property
     def update_fraction(self) -> float:
-        """Ratio of limit to the time of the whole update."""
+        """`limit_s` divided by the time of the whole update."""
         return self.limit_s / self.report.update_s if self.report.update_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain types, for JSON."""
+        """Return all figures as plain types, for JSON."""
         report = self.report
         return {
             "version": report.version,
@@ -84,7 +84,7 @@ class SpeedOfLight:
         }
 
     def text(self) -> str:
-        """Return a few lines for a terminal."""
+        """Return the figures as lines of text."""
         report = self.report
         head = (
             f"version {report.version}: {report.nbytes / 1e9:.3f} GB over {self.num_links} links of "

@@ -14,15 +14,15 @@ from windlass.net.logs import printable
 from windlass.wording import counted
 
 MAX_LINKS = 20
-"""Links of a fleet that the table shows."""
+"""Largest number of links in the table."""
 MAX_ROUNDS = 10
-"""Newest rounds that the table shows."""
+"""Largest number of rounds in the table; it shows the newest."""
 
 
 def status_of(
     view: Mapping[str, Any], *, last_rounds: int = MAX_ROUNDS, max_links: int = MAX_LINKS
 ) -> RenderableType:
-    """Draw the answer of `/v1/overview`, without cutting anything off on 80 columns."""
+    """Draw the answer of `/v1/overview` so that all of it fits into 80 columns."""
     rounds = view["rounds"][max(len(view["rounds"]) - last_rounds, 0) :]
     return Group(*_parts(_printable({**view, "rounds": rounds}), max_links))
 
@@ -32,7 +32,7 @@ def status_within(
 ) -> RenderableType:
     """Draw the answer of `/v1/overview` with as many rounds and links as fit into `height` lines of the console.
 
-    A terminal cuts off further lines, and the totals are at the end.
+    A terminal would cut off further lines, and with them the totals at the end.
     """
     sizes = [(last_rounds, MAX_LINKS), (last_rounds, 6), (last_rounds, 0), (3, 0), (1, 0), (0, 0)]
     drawn: RenderableType = ""
@@ -44,7 +44,7 @@ def status_within(
 
 
 def _printable(value: Any) -> Any:
-    """Return a value without control characters: peers supply its text, which must not control the terminal."""
+    """Return a value without control characters: text from peers must not control the terminal."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
@@ -120,7 +120,7 @@ def _links(links: list[dict[str, Any]], max_links: int) -> Iterator[RenderableTy
 
 
 def _rounds(rounds: list[dict[str, Any]]) -> Iterator[RenderableType]:
-    """Yield a table of rounds: bytes, and milliseconds for every measure that is above 0 in any round."""
+    """Yield a table of rounds: bytes, and every measure in seconds that is above 0 in some round."""
     taken = [
         measure
         for measure in Measure
