@@ -174,12 +174,12 @@ def test_wrong_settings_are_refused_with_the_reason(tmp_path: Path) -> None:
     said = run_ranks(1, "refusals", str(source), log=tmp_path / "log")
     refused = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     rollout = (
-        "rollout: must be vLLM by RemotevLLMEngine of windlass.integrations.areal (install() puts it in "
-        "place), got "
+        "rollout: must be RemotevLLMEngine of windlass.integrations.areal (call install() before "
+        "PPOTrainer), got "
     )
     trainer = (
         "actor: must be FSDPPPOActor or FSDPEngine of windlass.integrations.areal with this rollout, got an "
-        "engine that sends weights by itself: Megatron and Archon are not updated by Windlass"
+        "engine that sends weights by itself; Windlass does not support AReaL's Megatron and Archon engines"
     )
     assert refused == {
         "offload": "enable_offload: must be False with Windlass, got True",

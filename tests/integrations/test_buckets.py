@@ -53,7 +53,7 @@ def test_an_encoded_bucket_table_is_decoded() -> None:
 )
 def test_an_entry_that_reaches_outside_is_refused(changes: dict[str, object]) -> None:
     entry = msgspec.structs.replace(GOOD, **changes)
-    with pytest.raises(ProtocolError, match="must lie in the tensor"):
+    with pytest.raises(ProtocolError, match="must be inside the tensor"):
         BucketReader(bucket_of(table_of(entry))).table()
 
 
@@ -61,7 +61,7 @@ def test_an_entry_that_reaches_outside_is_refused(changes: dict[str, object]) ->
 def test_a_table_of_no_possible_size_is_refused(nbytes: int) -> None:
     bucket = torch.zeros(MIN_BUCKET_NBYTES, dtype=torch.uint8)
     bucket[-8:] = torch.frombuffer(bytearray(nbytes.to_bytes(8, "little")), dtype=torch.uint8)
-    with pytest.raises(ProtocolError, match="bucket table must be of"):
+    with pytest.raises(ProtocolError, match="bucket table must have"):
         BucketReader(bucket).table()
 
 
@@ -80,7 +80,7 @@ def test_parts_that_do_not_follow_one_another_are_refused(begin: int) -> None:
 
 
 def test_a_too_long_name_is_refused_before_any_tensor_is_placed() -> None:
-    with pytest.raises(ConfigError, match="name must be of at most 1024 characters, got 1025"):
+    with pytest.raises(ConfigError, match="name must have at most 1024 characters, got 1025"):
         list(BucketFiller(MIN_BUCKET_NBYTES).place("n" * 1025, torch.zeros(1)))
 
 

@@ -1,9 +1,8 @@
 """Streams of whole tensors from one sender to several receivers, bucket by bucket, by one-sided writes.
 
-A stream uses a separate fleet: the sender is its only trainer rank, and every receiver is an engine. The only
-parameter is the bucket. Each bucket is published as one version, in one update round. Each link therefore uses the
-fastest transport that both ends have, and bytes are verified. If a member dies, its connection closes, and the
-stream ends for all other members at once.
+A stream has a separate fleet, with the sender as the only trainer rank, every receiver as an engine, and the bucket as
+the only parameter. The sender publishes each bucket as one version, like weights: the bytes are verified, and go over
+the fastest transport that sender and receiver both have. If a process dies, the stream ends at once for all others.
 """
 
 from __future__ import annotations
@@ -62,11 +61,11 @@ __all__ = [
 ]
 
 FLEET_S = 1.0
-"""Seconds that a round waits for a receiver to connect; all receivers were connected before the first bucket."""
+"""Seconds that a round waits for a receiver that is not connected. All receivers connect before the first bucket."""
 NUM_SLOTS = 2
-"""Number of the sender's buckets: the sender fills one while it sends the other."""
+"""Number of the sender's buckets: the sender fills one bucket while it sends the other."""
 SHRINK = 0.9
-"""Fraction of the bucket size; the sender replaces its buckets if a smaller size than this suffices."""
+"""The sender allocates smaller buckets if their size is below this fraction of the present size."""
 SENDER = "sender"
 
 
@@ -76,9 +75,9 @@ class StreamSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         bucket_nbytes: largest size of a bucket in bytes; `BucketSender.open` may choose a smaller one after a stream.
         transport: see `connect_trainer`.
-        mode: time of a write. With `in_place` the sender writes after the receiver has read the previous bucket. With
-            `staged` it writes into a second bucket while the receiver reads; this costs the receiver a copy and
-            twice the memory.
+        mode: with `in_place`, the sender writes after the receiver has read the previous bucket. With `staged`, the
+            sender writes while the receiver still reads: the receiver then has a second bucket, and copies the bytes
+            from one bucket to the other.
         gpu: ordinal of the GPU that stores the buckets; -1 for host memory.
         deadline_s: longest time in seconds for a receiver to read one bucket, and for the sender to write one.
         connect_s: longest time in seconds for all members to connect.
@@ -117,7 +116,7 @@ class StreamReport:
         fill_s: seconds that the sender spent on taking tensors from its caller and filling buckets.
         wire_s: seconds inside the transports' writes: the sum over buckets of the slowest link's time.
         update_s: seconds of all rounds. seconds: time from the first tensor to the last reply.
-        transports: name -> number of links that used it for the last bucket.
+        transports: name of a transport -> number of links that used this transport for the last bucket.
     """
 
     num_tensors: int = 0
@@ -173,8 +172,8 @@ class BucketSender:
     def open(self, host: str) -> StreamAddress:
         """Start the controller, allocate the buckets, and return the address for receivers.
 
-        A sender that is already open stays open. It closes and opens again if the previous stream showed that
-        buckets smaller than `SHRINK` of their size suffice.
+        A sender that is already open stays open, unless much smaller buckets (`SHRINK`) suffice for a stream like the
+        previous one. Then the sender closes, and opens with smaller buckets.
 
         Args:
             host: address of this process that every receiver can reach.
@@ -214,7 +213,7 @@ class BucketSender:
 
         After any error the sender is closed, and the receivers' streams end at once.
 
-        Memory: the sender reads a tensor when `weights` yields it, and not after it requests the next one.
+        Memory: the sender copies each tensor before it requests the next tensor from `weights`.
 
         Raises:
             ConfigError: `wait_for` was not called, or a tensor cannot be sent.
@@ -337,7 +336,7 @@ class BucketSender:
 
 @final
 class _Turns:
-    """`EngineHooks` of a receiver. They let either the fleet write the bucket or the reader read it."""
+    """`EngineHooks` of a receiver. They let either the sender write the bucket or the caller of `receive` read it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -352,7 +351,7 @@ class _Turns:
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """Record that no bucket will come any more; only the first reason is kept."""
+        """Record why no more buckets will come; later calls change nothing."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
@@ -390,7 +389,9 @@ class _Turns:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_filled or self._failure, deadline_s):
-                raise PeerTimeout(f"pause: a bucket was not read within {deadline_s} s")
+                raise PeerTimeout(
+                    f"pause: the receiver did not read a bucket within {deadline_s} s"
+                )
             if self._failure or not self._is_expected:
                 self.fail("this receiver takes no part in the stream")
                 raise RoundAborted(self._failure)
@@ -403,7 +404,7 @@ class _Turns:
                 self._changed.notify_all()
 
     def finalise(self) -> None:
-        """See `EngineHooks`. Do nothing: the receiver derives nothing from a bucket."""
+        """See `EngineHooks`. Do nothing: a bucket has no computed tensors."""
 
     def set_version(self, version: int, deadline_s: float) -> None:  # noqa: ARG002
         """See `EngineHooks`. Record the version of the bucket."""
@@ -417,7 +418,7 @@ class BucketReceiver:
     Memory: one bucket, or two (`staged`), from `connect` to `close`.
 
     Args:
-        settings: see `StreamSettings`; the sender's address gives the size of the bucket.
+        settings: see `StreamSettings`; `bucket_nbytes` is ignored, because `StreamAddress` contains the sender's size.
 
     Attributes:
         name: unique name of this receiver, for `BucketSender.wait_for`.
@@ -431,7 +432,7 @@ class BucketReceiver:
         self._turns = _Turns()
 
     def connect(self, address: StreamAddress) -> None:
-        """Connect to the sender and expect a stream. A working connection to the same address is kept.
+        """Connect to the sender, unless this receiver is connected to the same address, and expect a stream.
 
         Raises:
             AuthenticationError, ProtocolError, PeerTimeout, PeerUnreachable: see `Client.connect`.
@@ -449,7 +450,7 @@ class BucketReceiver:
     async def receive(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
         """Yield (name, tensor) pairs of one stream, one list per bucket.
 
-        The receiver leaves the fleet if its caller stops before the last bucket, and after any error.
+        The receiver disconnects if the caller stops before the last bucket, and after any error.
 
         Memory: tensors are valid until the caller requests the next bucket; see `BucketReader.tensors`.
 
@@ -506,7 +507,7 @@ class BucketReceiver:
 
         def watch() -> None:
             client.wait_disconnected(threading.TIMEOUT_MAX)
-            turns.fail("the sender is gone, or has given up")
+            turns.fail("the connection to the sender has ended")
 
         threading.Thread(target=watch, name="windlass-watch", daemon=True).start()
 
@@ -515,7 +516,8 @@ class BucketReceiver:
 class StreamEnd:
     """Sender and receiver of one rank, for a checkpoint engine of a framework.
 
-    A framework tells its checkpoint engine late, or never, whether the rank sends, receives, or does neither.
+    Each rank has both, because a framework creates the checkpoint engine before it says (if it does at all) whether
+    the rank sends or receives.
 
     Args:
         bucket_nbytes, mode, deadline_s: see `StreamSettings`.
@@ -562,13 +564,13 @@ class StreamEnd:
             weights: (name, tensor) pairs; taking the next one is collective over the ranks of a trainer.
 
         Raises:
-            ConfigError, PeerUnreachable, RoundAborted, PeerTimeout, UnsupportedLayout: see `BucketSender.send`. The
-                receivers' streams end before the rest of `weights` is taken.
+            ConfigError, PeerUnreachable, RoundAborted, PeerTimeout, UnsupportedLayout: see `BucketSender.send`.
         """
         try:
             return await self.sender.send(weights) if self.sender.was_opened else None
         finally:
-            # The other ranks continue their gathers, which wait for this rank even after an error here.
+            # Each iteration is a gather of all trainer ranks. After an error here, the other ranks still gather
+            # the remaining tensors and would wait for this rank.
             async for _ in weights:
                 pass
 

@@ -83,7 +83,7 @@ class BucketFiller:
         capacity_nbytes: size of a bucket in bytes, including the table; at least `MIN_BUCKET_NBYTES`.
 
     Attributes:
-        parts: for every placed part of the stream: its size, and the size of its entry in the table, in bytes.
+        parts: (size of the part, size of its table entry) in bytes, for every part of the stream in order.
 
     Raises:
         ConfigError: `capacity_nbytes` is too small.
@@ -115,7 +115,7 @@ class BucketFiller:
 
         if len(name) > MAX_NAME_LENGTH:
             raise ConfigError(
-                f"tensor {name[:60]!r}...: name must be of at most {MAX_NAME_LENGTH} characters, got {len(name)}"
+                f"tensor {name[:60]!r}...: name must have at most {MAX_NAME_LENGTH} characters, got {len(name)}"
             )
         dtype, shape, begin = dtype_of(name, tensor), tuple(tensor.shape), 0
         while True:
@@ -136,7 +136,7 @@ class BucketFiller:
             yield part
 
     def close_bucket(self, *, is_last: bool) -> bytes:
-        """Return the last bytes of this bucket, the table and its length, and begin the next bucket."""
+        """Return the last bytes of this bucket (the table and the table's length), and begin the next bucket."""
         table = encode(BucketTable(tuple(self._entries), is_last))
         self._entries, self._used, self._table_nbytes = [], 0, TABLE_FRAME_NBYTES
         return table + len(table).to_bytes(TRAILER_NBYTES, "little")
@@ -173,7 +173,7 @@ class BucketReader:
         end = self._bucket.numel() - TRAILER_NBYTES
         nbytes = int.from_bytes(self._host_bytes(end, TRAILER_NBYTES), "little")
         if not 0 < nbytes <= end:
-            raise ProtocolError(f"bucket table must be of 1 to {end} bytes, got {nbytes}")
+            raise ProtocolError(f"bucket table must have 1 to {end} bytes, got {nbytes}")
         table = _TABLES.decode(self._host_bytes(end - nbytes, nbytes))
         for entry in table.entries:
             _check(entry, end - nbytes)
@@ -186,7 +186,7 @@ class BucketReader:
         tensor in parts is joined in new memory.
 
         Raises:
-            ProtocolError: the parts of a tensor do not follow one another.
+            ProtocolError: a part of a tensor is missing, or parts are in the wrong order.
         """
         import torch
 
@@ -209,7 +209,7 @@ class BucketReader:
     def _check_follows(self, entry: BucketEntry) -> None:
         given = entry.name, entry.dtype, entry.shape, entry.begin
         if self._next is not None and given != self._next:
-            raise ProtocolError(f"bucket: part {self._next} must come next, got {given}")
+            raise ProtocolError(f"bucket: the next part must be {self._next}, got {given}")
         if self._next is None and entry.begin:
             raise ProtocolError(f"bucket: tensor {entry.name!r} must begin at 0, got {entry.begin}")
 
@@ -232,16 +232,16 @@ def _check(entry: BucketEntry, limit: int) -> None:
     ):
         raise ProtocolError(
             f"bucket: tensor {entry.name[:60]!r}: bytes [{entry.begin}, +{entry.nbytes}) of {whole} at "
-            f"{entry.offset} must lie in the tensor and in the bucket's {limit} bytes"
+            f"{entry.offset} must be inside the tensor and the bucket's {limit} bytes"
         )
 
 
 def least_capacity(parts: Sequence[tuple[int, int]], limit_nbytes: int) -> int:
-    """Return the smallest bucket size in bytes that needs no more buckets for these parts than `limit_nbytes`.
+    """Return the smallest bucket size, in bytes, with which the parts need no more buckets than with `limit_nbytes`.
 
     Args:
         parts: see `BucketFiller.parts`.
-        limit_nbytes: size in bytes of the buckets that contain the parts now.
+        limit_nbytes: present bucket size in bytes, and largest result.
     """
     fixed = TRAILER_NBYTES + TABLE_FRAME_NBYTES
 

@@ -1,7 +1,7 @@
-"""Controller in a thread of the trainer's rank 0, and messages between trainer ranks about it.
+"""Controller in a thread of the trainer's rank 0, and messages through which all trainer ranks connect to it.
 
-A user of a framework therefore starts no extra process and handles no secret. Every trainer rank gets the address and
-a token of its role through the store of `torch.distributed`. Every engine gets them through a call of its framework.
+The user starts no controller process and handles no secret: trainer ranks get the controller's address and a token
+through the store of `torch.distributed`, and engines get an address and a token through their framework.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLOSE_S = 30.0
 MARGIN_S = 30.0
 """Seconds that a caller waits for the controller's thread beyond the deadline of the call."""
 _NUMBERS = itertools.count()
-"""Numbers of collective objects. All ranks create them in the same order, so the numbers agree."""
+"""Numbers of `TrainerRanks` objects. All ranks create these objects in the same order, so the numbers agree."""
 
 
 class HostAddress(msgspec.Struct, frozen=True):
@@ -54,11 +54,11 @@ class HostAddress(msgspec.Struct, frozen=True):
 
 
 def _no_setup(_: Controller) -> None:
-    """Do nothing: the setup of a controller that needs none."""
+    """Do nothing: the default `setup` of `HostedController`."""
 
 
 TELLS_S = 10.0
-"""Seconds that other trainer ranks wait beyond the deadline of rank 0, so that they receive its reason."""
+"""Seconds that other trainer ranks wait longer than rank 0, so that they receive the reason if rank 0 times out."""
 
 
 @final
@@ -66,17 +66,17 @@ class HostedController:
     """A `Controller` whose loop runs in a thread of this process until `close`.
 
     Args:
-        towards: URLs of the servers that connect, in addition to trainer ranks. The first URL that is not a
-            loopback address decides which address of this host the controller binds.
+        towards: URLs of the servers that will connect. The controller binds the address of this host that has a route
+            to the first of these URLs that is not a loopback address.
         config: settings of updates; the defaults if omitted.
-        setup: called with the controller in its loop, before the server accepts connections.
+        setup: function that is called in the controller's event loop as soon as the controller runs.
 
     Attributes:
-        controller: the controller; only coroutines in its loop may use it, see `call`.
+        controller: the controller; only coroutines in its event loop may use it, see `call`.
 
     Raises:
         ConfigError: a URL is not valid, or WINDLASS_HOST is not an address of this host.
-        PeerUnreachable: no address of this host leads to the server.
+        PeerUnreachable: this host has no route to the server.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class HostedController:
             runner.run(serve())
 
     def address(self, role: Access) -> HostAddress:
-        """Return the address and token for ranks of a role."""
+        """Return the controller's address, and a token that permits only this role."""
         return HostAddress(self.controller.url, role_token(self._secret, role))
 
     def wait_for_fleet(
@@ -148,7 +148,7 @@ class HostedController:
         return self.call(find()).result(MARGIN_S)
 
     def call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `work` in the controller's loop, and return its future result."""
+        """Schedule `work` in the controller's event loop, and return a future of the result. Thread-safe."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
@@ -159,11 +159,11 @@ class HostedController:
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """Message of one rank to the others.
+    """Message of one trainer rank to other ranks.
 
     Attributes:
         text: content of the message.
-        reason: reason why the rank failed instead; empty if it did not fail.
+        reason: error of a rank that failed and has no content to send; otherwise empty.
     """
 
     text: str = ""
@@ -191,7 +191,7 @@ class TrainerRanks:
             self._store = _get_default_store()
 
     def tell(self, what: str, text: str = "", *, reason: str = "") -> None:
-        """Store a message for all ranks, which read it now or later. Call this method once for each `what`.
+        """Store a message that other ranks read with `hear`, now or later. Call this once for each `what`.
 
         Does nothing if the trainer has one rank. Not collective.
 
@@ -216,8 +216,8 @@ class TrainerRanks:
         """Wait for the message `what` of another rank, and return its text. Not collective.
 
         Raises:
-            PeerUnreachable: the other rank failed; quotes its reason. Or the store cannot be reached, or the trainer
-                has one rank.
+            PeerUnreachable: the other rank failed (quotes its reason), the store cannot be reached, or the trainer has
+                one rank.
             PeerTimeout: no message came within `deadline_s`.
         """
         if self._store is None:
@@ -229,7 +229,7 @@ class TrainerRanks:
         except RuntimeError as error:
             if "timeout" in str(error).lower():
                 raise PeerTimeout(
-                    f"{what}: another rank of the trainer told nothing in {deadline_s} s"
+                    f"{what}: no message from another trainer rank within {deadline_s} s"
                 ) from error
             raise PeerUnreachable(f"{what}: the store of torch.distributed: {error}") from error
         if told.reason:
@@ -248,9 +248,9 @@ class TrainerRanks:
 
         Args:
             what: name of the call: equal on all ranks, and different for every call.
-            host: function that rank 0 calls; it returns the address for trainer ranks.
+            host: function with which rank 0 starts the controller; returns the address for trainer ranks.
             connect: function that every rank calls with this address.
-            join: function that rank 0 calls after all ranks have connected.
+            join: function with which rank 0 lets servers join, after all ranks have connected.
             deadline_s: longest time in seconds of each wait for another rank.
 
         Raises:
@@ -272,13 +272,13 @@ class TrainerRanks:
             else:
                 connect(msgspec.json.decode(self.hear(address, deadline_s), type=HostAddress))
                 self.tell(connected[self.rank])
-                # Rank 0 waits for servers until its own deadline, and then reports which are missing.
+                # Rank 0 waits for servers until its deadline, and then sends the names of the missing servers.
                 self.hear(joined, deadline_s + TELLS_S)
         except Exception as error:
             reason = f"rank {self.rank} of the trainer: {type(error).__name__}: {error}"
             for waited in (connected[self.rank],) if self.rank else (address, joined):
                 try:
-                    # Report the failure, so that ranks that wait for this one end at once.
+                    # Other ranks wait for this message. It ends their wait at once.
                     self.tell(waited, reason=reason)
                 except PeerUnreachable as unheard:
                     _log.warning("%s", unheard)

@@ -2,9 +2,9 @@
 
     policy.generation.refit_transport: "windlass.integrations.nemo_rl:WindlassCheckpointEngine"
 
-The interface is NeMo-RL's `CheckpointEngine` (NVIDIA-NeMo/RL, main at 7ea279abf, `nemo_rl/utils/checkpoint_engines/base.py`);
-its `CheckpointEngineWeightSynchronizer` calls `prepare` and `init_..._process_group` once, and again after every
-`finalize`. It then calls `send_weights` and `receive_weight_batches` for every update.
+The interface is NeMo-RL's `CheckpointEngine` (NVIDIA-NeMo/RL, main at 7ea279abf, `nemo_rl/utils/checkpoint_engines/base.py`).
+NeMo-RL calls `prepare` and `init_..._process_group` before the first update, and again after every `finalize`. For
+every update, NeMo-RL calls `send_weights` and `receive_weight_batches`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ CONNECT_S = 60.0
 
 @final
 class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-RL is not typed here
-    """Checkpoint engine of one rank. NeMo-RL creates it in every policy rank and every vLLM rank, without the role.
+    """Checkpoint engine of one rank. NeMo-RL creates one in every policy rank and every vLLM rank.
 
-    The policy's rank 0 sends, and hosts the fleet's controller. Other policy ranks only take part in the gathers. vLLM's
-    ranks get the controller's address, and a token of the receivers' role, through a store of torch.distributed.
+    The policy's rank 0 sends the tensors and hosts the controller. Other policy ranks only take part in the gathers. vLLM
+    ranks get the controller's address and a token for receivers through a `TCPStore` of the policy's rank 0.
 
     Args:
         bucket_size: largest size of a bucket in bytes. The sender has two buckets; every receiver has one, or two with
@@ -65,13 +65,13 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
             option="policy.generation.refit_cfg",
         )
         self._store: TCPStore | None = None
-        # Address of the sender; None except on a rank that receives.
+        # Address of the sender; None on policy ranks.
         self._address: StreamAddress | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Return this rank's name as a receiver, its host, and the port of its store; rank 0 creates the store.
+        """Return this rank's name as a receiver, its host, and the port of its store.
 
-        On every other rank the port is 0. vLLM's ranks use the host and port of the first answer, which is the sender's.
+        Rank 0 creates a store; other ranks return port 0. vLLM ranks use the store of the policy's rank 0.
         """
         host = ray.util.get_node_ip_address().strip("[]")
         if self._store is None and dist.get_rank() == 0:
@@ -87,13 +87,13 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
         rollout_world_size: int,
         metadata: list[dict[str, Any]],
     ) -> None:
-        """Open the sender and wait for all receivers, on the policy's rank 0. On other ranks only check the arguments.
+        """On the policy's rank 0, open the sender and wait for all receivers. On other ranks, only check the arguments.
 
         Args:
             worker_rank: rank of this process in the policy.
             train_world_size: number of policy ranks.
             rollout_world_size: number of vLLM ranks.
-            metadata: results of `prepare` from all ranks; the policy's come first.
+            metadata: results of `prepare` from all ranks, policy ranks first.
 
         Raises:
             ConfigError: `metadata` does not have one entry per rank, or there is no vLLM rank.
@@ -102,8 +102,8 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
         """
         if len(metadata) != train_world_size + rollout_world_size or not rollout_world_size:
             raise ConfigError(
-                f"metadata must be of {train_world_size} policy and at least one vLLM rank, got "
-                f"{len(metadata)} of {train_world_size} + {rollout_world_size}"
+                f"metadata must have one entry for each policy rank and each vLLM rank, got {len(metadata)} "
+                f"entries for {train_world_size} + {rollout_world_size} ranks"
             )
         if worker_rank or self._store is None:
             return
@@ -119,16 +119,16 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
         rollout_world_size: int,  # noqa: ARG002
         metadata: list[dict[str, Any]],
     ) -> None:
-        """Get the sender's address from its store, and connect to the sender.
+        """Read the sender's address from the store of the policy's rank 0, and connect to the sender.
 
         Args:
             rollout_rank: not used.
             train_world_size: not used.
             rollout_world_size: not used.
-            metadata: results of `prepare` from all ranks; the first is the sender's.
+            metadata: results of `prepare` from all ranks; the first one is from the sender.
 
         Raises:
-            PeerUnreachable: the sender or its store could not be reached, or has failed.
+            PeerUnreachable: the sender or the store could not be reached, or has failed.
             AuthenticationError, ProtocolError, PeerTimeout: see `BucketReceiver.connect`.
         """
         sender = metadata[0]
@@ -141,7 +141,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
             )
             address = store.get(ADDRESS)
         except RuntimeError as error:
-            raise PeerUnreachable(f"the policy's rank 0: its store: {error}") from error
+            raise PeerUnreachable(f"the store of the policy's rank 0: {error}") from error
         self._address = msgspec.json.decode(address, type=StreamAddress)
         self._end.receiver.connect(self._address)
 
@@ -172,7 +172,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
         async for bucket in self._end.receiver.receive():
             yield bucket
         if self._address is not None:
-            # NeMo-RL does not announce the next stream, so expect it from now on.
+            # NeMo-RL does not announce the next stream, so expect a stream from now on.
             self._end.receiver.connect(self._address)
 
 

@@ -2,11 +2,11 @@
 
     train.py ... --custom-megatron-init-path windlass.integrations.slime.install
 
-slime (read at its commit 624b824a8) has no option for a custom weight updater. It calls `install` in every Megatron
-rank (`backends/megatron_utils/initialize.py`) before its actor chooses a weight updater
-(`backends/megatron_utils/actor.py`). `WeightUpdater` has the interface of slime's `UpdateWeightFromDistributed`
-(`update_weight/update_weight_from_distributed.py`). It gathers nothing and converts nothing, and all servers switch to
-a version together. The servers are unmodified SGLang servers, with Windlass installed and WINDLASS_CONTROLLER=wait.
+slime (read at its commit 624b824a8) has no option for a custom weight updater, so `install` replaces slime's class
+`UpdateWeightFromDistributed` (`update_weight/update_weight_from_distributed.py`) by `WeightUpdater`. slime calls
+`install` in every Megatron rank (`backends/megatron_utils/initialize.py`) before its actor creates the weight updater
+(`backends/megatron_utils/actor.py`). No rank gathers or converts tensors, and all servers switch to a version together.
+The servers are unmodified SGLang servers, with Windlass installed and WINDLASS_CONTROLLER=wait.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def install(args: Namespace) -> None:
         args: slime's arguments.
 
     Raises:
-        ConfigError: an option moves weights out of this rank's memory, or chooses another way to send them.
+        ConfigError: an option of slime moves weights out of this rank's memory, or selects another way to send weights.
     """
     for option, allowed in (
         ("colocate", False),
@@ -83,7 +83,7 @@ class _Call(Protocol):
 
 
 class EngineHandle(Protocol):
-    """The part of slime's Ray actor of a server that `WeightUpdater` uses."""
+    """Interface of slime's Ray actor for one server, as far as `WeightUpdater` uses it."""
 
     @property
     def get_url(self) -> _Call:
@@ -95,9 +95,8 @@ class EngineHandle(Protocol):
 class WeightUpdater:
     """slime's weight updater of one Megatron rank.
 
-    Every rank creates an updater and calls the same methods in the same order: all are collective. Rank 0 hosts the
-    controller. The controller pauses and resumes the servers for each update; `WeightUpdater` does not call slime's
-    `pause_generation`.
+    All methods are collective: every rank creates an updater and calls the same methods in the same order. Rank 0 hosts
+    the controller, which pauses and resumes the servers for each update. slime's `pause_generation` is not called.
 
     Memory: the trainer reads shards and writes engines' weights only during `update_weights`.
 
@@ -108,7 +107,7 @@ class WeightUpdater:
         weights_getter, model_name, quantization_config: arguments of slime's own updaters; not used.
 
     Attributes:
-        weight_version: version of the last update; slime's actor sets its first value.
+        weight_version: version of the last update. slime's actor sets the number to start from.
 
     Raises:
         ConfigError: `args.hf_checkpoint` has no config.json that names a `model_type`.
@@ -140,7 +139,7 @@ class WeightUpdater:
         engine_gpu_offsets: Sequence[int] | None = None,  # noqa: ARG002
         engine_parallel_configs: Sequence[Mapping[str, object]] | None = None,  # noqa: ARG002
     ) -> None:
-        """Make all servers that are not in the fleet join it. Collective; blocks.
+        """Make every server join the fleet, unless it has joined before. Collective; blocks.
 
         Args:
             rollout_engines: all current servers.
@@ -150,11 +149,10 @@ class WeightUpdater:
             engine_parallel_configs: not used, for the same reason.
 
         Raises:
-            ConfigError: neither WINDLASS_TOKEN nor the file of WINDLASS_TOKEN_FILE has a token, or a server has no
-                valid URL.
+            ConfigError: WINDLASS_TOKEN and WINDLASS_TOKEN_FILE are not set, or a server has no valid URL.
             UnsupportedLayout, ManifestError: see `connect_megatron_trainer`.
             EngineRefused: a server cannot be updated; quotes its reason. Only rank 0 raises this error.
-            PeerUnreachable: another rank has failed; quotes its reason. Or a server could not be reached.
+            PeerUnreachable: another rank has failed (quotes its reason), or a server could not be reached.
             PeerTimeout: a server or a rank has not joined within `DEADLINE_S`.
         """
         self._num_connected += 1
@@ -187,8 +185,8 @@ class WeightUpdater:
     def update_weights(self) -> None:
         """Publish the current weights to every server as version `weight_version + 1`. Collective; blocks.
 
-        The update leaves out a server that is dead or fails, and does not wait for it. slime starts the server again,
-        and `connect_rollout_engines` lets it join.
+        The update leaves out a server that is dead or fails. slime then restarts this server, and calls
+        `connect_rollout_engines` to make the server join again.
 
         Memory: the weights must not change before this method returns.
 
@@ -251,7 +249,7 @@ def _urls_of(engines: Sequence[EngineHandle]) -> list[str]:
 
 @final
 class _Fleet:
-    """Controller of rank 0, with the names of the servers that have joined its fleet."""
+    """Controller that rank 0 hosts, with the names of the servers that have joined."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._token = control_token()
@@ -263,7 +261,7 @@ class _Fleet:
 
         Raises:
             EngineRefused: a server has no route for joining, or cannot be updated; quotes its reason.
-            PeerUnreachable: a server could not be reached, or its answer is not one of Windlass.
+            PeerUnreachable: a server could not be reached, or its answer does not have Windlass's format.
             PeerTimeout: a server did not answer or join within `DEADLINE_S`.
         """
         address = self.hosted.address(Access.ENGINE)
@@ -280,20 +278,22 @@ class _Fleet:
         """Send a server the order to join, and return the server's name in the fleet.
 
         Raises:
-            EngineRefused: the server has no such route.
+            EngineRefused: the server has no route for this order.
             PeerTimeout: the server did not answer within `DEADLINE_S`.
-            PeerUnreachable: the server could not be reached, or its answer is not one of Windlass.
+            PeerUnreachable: the server could not be reached, or its answer does not have Windlass's format.
         """
         try:
             answer = EngineHttp(url, api_key=self._token).post(JOIN_PATH, order, DEADLINE_S)
         except NoSuchRoute as error:
             raise EngineRefused(
-                f"{url} must be a SGLang with Windlass installed and WINDLASS_CONTROLLER=wait: {error}"
+                f"{url} must be an SGLang server with Windlass installed and WINDLASS_CONTROLLER=wait: {error}"
             ) from error
         try:
             return msgspec.json.decode(answer, type=_Joined).name
         except msgspec.MsgspecError as error:
-            raise PeerUnreachable(f"{url}{JOIN_PATH}: not Windlass's answer: {error}") from error
+            raise PeerUnreachable(
+                f"{url}{JOIN_PATH}: the answer does not have Windlass's format: {error}"
+            ) from error
 
     def close(self) -> None:
         """Close the controller. Idempotent."""

@@ -1,4 +1,4 @@
-"""Module of tensors that a framework passes with their names."""
+"""A `torch.nn.Module` for tensors that a framework passes by name, without the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["TensorModule"]
 
 @final
 class TensorModule(torch.nn.Module):
-    """Module whose parameters are given tensors, under the dotted names of the original model. It copies nothing."""
+    """Module with given tensors as parameters, under the dotted names of the original model. No tensor is copied."""
 
     def place(self, name: str, tensor: torch.Tensor) -> None:
         """Register a tensor as the parameter `name`, or replace the data of the existing parameter."""

@@ -4,12 +4,12 @@
 
     install()  # before `PPOTrainer(...)`; the rest of the script does not change
 
-This module was written for AReaL 1.0.4 (inclusionAI/AReaL). It overrides `FSDPEngine.connect_engine` and
-`update_weights` (`areal/engine/fsdp_engine.py`) and `RemoteInfEngine` (`areal/infra/remote_inf_engine.py`). AReaL's
-trainer calls the first two in every rank, or its controller calls them on every worker
-(`areal/infra/controller/train_controller.py`). No rank gathers tensors, and no process group includes the servers. The
-servers are plain vLLM servers with `--weight-transfer-config '{"backend": "windlass"}'`. The user gives AReaL their
-addresses, or AReaL starts them through `RemotevLLMEngine`.
+This module was written for AReaL 1.0.4 (inclusionAI/AReaL). It overrides two methods of `FSDPEngine`
+(`areal/engine/fsdp_engine.py`), `connect_engine` and `update_weights`. AReaL's trainer calls these methods in every
+rank, or AReaL's controller calls them on every worker (`areal/infra/controller/train_controller.py`). The module also
+overrides `RemoteInfEngine` (`areal/infra/remote_inf_engine.py`). No rank gathers tensors, and no process group includes
+the servers. The servers are plain vLLM servers with `--weight-transfer-config '{"backend": "windlass"}'`. The user gives
+AReaL the servers' addresses, or AReaL starts the servers through `RemotevLLMEngine`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ DEADLINE_S = 600.0
 def install() -> None:
     """Make AReaL's `PPOTrainer` use `FSDPPPOActor` and `RemotevLLMEngine` of this module.
 
-    The process that creates the trainer calls this once, before it does so. Workers of AReaL's controller need no
-    call, because they import these classes by name.
+    Call this once, in the process that creates the trainer, before you create the trainer. Workers of AReaL's
+    controller need no call, because they import these classes by name.
     """
     vars(areal.engine)["FSDPPPOActor"] = FSDPPPOActor
     vars(areal.trainer.rl_trainer)["RemotevLLMEngine"] = RemotevLLMEngine
@@ -83,12 +83,12 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
             meta: AReaL's description of the update; its `type` must be `xccl`.
 
         Raises:
-            ConfigError: Windlass cannot send weights to `engine`, or with a setting of this engine.
+            ConfigError: Windlass cannot send weights to `engine`, or does not support a setting of this trainer.
             EngineRefused, PeerUnreachable, PeerTimeout, UnsupportedLayout: see `WeightSync`.
         """
         servers = _servers_of(engine)
         _require_plain_weights(self.config, meta)
-        # AReaL would otherwise create a process group with the servers.
+        # Without this flag, AReaL would create a process group with the servers.
         self.weight_update_group_initialized = True
         known = self.rollout_engine
         super().connect_engine(engine, meta)
@@ -101,11 +101,11 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
     def update_weights(self, meta: WeightUpdateMeta) -> list[str]:
         """Publish the current weights to every server. Collective; blocks.
 
-        The update leaves out a server that is dead or fails, and the rollout sends no requests to it. A server that
-        runs again at its address joins before the update. The caller pauses the rollout before this call and sets its
-        version afterwards, as with AReaL's own engine.
+        The update leaves out a server that is dead or fails, and the rollout sends no requests to this server. A server
+        that was restarted at the same address joins before the update. As with AReaL's own engine, the caller pauses the
+        rollout before this call and sets the rollout's version afterwards.
 
-        Memory: the caller must not change the weights before this returns.
+        Memory: the caller must not change the weights before this method returns.
 
         Args:
             meta: AReaL's description of the update; its `version` must be greater than all earlier versions.
@@ -150,7 +150,7 @@ class FSDPPPOActor(FSDPEngine, fsdp_engine.FSDPPPOActor):  # type: ignore[misc]
         """Create the controller of these actors.
 
         Raises:
-            ConfigError: `config` selects AReaL's second kind of controller, which updates weights by awex.
+            ConfigError: `config` does not select version 1 of AReaL's controller. Version 2 sends weights with awex.
         """
         _require_v1(config)
         return ActorController(train_engine=cls, config=config, scheduler=scheduler)
@@ -169,16 +169,16 @@ class ServersCallback(rollout_callback.RolloutCallback):  # type: ignore[misc]
 
 @final
 class ActorController(PPOActorController):  # type: ignore[misc]
-    """AReaL's controller of PPO actors, which also sends server addresses to its workers.
+    """AReaL's controller of PPO actors, which also sends the servers' addresses to the actors.
 
-    After each update it gives the rollout the addresses of the servers that serve the version.
+    After each update it tells the `RolloutController` which servers serve the version.
     """
 
     def connect_engine(self, rollout: RolloutController, meta: WeightUpdateMeta) -> None:
         """Call `FSDPEngine.connect_engine` on every worker.
 
         Raises:
-            ConfigError: `rollout` is not the controller of a `RemotevLLMEngine` of this module.
+            ConfigError: `rollout` is not a `RolloutController` of this module.
         """
         if not isinstance(rollout, RolloutController):
             _refuse_rollout(rollout)
@@ -196,7 +196,7 @@ class ActorController(PPOActorController):  # type: ignore[misc]
 
 @final
 class RolloutController(rollout_controller.RolloutController):  # type: ignore[misc]
-    """AReaL's rollout controller; it gives no work to workers of servers that the update left out."""
+    """AReaL's rollout controller, which gives no work to workers of servers that an update has left out."""
 
     _serving: frozenset[str] | None = None
 
@@ -249,7 +249,7 @@ class RemotevLLMEngine(vllm_remote.RemotevLLMEngine):  # type: ignore[misc]
         """Create the controller of these engines.
 
         Raises:
-            ConfigError: `config` selects AReaL's second kind of controller.
+            ConfigError: `config` does not select version 1 of AReaL's controller.
         """
         _require_v1(config)
         return RolloutController(cls, config=config, scheduler=scheduler)
@@ -257,11 +257,11 @@ class RemotevLLMEngine(vllm_remote.RemotevLLMEngine):  # type: ignore[misc]
 
 @dataclass
 class _Stamps:
-    """Versions of the tokens of one answer; the server may return the answer in several parts.
+    """Versions of the tokens of one answer, for which AReaL may send several requests.
 
     Attributes:
-        sent_at: version at which the newest request for a part was sent.
-        versions: version of each token so far.
+        sent_at: current version when the newest request was sent.
+        versions: version of each token that was received.
     """
 
     sent_at: int = 0
@@ -269,7 +269,7 @@ class _Stamps:
 
 
 _STAMPS: ContextVar[_Stamps] = ContextVar("windlass_stamps")
-"""Versions of the answer that the running asyncio task waits for."""
+"""Versions of the tokens of the answer that the running asyncio task waits for."""
 
 
 @final
@@ -337,8 +337,8 @@ class _PlainVllm(vllm_remote.VLLMBackend):  # type: ignore[misc]
     def parse_generation_response(self, response: dict[str, Any]) -> HttpGenerationResult:
         result = super().parse_generation_response(response)
         stamps = _STAMPS.get()
-        # AReaL labels tokens with the current version. An update may end before the client reads an answer that the
-        # update aborted, so this label would be too new.
+        # AReaL labels tokens with the current version. If an update aborted the answer, the current version may
+        # already be the new one. Then use the version when the request was sent.
         ended_by_update = result.stop_reason == "abort"
         version = stamps.sent_at if ended_by_update else self._get_version()
         stamps.versions += [version] * len(result.output_tokens)
@@ -393,7 +393,7 @@ def _require_v1(config: TrainEngineConfig | InferenceEngineConfig) -> None:
 
 def _refuse_rollout(rollout: object) -> NoReturn:
     raise ConfigError(
-        "rollout: must be vLLM by RemotevLLMEngine of windlass.integrations.areal (install() puts it in place), "
+        "rollout: must be RemotevLLMEngine of windlass.integrations.areal (call install() before PPOTrainer), "
         f"got {type(rollout).__module__}.{type(rollout).__name__}"
     )
 
@@ -401,5 +401,5 @@ def _refuse_rollout(rollout: object) -> NoReturn:
 def _refuse_trainer() -> NoReturn:
     raise ConfigError(
         "actor: must be FSDPPPOActor or FSDPEngine of windlass.integrations.areal with this rollout, got an engine "
-        "that sends weights by itself: Megatron and Archon are not updated by Windlass"
+        "that sends weights by itself; Windlass does not support AReaL's Megatron and Archon engines"
     )

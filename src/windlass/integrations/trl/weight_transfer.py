@@ -31,7 +31,7 @@ from windlass.layout.naming.stacked import StackedRule
 __all__ = ["WeightTransfer"]
 
 FAILED_FOR_S = 30.0
-"""Seconds that a server gets no requests after it failed one, unless all servers have failed."""
+"""Seconds for which a server gets no requests after a failed request, unless all servers have failed."""
 _SERVER: ContextVar[str] = ContextVar("windlass_server", default="")
 """URL of the server that the running asyncio task sends its request to."""
 
@@ -40,9 +40,8 @@ _SERVER: ContextVar[str] = ContextVar("windlass_server", default="")
 class WeightTransfer:
     """Weight transfer from an `AsyncGRPOTrainer` to vLLM servers; one transaction updates all servers.
 
-    A trainer of one rank needs only the `weight_transfer=` argument. Windlass reads its parameters in place.
-    A trainer of several ranks must also call `attach`, which works for any number of ranks. No rank gathers a
-    parameter after `attach`.
+    A trainer of one rank needs only the `weight_transfer=` argument. Windlass reads the trainer's parameters in place.
+    With several ranks, every rank must also call `attach`. No rank gathers a parameter after `attach`.
 
     `send_weights` pauses the servers once the weights are ready. TRL's `pause` and `resume` do nothing here.
     Updates leave out a server that dies, and the other servers continue. The server joins again once it runs.
@@ -96,15 +95,15 @@ class WeightTransfer:
     def attach(self, trainer: AsyncGRPOTrainer) -> None:
         """Make every rank of `trainer` send its own shards, and spread rollouts over all servers.
 
-        Every rank calls this once, after the trainer's constructor and before `train`. TRL no longer gathers
-        parameters afterwards. Rollouts are spread only if the rollout worker is TRL's own class.
+        Every rank calls this once, after the trainer's constructor and before `train`. Rollouts are spread only if the
+        rollout worker is TRL's own class.
 
         Raises:
             ConfigError: the `weight_transfer` of `trainer` is another object.
         """
         if trainer.accelerator.is_main_process and trainer.weight_transfer is not self:
             raise ConfigError(
-                f"attach: the trainer's weight_transfer must be this one, got {trainer.weight_transfer!r}"
+                f"attach: the trainer's weight_transfer must be this object, got {trainer.weight_transfer!r}"
             )
         self._trainer = trainer
         trainer._sync_weight_merged = functools.partial(self._send_shards, trainer)
@@ -115,9 +114,9 @@ class WeightTransfer:
             worker._loop_kwargs["vllm_server_url"] = " ".join(self._servers)
 
     def init_weight_transfer(self) -> None:
-        """Connect to the servers, if `attach` was called; otherwise the first `send_weights` connects.
+        """Connect to the servers if `attach` was called. Otherwise the first `send_weights` connects.
 
-        The connection is collective over the trainer ranks.
+        Collective over the trainer ranks if `attach` was called.
 
         Raises:
             ConfigError: the trainer has several ranks and did not call `attach`.
@@ -132,12 +131,12 @@ class WeightTransfer:
             )
 
     def pause(self) -> None:
-        """Do nothing: `send_weights` pauses."""
+        """Do nothing: `send_weights` pauses the servers."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish the tensors of `iterator` to every server. Blocks.
 
-        Memory: the caller must not change the tensors before this returns.
+        Memory: the caller must not change the tensors before this method returns.
 
         Raises:
             WindlassError: any error of `WeightSync` and of `WeightSync.send_weights`.
@@ -163,7 +162,7 @@ class WeightTransfer:
             model = trainer.accelerator.unwrap_model(trainer.model)
             names = _merged_names(model.prefix) if is_peft_model(model) else None
             self._sync = self._connect(model, name_map=names)
-            # TRL gives the first version of a resumed run to rank 0 only.
+            # Only rank 0 knows the version at which TRL resumes a run.
             self._version = broadcast_object_list([trainer.model_version], from_process=0)[0]
         return self._sync
 
@@ -171,7 +170,7 @@ class WeightTransfer:
         """Publish the weights; replaces TRL's `_sync_weight_merged`. Collective.
 
         Returns:
-            Times at which the pause, the barrier and the transfer ended, in seconds as of `time.time`.
+            `t0`, and the times at which the barrier and the transfer ended, in seconds as of `time.time`.
         """
         sync = self._connect_model(trainer)
         trainer.accelerator.wait_for_everyone()
@@ -211,7 +210,7 @@ class _LeaveAtEnd(TrainerCallback):  # type: ignore[misc]  # transformers is not
 
 @final
 class _FleetLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # TRL is not typed here
-    """TRL's rollout loop for several servers: sends each request to the server with the fewest open requests."""
+    """TRL's rollout loop for several servers. Each request goes to the server with the fewest open requests."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -248,7 +247,8 @@ def _merged_names(prefix: str) -> Callable[[str], str | None]:
     """Return a map from parameter names of a merged PEFT model to names of its base model.
 
     Args:
-        prefix: prefix of the adapter's own parameters. The map returns None for these and for `original_module`.
+        prefix: prefix of the adapter's own parameters. The map returns None for parameters with this prefix and for
+            copies that PEFT keeps in `original_module`.
     """
 
     def name_map(name: str) -> str | None:

@@ -3,11 +3,11 @@
     actor_rollout_ref.rollout.checkpoint_engine.backend=windlass_shards
     actor_rollout_ref.rollout.checkpoint_manager_class=windlass.integrations.verl.ShardCheckpointManager
 
-verl 0.9.1 passes its training engine to the checkpoint engine if the manager requests the mode `delta_sharded`. The
-name of the backend does not matter (`ActorRolloutRefWorker.update_weights`, `verl/workers/engine_workers.py`). The
-training engine exports each rank's shards, and the position of each shard in its tensor
-(`BaseEngine.get_per_tensor_param_shard`, `verl/workers/engine/spec.py`). No rank gathers tensors, and no weights pass
-through verl's rollout workers: vLLM receives them through its weight-transfer backend "windlass".
+verl 0.9.1 passes its training engine to any checkpoint engine if the manager requests the mode `delta_sharded`
+(`ActorRolloutRefWorker.update_weights`, `verl/workers/engine_workers.py`). The training engine exports each rank's
+shards, and the position of each shard in its tensor (`BaseEngine.get_per_tensor_param_shard`,
+`verl/workers/engine/spec.py`). No rank gathers tensors, and no weights pass through verl's rollout workers: vLLM
+receives the weights through its weight-transfer backend "windlass".
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Shards:
             self.module.place(name, _described(name, self._copies[name], spec))
 
     def copy_from(self, engine: BaseEngine) -> None:
-        """Copy the shards that verl exports now to the same addresses.
+        """Export the shards again, and overwrite the copies with them.
 
         Raises:
             UnsupportedLayout: names or shapes differ from the first export.
@@ -79,7 +79,7 @@ class _Shards:
         for name, shard, _ in engine.get_per_tensor_param_shard()[0]:
             if name not in left or shard.shape != self._copies[name].shape:
                 raise UnsupportedLayout(
-                    f"parameter {name!r}: verl must export the shards of the first update, got one of "
+                    f"parameter {name!r}: verl must export the same shards as for the first update, got shape "
                     f"{tuple(shard.shape)}"
                 )
             left.remove(name)
@@ -89,15 +89,15 @@ class _Shards:
 
 
 def _described(name: str, shard: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Return the flat tensor `shard` in its own shape, as a `DTensor` if it is part of a larger tensor.
+    """Return a view of the flat tensor `shard` in its original shape, as a `DTensor` if the parameter has a mesh.
 
     Raises:
-        UnsupportedLayout: torch's placements cannot describe the part that `spec` defines.
+        UnsupportedLayout: `spec` is not a placement of torch.
     """
     if any(extra is not None for extra in (spec.place, spec.to_hf_chunk, spec.hf_slots)):
         raise UnsupportedLayout(
-            f"parameter {name!r}: verl's training engine must export it under its name in the checkpoint, with torch's "
-            "placements, as FSDP's does, got one that it converts on the way: use backend=windlass"
+            f"parameter {name!r}: must be exported under its checkpoint name with torch's placements, as verl's FSDP "
+            "engine does, got a parameter that verl's engine must convert: use backend=windlass"
         )
     if spec.mesh is None:
         return shard.view(spec.full_shape)
@@ -150,7 +150,7 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
     def set_servers(self, servers: Sequence[str]) -> None:
         """Set the servers of the next updates. Every rank must pass the same servers in the same order.
 
-        If they differ from the current servers, this rank disconnects from the current ones.
+        If the servers change, this rank disconnects from the previous servers.
 
         Args:
             servers: URLs of the servers.
@@ -171,15 +171,15 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
 
         Raises:
             ConfigError: `weights` are gathered tensors, as verl's own manager passes them.
-            UnsupportedLayout: verl's engine exports a parameter in another way than its FSDP engine.
+            UnsupportedLayout: verl's training engine does not export parameters as verl's FSDP engine does.
             EngineRefused, RoundAborted, PeerUnreachable, PeerTimeout: see `WeightSync` and its `send_weights`.
         """
         from verl.workers.engine import BaseEngine
 
         if not isinstance(weights, BaseEngine):
             _refuse_manager()
-        # Copy in this thread, because this rank's GPU is its current device. The update waits for other ranks, so it
-        # runs in another thread.
+        # Copy in this thread, in which this rank's GPU is the current device. The update runs in another thread,
+        # because it waits for other ranks and would block the event loop.
         if self._shards is None:
             self._shards = _Shards(weights)
         else:
@@ -215,7 +215,7 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
             sync.shutdown()
 
     def prepare(self) -> NoReturn:
-        """Refuse verl's own manager, which calls this first and the methods below afterwards.
+        """Refuse verl's own manager, which would call this method first.
 
         Raises:
             ConfigError: always.
@@ -227,16 +227,16 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
 
 def _refuse_manager() -> NoReturn:
     raise ConfigError(
-        f"checkpoint_engine.backend={BACKEND} must have rollout.checkpoint_manager_class="
-        "windlass.integrations.verl.ShardCheckpointManager, and a trainer of verl's that reads it"
+        f"checkpoint_engine.backend={BACKEND} needs rollout.checkpoint_manager_class="
+        "windlass.integrations.verl.ShardCheckpointManager, and a trainer of verl that reads this option"
     )
 
 
 class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
     """verl's checkpoint engine manager, with updates that go directly from actor ranks to vLLM servers.
 
-    The manager uses verl's own calls to abort running requests before an update and to continue them after it.
-    Therefore verl labels tokens with the correct step. verl starts the servers with `rollout.name=vllm`,
+    The manager aborts running requests before an update and continues them afterwards through verl's own calls, so
+    verl labels tokens with the correct step. Configure the servers with `rollout.name=vllm`,
     `rollout.engine_kwargs.vllm.weight_transfer_config={backend: windlass}`, no sleep mode, and VLLM_SERVER_DEV_MODE=1
     in the environment.
     """
@@ -254,7 +254,7 @@ class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
         Raises:
             ConfigError: a replica does not run vLLM.
             PeerUnreachable: a replica does not serve the weights; quotes the reason. This replica stays paused, and
-                all other replicas serve the weights. Call `remove_replicas` to update without it.
+                all other replicas serve the weights. Call `remove_replicas` to continue without this replica.
             ray.exceptions.RayTaskError: `ShardCheckpointEngine.send_weights` raised an error. All replicas then stay
                 paused until an update succeeds, as with verl's own manager.
         """

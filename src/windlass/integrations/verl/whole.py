@@ -36,7 +36,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         bucket_size: maximum size of a bucket in bytes.
         is_master: whether this rank is the actor's rank 0; verl sets it.
         transport, mode, device, deadline_s: see `StreamEnd`.
-        rebuild_group: whether every update ends by freeing the buckets and closing the connections.
+        rebuild_group: whether to free the buckets and close the connections after every update.
 
     Raises:
         ConfigError, TransportUnavailable: see `StreamEnd`.
@@ -64,7 +64,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         self._is_master, self._rebuild_group = is_master, rebuild_group
 
     def prepare(self) -> dict[str, Any]:
-        """Return the address of the sender, or the name of a receiver, for `build_topology`.
+        """Return what `build_topology` needs of this rank: the sender's address if `is_master`, else the rank's name.
 
         Raises:
             ConfigError, TransportUnavailable, TransferFailed: see `BucketSender.open`.
@@ -90,12 +90,12 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         """
         if len(metadata) != actor_wg_world_size + rollout_world_size or not rollout_world_size:
             raise ConfigError(
-                f"build_topology: metadata must be of {actor_wg_world_size} actor and at least one rollout "
-                f"rank, got {len(metadata)} of {actor_wg_world_size} + {rollout_world_size}"
+                f"build_topology: metadata must have one entry for each actor rank and each rollout rank, got "
+                f"{len(metadata)} entries for {actor_wg_world_size} + {rollout_world_size} ranks"
             )
         if "address" not in metadata[0]:
             raise ConfigError(
-                "build_topology: the actor's rank 0 must have been made with is_master=True"
+                "build_topology: the checkpoint engine of the actor's rank 0 must have is_master=True"
             )
         address = metadata[0]["address"]
         members = [rank["member"] for rank in metadata[actor_wg_world_size:]]
@@ -111,7 +111,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         return kwargs(["send", *idle]), kwargs(["receive"] * rollout_world_size)
 
     def init_process_group(self, role: str, address: dict[str, Any], members: list[str]) -> None:
-        """Connect the sender and all receivers. Collective over these ranks.
+        """Connect a receiver to the sender, or make the sender wait for all receivers.
 
         Args:
             role: `send`, `receive`, or `gather` for actor ranks that only take part in gathers.
@@ -127,7 +127,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
             self._end.receiver.connect(msgspec.convert(address, StreamAddress))
 
     def finalize(self) -> None:
-        """Close this rank's end if `rebuild_group` is set. verl calls this after every successful update."""
+        """Close this rank's connections if `rebuild_group` is set. verl calls this after every successful update."""
         if self._rebuild_group:
             self._end.close()
 
@@ -137,7 +137,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         weights: Generator[tuple[str, torch.Tensor], None, None],
         global_steps: int | None = None,  # noqa: ARG002 - verl's interface
     ) -> dict[str, float]:
-        """Send every tensor, or take part in the gathers only. Collective over the actor ranks.
+        """Send every tensor from the actor's rank 0. Collective: other actor ranks only take part in the gathers.
 
         Args:
             weights: tensors of verl's `get_per_tensor_param`; reading them is collective over the actor ranks.

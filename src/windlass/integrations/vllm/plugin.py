@@ -1,7 +1,7 @@
 """Entry point for the group `vllm.general_plugins`.
 
-vLLM calls `register` first in its API server, in every EngineCore and in every worker (`vllm/plugins/__init__.py`, 0.24
-and 0.32). An engine with another backend, or with none, behaves as before.
+vLLM calls `register` at the start of its API server, of every EngineCore and of every worker
+(`vllm/plugins/__init__.py`, 0.24 and 0.32). `register` does not change engines that use another backend, or none.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _prepare_servers() -> None:
 
             prepare(args)
         made = read(cls, args)
-        # Adapters are options of the server, and not of the engine.
+        # `EngineArgs` lacks the server's option `--lora-modules`, which `_create_engine_config` needs.
         vars(made)[_LORA_MODULES] = vars(args).get("lora_modules")
         return made
 

@@ -1,7 +1,7 @@
 """Client of vLLM's own routes for weight updates; it calls several servers in parallel.
 
 vLLM defines the routes in `vllm/entrypoints/serve/dev/rlhf/api_router.py` (0.24) and
-`vllm/entrypoints/rl/online/api_router.py` (0.32). A server offers them with VLLM_SERVER_DEV_MODE=1.
+`vllm/entrypoints/rl/online/api_router.py` (0.32). A server has these routes only with VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class VllmServers:
     """Servers that were started with `--weight-transfer-config '{"backend": "windlass"}'`.
 
     Every method blocks. Calls to several servers run in parallel. `world_size` and `init_weight_transfer_engine` raise
-    an error if a server fails. The other methods log the reason and return it by URL, so that a dead server does not
-    stop the update of the others.
+    an error if a server fails. All other methods log failures and return them as URL -> reason, so that a dead server
+    does not stop the update of other servers.
 
     Args:
         urls: URLs of the servers.
@@ -68,7 +68,7 @@ class VllmServers:
     def __init__(self, urls: Sequence[str], *, api_key: str = "") -> None:
         self.urls = server_urls(urls)
         self._http = {url: EngineHttp(url, api_key=api_key) for url in self.urls}
-        # Two threads per server: `/update_weights` blocks for as long as a server's weights may be of two versions.
+        # Two threads per server: while `/update_weights` blocks one thread, the other can call further routes.
         self._pool = ThreadPoolExecutor(2 * len(self.urls), "windlass-vllm")
 
     def world_size(self, url: str, deadline_s: float, *, listens_within_s: float = 0.0) -> int:
@@ -100,11 +100,8 @@ class VllmServers:
         return msgspec.json.decode(answer, type=_WorldSize).world_size
 
     def _when_listening(self, url: str, deadline_s: float, gives_up_at: float) -> bytes:
-        """Return the server's answer to `/get_world_size`, and retry until it listens.
-
-        A server sends no signal when it starts to listen.
-        """
-        is_told, pauses = False, BACKOFF.pauses()
+        """Call `/get_world_size` until the server listens or `gives_up_at` (monotonic) has passed; return the answer."""
+        is_logged, pauses = False, BACKOFF.pauses()
         while True:
             try:
                 return self._http[url].get("/get_world_size", deadline_s)
@@ -112,11 +109,11 @@ class VllmServers:
                 left_s = gives_up_at - time.monotonic()
                 if left_s <= 0 or not isinstance(error.__cause__, ConnectionRefusedError):
                     raise
-            if not is_told:
+            if not is_logged:
                 logger.info(
                     "waiting for %s, which does not listen yet: at most %.0f s", url, left_s
                 )
-            is_told = True
+            is_logged = True
             time.sleep(min(next(pauses), left_s))
 
     def init_weight_transfer_engine(
@@ -144,9 +141,9 @@ class VllmServers:
             raise PeerUnreachable("; ".join(reasons.values()) + what_to_do)
 
     def pause(self, among: Collection[str], mode: str, deadline_s: float) -> dict[str, str]:
-        """POST `/pause?mode=...` and return the reasons of failures by URL.
+        """POST `/pause?mode=...` and return failures as URL -> reason.
 
-        vLLM does not clear its caches, because Windlass separates them by version.
+        vLLM need not clear its caches: Windlass keeps the entries of different versions apart.
 
         Args:
             among: URLs of the servers to pause.
@@ -162,23 +159,23 @@ class VllmServers:
         return self._post(path, among, _nothing, deadline_s)
 
     def resume(self, among: Collection[str], deadline_s: float) -> dict[str, str]:
-        """POST `/resume` and return the reasons of failures by URL."""
+        """POST `/resume` and return failures as URL -> reason."""
         return self._post("/resume", among, _nothing, deadline_s)
 
     def update_weights(
         self, among: Collection[str], version: int, deadline_s: float, *, held_s: float
     ) -> dict[str, str]:
-        """POST `/update_weights`, which holds every worker until the round of `version` has ended.
+        """POST `/update_weights` and return failures as URL -> reason.
 
-        Return the reasons of failures by URL. This call is the whole update; `/start_weight_update` and
-        `/finish_weight_update` are not needed. vLLM 0.32 then labels tokens with the version that it serves after the
-        call.
+        A server answers when the round of `version` has ended; until then its workers run no step. The routes
+        `/start_weight_update` and `/finish_weight_update` are not needed. After the call, vLLM 0.32 labels tokens with
+        the version that it serves.
 
         Args:
-            among: URLs of the servers to hold.
+            among: URLs of the servers to update.
             version: version that the trainer is about to publish.
-            deadline_s: seconds within which each server must answer; a server answers after the round.
-            held_s: seconds within which the round must reach a worker; the worker continues if it does not.
+            deadline_s: seconds within which each server must answer.
+            held_s: seconds that a worker waits for the round to begin; then the worker continues without the update.
         """
         body = {"update_info": {"version": version, "deadline_s": held_s, WHOLE: True}}
         return self._post("/update_weights", among, lambda _url: body, deadline_s)
@@ -186,9 +183,9 @@ class VllmServers:
     def shutdown_weight_transfer_engine(
         self, among: Collection[str], deadline_s: float
     ) -> dict[str, str]:
-        """POST `/shutdown_weight_transfer_engine` and return the reasons of failures by URL.
+        """POST `/shutdown_weight_transfer_engine` and return failures as URL -> reason.
 
-        A release without this route (0.24) is not a failure.
+        It is not a failure if a server lacks this route (vLLM 0.24).
         """
         return self._post(
             "/shutdown_weight_transfer_engine", among, _nothing, deadline_s, may_lack=True
@@ -207,7 +204,7 @@ class VllmServers:
         *,
         may_lack: bool = False,
     ) -> dict[str, str]:
-        """POST to all servers in parallel and return the reasons of failures by URL.
+        """POST to all servers in parallel and return failures as URL -> reason.
 
         Args:
             path: path of the route.

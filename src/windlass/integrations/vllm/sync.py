@@ -31,7 +31,7 @@ __all__ = ["SentWeights", "WeightSync"]
 
 logger = logging.getLogger(__name__)
 REASON_S = 1.0
-"""Seconds that rank 0 waits for the reason of a refusal, after a server has answered that it refuses."""
+"""Seconds that rank 0 waits, after a server has refused, for the server's rank to report the reason."""
 CALL_S = 30.0
 """Deadline in seconds of routes that answer quickly."""
 PROBE_S = 2.0
@@ -45,7 +45,7 @@ class SentWeights:
     Attributes:
         version: number of the version.
         servers: URLs of the servers that serve the version now.
-        left_out: URL of a server that does not serve it -> reason. The server gets the version as soon as possible.
+        left_out: URL of a server that does not serve the version -> reason.
         report: report of the round: bytes, seconds per phase, pause.
     """
 
@@ -59,8 +59,8 @@ class SentWeights:
 class WeightSync:
     """Connection of a trainer to plain vLLM servers; each version goes to all servers in one transaction.
 
-    Every trainer rank creates one and calls the same methods in the same order. The constructor and all methods are
-    collective. Each rank sends its own shards, and no rank gathers tensors.
+    The constructor and all methods are collective: every trainer rank creates a `WeightSync` and calls the same methods
+    in the same order. Each rank sends its own shards, and no rank gathers tensors.
 
     Rank 0 hosts the controller and calls the servers' routes. The constructor calls `/init_weight_transfer_engine`. For
     each version, rank 0 calls `/update_weights` of servers that have several ranks. With the pause modes `abort` and
@@ -111,7 +111,7 @@ class WeightSync:
     ) -> None:
         if pause is not None and pause not in PAUSE_MODES:
             raise ConfigError(f"pause: must be one of {PAUSE_MODES} or None, got {pause!r}")
-        # Every rank creates this, so that every rank checks the URLs. Only rank 0 calls the routes.
+        # Only rank 0 calls the routes. Every rank creates `VllmServers`, because the constructor checks the URLs.
         routes = VllmServers(servers, api_key=api_key)
         self._urls = {_engine_name(url): url for url in routes.urls}
         self._deadline_s = deadline_s
@@ -153,12 +153,13 @@ class WeightSync:
     def send_weights(self, version: int) -> SentWeights:
         """Publish the current weights to every server. Collective; blocks.
 
-        A server that is dead or fails is left out, and the update does not wait for it: all other servers serve the
-        version when this returns. A server that runs again at its URL joins before the update.
-        Memory: the weights must not change before this returns.
+        A server that is dead or fails is left out: all other servers serve the version when this method returns. A
+        server that was restarted at the same URL joins before the update.
+
+        Memory: the weights must not change before this method returns.
 
         Args:
-            version: greater than all earlier versions.
+            version: number of the version, greater than all earlier versions.
 
         Raises:
             ConfigError: `version` is not an integer >= 0.
@@ -205,7 +206,7 @@ class WeightSync:
 
 
 def _engine_name(url: str) -> str:
-    """Return the engine name of a server. A server has the same name in every fleet that it joins."""
+    """Return the name that the server has in every fleet."""
     parts = check_url(url, "servers")
     return f"vllm-{parts.hostname}-{parts.port or parts.scheme}"
 
@@ -225,12 +226,12 @@ class _Fleet:
     ) -> None:
         self._routes, self._urls = routes, urls
         self._transport, self._deadline_s = transport, deadline_s
-        # A hold already keeps running requests in place, so `keep` needs no call of `/pause`.
+        # `/update_weights` blocks the server's main loop and keeps running requests, so `keep` needs no `/pause`.
         self._pause = None if pause == "keep" else pause
         kept = PauseMode.IN_PLACE if self._pause is None else PauseMode.ABORT
         config = msgspec.structs.replace(config, pause_mode=kept)
         self._held_s = config.deadlines.pause_s
-        # First phase that requires held main loops: the routes are called when it begins.
+        # First phase for which the servers' main loops must be blocked. At its start, rank 0 calls the routes.
         self._holds_in = Phase.PAUSE if config.mode is UpdateMode.STAGED else Phase.PREPARE
         self._joined: set[str] = set()
         # Set when the newest round ends.
@@ -238,7 +239,7 @@ class _Fleet:
         self._joining = ThreadPoolExecutor(len(urls), "windlass-join")
         # One thread per server, so that a server's calls of one round end before its calls of the next round begin.
         self._holding = {name: ThreadPoolExecutor(1, f"windlass-{name}") for name in urls}
-        # Calls to servers that the newest round pauses; each ends after `/resume`.
+        # Name of a server that the newest round pauses -> its calls, the last of which is `/resume`.
         self._paused: dict[str, Future[None]] = {}
         self.hosted = HostedController(routes.urls, config, self._listen)
         self._coordinator = self.hosted.controller.coordinator
@@ -255,7 +256,7 @@ class _Fleet:
 
         Args:
             names: engine names of the servers.
-            deadline_s: deadline in seconds for all of them to join.
+            deadline_s: deadline in seconds for all these servers to join.
             answer_s: seconds within which each server must return its world size.
             are_starting: whether to wait for servers that do not listen yet.
 
@@ -272,7 +273,7 @@ class _Fleet:
         infos = {}
         for name in names:
             url = self._urls[name]
-            # A server that does not answer this has no reason to report.
+            # Find servers that do not answer at all now: they cannot report a reason later.
             self._routes.world_size(
                 url, answer_s, listens_within_s=left_s() if are_starting else 0.0
             )
@@ -287,8 +288,8 @@ class _Fleet:
         try:
             self._routes.init_weight_transfer_engine(infos, max(left_s(), 1.0))
         except PeerUnreachable:
-            # If a server refuses, its rank reports a more precise reason to the controller. Raise that reason if it
-            # arrives.
+            # If a server refuses, its rank reports a more precise reason to the controller. `wait_for_fleet` raises
+            # an error with this reason if it arrives.
             with suppress(PeerTimeout):
                 self.hosted.wait_for_fleet(names, REASON_S)
             raise
@@ -321,7 +322,10 @@ class _Fleet:
         controller.coordinator.on_phase(self._on_phase)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
-        """Start to hold the servers that the round updates. Called in the controller's loop."""
+        """Start `_hold` for the servers that the round updates, when their main loops must be blocked.
+
+        Called in the controller's event loop.
+        """
         if phase is Phase.DONE:
             self._round_over.set()
         if phase is not self._holds_in:
@@ -334,22 +338,23 @@ class _Fleet:
         for name in self._joined - served:
             if self._pause is None and self._comes_to_rest(name):
                 continue
-            # A server that only catches up with the published version is held between two steps, but not paused.
+            # A server that only catches up with the published version needs no `/pause`: `/update_weights` blocks
+            # its main loop between two steps.
             pause = self._pause if is_news else None
             held = self._holding[name].submit(self._hold, name, version, pause, over)
             if pause is not None:
                 self._paused[name] = held
 
     def _comes_to_rest(self, name: str) -> bool:
-        """Return whether a server's own agent holds its main loop, so that no route is needed. Called in the controller's loop."""
+        """Return whether the server's agent can block the main loop without a call of a route."""
         group = self._coordinator.fleet.group_of(name)
         first = None if group is None else group.agents.get(0)
         return first is not None and first.hello.comes_to_rest
 
     def _hold(self, name: str, version: int, pause: str | None, over: threading.Event) -> None:
-        """Call `/update_weights`, which blocks the server's loops until the round is over.
+        """Call `/update_weights`, which blocks the server's main loop until the round is over.
 
-        With `pause`, call `/pause` before and `/resume` after.
+        With `pause`, call `/pause` before and `/resume` afterwards.
         """
         if over.is_set():
             return
@@ -361,10 +366,7 @@ class _Fleet:
             routes.resume(among, CALL_S)
 
     def wait_resumed(self, names: Collection[str]) -> None:
-        """Wait at most `CALL_S` seconds until these servers, which serve the new version, have answered `/resume`.
-
-        Skip servers that the newest round did not pause: they get no `/resume`.
-        """
+        """Wait at most `CALL_S` seconds until the paused servers among `names` have answered `/resume`."""
         wait([self._paused[name] for name in names if name in self._paused], CALL_S)
 
     def close(self) -> None:

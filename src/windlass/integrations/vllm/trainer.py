@@ -1,7 +1,7 @@
 """Trainer engine of vLLM's weight-transfer backend "windlass"; importing this module registers it.
 
-`WeightTransferTrainerFactory` (vLLM 0.32, `vllm/distributed/weight_transfer/factory.py`; 0.24 has none) creates the
-trainer's half of a backend from an init info, a client and a source. The engine of this module passes them to
+`WeightTransferTrainerFactory` (vLLM 0.32, `vllm/distributed/weight_transfer/factory.py`; vLLM 0.24 lacks it) creates a
+backend's trainer engine from an init info, a client and a source. The engine of this module passes all three to
 `WeightSync`. Every trainer rank runs:
 
     engine = WeightTransferTrainerFactory.trainer_init(
@@ -38,9 +38,9 @@ __all__ = ["ModuleShards", "TrainerInit", "WindlassTrainerEngine"]
 
 @final
 class ModuleShards(ModuleSource):  # type: ignore[misc]
-    """Model that is trained; every rank sends its own shards of it.
+    """Source with the trained model; every rank sends its own shards of this model.
 
-    vLLM's own backends can iterate over it like over their `ModuleSource`, which gathers tensors.
+    With vLLM's own backends, which iterate over the source, it gathers tensors like `ModuleSource`.
 
     Args:
         module: see `WeightSync`.
