@@ -66,7 +66,7 @@ def refuse_strangers(server: PlainServer) -> None:
     status, answer = ask_to_join(server, {"controller": "nowhere"})
     assert (status, "controller must be http" in answer["error"]) == (400, True)
     for pid in server.family():
-        assert b"WINDLASS_TOKEN=" not in Path(f"/proc/{pid}/environ").read_bytes()
+        assert ENGINE_TOKEN.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 async def publish(
