@@ -380,7 +380,7 @@ def test_a_start_that_times_out_names_the_missing_members_and_their_logs(tmp_pat
         job.communicate(timeout=DEADLINE_S)
         assert job.returncode == 2
     printed = (tmp_path / "stderr").read_text()
-    assert "PeerTimeout: starting trainer ranks, engines beside them: " in printed
+    assert "PeerTimeout: starting trainer ranks and engines: " in printed
     assert (
         " s of at most 1 s; not connected yet: weights of trainers (0 of 2 ranks), engine-a\n"
         in printed
@@ -408,7 +408,7 @@ def test_a_terminal_shows_the_members_that_a_start_waits_for(tmp_path: Path) -> 
         while part := terminal.read(1 << 16):
             shown += part
     assert job.wait(timeout=DEADLINE_S) == 2
-    part = b"starting trainer ranks, engines beside them: %d s of at most 2 s; not connected yet: weights"
+    part = b"starting trainer ranks and engines: %d s of at most 2 s; not connected yet: weights"
     before_its_end = shown.partition(b"gave up")[0]
     assert {n for n in range(3) if part % n in before_its_end} >= {0, 1}
 

@@ -32,7 +32,7 @@ class RecipeSection(msgspec.Struct, frozen=True, kw_only=True):
     """Location of the recipe, the user's code that runs in the controller's process.
 
     Attributes:
-        file: Python file. name: `Recipe` class in the file; the job creates it without arguments.
+        file: Python file. name: subclass of `Recipe` in the file; the job creates an object without arguments.
     """
 
     file: str
@@ -43,7 +43,7 @@ class ControllerSection(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the controller.
 
     Attributes:
-        host: address to bind. port: port to bind; 0 lets the system choose.
+        host: address to bind. port: port to bind; 0 lets the operating system choose.
         advertise_host: address that trainers, engines and workers connect to; empty for `host`.
     """
 
@@ -53,24 +53,24 @@ class ControllerSection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer ranks, which `TrainController` starts.
+    """Settings of the trainer ranks.
 
     Attributes:
         script: script that calls `run_train_worker`. arguments: arguments of the script.
         world_size: number of ranks. num_cpus, num_gpus: number of cores and GPUs reserved per rank.
-        data_parallel_size: number of data-parallel ranks; 0 for `world_size`. Tensor- and pipeline-parallel peers
-            get the same samples. A step needs at least one group per data-parallel rank.
-        num_nodes: number of nodes for the ranks, with the same number of ranks on each; the cluster grants all nodes
-            together.
+        data_parallel_size: number of data-parallel ranks; 0 for `world_size`. All tensor- and pipeline-parallel ranks
+            of one data-parallel rank get the same samples. A step needs at least one group per data-parallel rank.
+        num_nodes: number of nodes, with the same number of ranks on each node; the job gets all nodes in one
+            reservation.
         python: interpreter of the ranks; empty for the interpreter of this process.
         environment: variables added to the environment of every rank.
         allow_unused: value of WINDLASS_ALLOW_UNUSED in the ranks, see `allow_unused` of `connect_trainer`.
         step_deadline_s: deadline of one optimiser step. publish_deadline_s: deadline of one weight update.
         save_every: steps between checkpoints in `output_dir/checkpoints`; 0 for none.
         keep: number of newest checkpoints to keep after each save; 0 for all.
-        max_restarts: number of restarts of the ranks between two checkpoints. After a rank dies, hangs or raises, the
-            ranks start again from the job's newest checkpoint. The job fails at one more failure, or without a
-            checkpoint.
+        max_restarts: largest number of restarts of the ranks between two checkpoints. If a rank dies, hangs or raises,
+            the job starts all ranks again from its newest checkpoint. The job fails instead if it has no checkpoint, or
+            if the ranks have been restarted this many times.
         resume_from: checkpoint folder of another job; this job continues from its steps and its version.
     """
 
@@ -110,13 +110,13 @@ CHECKPOINT_RECORD = "job.json"
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of a finished checkpoint. The job writes it as `job.json` once all ranks have saved into the folder.
+    """Record of a finished checkpoint. The job writes it as `job.json` after all ranks have saved into the folder.
 
     Attributes:
-        steps: number of optimiser steps that the weights have been trained.
-        version: version as which the weights were published.
+        steps: number of optimiser steps before the checkpoint.
+        version: published version of the saved weights.
         recipe: value of `Recipe.state` in msgpack; empty for None.
-        tasks: tasks that were drawn and not trained on, in msgpack; empty unless the recipe has a state.
+        tasks: tasks that the recipe yielded and the job did not train on, in msgpack; empty if the recipe has no state.
     """
 
     steps: int
@@ -145,7 +145,8 @@ def read_checkpoint(folder: str) -> Checkpoint:
 class Resume(StrEnum):
     """Use of the checkpoints in a job's output folder.
 
-    NEVER: refuse a folder that contains another run. AUTO: continue from the newest checkpoint, if there is one.
+    NEVER: refuse a folder with the output of an earlier job. AUTO: continue from the newest checkpoint, or start
+        without one if there is none.
     """
 
     NEVER = "never"
@@ -159,19 +160,20 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         name: name of the engine in the fleet.
         kind: name in `windlass.engines.spec.ENGINES`. model: configuration or checkpoint folder.
         tensor_parallel_size: number of tensor-parallel ranks.
-        port: port of the engine's server; 0 lets the system choose, for kinds that support it. An engine on several
-            nodes also uses up to ten ports after it, on the first node.
-        num_nodes: number of nodes for the engine, with a part of its server on each; the cluster grants all nodes
-            together.
+        port: port of the engine's server; 0 lets the operating system choose, for kinds that support this. An engine
+            on several nodes also uses up to ten of the next port numbers, on its first node.
+        num_nodes: number of nodes, with one process of the engine's server on each node; the job gets all nodes in one
+            reservation.
         arguments: arguments of the engine's launcher.
         python: interpreter of the engine; empty for the interpreter of this process.
         environment: variables added to the engine's environment. num_cpus: number of cores reserved on each node.
         num_gpus: number of GPUs reserved in total, the same number on each node. If it is omitted, the engine gets one
             GPU per engine rank if the trainers have GPUs, and otherwise none.
-        colocate_with: name of a trainer rank, such as `trainer-0`. The engine then reserves nothing: it shares the
-            rank's node and cores, and uses one GPU per engine rank, starting at the trainer rank's first GPU.
-        max_restarts: number of times that the engine may die and be restarted between two steps; the job fails if it
-            dies once more.
+        colocate_with: name of a trainer rank, such as `trainer-0`. The engine then reserves no cores and GPUs. It runs
+            on the trainer rank's node and cores, and uses one GPU per engine rank, starting at the trainer rank's first
+            GPU.
+        max_restarts: largest number of restarts of the engine between two steps, after it died or stopped answering;
+            the job fails if the engine does so once more.
     """
 
     name: str
@@ -205,17 +207,17 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         sampling: sampling parameters of every prompt.
         groups_per_step: number of prompts or tasks that one step trains on.
         samples_per_group: number of answers per prompt or task.
-        max_staleness: largest number of versions that the oldest token of a trained answer may be behind.
-        on_stale: treatment of older answers. max_resubmits: limit for `OnStale.RESUBMIT`.
+        max_staleness: largest difference between the trainer's version and the version of an answer's oldest token.
+        on_stale: treatment of answers above `max_staleness`. max_resubmits: limit for `OnStale.RESUBMIT`.
         max_concurrent: number of samples that may run at a time.
         num_workers: number of worker processes; 0 runs rollouts in the controller's event loop.
         worker_script: script that calls `run_rollout_worker`; empty for the default worker.
         worker_arguments: arguments added to the worker's command line.
         python: interpreter of the worker processes; empty for the interpreter of this process.
-        max_worker_restarts: number of times that a worker may die and be restarted between two steps; the job fails if
-            it dies once more.
-        batch_deadline_s: seconds to wait for the groups of one step, including replacements of declined groups. It is
-            also the deadline for the recipe to score one group.
+        max_worker_restarts: largest number of restarts of each worker between two steps, after it died or stopped
+            answering; the job fails if the worker does so once more.
+        batch_deadline_s: seconds to wait for the groups of one step, including new groups in place of declined ones.
+            The recipe has the same number of seconds to score one group.
         rewards_at_once: number of groups that the recipe scores at a time, each in a thread.
     """
 
@@ -259,14 +261,14 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         steps: number of optimiser steps; the job publishes a version after each.
         output_dir: folder of logs, checkpoints, `metrics.jsonl`, `summary.json` and `report.html`.
         resume: whether the job continues from checkpoints in `output_dir`.
-        transport: transport of the engines; trainers get it in WINDLASS_TRANSPORT.
-        replica: name of a `ReplicaPlace`; trainers get it in WINDLASS_REPLICA, for `connect_trainer`.
+        transport: transport of trainers and engines; trainers read the name from WINDLASS_TRANSPORT.
+        replica: name of a `ReplicaPlace`; `connect_trainer` reads the name from WINDLASS_REPLICA.
         update: mode, backend and deadlines of updates, see `windlass.ControlConfig`.
         environment: variables added to the environment of every process.
-        start_deadline_s: seconds until all processes must have connected.
-        max_silence_s: longest time in seconds that an engine or a rollout worker may run and not answer. After it, the
-            job ends the process and starts it again.
-        shutdown_s: seconds that a running step or update has to end after SIGTERM.
+        start_deadline_s: seconds from the start of the job until all processes must have connected.
+        max_silence_s: seconds without an answer after which the job ends a running engine or rollout worker and starts
+            it again.
+        shutdown_s: seconds that a running step or update has to end after SIGTERM or SIGINT.
     """
 
     steps: int
@@ -310,11 +312,11 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_config(path: Path) -> LaunchConfig:
-    """Read and check a job's file. `{here}` in any string stands for the file's folder.
+    """Read and check a job's file. `{here}` in a string is replaced with the path of the file's folder.
 
     Raises:
-        ConfigError: the file is unreadable or not TOML, a key is unknown or missing, a value breaks
-            its rule, or a script does not exist. The error names the file and the key; its notes are further mistakes.
+        ConfigError: the file is unreadable or not TOML, a key is unknown or missing, a value is not allowed, or a
+            script does not exist. The error names the file and the key; its notes contain further mistakes.
     """
     with name_file(path):
         config, mistakes = read_job(path)
@@ -324,7 +326,9 @@ def load_config(path: Path) -> LaunchConfig:
 
 
 def read_job(path: Path) -> tuple[LaunchConfig | None, list[str]]:
-    """Read a job file; return the job and the list of all mistakes. The job is None if a value breaks a rule.
+    """Read a job file; return the configuration and all mistakes.
+
+    The configuration is None if a required key is missing or a value is not allowed.
 
     Raises:
         ConfigError: the file is unreadable or not TOML.
@@ -334,7 +338,7 @@ def read_job(path: Path) -> tuple[LaunchConfig | None, list[str]]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(str(error)) from error
     raw = _expand(raw, str(path.resolve().parent))
-    # Report unknown keys first: a required key that is misspelt must not be reported as missing too.
+    # Find unknown keys first, so that a misspelt required key is not reported as missing too.
     unknown = list(_take_unknown("", raw, inspect.type_info(LaunchConfig)))
     mistakes = [said for _, _, said in unknown]
     meant = {
@@ -390,7 +394,7 @@ def mistakes_of(error: ConfigError) -> list[str]:
 
 
 def error_of(mistakes: Iterable[str]) -> ConfigError:
-    """Return the first mistake as an error, with the others as its notes."""
+    """Return an error with the first mistake as text and the other mistakes as notes."""
     # Two checks may find the same mistake.
     first, *others = dict.fromkeys(mistakes)
     error = ConfigError(first)
@@ -401,7 +405,7 @@ def error_of(mistakes: Iterable[str]) -> ConfigError:
 
 @contextmanager
 def name_file(path: Path) -> Iterator[None]:
-    """Prefix the mistakes of a ConfigError from the block with the path of the job file."""
+    """Context manager that puts the path of the job file before each mistake of a ConfigError from the block."""
     try:
         yield
     except ConfigError as error:
@@ -411,10 +415,10 @@ def name_file(path: Path) -> Iterator[None]:
 
 
 def _convert(raw: dict[str, Any], meant: Collection[str]) -> tuple[LaunchConfig | None, list[str]]:
-    """Return the job, and a list of mistakes; the job is None if a value breaks a rule.
+    """Return the configuration and a list of mistakes; the configuration is None if a value is missing or not allowed.
 
-    msgspec's conversion ends at the first mistake. To find more, replace the wrong value with its default, or with
-    another value that its type allows, and convert again.
+    msgspec's conversion ends at the first mistake. To find more mistakes, replace the wrong value with the default of
+    its key, or with another value that the key's type allows, and convert again.
 
     Args:
         raw: tables of the file; not changed.
@@ -439,7 +443,7 @@ def _convert(raw: dict[str, Any], meant: Collection[str]) -> tuple[LaunchConfig 
 
 
 def _place_of(error: msgspec.ValidationError) -> tuple[str | int, ...]:
-    """Return the keys and indices that lead to the value that an error names."""
+    """Return the path (keys and indices) to the value that msgspec's error names."""
     rule, _, path = str(error).partition(" - at `")
     steps = re.findall(r"\w+|\[\d+\]", path.rstrip("`").removeprefix("$"))
     place = [int(step[1:-1]) if step.startswith("[") else step for step in steps]
@@ -452,7 +456,7 @@ def _place_of(error: msgspec.ValidationError) -> tuple[str | int, ...]:
 
 
 def _replace(raw: dict[str, Any], place: tuple[str | int, ...]) -> bool:
-    """Replace a value with its default, or with another value of its type; return whether that was possible."""
+    """Replace the value at a path with the key's default or a value of its type; return whether this was possible."""
     if not place:
         return False
     *steps, key = place
@@ -475,7 +479,7 @@ def _replace(raw: dict[str, Any], place: tuple[str | int, ...]) -> bool:
 
 
 def _without_union(raw: Any, kind: inspect.Type) -> tuple[Any, inspect.Type]:
-    """Return a value and its type; if the type is a union, return the member that the table's tag names."""
+    """Return a value and its type. If the type is a union, return the union's member that the table's tag names."""
     if isinstance(kind, inspect.UnionType):
         for _, _, member in _values("", raw, kind):
             return raw, member
@@ -487,11 +491,11 @@ _ALLOWED: Mapping[type[inspect.Type], Any] = {
     inspect.FloatType: 1.0,
     inspect.StrType: "x",
 }
-"""Type -> value that every required key of this type accepts."""
+"""Type -> value that all required keys of this type accept."""
 
 
 def _keys_of(where: str) -> list[str]:
-    """Return the known keys of the table at a place such as `engines[0].`."""
+    """Return the known keys of the table at a path such as `engines[0].`."""
     table = re.sub(r"\[\d+\]", "", where).rstrip(".")
     return [
         key
@@ -519,10 +523,10 @@ def _expand(value: Any, here: str) -> Any:
 
 
 def _take_unknown(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, str, str]]:
-    """Remove keys that are not a field of `kind`, at any depth. msgspec checks the types of the values later.
+    """Remove unknown keys from a table of type `kind` and from all tables in it.
 
     Yields:
-        Place of the table, key, and mistake. The mistake names all keys of the table, similar keys first.
+        Path of the table, unknown key, and mistake. The mistake names all known keys of the table, similar keys first.
     """
     if isinstance(kind, inspect.StructType) and isinstance(raw, dict):
         known = {field.encode_name for field in kind.fields}
@@ -535,7 +539,7 @@ def _take_unknown(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[st
 
 
 def _values(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, Any, inspect.Type]]:
-    """Yield place, value and type of each item of a table or a list."""
+    """Yield path, value and type of each item of a table or a list."""
     match kind, raw:
         case inspect.StructType(fields=fields), dict():
             for field in fields:
@@ -559,7 +563,7 @@ def _values(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, Any
 def _all_values(
     where: str, raw: Any, kind: inspect.Type
 ) -> Iterator[tuple[str, Any, inspect.Type]]:
-    """Yield place, value and type of each item of a table or a list, at any depth."""
+    """Yield path, value and type of each item of a table or a list, and of the items in these items."""
     for place, value, value_kind in _values(where, raw, kind):
         yield place.rstrip("."), value, value_kind
         yield from _all_values(place, value, value_kind)
@@ -578,7 +582,7 @@ def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
 
 
 def _tables(where: str, kind: inspect.Type) -> Iterator[tuple[str, list[str]]]:
-    """Yield the place and the keys of every table that a job file may have."""
+    """Yield the path and the keys of every table that a job file may have."""
     match kind:
         case inspect.StructType(fields=fields):
             yield where.rstrip("."), [field.encode_name for field in fields]
@@ -599,11 +603,11 @@ _KINDS = {
     "object": "a table",
     "Path": "a path",
 }
-"""Names of types in msgspec's errors -> words for them in a TOML file."""
+"""Name of a type in msgspec's errors -> words for this type in our errors."""
 
 
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
-    """Return a message for a broken rule of msgspec, with the key, the rule and the value."""
+    """Return an error text for a msgspec error, with the key, the rule and the wrong value."""
     rule, _, place = str(error).partition(" - at `")
     key = place.rstrip("`").removeprefix("$").lstrip(".")
     if lacking := re.fullmatch(r"Object missing required field `(\w+)`", rule):

@@ -73,13 +73,14 @@ _log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-"""Pause before a process is started again; it doubles with each restart without progress."""
+"""Pause before the first restart of a process and largest pause. The pause doubles with each restart, until the job
+trains another step."""
 RANKS = "trainer"
-"""Name of the `TrainController`; its ranks are the processes `trainer-0`, `trainer-1`, and so on."""
+"""Name of the `TrainController`, which starts the processes `trainer-0`, `trainer-1`, and so on."""
 LOG_LINES = 20
 """Number of log lines that the job prints when a process has ended."""
 RANKS_END_S = 10.0
-"""Seconds that ranks have to receive `Stop` and end. A rank that has not connected never receives it."""
+"""Seconds that ranks have to receive `Stop` and end. A rank without a connection never receives `Stop`."""
 
 
 async def run_job(
@@ -92,19 +93,19 @@ async def run_job(
     """Run a job until its steps are done, its tasks end, or this process gets SIGTERM or SIGINT.
 
     After a signal, a running step or weight update has `shutdown_s` to end; a second signal ends this wait. The job
-    then stops the trainers, the rollouts, the workers and engines, and the controller, in this order. All processes
+    then stops the trainers and rollouts first, then the workers and engines, and last the controller. All processes
     that the scheduler started end with the job.
 
     Args:
         config: configuration from `load_config`.
-        notify: function that is called with one line of text per event.
+        notify: called with one line of text per event.
         recipe: recipe to use instead of the recipe that `config` names.
-        progress: object that shows the slow parts of the start.
+        progress: shows the slow parts of the start.
 
     Raises:
         ConfigError: see `check_job`, or another job runs in the output folder. No process was started.
-        WindlassError: a process could not be started or died too often, a deadline passed, or the last version was
-            not published at the end.
+        WindlassError: a process could not be started or died too often, a deadline passed, or the job ended without
+            publishing its last version.
     """
     check_job(config)
     token = _owner_token()
@@ -128,7 +129,7 @@ async def _run_in(
     environment = {
         **{name: value for name, value in inherited.items() if value},
         **config.environment,
-        # The file contains the secret of the job, but each process gets only the token of its role.
+        # Each process gets only the token of its role, but the token file contains the secret of the job.
         TOKEN_FILE_VARIABLE: "",
         "WINDLASS_TRANSPORT": config.transport,
         "WINDLASS_REPLICA": config.replica,
@@ -165,7 +166,7 @@ async def _run_in(
         write_file(output_dir / SUMMARY, msgspec.json.format(msgspec.json.encode(summary)))
         _check_last_update(summary, job.version)
     except WindlassError as error:
-        # With Ray this folder has no logs: they are on the nodes.
+        # With Ray, this folder has no logs, because each node stores the logs of its processes.
         if any((output_dir / "logs").glob("*.log")):
             error.add_note(f"the logs are in {output_dir / 'logs'}")
             if isinstance(error, PeerTimeout):
@@ -178,9 +179,9 @@ async def _run_in(
 
 
 def _check_last_update(summary: JobSummary, version: int) -> None:
-    """Raise WindlassError if no signal stopped the job and its last version was not published.
+    """Raise WindlassError if the last version was not published, unless a signal stopped the job.
 
-    With replicas, the last update may end while the ranks are closed, and no other code checks its result.
+    With replicas, the last update may end while the job closes the ranks, and no other code checks its result.
     """
     if not summary.stopped_by and summary.version < version:
         raise WindlassError(
@@ -195,9 +196,10 @@ class _Job:
 
     Attributes:
         controller: controller of the job; the caller enters it as a context.
-        signals: numbers of received signals. The first lets a running step end; the second stops the job at once.
-        version: newest version that the job has requested. A version is never used again, even if the ranks go back to
-            a checkpoint and repeat steps.
+        signals: numbers of received signals. After the first, the job ends a running step; after the second, it stops
+            immediately.
+        version: newest version that the job has tried to publish. The job uses each number once, even if the ranks
+            continue from a checkpoint and repeat steps.
     """
 
     def __init__(
@@ -221,9 +223,9 @@ class _Job:
         self._recipe_state = b""
         """State of the recipe after the newest task that it has yielded."""
         self._drawn: Task | None = None
-        """Task that the recipe has yielded and that the staleness bound does not admit yet."""
+        """Task that the recipe has yielded and that waits until the staleness bound admits it."""
         self._open: dict[int, tuple[Task, GroupHandle]] = {}
-        """Groups that are submitted and not yet trained on, declined or failed."""
+        """Group id -> task and handle, for submitted groups that are not yet trained on, declined or failed."""
         self._trained: list[str] = []
         """One rollout id of each group that was trained on since the newest checkpoint."""
         trainer, rollout = config.trainer, config.rollout
@@ -299,9 +301,9 @@ class _Job:
                     task.result()
             rollouts = msgspec.to_builtins(controller.rollouts.stats())
         finally:
-            # A failed job gets a report too. Write it now, while engines and trainers are still connected.
+            # Write the report, also for a failed job, while engines and trainers are still connected.
             self._write_report()
-            # A rank inside a call does not read further commands, such as `Stop`.
+            # A rank that still executes a call does not read further commands, such as `Stop`.
             in_call = not work.done()
             for task in (work, *others):
                 task.cancel()
@@ -321,8 +323,8 @@ class _Job:
                     # Engines still serve the last version.
                     await self._call_ended(self._summary(rollouts))
             finally:
-                # Close the rollout controller after the processes: an ending worker returns its tasks to it, and with
-                # a closed controller would try this until a deadline.
+                # Close the rollout controller after the workers have ended. A worker that ends returns its tasks to
+                # the rollout controller, and would try this until a deadline if the rollout controller were closed.
                 controller.rollouts.pause()
                 names = [status.name for status in self._scheduler.list()]
                 workers = {_worker_name(number) for number in range(config.rollout.num_workers)}
@@ -362,11 +364,14 @@ class _Job:
         try:
             write_file(self._output_dir / REPORT, page.encode())
         except OSError as error:
-            # After a full disk the job must still end its processes in order.
+            # If the disk is full, the job must still end its processes in order.
             _log.warning("%s is not written: %s", self._output_dir / REPORT, error)
 
     async def _call_ended(self, summary: JobSummary) -> None:
-        """Call the recipe's `ended`. A signal cancels it; after an earlier signal it has `shutdown_s`."""
+        """Call the recipe's `ended`, and cancel this call after a signal.
+
+        If a signal has stopped the job, the call has `shutdown_s`, and a further signal cancels it.
+        """
 
         async def call() -> None:
             # Convert errors inside the task: a SystemExit that leaves the task would end the event loop.
@@ -388,7 +393,7 @@ class _Job:
             await asyncio.gather(hook, insisted, return_exceptions=True)
 
     async def _clean_up(self) -> float:
-        """Cancel all rollouts and wait for their clean-up; a second signal skips or ends the wait.
+        """Cancel all rollouts and wait for their clean-up; a second signal skips or ends this wait.
 
         Returns:
             Seconds that worker processes may then take to end.
@@ -410,7 +415,7 @@ class _Job:
             return 0.0
         if num_left := cleaning.result():
             self._notify(
-                f"{num_left} attempts had not cleaned up after shutdown_s={deadline_s:g} and were abandoned"
+                f"{num_left} attempts had not cleaned up after shutdown_s={deadline_s:g}; the job does not wait longer"
             )
             return 5.0
         return deadline_s
@@ -443,10 +448,10 @@ class _Job:
             insisted.cancel()
 
     async def _guard(self, parts: Sequence[ProcessSpec], role: Access, max_restarts: int) -> None:
-        """Start an engine or worker, and start it again whenever it ends or hangs. The job continues without it.
+        """Start an engine or worker, and start it again when it ends or hangs. Meanwhile the job continues.
 
-        An engine on several nodes has several parts (processes). When one ends, all parts are ended and started again
-        in a new reservation.
+        An engine on several nodes has one process per node, described by one entry of `parts` each. If one of these
+        processes ends, the job ends all of them and starts all of them again in a new reservation.
 
         Raises:
             WindlassError: the process ended or hung once more than `max_restarts` times.
@@ -465,7 +470,7 @@ class _Job:
             finally:
                 for wait in waits:
                     wait.cancel()
-            # If a process has ended, this is the reason; `_hung` raises then.
+            # A process that has ended is the first match, so this skips `_hung`, which then raises.
             process, reason = next(wait for wait in waits if wait in done).result()
             if self._num_trained > num_trained:
                 restarts, num_trained = 0, self._num_trained
@@ -484,13 +489,13 @@ class _Job:
         return name, f"{name} ended with exit status {status.returncode}"
 
     async def _hung(self, name: str, role: Access) -> tuple[str, str]:
-        """Wait until an engine or worker runs and does not answer; return its name and the reason."""
-        # With Slurm or Ray the process may have to wait in a queue first.
+        """Wait until an engine or worker runs and does not answer; return the name and a text with the reason."""
+        # With Slurm or Ray, the process may wait in a queue before it runs.
         await self._scheduler.wait_healthy(name, deadline_s=math.inf)
         return name, await self._silence.until_silent(name, role)
 
     async def _log_end(self, name: str) -> str:
-        """Return the end of a message about an ended process: the path and the last lines of its log."""
+        """Return the path and the last lines of a process's log, as the end of a message about this process."""
         tail = await self._scheduler.log_tail(name, LOG_LINES)
         path = self._output_dir / "logs" / f"{name}.log"
         return f"; its log, {path}, ends:\n{tail.rstrip()}"
@@ -528,7 +533,7 @@ class _Job:
                 await asyncio.gather(producer, return_exceptions=True)
 
     def _end_of_tasks(self) -> None:
-        """Report that the recipe's tasks have ended, and the groups that were not trained on.
+        """Report that the recipe has no more tasks, and the number of groups that the job did not train on.
 
         Raises:
             WindlassError: the job has trained no step.
@@ -566,7 +571,7 @@ class _Job:
         coordinator.on_phase(lambda _, phase: progress.detail(f"now in {phase}"))
         try:
             async with asyncio.timeout(deadline_s):
-                progress.begin("starting trainer ranks, engines beside them", deadline_s)
+                progress.begin("starting trainer ranks and engines", deadline_s)
                 look()
                 await self._start_ranks()
                 progress.begin("engines load their model and capture its layout", deadline_s)
@@ -582,7 +587,7 @@ class _Job:
             raise PeerTimeout(progress.text()) from error
 
     async def _start_ranks(self) -> None:
-        """End old ranks, start new ranks, and load the newest checkpoint if there is one."""
+        """End running ranks, start new ranks, and load the newest checkpoint if there is one."""
         deadline_s = self._config.start_deadline_s
         await self._trainers.start(self.controller.url, deadline_s=deadline_s)
         num_groups, size = self._config.rollout.groups_per_step, self._trainers.data_parallel_size
@@ -598,19 +603,19 @@ class _Job:
             self._notify(f"continues from {folder}, after {counted(self._steps, 'step')}")
 
     def _journalled_version(self) -> int:
-        """Return the newest version in the journal of rollouts, or -1: the job must not use this number again."""
+        """Return the newest version in the journal of rollouts, or -1. The job must not use an older number again."""
         rollouts = self.controller.rollouts
         return rollouts.stats().version if rollouts.recovered.groups else -1
 
     async def _start_again(self, error: TrainerError) -> None:
-        """Start the ranks again from the newest checkpoint after a call of the ranks has failed.
+        """Start the ranks again from the newest checkpoint after the ranks have failed.
 
-        The checkpoint's weights are published as a new version, because engines may have the weights of later steps, in
-        whole or in part. Rollouts continue while the ranks restart. The steps since the checkpoint and the current
-        batch are lost.
+        The job publishes the checkpoint's weights as a new version, because engines may have weights of later steps.
+        Rollouts continue while the ranks restart. The steps since the checkpoint and the current batch are lost.
 
         Raises:
-            TrainerError: there is no checkpoint, or the ranks have failed more than `max_restarts` times since it.
+            TrainerError: there is no checkpoint, or the ranks have failed more than `max_restarts` times since the
+                newest checkpoint.
         """
         max_restarts = self._config.trainer.max_restarts
         while self._newest is not None and self._restarts_since_checkpoint < max_restarts:
@@ -648,10 +653,10 @@ class _Job:
         return f"{said}; not connected: {', '.join(missing.values())}" if missing else said
 
     async def _save(self) -> None:
-        """Save a checkpoint. The record is written last: a folder without a record is not a finished checkpoint."""
+        """Save a checkpoint. Its record is written last, because a folder with a record counts as finished."""
         folder = self._output.checkpoint_folder(self._steps)
         (folder / CHECKPOINT_RECORD).unlink(missing_ok=True)
-        # Take the recipe's state first: tasks that it yields while the ranks save belong to the next checkpoint.
+        # Read the recipe's state first: tasks that it yields while the ranks save belong to the next checkpoint.
         state, tasks, trained = self._recipe_state, self._open_tasks(), self._trained
         self._trained = []
         with self._waiting_for(lambda: f"the trainer ranks: checkpoint {self._steps}"):
@@ -665,7 +670,10 @@ class _Job:
         await asyncio.to_thread(self._output.prune, self._config.trainer.keep)
 
     def _open_tasks(self) -> bytes:
-        """Return the tasks that were yielded and not trained on; empty if a journal of rollouts records them."""
+        """Return the encoded tasks that the recipe yielded and the job did not train on.
+
+        Return no bytes if the recipe has no state, or if the journal of rollouts records these tasks.
+        """
         if self._config.rollout.journal is not None or not self._recipe_state:
             return b""
         tasks = [task for task, _ in self._open.values()]
@@ -677,7 +685,7 @@ class _Job:
             return b""
 
     def _acknowledge(self, task_ids: Sequence[str]) -> None:
-        """Remove groups from the journal of rollouts, because the saved weights were trained on them."""
+        """Remove the groups of these tasks from the journal of rollouts, because the job has trained on them."""
         if self._config.rollout.acknowledge:
             self.controller.rollouts.acknowledge(task_ids)
 
@@ -729,8 +737,8 @@ class _Job:
     async def _produce(self) -> None:
         """Submit the recipe's tasks, as fast as the staleness bound admits them."""
         rollout, trainer = self._config.rollout, self._config.trainer
-        # A new version makes room. Before it there may be: the wait for a batch and its scores, a step, a checkpoint,
-        # an update, and restarts of failed ranks.
+        # The bound may rise only with the next version. Before this version is published, the job may wait for a batch
+        # and its scores, a step, a checkpoint, an update, and restarts of failed ranks.
         deadline_s = (
             rollout.batch_deadline_s * (1 + rollout.groups_per_step)
             + 2 * trainer.step_deadline_s
@@ -750,7 +758,10 @@ class _Job:
             await self._submit(task, deadline_s)
 
     async def _next_task(self, tasks: Iterator[tuple[Task, bytes]]) -> tuple[Task, bytes] | None:
-        """Return the recipe's next task, with the state after it, or None after the last. The recipe runs in a thread."""
+        """Return the recipe's next task and the recipe's state after this task; None if there are no more tasks.
+
+        The recipe runs in a thread.
+        """
         self._asked_for_task_at = asyncio.get_running_loop().time()
         try:
             return await self._task_calls.call("tasks", lambda: next(tasks, None))
@@ -758,7 +769,7 @@ class _Job:
             self._asked_for_task_at = None
 
     async def _submit(self, task: Task, deadline_s: float) -> None:
-        """Submit a task as soon as the staleness bound has room for it.
+        """Wait until the staleness bound admits a task, and submit the task.
 
         Raises:
             ConfigError: no worker knows the task's workflow.
@@ -778,16 +789,16 @@ class _Job:
         handle.add_done_callback(partial(self._group_ended, handle.group_id))
 
     def _group_ended(self, group_id: int, ended: asyncio.Future[RolloutGroup]) -> None:
-        """Forget a group that failed. A completed group stays open until it is trained on or declined."""
+        """Remove a failed group from `_open`. A completed group stays there until it is trained on or declined."""
         if ended.cancelled() or ended.exception() is not None:
             self._forget(group_id)
 
     def _forget(self, group_id: int) -> None:
-        """Forget a group that will not be trained on."""
+        """Remove a group from `_open`, because the job will not train on it."""
         self._open.pop(group_id, None)
 
     def _describe_tasks(self) -> str:
-        """Return a text for messages of `_waiting_for` if the job waits for the recipe's `tasks`; otherwise empty."""
+        """Return a text for `_waiting_for` if the job waits for the recipe's `tasks`; otherwise an empty text."""
         if self._asked_for_task_at is None:
             return ""
         waited_s = asyncio.get_running_loop().time() - self._asked_for_task_at
@@ -798,7 +809,7 @@ class _Job:
         )
 
     async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
-        """Return the samples of the groups of the next step; None if too few tasks are left for a step."""
+        """Return the samples of each group of the next step; None if too few tasks are left for a step."""
         with self._waiting_for(
             lambda: f"groups of step {self._steps + 1}: {self._scoring.describe()}"
         ):
@@ -806,13 +817,13 @@ class _Job:
 
     @contextmanager
     def _in_hook(self, hook: str) -> Iterator[None]:
-        """Put the name of a recipe's hook into its errors, and into messages of `_waiting_for` while it runs."""
+        """Context manager for a call of a recipe's hook: errors and messages of `_waiting_for` name the hook."""
         with recipe_code(hook), self._waiting_for(lambda: f"the recipe's {hook}"):
             yield
 
     @contextmanager
     def _waiting_for(self, describe: Callable[[], str]) -> Iterator[None]:
-        """While the block runs, print every `SAID_EVERY_S` what the job waits for."""
+        """While the block runs, report the text of `describe` every `SAID_EVERY_S`."""
         began_s = asyncio.get_running_loop().time()
 
         async def say() -> None:
@@ -829,10 +840,10 @@ class _Job:
 
 
 def _check_metrics(number: int, result: StepResult) -> None:
-    """Check that the metrics of a step are finite. Otherwise its weights must not be published.
+    """Check that the metrics of a step are finite.
 
     Raises:
-        WindlassError: a metric is NaN or infinite.
+        WindlassError: a metric is NaN or infinite, so the job must not publish the step's weights.
     """
     found = {
         f"{name} {value}"
@@ -852,7 +863,7 @@ def _pause_s(restarts: int) -> float:
 
 
 def _owner_token() -> str:
-    """Return the token of WINDLASS_TOKEN or WINDLASS_TOKEN_FILE; a new token if neither is set."""
+    """Return the token in WINDLASS_TOKEN or in the file WINDLASS_TOKEN_FILE; a new token if neither is set."""
     if secret_value(TOKEN_VARIABLE) or environment_value(TOKEN_FILE_VARIABLE):
         return control_token()
     return secrets.token_hex(16)
@@ -862,10 +873,11 @@ def _owner_token() -> str:
 
 
 def check_job(config: LaunchConfig) -> None:
-    """Check a job's options and its output folder, without changing anything.
+    """Check a job's options and its output folder; change nothing.
 
     Raises:
-        ConfigError: see `check_options`, or the output folder contains another run.
+        ConfigError: see `check_options`, or the output folder contains the output of an earlier job that this job may
+            not continue.
     """
     check_all([partial(find_start, config), partial(check_options, config)])
 
@@ -874,10 +886,10 @@ def check_options(config: LaunchConfig) -> None:
     """Check that the options of a job agree with each other, without reading files.
 
     Raises:
-        ConfigError: options of an engine are wrong; an address or a transport works on one host only and the
-            job has several hosts; `num_nodes` is above 1 and the scheduler has one host; the numbers of GPUs do
-            not match; or `colocate_with` or a Slurm pattern matches no process. The notes of the error are further
-            mistakes.
+        ConfigError: an option of an engine is wrong; an address or a transport works on one host only, but the
+            job has several hosts; `num_nodes` is above 1, but the scheduler has one host; an engine has a wrong
+            number of GPUs; or `colocate_with` or a Slurm pattern matches no process. The notes of the error contain
+            further mistakes.
     """
     check_all(
         [
@@ -916,7 +928,7 @@ def _check_processes(config: LaunchConfig) -> None:
 
 
 def _check_context(config: LaunchConfig, engine: EngineSection) -> None:
-    """Check that the longest answer fits into an engine's context, if the length of the context is known."""
+    """Check that the longest answer fits into an engine's context window, if the window's size is known."""
     max_new_tokens, spec = config.rollout.sampling.max_new_tokens, ENGINES.find(engine.kind)
     given = dict(options_of(engine.arguments)).get(spec.context_option, "")
     context = int(given) if given.isdecimal() else None if given else spec.default_context
@@ -928,7 +940,7 @@ def _check_context(config: LaunchConfig, engine: EngineSection) -> None:
 
 
 def _check_sampling(config: LaunchConfig, engine: EngineSection) -> None:
-    """Check that an engine can follow the sampling parameters of the job."""
+    """Check that an engine supports the sampling parameters of the job."""
     sampling, where = config.rollout.sampling, f"engines {engine.name!r}"
     if sampling.has_structure and engine.kind == "embedded":
         raise ConfigError(
@@ -946,7 +958,7 @@ def check_host(config: LaunchConfig) -> None:
 
     Raises:
         ConfigError: a Python interpreter or a model does not exist, or two processes have the same port. The notes of
-            the error are further mistakes.
+            the error contain further mistakes.
     """
     if not config.scheduler.is_one_host:
         return
@@ -971,7 +983,7 @@ def _check_python(where: str, python: str) -> None:
 
 
 def _check_model(engine: EngineSection) -> None:
-    # For an engine of a plugin, `model` need not be a path.
+    # Engine kinds of other packages may take a `model` that is not a path.
     is_known = ENGINES.find(engine.kind).module.startswith("windlass.")
     if is_known and not Path(engine.model).exists():
         raise ConfigError(
@@ -1017,7 +1029,7 @@ def _rank_command(config: LaunchConfig) -> tuple[str, ...]:
 
 
 def _ranks(config: LaunchConfig) -> list[ProcessSpec]:
-    """Return the ranks as `TrainController` starts them."""
+    """Return the processes of the trainer ranks, as `TrainController` starts them."""
     trainer = config.trainer
     return rank_specs(
         RANKS,
@@ -1030,9 +1042,9 @@ def _ranks(config: LaunchConfig) -> list[ProcessSpec]:
 
 
 def _processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec], Access, int]]:
-    """Return (parts, role, largest number of restarts) of each engine and rollout worker of the controller at `url`.
+    """Return (processes, role, largest number of restarts) for each engine and rollout worker.
 
-    An engine on several nodes has one part (process) per node. Every other engine and each worker has one part.
+    An engine has one process per node; a worker has one process. All connect to the controller at `url`.
 
     Raises:
         ConfigError: see `_engine`.
@@ -1063,12 +1075,12 @@ def _worker(config: LaunchConfig, number: int, url: str) -> ProcessSpec:
 def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[ProcessSpec]:
     """Return one process per node of the engine.
 
-    The engine reserves GPUs. With `colocate_with` it uses GPUs of the trainers' reservation instead, starting at the
-    named rank's first GPU.
+    The engine reserves GPUs. With `colocate_with`, the engine instead uses reserved GPUs of the trainers, starting at
+    the named rank's first GPU.
 
     Raises:
-        ConfigError: the engine's launcher refuses an option, `colocate_with` names no rank, or the numbers of GPUs or
-            nodes do not match.
+        ConfigError: the engine's launcher refuses an option, `colocate_with` names no rank, or the engine has a wrong
+            number of GPUs or nodes.
     """
     where, spec, num_nodes = f"engines {engine.name!r}", ENGINES.find(engine.kind), engine.num_nodes
     if num_nodes > 1 and not spec.spans_nodes:
