@@ -145,8 +145,8 @@ def read_checkpoint(folder: str) -> Checkpoint:
 class Resume(StrEnum):
     """Use of the checkpoints in a job's output folder.
 
-    NEVER: refuse a folder with the output of an earlier job. AUTO: continue from the newest checkpoint, or start
-        without one if there is none.
+    NEVER: refuse a folder with the output of an earlier job.
+    AUTO: continue from the newest checkpoint; start from step 0 if there is no checkpoint.
     """
 
     NEVER = "never"

@@ -93,8 +93,8 @@ async def run_job(
     """Run a job until its steps are done, its tasks end, or this process gets SIGTERM or SIGINT.
 
     After a signal, a running step or weight update has `shutdown_s` to end; a second signal ends this wait. The job
-    then stops the trainers and rollouts first, then the workers and engines, and last the controller. All processes
-    that the scheduler started end with the job.
+    then stops, in this order: trainers and rollouts, workers and engines, the controller. All processes that the
+    scheduler started end with the job.
 
     Args:
         config: configuration from `load_config`.
@@ -129,7 +129,7 @@ async def _run_in(
     environment = {
         **{name: value for name, value in inherited.items() if value},
         **config.environment,
-        # Each process gets only the token of its role, but the token file contains the secret of the job.
+        # Hide the token file, which contains the secret of the job: each process gets only the token of its role.
         TOKEN_FILE_VARIABLE: "",
         "WINDLASS_TRANSPORT": config.transport,
         "WINDLASS_REPLICA": config.replica,
@@ -603,7 +603,7 @@ class _Job:
             self._notify(f"continues from {folder}, after {counted(self._steps, 'step')}")
 
     def _journalled_version(self) -> int:
-        """Return the newest version in the journal of rollouts, or -1. The job must not use an older number again."""
+        """Return the newest version in the journal of rollouts, or -1; the job's next version must be greater."""
         rollouts = self.controller.rollouts
         return rollouts.stats().version if rollouts.recovered.groups else -1
 

@@ -286,8 +286,8 @@ class RolloutController:
         """Wait for all rollouts; return their results in the order of `handles`.
 
         Raises:
-            PeerTimeout: a rollout was not done within `deadline_s`; it continues. Or the deadline that a
-                rollout was submitted with has passed.
+            PeerTimeout: a rollout was not done within `deadline_s` and continues, or a rollout failed at its own
+                deadline.
             RolloutError: a rollout failed for another reason.
         """
         check_deadline("wait", deadline_s)

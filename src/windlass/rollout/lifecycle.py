@@ -132,7 +132,7 @@ class Lifecycle:
         for group in groups:
             if group.is_single:
                 recovered.rollouts[group.records[0].task_id] = self._single_handle(group)
-                # The caller did not submit this rollout in this process, so it may never await the handle.
+                # The caller may never await the handle. asyncio would then log a failure as an unretrieved exception.
                 group.future.add_done_callback(_retrieve)
             else:
                 recovered.groups[group.group_id] = self._group_handle(group)
@@ -552,8 +552,8 @@ class Lifecycle:
         `task_ids` are the task ids of a delivered group, or the one id of a single rollout.
 
         Raises:
-            RolloutError: `task_ids` is not one delivered result, the result is not among the newest
-                `DECLINABLE`, or the caller has declined it already.
+            RolloutError: the result with these ids was not delivered, is not among the `DECLINABLE` newest results,
+                or was declined before.
         """
         together = tuple(task_ids)
         if not together or self._handed_out.get(together[0]) != together:

@@ -278,7 +278,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
             self.lost_timer.cancel()
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
-        # A worker that ends waits until its last outcomes are acknowledged.
+        # Send the last acknowledgement, because a worker that ends waits for it.
         if self._acknowledged or self._cancelled:
             with contextlib.suppress(PeerUnreachable):
                 await self.send(self._next_batch())

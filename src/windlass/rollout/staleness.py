@@ -23,9 +23,9 @@ _UNBOUNDED = 1 << 40
 class OnStale(StrEnum):
     """Treatment of an answer whose oldest token is more than `max_staleness` versions old.
 
-    TRAIN: deliver it anyway; its versions per token show its age (as AReaL does).
-    RESUBMIT: discard it and generate it again, `max_resubmits` times at most, then drop it.
-    DROP: end the rollout, and its whole group, with an error.
+    TRAIN: deliver the answer anyway, as AReaL does; the versions of its tokens show its age.
+    RESUBMIT: discard the answer and generate another one, at most `max_resubmits` times; then treat it as with DROP.
+    DROP: end the rollout and its whole group with an error.
     """
 
     TRAIN = "train"

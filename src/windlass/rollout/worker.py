@@ -175,7 +175,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         self._send_again()
 
     def on_lost(self) -> None:
-        """Stop the deadline for acknowledgements, because none arrives without a connection; see `Client`."""
+        """Stop waiting for acknowledgements, which need a connection; see `Client`."""
         self._send_again_at = None
 
     def _take(self, batch: TaskBatch) -> None:
