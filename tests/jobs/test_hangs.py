@@ -91,7 +91,9 @@ def test_trainer_rank_that_hangs_is_started_again_after_the_deadline_of_a_step(
 ) -> None:
     config = write_short(tmp_path, max_silence_s=60.0)
     text = config.read_text()
-    config.write_text(text.replace("[trainer]", "[trainer]\nstep_deadline_s = 20.0\nsave_every = 1"))
+    config.write_text(
+        text.replace("[trainer]", "[trainer]\nstep_deadline_s = 20.0\nsave_every = 1")
+    )
     with launched(config) as job:
         job.read_until("step 1:")
         (pid,) = job.children(f"{EXAMPLE}/trainer.py")
