@@ -86,10 +86,11 @@ def test_process_that_continues_in_time_is_not_started_again(tmp_path: Path, nam
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_trainer_rank_that_hangs_is_started_again_after_the_deadline_of_a_step(
     tmp_path: Path,
 ) -> None:
-    config = write_short(tmp_path, max_silence_s=60.0)
+    config = write_short(tmp_path, max_silence_s=60.0, steps=2)
     text = config.read_text()
     config.write_text(
         text.replace("[trainer]", "[trainer]\nstep_deadline_s = 20.0\nsave_every = 1")
@@ -101,7 +102,7 @@ def test_trainer_rank_that_hangs_is_started_again_after_the_deadline_of_a_step(
         said = job.read_until("starting the ranks again, 1 of at most 3")
         assert "no answer from trainer-0 within 20.0 s" in said
         assert job.end() == 0, job.text
-    assert "done: 6 steps" in job.text
+    assert "done: 2 steps" in job.text
 
 
 @asynccontextmanager
