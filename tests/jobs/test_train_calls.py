@@ -178,7 +178,10 @@ async def test_a_rank_of_an_earlier_start_takes_no_place(job: str) -> None:
             await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, 0, 1, job, "leftover")))
             refused = CONTROLLER_FRAMES.decode(await socket.receive_bytes())
         assert isinstance(refused, Refused)
-        assert (refused.final, "job must be the newest start of the ranks" in refused.message) == (
+        assert (
+            refused.final,
+            "job must be the id of the newest start of the ranks" in refused.message,
+        ) == (
             True,
             True,
         )

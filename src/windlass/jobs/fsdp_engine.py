@@ -46,11 +46,9 @@ def start_process_group(context: TrainContext, backend: str, device: torch.devic
 
 
 class LossMean(StrEnum):
-    """Unit over which the user's loss is a mean.
+    """Unit over which the user's loss is a mean: `SAMPLES` or generated `TOKENS`.
 
-    A training step weights the losses of ranks and micro-batches by their number of such units.
-
-    SAMPLES: the samples that the loss receives. TOKENS: the generated tokens of these samples.
+    A training step weights the loss of each micro-batch with the number of samples (or tokens) in this micro-batch.
     """
 
     SAMPLES = "samples"
@@ -69,17 +67,17 @@ def micro_batches(
 ) -> list[tuple[Samples, float]]:
     """Cut a rank's groups into micro-batches, the same number on every rank. Collective over all ranks.
 
-    All ranks must enter the same collectives. So a rank with too few groups runs a group again, with weight 0.
+    All ranks must enter the same collectives. So a rank with too few groups repeats one of its groups with weight 0.
 
     Args:
         groups: groups of this rank.
         num_groups: largest number of groups in a micro-batch; 0 for one micro-batch of all groups.
-        loss_mean: unit over which the loss is a mean; its number gives the weights.
+        loss_mean: unit over which the loss is a mean; the number of such units is a micro-batch's weight.
         device: device of tensors that the process group can gather.
 
     Returns:
-        For each micro-batch, its groups and the weight of its loss. The average over data-parallel ranks of the summed
-        weighted losses is the mean over the samples (or tokens) of all ranks.
+        Groups and weight of each micro-batch. To get the mean over the samples (or tokens) of all ranks, sum the
+        weighted losses on each rank and average the sums over data-parallel ranks.
 
     Raises:
         ConfigError: a rank has no sample (or token); every rank raises.
@@ -110,12 +108,12 @@ def micro_batches(
 class ParallelSizes:
     """Sizes of the axes of the trainers' device mesh, named as in torchtitan.
 
-    The remaining factor of the world size is the size of `dp_shard`, over which FSDP2 shards.
+    The size of the axis `dp_shard`, over which FSDP2 shards, is the world size divided by the product of these sizes.
 
     Attributes:
-        dp_replicate: number of replicas of the shards (HSDP), over which gradients are averaged.
-        cp: number of ranks that get the same samples, each a part of every sequence. FSDP2 shards over them too.
-        tp: number of ranks that get the same samples and split the parameters, see `tensor_parallel` of `FsdpEngine`.
+        dp_replicate: number of replicas of the shards (HSDP); gradients are averaged over the replicas.
+        cp: number of ranks that share each sequence. FSDP2 shards parameters over these ranks too.
+        tp: number of ranks that split the parameters, see `tensor_parallel` of `FsdpEngine`.
 
     Raises:
         ConfigError: a size is below 1.
@@ -151,29 +149,26 @@ class ParallelSizes:
 
 @final
 class FsdpEngine(TrainEngine):
-    """The `TrainEngine` of an FSDP2 rank.
+    """`TrainEngine` of an FSDP2 rank.
 
-    Without `sizes` every rank is a data-parallel rank. Tensor- and context-parallel peers form one data-parallel rank
-    and get the same samples. The loss of a step is the mean over the samples (or tokens) of all ranks, even if the
-    ranks have different numbers of samples.
+    Tensor- and context-parallel ranks form one data-parallel rank and get the same samples. The loss of a step is the
+    mean over the samples (or tokens) of all ranks, even if the ranks have different numbers of samples.
 
     Args:
-        model: function that builds the module; called after the process group exists, with the same seed on all ranks.
+        model: function that builds the module. It is called when the process group exists and torch's seed is set.
         optimizer: function that builds the optimizer from the sharded module.
-        loss: function of the module and this rank's groups. It returns a scalar that depends on the module, because
-            all ranks must enter the collectives of the backward pass.
+        loss: function of the module and this rank's groups; returns a scalar. The scalar must depend on the module even
+            without samples, because all ranks must enter the collectives of the backward pass.
         units: function that returns the submodules to shard separately, usually decoder layers.
-        sizes: sizes of the mesh axes; after `setup` the attribute `mesh` has the mesh. With `cp`, the loss must cut
-            sequences over `mesh["cp"]`.
+        sizes: sizes of the mesh axes. With `cp`, the loss must cut sequences over `mesh["cp"]`.
         tensor_parallel: function that splits the module over `mesh["tp"]`, for example with torch's
             `parallelize_module`; called before FSDP2 shards the module. Required if `sizes.tp` > 1.
-        loss_mean: unit over which `loss` is a mean. The losses of ranks and micro-batches are weighted by their number
-            of such units.
+        loss_mean: unit over which `loss` is a mean.
         num_groups: largest number of groups in a micro-batch; 0 for one micro-batch of all groups. All ranks run the
             same number of micro-batches.
         lr_schedule: function that builds the schedule from the optimizer. The schedule is stepped after the optimizer,
             and saved and loaded with it.
-        mixed_precision: FSDP2's policy. Parameters keep the dtype that `model` gave them, and are published in it.
+        mixed_precision: FSDP2's policy. Parameters are stored and published in the dtype that `model` gave them.
         backend: backend of torch.distributed, for example "cpu:gloo,cuda:nccl" on GPUs.
         device: device to which the model is moved before it is sharded; "cuda" is the first GPU that this rank sees.
         seed: torch's seed, set before `model` is called.
@@ -312,7 +307,7 @@ class FsdpEngine(TrainEngine):
             losses.append(loss.detach())
         total = torch.stack(losses).sum()
         dist.all_reduce(total)
-        # The loss of the step, on every rank.
+        # All ranks report the same loss.
         metrics = {"loss": float(total) / dist.get_world_size()}
         if self._max_grad_norm:
             metrics["grad_norm"] = _clip(model.parameters(), self._max_grad_norm)
@@ -373,7 +368,7 @@ class FsdpEngine(TrainEngine):
 
 
 def _clip(parameters: Iterator[torch.nn.Parameter], max_norm: float) -> float:
-    """Clip the norm of all gradients together; return it. torch's function accepts gradients of one mesh only."""
+    """Clip the gradients by their common norm; return this norm. torch's function accepts only gradients of one mesh."""
     of_mesh: defaultdict[DeviceMesh | None, list[torch.nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:

@@ -1,9 +1,9 @@
 """Comparison of rollout log-probabilities with the trainer's model in the first step of a job.
 
-In that step the engines serve the trainer's weights, so the log-probabilities differ only by rounding. If they differ
-more, the engine reports another distribution than it samples from, or engine and trainer compute different logits; all
-importance weights are then wrong. The check reads the logits from the forward pass of the loss, so it needs no other
-forward pass.
+In that step the engines serve the trainer's weights, so the log-probabilities differ only by rounding. A larger
+difference makes all importance weights wrong. Its cause is an engine that reports another distribution than it samples
+from, or an engine whose logits differ from the trainer's. The check reads the logits from the forward pass of the
+loss, so it needs no other forward pass.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from windlass.sampling import SamplingParams
 
 MAX_SAMPLES = 8
 _MAX_DISTANCE = 1.0
-"""Limit for the distance of one token. Rounding may move a token out of the `top_p` set; its distance is then infinite."""
+"""Upper limit of a token's distance, which would be infinite if rounding moves the token out of the `top_p` set."""
 
 
 @final
 class LogprobCheck:
-    """Compares the log-probabilities of a rank's samples with the logits that its loss computes for them.
+    """Compares the log-probabilities of a rank's samples with the logits that the rank's loss computes.
 
     Args:
         samples: samples of this rank.
@@ -94,7 +94,7 @@ def _whole(tensor: object, num_dims: int) -> torch.Tensor | None:
 
 
 def _find(tokens: torch.Tensor, wanted: Sequence[int]) -> tuple[int, int] | None:
-    """Return row and column at which `wanted` begins in tokens (B, T), padded or packed; None if it is not there."""
+    """Return row and column where `wanted` begins in tokens (B, T), padded or packed; None if not found."""
     if len(wanted) > tokens.shape[1]:
         return None
     windows = tokens.unfold(1, len(wanted), 1)
@@ -107,8 +107,8 @@ def _distance(
 ) -> torch.Tensor:
     """Return the absolute difference of each token's log-probability, at most `_MAX_DISTANCE`.
 
-    vLLM applies `top_p` to the `top_k` tokens, and SGLang to all tokens. Both are computed, and the smaller difference
-    counts.
+    vLLM applies `top_p` to the `top_k` tokens, SGLang to all tokens. Return the smaller of both differences, because
+    the sample does not name its engine's kind.
     """
     tokens = torch.tensor(sample.output_ids)[:, None]
 

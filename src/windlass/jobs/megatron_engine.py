@@ -41,9 +41,9 @@ from windlass.trainers.megatron import connect_megatron_trainer
 from windlass.transports.registry import TransportConfig
 
 BuildChunk = Callable[[TransformerConfig, bool, bool, int | None], torch.nn.Module]
-"""Function that builds a `GPTModel`; Megatron's scripts call it a model provider. Its arguments: the configuration,
-whether the chunk has the embedding, whether it has the output layer, and its virtual pipeline stage (None without
-virtual stages)."""
+"""Function that builds a model chunk (`GPTModel`), called "model provider" in Megatron's scripts. Arguments: the
+configuration, whether the chunk has the embedding, whether the chunk has the output layer, and the chunk's virtual
+pipeline stage (None without virtual stages)."""
 
 LossOf = Callable[[torch.Tensor], torch.Tensor]
 Forward = Callable[[torch.nn.Module, Samples], tuple[torch.Tensor, LossOf]]
@@ -53,30 +53,29 @@ computes the scalar loss from the output of the last pipeline stage."""
 
 @final
 class MegatronEngine(TrainEngine):
-    """The `TrainEngine` of a Megatron-core rank.
+    """`TrainEngine` of a Megatron-core rank.
 
-    Tensor-, pipeline- and context-parallel peers get the same samples. The loss of a step is the mean over the samples
-    (or tokens) of all ranks. Megatron sums the gradients of context-parallel ranks, so the loss on each of them must be
-    only the share of its part of the sequence.
+    Tensor-, pipeline- and context-parallel ranks get the same samples. The loss of a step is the mean over the samples
+    (or tokens) of all ranks. Megatron sums the gradients of context-parallel ranks. So the loss on such a rank must
+    contain only the terms of this rank's part of the sequence.
 
     Args:
-        config: Megatron's configuration of the model; the engine creates parallel groups of the sizes in it.
-        model: builds a chunk; called once per virtual stage, after Megatron's groups exist and seeds are set.
+        config: Megatron's configuration of the model, including the sizes of parallel groups.
+        model: see `BuildChunk`. Called once per virtual stage, after Megatron's groups exist and seeds are set.
         optimizer: Megatron's configuration of the optimizer, including gradient clipping.
         forward: see `Forward`.
         family: family of the checkpoint that engines serve, see `connect_megatron_trainer`.
-        vocab_size: vocabulary size of that checkpoint.
+        vocab_size: vocabulary size of this checkpoint.
         ddp: configuration of Megatron's data-parallel wrapper.
         lr_schedule: function that builds Megatron's schedule for the optimizer. The schedule is stepped by 1 after each
             optimizer step, and saved and loaded with the optimizer.
-        loss_mean: unit over which the loss is a mean. The losses of ranks and micro-batches are weighted by their
-            number of such units.
+        loss_mean: unit over which the loss is a mean.
         num_groups: largest number of groups in a micro-batch; 0 for one micro-batch of all groups. All ranks run the
             same number of micro-batches.
-        seq_length: sequence length of every micro-batch, which pipeline stages need to exchange tensors. Not needed
-            without pipeline stages or with `config.variable_seq_lengths`.
+        seq_length: sequence length of every micro-batch. Needed with pipeline stages, unless
+            `config.variable_seq_lengths` is set: the stages exchange tensors of this size.
         micro_batch_size: number of sequences in every micro-batch, needed in the same cases as `seq_length`.
-        seed: as `--seed` of Megatron's scripts; each pipeline stage adds 100 times its number.
+        seed: seed of pipeline stage 0; stage N uses `seed + 100 * N`, as Megatron's scripts do.
         backend: backend of torch.distributed.
         device: torch device of the model; "cuda" is the first GPU that this rank sees.
         publish_to_fleet: whether to connect to the controller's fleet.
@@ -259,11 +258,11 @@ class MegatronEngine(TrainEngine):
         return self._replica is not ReplicaPlace.OFF
 
     def save(self, path: str) -> None:
-        """Save model, optimizer and schedule as Megatron's distributed checkpoint.
+        """Save model, optimizer and schedule as Megatron's distributed checkpoint, without states of random generators.
 
-        Ranks of any parallel layout may load it. With a distributed optimizer, only the number of data-parallel ranks
-        may differ, because Megatron 0.16.1 with torch's Adam cannot load its own format for any layout. The
-        checkpoint does not contain states of random generators.
+        Ranks with other parallel sizes may load the checkpoint. With a distributed optimizer, only the number of
+        data-parallel ranks may differ, because Megatron 0.16.1 with torch's Adam cannot load its own format for
+        arbitrary sizes.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
         dist_checkpointing.save(self._state(is_loading=False), path)
@@ -278,15 +277,15 @@ class MegatronEngine(TrainEngine):
         self._num_steps = found["num_steps"]
         self._set_steps()
         if self._lr_schedule is not None:
-            # Loading adds the saved number of steps to this number.
+            # `load_state_dict` adds the saved number of steps to `num_steps`.
             self._lr_schedule.num_steps = 0
             self._lr_schedule.load_state_dict(found["lr_schedule"])
 
     def _set_steps(self) -> None:
-        """Give every parameter a separate step counter, if torch's Adam replaces Transformer Engine's.
+        """Give every parameter a separate step counter, if Megatron uses torch's Adam (no Transformer Engine).
 
-        Megatron's distributed optimizer (0.16.1) needs an optimizer state before a load, and leaves one counter that
-        all parameters share. Each parameter's step would then increase the counter for all.
+        Megatron's distributed optimizer (0.16.1) needs an optimizer state before a load. A load leaves one counter tensor
+        that all parameters share, so each optimizer step would increase this counter once per parameter.
         """
         if not USING_PYTORCH_OPTIMIZER or self._options.optimizer != "adam":
             return
@@ -311,7 +310,7 @@ class MegatronEngine(TrainEngine):
         return state
 
     def _models(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name in a checkpoint, and the model without Megatron's wrapper, of each chunk."""
+        """Yield (name in a checkpoint, model without Megatron's data-parallel wrapper) of each chunk."""
         for number, chunk in enumerate(self._chunks):
             yield (f"model{number}" if len(self._chunks) > 1 else "model"), chunk.module
 

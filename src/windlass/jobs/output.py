@@ -1,4 +1,4 @@
-"""Output folder of a job: its checkpoints and metrics, and the check for files of an earlier run."""
+"""Output folder of a job, with checkpoints and metrics, and the check for files of an earlier run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OutputFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder against other jobs inside the block. The end of this process, in any way, also unlocks it.
+        """Lock the folder against other jobs inside the block. The kernel also unlocks it when this process ends.
 
         Raises:
             ConfigError: another running job uses this folder.
@@ -56,8 +56,8 @@ class OutputFolder:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(
-                    f"output_dir must be a folder that no running job uses, got {str(self.path)!r}; wait for the "
-                    "end of that job, or choose another folder"
+                    f"output_dir must be a folder that no running job uses, got {str(self.path)!r}; wait until the "
+                    "other job ends, or choose another folder"
                 ) from error
             except OSError as error:
                 # Some network file systems lock no folders.
@@ -79,7 +79,7 @@ class OutputFolder:
         return sorted(found, key=lambda each: each[1].steps)
 
     def save_record(self, checkpoint: Checkpoint) -> Path:
-        """Mark the folder into which the ranks have saved as a finished checkpoint; return the folder."""
+        """Write the record that marks the folder as a finished checkpoint, after all ranks have saved; return the folder."""
         folder = self.checkpoint_folder(checkpoint.steps)
         record, written = folder / CHECKPOINT_RECORD, folder / f"{CHECKPOINT_RECORD}.new"
         written.write_bytes(msgspec.json.encode(checkpoint))
@@ -91,7 +91,7 @@ class OutputFolder:
         return self.path / CHECKPOINTS / str(steps)
 
     def prune(self, keep: int) -> None:
-        """Delete all checkpoints except the newest `keep`, and older unfinished folders. With 0, delete nothing."""
+        """Delete all folders of checkpoints that are older than the newest `keep` checkpoints. With 0, delete nothing."""
         finished = [folder for folder, _ in self.checkpoints()]
         if not keep or len(finished) <= keep:
             return
@@ -103,7 +103,7 @@ class OutputFolder:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def add_metrics(self, line: dict[str, Any]) -> None:
-        """Append the metrics of a step to the file. If the file cannot be written, log this once and continue."""
+        """Append the metrics of a step to `metrics.jsonl`. If this fails, log the first failure and continue."""
         try:
             with (self.path / METRICS).open("ab") as file:
                 file.write(msgspec.json.encode({**line, "time": time.time()}) + b"\n")

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 MODULE = "windlass_launched_recipe"
 _END = object()
-"""Value that marks the end of the tasks. None cannot do so, because a recipe may yield None by mistake."""
+"""Value that marks the end of the tasks. None would not do, because a recipe may yield None by mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Task:
 
 
 class Recipe(ABC):
-    """Base class of the user's code of a job, which yields tasks and scores the answers.
+    """Base class of the user's code in a job. A recipe yields tasks and scores the answers.
 
     `tasks` runs in its own thread. `rewards` and `samples` run in up to `rollout.rewards_at_once` threads at a time.
     The other methods run in the controller's event loop.
@@ -67,29 +67,30 @@ class Recipe(ABC):
 
     @abstractmethod
     def tasks(self) -> Iterator[Task]:
-        """Yield tasks; the job takes each as soon as the staleness bound admits it, and ends after the last task.
+        """Yield tasks. The job takes a task as soon as the staleness bound admits one, and ends after the last task.
 
-        Runs in a thread, so it may block, for example while it reads a dataset.
+        Runs in a thread, so this method may block, for example while it reads a dataset.
         """
 
     @abstractmethod
     def rewards(self, group: RolloutGroup) -> Sequence[float]:
         """Return one finite number per rollout of a finished group, as a sequence, an array or a tensor.
 
-        Runs in a thread, so it may block, but it cannot use `signal.alarm`, which works only in the main thread.
+        Runs in a thread, so this method may block, but it cannot use `signal.alarm`, which needs the main thread.
         """
 
     def samples(self, group: RolloutGroup) -> Sequence[TrainingSample]:
         """Return the samples of a group for the trainers: one per answer, or one per turn of a workflow.
 
-        An empty sequence declines the group, for example if all rewards are equal. Another group then replaces it.
+        Return an empty sequence to decline the group, for example if all rewards are equal. The step then waits for
+        another group.
         """
         return training_samples(group, self.rewards(group))
 
     def started(  # noqa: B027 - overriding it is a choice
         self, config: LaunchConfig, controller: Controller, scheduler: Scheduler
     ) -> None:
-        """Prepare the recipe: `controller` accepts connections, and no other process of the job is started yet.
+        """Prepare the recipe, before the job starts trainers, engines and workers. `controller` runs already.
 
         Runs in the controller's event loop.
         """
@@ -97,28 +98,28 @@ class Recipe(ABC):
     async def before_step(  # noqa: B027 - as above
         self, step: int, samples: Sequence[TrainingSample]
     ) -> None:
-        """Handle the samples of step `step`, from 0, before it begins. Runs in the controller's event loop."""
+        """Handle the samples of step `step` (from 0) before the step begins. Runs in the controller's event loop."""
 
     async def after_step(  # noqa: B027 - as above
         self, step: int, result: StepResult
     ) -> None:
-        """Handle the metrics of step `step`, from 0, after its weights are published (or copied to replicas).
+        """Handle the metrics of step `step` (from 0) after its weights are published (or copied to replicas).
 
-        Runs in the controller's event loop; the next step begins when this returns. To generate with the new weights
-        here, use `Controller.evaluation` of the controller that `started` received.
+        Runs in the controller's event loop; the next step begins when this method returns. To generate with the new
+        weights, use `evaluation` of the `Controller` that `started` received.
         """
 
     async def ended(self, summary: JobSummary) -> None:  # noqa: B027 - as above
         """Handle the end of the job, while engines still serve the last version. Not called for a job that fails.
 
-        Runs in the controller's event loop. A signal cancels it.
+        Runs in the controller's event loop. A signal cancels this coroutine.
         """
 
     def state(self) -> object:
-        """Return the recipe's position in its tasks for a checkpoint, msgpack-plain; None if it has no state.
+        """Return the recipe's position in its tasks for a checkpoint, msgpack-plain; None if the recipe has no state.
 
-        Called after each task that `tasks` yields, in the same thread. The checkpoint also contains tasks that were
-        yielded and not trained on; a job that continues from the checkpoint submits them again.
+        Called after each task that `tasks` yields, in the same thread. The position includes this task: the checkpoint
+        itself contains tasks that were yielded and not trained on, and a later job submits these tasks again.
         """
         return None
 
@@ -134,7 +135,7 @@ class Recipe(ABC):
 
 
 def find_recipe(file: Path, name: str) -> type[Recipe]:
-    """Run the user's file and return its `Recipe` class of this name. The file may import modules in its folder.
+    """Run the user's file and return the `Recipe` class `name`. The file may import modules in the same folder.
 
     Raises:
         ConfigError: there is no such file or class, the file cannot be run, or the class lacks a method.
@@ -198,10 +199,10 @@ def raised_at(error: BaseException, file: Path) -> str:
 
 
 def score(recipe: Recipe, group: RolloutGroup) -> list[TrainingSample]:
-    """Return the samples that the recipe makes of a group; may block.
+    """Return the samples that the recipe returns for a group; may block.
 
     Raises:
-        ConfigError: the recipe returned anything but samples. The message names the group.
+        ConfigError: the recipe returned a value that is not a sequence of `TrainingSample`.
     """
     samples: object = recipe.samples(group)
     if not isinstance(samples, Iterable):
@@ -214,7 +215,7 @@ def score(recipe: Recipe, group: RolloutGroup) -> list[TrainingSample]:
 
 @final
 class CallThread:
-    """Daemon thread that runs user code whose calls must all be in the same thread.
+    """Daemon thread for user code that must always run in the same thread.
 
     Args:
         name: name of the thread.
@@ -229,10 +230,10 @@ class CallThread:
             call()
 
     async def call(self, what: str, call: Callable[[], _T]) -> _T:
-        """Run `call` in the thread, after all earlier calls.
+        """Run `call` in the thread after all earlier calls, and return the result.
 
         Raises:
-            WindlassError: the code raised. The message contains `what`.
+            WindlassError: `call` raised. The message contains `what`.
         """
         result: Future[_T] = Future()
         # The caller may be cancelled while the thread continues; `set_result` must still work then.
@@ -241,7 +242,7 @@ class CallThread:
         return await asyncio.wrap_future(result)
 
     def close(self) -> None:
-        """End the thread after the calls that were made before. Idempotent."""
+        """End the thread after all earlier calls. Idempotent."""
         self._calls.put(None)
 
 
@@ -250,10 +251,10 @@ async def in_thread(what: str, call: Callable[[], _T]) -> _T:
 
     Args:
         what: name of the code in errors.
-        call: the code. Every exception that it raises, including SystemExit, becomes an error of the recipe.
+        call: the code.
 
     Raises:
-        WindlassError: the code raised.
+        WindlassError: the code raised any exception, including SystemExit.
     """
     result: Future[_T] = Future()
     # The caller may be cancelled while the thread continues; `set_result` must still work then.
@@ -266,7 +267,7 @@ async def in_thread(what: str, call: Callable[[], _T]) -> _T:
 def _run_into(
     result: Future[_T], context: contextvars.Context, what: str, call: Callable[[], _T]
 ) -> None:
-    """Run code of the recipe in `context`, which has the caller's log fields; set the result or error."""
+    """Run `call` in `context` (with the caller's log fields), and set the result or the error in `result`."""
     try:
         result.set_result(context.run(call))
     except BaseException as error:  # noqa: BLE001 - the boundary of user code
@@ -307,7 +308,7 @@ def tasks_of(recipe: Recipe) -> Iterator[tuple[Task, bytes]]:
 
     Raises:
         WindlassError: the recipe raised an exception.
-        ConfigError: the recipe yielded anything but a `Task`.
+        ConfigError: the recipe yielded a value that is not a `Task`.
     """
     with recipe_code("tasks"):
         tasks = iter(recipe.tasks())

@@ -17,7 +17,7 @@ class StepResult:
     Attributes:
         step: number of the step.
         ranks: metrics of every rank, in rank order.
-        metrics: name -> mean over the ranks, weighted by their numbers of samples.
+        metrics: name of a metric -> mean over the ranks; a rank's weight is its number of samples.
     """
 
     step: int
@@ -29,13 +29,13 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a job, as it is written to `summary.json`.
 
     Attributes:
-        steps: number of steps that the weights were trained. It includes the steps before `resume_from`, and not the
-            steps that were lost when ranks restarted.
+        steps: number of steps that the weights were trained. It includes the steps of the checkpoint from which the job
+            started, and excludes steps that were lost when ranks restarted.
         version: version that was published last; -1 for none.
-        trainer_restarts: number of times that the ranks were started again.
+        trainer_restarts: number of restarts of the trainer ranks.
         stopped_by: number of the signal that ended the job; 0 for none.
         outcomes: outcomes of the newest 1024 rounds, oldest first.
-        rollouts: counts of rollouts at the end, before outstanding ones were cancelled.
+        rollouts: counts of rollouts at the end, before the job cancelled outstanding rollouts.
     """
 
     steps: int

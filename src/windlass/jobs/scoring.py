@@ -22,15 +22,15 @@ MIN_ALIKE = 8
 class Scoring:
     """Lets the recipe score complete groups, and keeps their samples until a step takes them.
 
-    A complete group stays in `rollouts` until a step takes it. If it becomes too old before that, its samples are
-    dropped.
+    A complete group stays in `rollouts` until a step takes it. If the group becomes too old before that, its samples
+    are dropped.
 
     Args:
         rollouts: controller of the rollouts.
-        recipe: recipe that makes the samples of groups, of several groups at a time, each in a thread.
+        recipe: recipe that scores groups, several at a time, each in a thread.
         config: settings with the number of groups per step and the deadlines.
-        declined: called with the id of each group that the recipe declines.
-        describe_tasks: returns a text if the job waits for the recipe's tasks; otherwise empty.
+        declined: function that is called with the id of each group that the recipe declines.
+        describe_tasks: function that returns a text if the job waits for the recipe's tasks; otherwise empty.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Scoring:
             scoring.cancel()
 
     def describe(self) -> str:
-        """Return a text about the groups that the next step needs, and about all rollouts."""
+        """Describe, for a message, the groups that the next step needs, and all rollouts."""
         num_scored = sum(scoring.done() for scoring in self._scores.values())
         said = (
             f"{self._config.groups_per_step} groups; {num_scored} are scored, "
@@ -65,11 +65,11 @@ class Scoring:
     async def next_batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
         """Return the samples of the groups of one step, or None if too few tasks are left for a step.
 
-        A group without samples is declined, and another group takes its place. `batch_deadline_s` limits the time in
-        which too few groups are complete; the scoring of each group has the same limit, separately.
+        A group without samples is declined, and another group takes its place. `batch_deadline_s` limits the wait for
+        enough complete groups, and, separately, the scoring of each group.
 
         Args:
-            producer: asyncio task that submits the recipe's tasks, and ends after the last.
+            producer: asyncio task that submits the recipe's tasks, and ends after the last task.
 
         Raises:
             PeerTimeout: there were not enough groups, or a group was not scored, within `batch_deadline_s`.
@@ -101,7 +101,7 @@ class Scoring:
                 except TimeoutError:
                     raise PeerTimeout(
                         f"rollout.batch_deadline_s: no batch within {self._config.batch_deadline_s:g} s; "
-                        f"it needs {self.describe()}"
+                        f"a batch needs {self.describe()}"
                     ) from None
                 left_s -= loop.time() - began_s if is_short else 0.0
         finally:

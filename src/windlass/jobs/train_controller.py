@@ -55,15 +55,15 @@ HEARTBEAT_S = 20.0
 LOG_LINES = 20
 DEATH_GRACE_S = 1.0
 BROKEN_GRACE_S = 1.0
-"""Seconds that ranks have to end after a failure. A rank that waits for a failed peer in a collective never ends."""
+"""Seconds that ranks get to end after a failure. Short: a rank that waits for a failed rank in a collective never ends."""
 
 
 class _RankEnded(Exception):
-    """A rank's process has ended. It takes precedence over errors of other ranks, which the end may have caused."""
+    """The process of a rank has ended. Raised rather than errors of other ranks, which this end may have caused."""
 
 
 class _RankFailed(TrainerError):
-    """A rank answered that its call raised an exception, or the weight update failed."""
+    """A rank answered that its command raised an exception, or the weight update failed."""
 
     def __init__(self, rank: str, reason: str) -> None:
         super().__init__(f"{rank}: {reason}")
@@ -82,7 +82,7 @@ def rank_specs(
     num_gpus: int,
     num_nodes: int,
 ) -> list[ProcessSpec]:
-    """Return the process of each rank that a `TrainController` with these arguments starts, in rank order."""
+    """Return the specs of the processes that a `TrainController` with these arguments starts, in rank order."""
     per_node, specs = world_size // num_nodes, []
     for rank in range(world_size):
         node, local = divmod(rank, per_node)
@@ -111,7 +111,7 @@ def rank_specs(
 
 @final
 class _Rank(Session[TrainCommand, TrainResult]):
-    """Session of a rank's process. It continues when the process connects again."""
+    """Session of one trainer rank. The session continues when the rank's process connects again."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         super().__init__(spec.name, keeps_calls=True)
@@ -124,26 +124,26 @@ class _Rank(Session[TrainCommand, TrainResult]):
 
 @final
 class TrainController:
-    """Starts trainer ranks, and calls all of them at the same time. Use it in one event loop, for one call at a time.
+    """Starts trainer ranks, and sends each command to all ranks at the same time. Not thread-safe.
 
-    After a rank died, hung or raised, the other ranks may wait for it in a collective. Every later call then raises
-    the same error, until `start` ends all ranks and starts them again.
+    If a rank dies, hangs or raises, other ranks may wait for this rank in a collective. So every later call raises the
+    same error, until `start` restarts all ranks.
 
     Attributes:
-        ranks_started: set while the processes of all ranks are started.
+        ranks_started: event that is set while the processes of all ranks are started.
 
     Args:
-        scheduler: scheduler that starts the ranks; `close` does not close it.
+        scheduler: scheduler that starts the ranks; `close` does not close the scheduler.
         command: command that runs the user's script, which calls `run_train_worker`.
         world_size: number of ranks.
         token: secret of the server on which this object is mounted; ranks get the token of the trainer role.
-        name: ranks are called NAME-0, NAME-1, ...; letters, digits, "_", "." and "-".
-        coordinator: `Controller.coordinator` of that server; `publish` needs it.
+        name: prefix of the ranks' names (NAME-0, NAME-1, ...); letters, digits, "_", "." and "-".
+        coordinator: `Controller.coordinator` of the controller with this server; only `publish` needs a coordinator.
         environment: variables added to every rank's environment.
         num_cpus: number of cores reserved per rank.
         num_gpus: number of GPUs reserved per rank.
-        num_nodes: number of nodes of the ranks, with the same number of ranks on each, in rank order. They are one
-            reservation, which the first rank makes.
+        num_nodes: number of nodes for the ranks, with the same number of ranks on each, in rank order. The first rank
+            reserves all nodes together.
         sampling: sampling parameters of rollouts, for `TrainContext.sampling`.
 
     Raises:
@@ -196,14 +196,14 @@ class TrainController:
         self._lock = asyncio.Lock()
 
     def mount(self, server: ControlServer) -> None:
-        """Add the HTTP route to which the ranks connect to a server that has not started.
+        """Add the HTTP route for the ranks to a server that has not started.
 
         A server may have several train controllers with different names, for example of an actor and a critic.
 
         Raises:
             ConfigError: the server already has a train controller of this name.
         """
-        # The expression distinguishes several train controllers; access rules use the route without it.
+        # The regular expression keeps the routes of several train controllers apart. Access rules ignore it.
         route = f"/v1/train_workers/{{name:{re.escape(self._name)}}}"
         server.add_routes([web.get(route, self._serve)])
 
@@ -212,8 +212,8 @@ class TrainController:
     async def start(self, url: str, *, deadline_s: float) -> None:
         """Start all ranks, wait until they have connected, and call `TrainEngine.setup` on each.
 
-        Ranks of an earlier start are ended first, within `BROKEN_GRACE_S`. The new ranks are a new job, and have loaded
-        no checkpoint. If an engine still shares the old reservation, the new ranks start in it.
+        Ranks of an earlier start are ended first. The new ranks have loaded no checkpoint. If an engine still shares the
+        reservation of the earlier ranks, the new ranks start in this reservation.
 
         Args:
             url: URL of the server on which this object is mounted, as the ranks can reach it.
@@ -271,9 +271,9 @@ class TrainController:
     async def publish(self, version: int, *, deadline_s: float) -> None:
         """Publish the weights of all ranks as `version`; return once engines serve it and the weights may change again.
 
-        If all ranks send from replicas, this returns as soon as the weights are copied. The next call of `publish`
-        then waits for the end of this update, and raises its failure. The first call always waits until engines serve
-        the version, because they serve no version before.
+        If all ranks send from replicas, this method returns as soon as the weights are copied. The next call of
+        `publish` then first waits for the end of this update, and raises an error if the update failed. The first call
+        always waits until engines serve the version, because engines serve nothing before.
 
         Raises:
             ConfigError: this object has no coordinator.
@@ -301,7 +301,7 @@ class TrainController:
             await self._wait_for(_published(update), deadline)
 
     async def _wait_for(self, work: Coroutine[Any, Any, TrainResult], deadline: Deadline) -> None:
-        """Wait for `work`. If a rank ends first, raise an error that names it, as every call does."""
+        """Wait for `work`. If a rank ends first, raise an error that names this rank."""
         await self._wait_for_all([asyncio.create_task(work)] * len(self._ranks), deadline)
 
     async def save(self, path: str, *, deadline_s: float) -> None:
@@ -343,8 +343,8 @@ class TrainController:
     ) -> tuple[Any, ...]:
         """Run an operation on items, distributed as `train_step` distributes groups; return results in item order.
 
-        The argument of the operation is the list of the rank's items, which may be empty. Its value must be a list with
-        one result per item. If several ranks get the same items, the results of the lowest rank are returned.
+        The operation gets a list of items, which may be empty, and must return a list with one result per item. If
+        several ranks get the same items, `map` returns the results of the lowest of these ranks.
 
         Raises:
             ConfigError: see `call`.
@@ -373,7 +373,7 @@ class TrainController:
         return max(rank.data_parallel.data_parallel_size for rank in self._ranks)
 
     def _shard_indices(self) -> list[tuple[int, int]]:
-        """Return (index of its first item, step to the next item) of each rank: its data-parallel rank and size."""
+        """Return for each rank: the index of the rank's first item, and the step to its next item."""
         return [
             (each.data_parallel.data_parallel_rank, each.data_parallel.data_parallel_size)
             for each in self._ranks
@@ -394,8 +394,8 @@ class TrainController:
         """Ask all ranks to stop, then end the processes that still run. Idempotent.
 
         Args:
-            grace_s: seconds that ranks have to stop, and then again to end. After a failure they have at most
-                `BROKEN_GRACE_S` to end.
+            grace_s: seconds that ranks have to answer `Stop`, and then again to end. After a failure, ranks get no
+                `Stop` and have at most `BROKEN_GRACE_S` to end.
         """
         self._is_closing = True
         if not self._failure:
@@ -412,7 +412,7 @@ class TrainController:
     async def _end_ranks(self, grace_s: float) -> None:
         """End all started ranks at the same time; each has `grace_s` before SIGKILL.
 
-        If a rank cannot be ended, the others are still ended. The first error is raised at the end.
+        If ending a rank fails, all other ranks are still ended, and then the first error is raised.
         """
         self.ranks_started.clear()
 
@@ -489,7 +489,7 @@ class TrainController:
             if errors:
                 self._failure = str(errors[0])
                 if from_ranks and isinstance(errors[0], _RankFailed):
-                    # The log contains the traceback, because a rank logs it before it answers.
+                    # A rank logs the traceback before it answers, so the log contains the traceback now.
                     tail = await self._log_tail(errors[0].rank)
                     self._failure += f"; its log ends:\n{tail}"
                 raise TrainerError(self._failure) from errors[0]
@@ -529,7 +529,7 @@ class TrainController:
         rank = self._ranks[first.rank]
         if not self._job or not hmac.compare_digest(first.job.encode(), self._job.encode()):
             raise ProtocolError(
-                f"train worker: {rank.peer}: job must be the newest start of the ranks, got {first.job!r}"
+                f"train worker: {rank.peer}: job must be the id of the newest start of the ranks, got {first.job!r}"
             )
         if rank.incarnation not in ("", first.incarnation):
             raise MustWait(f"train worker: {rank.peer} is taken by another process")
@@ -547,13 +547,13 @@ class TrainController:
         session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
 
     async def lost(self, session: _Rank, reason: str, *, ended: bool) -> None:  # noqa: ARG002
-        """Log a lost connection. Only the scheduler reports that a rank has ended."""
+        """Log a lost connection. The rank may connect again: only the scheduler reports that a rank has ended."""
         level = logging.DEBUG if self._is_closing else logging.INFO
         _log.log(level, "%s: %s", session.peer, reason)
 
 
 async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
-    """Return the answer of a rank; raise if its process ends before it answers."""
+    """Return the answer of a rank; raise if the rank's process ends before the answer."""
     watches = [rank.watch] if rank.watch is not None else []
     await asyncio.wait([wait, *watches], return_when=asyncio.FIRST_COMPLETED)
     if not wait.done():
@@ -565,7 +565,7 @@ async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
 
 
 def _value_of(rank: _Rank, done: Done) -> Any:
-    """Decode the value that an operation of a rank has returned."""
+    """Decode the result that an operation returned on this rank."""
     try:
         return msgspec.msgpack.decode(done.value)
     except DECODE_ERRORS as error:

@@ -42,7 +42,7 @@ LARGEST_DIFFERENCE = 0.1
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
 
-# --- messages of a train controller and its ranks; a collective call is one call of every rank -------
+# --- messages between a train controller and its ranks -----------------------------------------------
 
 MAX_MESSAGE_NBYTES = 1 << 30
 
@@ -53,8 +53,8 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
     Attributes:
         protocol_version: protocol version of the rank; the controller refuses every version except its own.
         rank, world_size: number of the rank in its job, and number of ranks.
-        job: id of the start to which the rank belongs (WINDLASS_JOB); the controller refuses ranks of another start.
-        incarnation: random id of the process. Another process with the same rank number is refused for the time being.
+        job: id of the start of the ranks (WINDLASS_JOB). The controller refuses a rank of an earlier start.
+        incarnation: random id of the process. The controller refuses a second process with the same rank number.
         store_host, store_port: address of the TCP store that rank 0 serves; '' and 0 for other ranks.
         operations: names of the operations that the script passed to `run_train_worker`.
     """
@@ -74,7 +74,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
-    """Call `TrainEngine.setup`. The answer has `Done.data_parallel_rank` and `Done.data_parallel_size`."""
+    """Call `TrainEngine.setup`. The answer sets `Done.data_parallel_rank` and `Done.data_parallel_size`."""
 
     store_host: str
     store_port: int
@@ -83,14 +83,14 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
 
 
 class TrainStep(msgspec.Struct, frozen=True, tag="train_step"):
-    """Run one optimiser step on this rank's shard of the groups. A group is never split between ranks."""
+    """Run one optimiser step on this rank's share of the step's groups. A group is never split between ranks."""
 
     step: int
     groups: tuple[tuple[TrainingSample, ...], ...]
 
 
 class PreparePublish(msgspec.Struct, frozen=True, tag="prepare_publish"):
-    """Prepare the weights for `version` and do not change them. The answer has `Done.sends_copies`."""
+    """Call `TrainEngine.prepare_publish`. The answer sets `Done.sends_copies`."""
 
     version: int
 
@@ -102,16 +102,13 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """Load a checkpoint and continue from it."""
+    """Load a checkpoint."""
 
     path: str
 
 
 class Operation(msgspec.Struct, frozen=True, tag="operation"):
-    """Run the user's operation of this name; the answer contains `Done.value`.
-
-    `argument` is encoded as msgpack; the rank decodes it when it runs the operation.
-    """
+    """Run the user's operation of this name with `argument` (msgpack). The answer sets `Done.value`."""
 
     name: str
     argument: bytes
@@ -130,9 +127,9 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     Attributes:
         metrics: answer to `TrainStep`: metrics of the engine.
         data_parallel_rank, data_parallel_size: answer to `Setup`.
-        sends_copies: answer to `PreparePublish`: whether the weights are sent from a replica, so that they may change
-            as soon as they are copied.
-        value: value of an operation in msgpack; empty for other commands.
+        sends_copies: answer to `PreparePublish`: whether the rank sends the weights from a replica. Training may then
+            change the weights as soon as they are copied to the replica.
+        value: result of an operation in msgpack; empty for other commands.
     """
 
     metrics: dict[str, float] = {}
@@ -163,19 +160,19 @@ CONTROLLER_FRAMES: Codec[ControllerFrame] = Codec(
 
 @dataclass(frozen=True, slots=True)
 class TrainContext:
-    """Arguments of an engine's `setup`.
+    """Argument of `TrainEngine.setup`.
 
-    The environment has the same variables as under `torchrun`: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, and
-    MASTER_ADDR and MASTER_PORT of the store. `torch.distributed.init_process_group` therefore needs no argument.
+    The environment has the same variables as under `torchrun` (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT), so `torch.distributed.init_process_group` needs no argument.
 
     Attributes:
         rank, world_size: rank of this process and number of ranks in the job.
         store_host, store_port: address of a `torch.distributed.TCPStore` that rank 0 has bound; join it
             with `is_master=False`.
         controller: address of the controller, for `connect_trainer`. token: secret of the controller.
-        deadline_s: seconds within which the rest of the start must end; timeout for the process group.
-        sampling: sampling parameters of the job's rollouts, with which an engine may compare the rollouts'
-            log-probabilities with its own. None if they are unknown.
+        deadline_s: seconds within which `setup` must end; also the timeout for the process group.
+        sampling: sampling parameters of the job's rollouts, for a check of the rollouts' log-probabilities. None if the
+            parameters are unknown.
     """
 
     rank: int
@@ -189,7 +186,7 @@ class TrainContext:
 
 
 class TrainEngine(Protocol):
-    """Interface that user code implements; each rank has one object. Its methods run on all ranks, in one thread."""
+    """Interface that user code implements. Every rank has one engine; each method runs on all ranks, in one thread."""
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
         """Build model and optimiser; return (data-parallel rank, data-parallel size).
@@ -201,11 +198,11 @@ class TrainEngine(Protocol):
     def train_step(
         self, step: int, groups: Sequence[Sequence[TrainingSample]]
     ) -> Mapping[str, float]:
-        """Take one optimiser step on this rank's shard, which may be empty; return metrics.
+        """Take one optimiser step on this rank's groups (there may be none); return metrics.
 
-        A metric named `LOGPROB_DIFFERENCE` is the mean absolute difference per token between the log-probabilities of
-        the rollouts and the trainer's, with the settings of `TrainContext.sampling`. The job warns if it is above
-        `LARGEST_DIFFERENCE`.
+        The job warns if the optional metric `LOGPROB_DIFFERENCE` is above `LARGEST_DIFFERENCE`. This metric is the mean
+        absolute difference per token between the log-probabilities of the rollouts and of the trainer's model, both
+        with the settings of `TrainContext.sampling`.
         """
         ...
 
@@ -215,7 +212,8 @@ class TrainEngine(Protocol):
         Usually calls `TrainerClient.prepare_publish`.
 
         Returns:
-            True if the weights are sent from a replica, so that they may change as soon as they are copied.
+            True if the rank sends the weights from a replica. Training may then change the weights as soon as they are
+            copied to the replica.
         """
         ...
 
@@ -240,10 +238,9 @@ TrainOperation = Callable[[Any], object]
 def run_train_worker(
     engine: TrainEngine, *, operations: Mapping[str, TrainOperation] | None = None
 ) -> None:
-    """Run the commands of the controller that started this process, until it sends `Stop`.
+    """Run the commands of the `TrainController` that started this process, until it sends `Stop`. Blocks.
 
-    Blocks. If a command raises, the rank reports the error and waits for the next command. The function also ends if
-    the controller cannot be reached for 30 s.
+    If a command raises, the rank reports the error and waits for the next command.
 
     Args:
         engine: object that runs the commands common to all trainers.
@@ -274,7 +271,7 @@ def run_train_worker(
 
 @final
 class _CallingThread(concurrent.futures.Executor):
-    """Executor that runs its jobs, which call user code, in the thread that calls `run_next`."""
+    """Executor that runs functions in the thread that calls `run_next`, because user code may need one thread."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -289,7 +286,7 @@ class _CallingThread(concurrent.futures.Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(job(*args))
-                # The future raises the error when the caller reads the result.
+                # The event loop, which waits for the future, gets the error.
                 except Exception as error:  # noqa: BLE001
                     future.set_exception(error)
 
@@ -297,17 +294,17 @@ class _CallingThread(concurrent.futures.Executor):
         return future
 
     def put(self, job: Callable[[], object]) -> None:
-        """Queue a job; `run_next` raises its exceptions."""
+        """Queue a function; `run_next` raises the function's exceptions."""
         self._jobs.put(job)
 
     def run_next(self) -> None:
-        """Wait for a job and run it."""
+        """Wait for a queued function and run it."""
         self._jobs.get()()
 
 
 @final
 class _Worker(Client[TrainCommand, TrainResult, Welcome]):
-    """Session of a rank with the controller. It executes calls in the thread that calls `work`."""
+    """Connection of a rank to the controller. The thread that calls `work` executes the controller's commands."""
 
     def __init__(
         self,
@@ -334,7 +331,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
         host, port = "", 0
         if rank == 0:
             host = own_address(url)
-            # Bind the port before other ranks learn it, so that it is certainly free.
+            # Bind the port before the controller gives it to other ranks: a port that is only chosen may be taken.
             self._store_server = Rendezvous(host, STORE_DEADLINE_S)
             port = self._store_server.port
         names, incarnation = tuple(sorted(operations)), os.urandom(8).hex()
@@ -344,7 +341,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
         )
 
     def work(self) -> None:
-        """Execute calls until `Stop`.
+        """Execute the controller's commands until `Stop`.
 
         Raises:
             AuthenticationError, ProtocolError, PeerUnreachable: see `run_train_worker`.
@@ -387,7 +384,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
                     {
                         "MASTER_ADDR": host,
                         "MASTER_PORT": str(port),
-                        # With these, torch joins the existing store, and uses the restart count as prefix of its keys.
+                        # These make torch join the existing store. The restart count is a prefix of torch's keys.
                         "TORCHELASTIC_USE_AGENT_STORE": "True",
                         "TORCHELASTIC_RESTART_COUNT": "0",
                     }

@@ -1,13 +1,14 @@
 """Check of a demo's answers: the engine must have computed each token with the weight version that the token names.
 
-The check computes the logprob of every token with the trainer's model, at the version that the token names. If the
-mean distance over the tokens of an answer is larger than the rounding of the engine's dtype explains, the answer is
-torn: other weights computed it. As a control, the check computes the same distance for the previous version.
-`control_detected` is the share of answers for which it would have detected that wrong version.
+The check computes the logprob of every token with the trainer's model, at the version that the token names. The
+distance of an answer is the mean |logprob difference| over its tokens. If the distance is larger than rounding in the
+engine's dtype explains, the answer is torn: other weights computed it. As a control, the check also computes the
+distance for the previous version. `control_detected` is the share of answers with a control distance that the check
+would call torn.
 
-An answer that ran across an update has tokens of several versions. If the engine kept running requests during the
-update (`PauseMode.IN_PLACE`, vLLM's `keep`), later tokens attend to keys and values that older weights computed. If the
-request was sent again, the newer version computed the whole context.
+An answer that was running during an update has tokens of several versions. If the engine kept running requests during
+the update (`PauseMode.IN_PLACE`, vLLM's `keep`), later tokens attend to keys and values that older weights computed. If
+the request was sent again, the newer version computed the whole context.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 BATCH = 1024
 NUM_WORST = 4
 NUM_LOADED = 8
-"""Number of versions in memory at a time."""
+"""Largest number of versions in memory at a time."""
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -45,9 +46,10 @@ class WorstAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sample: the answer.
-        distance: mean |logprob difference| over its tokens.
-        expected: name of a computation -> log-probabilities of its tokens. The names are "as named"; "as named, context
-            kept"; and "version N" for each version that the answer names and its neighbours, if they were published.
+        distance: mean |logprob difference| over the answer's tokens.
+        expected: name of a computation -> log-probabilities of the answer's tokens. The names are "as named" (with the
+            versions that the tokens name); "as named, context kept" (with keys and values of older versions); and
+            "version N" for each published version that a token names or that is next to such a version.
     """
 
     sample: TrainingSample
@@ -60,10 +62,10 @@ class TornReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         checked: number of compared answers.
-        torn: number of answers with a too large distance or an unpublished version.
+        torn: number of answers with a too large distance, or with a version that was not published.
         max_distance: engine dtype -> largest mean |logprob difference| of an answer.
-        control_detected: share of answers that the check would call torn if they named the previous version. Answers
-            with a token of version 0 do not count; None if all answers have one.
+        control_detected: share of answers that the check would call torn if each token named the previous version.
+            Answers with a token of version 0 do not count; None if no other answers exist.
         worst: answers with the largest distances, largest first.
     """
 
@@ -85,7 +87,7 @@ def check_served(
     device: str,
     progress: Callable[[int], object] = lambda _: None,
 ) -> TornReport:
-    """Compare every sample with the trainer's weights at each version that it names.
+    """Compare every sample with the trainer's weights at the versions that its tokens name.
 
     Args:
         samples: answers that the trainers trained on.
@@ -93,8 +95,8 @@ def check_served(
         model_config: transformers configuration of the model.
         versions_dir: folder with VERSION.safetensors for every version that a sample names.
         dtypes: name of an engine -> dtype of its parameters.
-        context_is_kept: whether engines may have kept keys and values across an update. The smaller distance, with or
-            without kept values, then counts, because a request is sent again if its engine dies.
+        context_is_kept: whether engines may have kept keys and values across an update. If so, the smaller of the
+            distances with and without kept keys counts: after an engine dies, its requests start again without them.
         device: torch device that computes the check.
         progress: function that gets the current number of compared samples.
     """
@@ -158,8 +160,8 @@ def check_served(
 def _checking_model(config: Path, dtype: str, device: str) -> torch.nn.Module:
     """Build a model that computes like an engine of this dtype.
 
-    A CPU without bfloat16 units multiplies bfloat16 slowly. A float32 product that is rounded to bfloat16 has the same
-    rounding and takes a fifth of the time.
+    On a CPU, bfloat16 layers multiply in float32 and round the product to bfloat16. This rounds in the same way, and
+    takes a fifth of the time on a CPU without bfloat16 units.
     """
     model = build_model(config).to(device, torch_dtype(DType(dtype))).eval()
     if device == "cpu" and dtype == "bfloat16":
@@ -184,7 +186,7 @@ def _explain(
     *,
     context_is_kept: bool,
 ) -> dict[str, tuple[float, ...]]:
-    """Return `WorstAnswer.expected` of a sample. `expect` returns log-probabilities, given a version for each token."""
+    """Return `WorstAnswer.expected` of a sample. `expect` computes log-probabilities, given a version for each token."""
     near = {version + step for version in sample.versions for step in (-1, 0, 1)}
     by_way = {"as named": expect(sample.versions, kept=False)}
     if context_is_kept and len(set(sample.versions)) > 1:
@@ -205,10 +207,10 @@ def _grouped(indices: Sequence[int], key: Callable[[int], Hashable]) -> list[lis
 def _kept_distances(
     model: torch.nn.Module, weights_of: Callable[[int], Weights], samples: Sequence[TrainingSample]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the distances of `_fresh_distances` for an engine that kept keys and values across updates.
+    """Return the same distances as `_fresh_distances`, for an engine that kept keys and values across updates.
 
     Args:
-        model: model that computes; it gets the weights of each version in turn.
+        model: model whose weights are overwritten with those of each version.
         weights_of: function that returns the weights of a version.
         samples: samples with prompts of one length and the same version at each token.
     """
@@ -223,7 +225,7 @@ def _kept_distances(
 
 
 def _add_to(progress: Callable[[int], object], num_before: int, num: int) -> None:
-    """Report the progress `num` within a part, plus the `num_before` samples of earlier parts."""
+    """Report `num` samples of the current dtype's group plus `num_before` earlier samples."""
     progress(num_before + num)
 
 
@@ -233,13 +235,13 @@ def _fresh_distances(
     samples: Sequence[TrainingSample],
     progress: Callable[[int], object],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each sample's distance to the versions that its tokens name, and to the previous versions.
+    """Return each sample's distance for the versions that its tokens name, and for the previous versions.
 
-    The version of a token also computes the token's whole context. One forward pass per version is enough, over all
-    samples that name it, because no token depends on later tokens.
+    For each token, the token's version computes the whole context. One forward pass per version covers all samples that
+    name the version, because the model is causal: later tokens do not change the log-probability of a token.
 
     Args:
-        models: models that compute passes in parallel, each in a thread with the weights of its pass.
+        models: models that run forward passes in parallel, each in its own thread.
         weights_of: function that returns the weights of a version.
         samples: samples with prompts of one length and answers of one length.
         progress: function that gets the current number of compared samples.
@@ -295,7 +297,7 @@ def _logprobs(
     """Return log-probabilities (B, T) of outputs in float32; version `versions[i]` computes token i.
 
     Args:
-        model: model that computes; it gets the weights of each version in turn.
+        model: model whose weights are overwritten with the weights of each version.
         weights_of: function that returns the weights of a version.
         samples: B samples with prompts of one length and T output tokens.
         versions: T versions, one for each output token.

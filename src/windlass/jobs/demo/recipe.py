@@ -1,7 +1,7 @@
 """Recipe of the demo: the model must repeat the operand that the prompt's operator selects.
 
-A prompt is `[operator, a, b, go]`. The right answer repeats `a` if the operator is FIRST, and `b` if it is SECOND. So
-the model must attend to the prompt. The reward gives partial credit, so that a model can be trained from scratch.
+A prompt is `[operator, a, b, go]`. The right answer repeats `a` if the operator is FIRST, and `b` if the operator is
+SECOND. The other operand gets partial credit, so that a model can be trained from scratch.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         seconds: time between the two versions.
         samples_per_hour: trained samples per hour. tokens_per_s: trained tokens per second.
-        mean_staleness: mean number of versions that the oldest token of a sample was behind.
-        paused_share: share of the time that the slowest engine was paused, from the pause command on. The engine finishes
-            its running step in this time.
+        mean_staleness: mean staleness of the samples, in versions.
+        paused_share: share of the time in which the slowest engine was paused, counted from the pause command. It
+            includes the end of the step that the engine was running.
         idle_share: share of the time in which trainers waited for answers.
         step_share: share of the time in which trainers trained.
     """
@@ -85,7 +85,7 @@ class PaceClock:
         self._updates.append((time.monotonic(), update_s, pause_s))
 
     def stepping(self, samples: Sequence[TrainingSample], version: int) -> None:
-        """Record that a step begins with samples that have just arrived, while engines serve `version`."""
+        """Record that a step with these samples begins now, while engines serve `version`."""
         self._waited_s += time.monotonic() - self._updates[-1][0]
         self._num_samples += len(samples)
         self._num_tokens += sum(len(sample.output_ids) for sample in samples)
@@ -112,8 +112,7 @@ class RepeatOperand(Recipe):
 
     Args:
         seed: seed of the prompts.
-        kill_engine_at: version; the recipe kills the last engine in its update. 0 for never. An embedded engine gets
-            SIGKILL, and a server's launcher gets SIGTERM.
+        kill_engine_at: version during whose update the recipe kills the last engine; 0 for never.
 
     Attributes:
         served: samples that trainers trained on. rewards_by_step: mean reward of each step.
@@ -149,7 +148,8 @@ class RepeatOperand(Recipe):
     async def before_step(self, step: int, samples: Sequence[TrainingSample]) -> None:
         """Record the samples of the step. Before the last step, wait until a killed engine has connected again.
 
-        The other engines have different dtypes, so only an update from the trainers can give it the current weights.
+        Only an update from the trainers gives this engine the current weights: it cannot catch up from an engine with
+        another dtype.
         """
         config, version = self._config, self._controller.coordinator.fleet.published
         self.clock.stepping(samples, version)
@@ -184,7 +184,8 @@ class RepeatOperand(Recipe):
 
     async def _kill_engine(self, name: str) -> None:
         engine = self._config.engines[-1]
-        # A server's launcher is not the engine process itself; on SIGTERM the launcher kills the server.
+        # SIGKILL would leave a server running, because the process here is its launcher. On SIGTERM the launcher
+        # kills the server.
         is_engine = ENGINES.find(engine.kind).server is None
         await self._scheduler.signal(name, signal.SIGKILL if is_engine else signal.SIGTERM)
         await self._scheduler.wait(name)

@@ -39,7 +39,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 NUM_BARS = 60
 LAST_UPDATES = 5
 ROOM_FOR_PROGRESS = 3
-"""Number of terminal lines that the view leaves for the progress of a slow part."""
+"""Number of terminal lines that the view leaves for the progress of a slow operation."""
 
 
 def check_output(config: LaunchConfig) -> None:
@@ -146,7 +146,7 @@ class DemoView:
     Attributes:
         console: console that prints the view.
         shown: context manager to enter while the job runs.
-        progress: progress of the job's current slow part.
+        progress: progress of the job's current slow operation.
     """
 
     def __init__(self, config: LaunchConfig, recipe: RepeatOperand, *, plain: bool) -> None:
@@ -184,7 +184,7 @@ class DemoView:
         self._num_events, self._num_updates = len(recipe.events), len(recipe.updates)
 
     def _draw(self) -> RenderableType:
-        """Return the newest frame, and below it the current slow part with its duration."""
+        """Return the newest frame, and the current slow operation with its duration in a line below."""
         return Group(self._frame, *filter(None, [self.progress.text()]))
 
     def _training(self) -> Text:
@@ -315,7 +315,7 @@ def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
 def find_problems(
     config: LaunchConfig, recipe: RepeatOperand, job: JobSummary, torn: TornReport
 ) -> list[str]:
-    """Return the problems that the demo found, one line each; empty if it went well."""
+    """Return the problems that the demo found, one line each; empty if there are none."""
     updates, rewards = recipe.updates, recipe.rewards_by_step
     found = [f"torn answers: {torn.torn}"] if torn.torn else []
     if job.rollouts["lost"]:

@@ -25,8 +25,8 @@ from windlass.rollout.messages import TrainingSample
 
 CLIP = 0.2
 LEARNING_RATE, OF_HIDDEN_SIZE = 2e-3, 128
-"""Learning rate, and the largest width that uses it. Wider models use a rate that is proportional to 1 / width (muP,
-arXiv:2203.03466)."""
+"""Learning rate, and the largest hidden size with this rate. For larger models the rate is proportional to
+1 / hidden size (muP, arXiv:2203.03466)."""
 
 
 def build_model(config: Path) -> torch.nn.Module:
@@ -51,7 +51,7 @@ def token_logprobs(
 def grpo_loss(model: torch.nn.Module, samples: Sequence[TrainingSample]) -> torch.Tensor:
     """Return the clipped policy-gradient loss with group-normalised advantages (GRPO, arXiv:2402.03300).
 
-    The ratio uses the engine's logprobs, so it corrects each token that an older version generated.
+    The ratio divides the model's probability by the engine's, so it corrects tokens that older versions generated.
     """
     device = next(model.parameters()).device
     prompts = torch.tensor([s.prompt_ids for s in samples], device=device)
@@ -100,7 +100,7 @@ def make_engine(
     versions = itertools.count()
 
     def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
-        # At the begin of a step, the model has the weights of the newest published version.
+        # At the beginning of a step, the model has the weights of the newest published version.
         _save_version(model, versions_dir / f"{next(versions)}.safetensors")
         return grpo_loss(model, [sample for group in groups for sample in group])
 
@@ -120,7 +120,7 @@ def make_engine(
 
 
 def main(config: str, versions_dir: str, seed: str = "0", device: str = "cpu") -> None:
-    """Serve the job's train controller until it sends stop."""
+    """Run commands of the job's train controller until it sends `Stop`."""
     run_train_worker(make_engine(Path(config), Path(versions_dir), int(seed), device))
 
 

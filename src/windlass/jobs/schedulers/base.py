@@ -1,4 +1,4 @@
-"""Scheduler that starts processes on this host or a cluster, watches them and ends them."""
+"""Scheduler that starts, watches and ends processes on this host or a cluster."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         num_nodes: number of nodes to reserve; the cluster grants all of them at once.
         num_cpus: number of cores to reserve on each node, if the scheduler reserves cores.
         num_gpus: number of GPUs to reserve on each node.
-        colocate_with: name of a process, not yet deleted, whose reservation (nodes, cores and GPUs) this process
-            shares. Empty for a separate reservation.
+        colocate_with: name of another process: share the reservation (nodes, cores and GPUs) of this other process,
+            which must not be deleted yet. Empty for a separate reservation.
         node: index of the node in the reservation, from 0.
-        gpus: indices, from 0, of the reserved GPUs on that node that the process sees; empty for all.
+        gpus: GPUs that the process sees, as indices (from 0) into the GPUs reserved on the node; empty for all.
     """
 
     name: str
@@ -76,7 +76,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_node(spec: ProcessSpec, address: str) -> dict[str, str]:
-    """Return the environment variable with the first node's address; nothing for a reservation of one node."""
+    """Return the environment variable with the first node's address; empty for a reservation of one node."""
     return {FIRST_NODE_VARIABLE: address} if spec.num_nodes > 1 else {}
 
 
@@ -84,9 +84,10 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     """State of a process.
 
     Attributes:
-        name: name in its spec.
-        pid: process id on its host, or with Slurm the id of its srun client on this host; 0 while it is queued.
-        returncode: exit status; None until the process has ended, and negative if a signal ended it.
+        name: `ProcessSpec.name` of the process.
+        pid: process id on the node; with Slurm, process id of the `srun` client on this host. 0 while the process is
+            queued.
+        returncode: exit status; None until the process has ended, and negative if a signal ended the process.
     """
 
     name: str
@@ -134,7 +135,7 @@ class ClusterBackend(Protocol):
         ...
 
     async def signal(self, name: str, signal_number: int) -> None:
-        """Send a signal to the process and all processes that it started; do nothing if it has ended."""
+        """Send a signal to the process and all its child processes; do nothing if the process has ended."""
         ...
 
     async def log_tail(self, name: str, num_lines: int) -> str:
@@ -142,7 +143,7 @@ class ClusterBackend(Protocol):
         ...
 
     async def release(self, reservation: str) -> None:
-        """Return the reservation to the cluster, and kill all processes left in it. Idempotent."""
+        """Return the reservation to the cluster, and kill all its remaining processes. Idempotent."""
         ...
 
     async def close(self) -> None:
@@ -187,8 +188,8 @@ class SchedulerPlugin:
     """Scheduler of another package: the object that an entry point of the group `windlass.schedulers` names.
 
     Attributes:
-        make_backend: function of the options in the job file and the folder for logs. It returns the backend, see
-            `SchedulerConfig.make_backend`, and raises ConfigError for a wrong option.
+        make_backend: function of the options in the job file and the folder for logs. It returns the backend (see
+            `SchedulerConfig.make_backend`) or raises ConfigError for a wrong option.
         is_one_host: see `SchedulerConfig.is_one_host`.
     """
 
@@ -249,10 +250,10 @@ class _Process:
 
 
 class Scheduler:
-    """Starts processes and waits for their end. It does not know roles or ranks.
+    """Starts processes and waits for their end.
 
-    Enter it as a context, or call `open` and `close`. Use it in one event loop. Every method that takes a name raises
-    ConfigError if there is no such process. `close` also closes the backend.
+    Use it as a context manager, or call `open` and `close`. Not thread-safe. Every method with the argument `name` raises
+    ConfigError if no process has this name. `close` also closes the backend.
     """
 
     def __init__(
@@ -263,17 +264,17 @@ class Scheduler:
         self._processes: dict[str, _Process] = {}
 
     async def open(self) -> None:
-        """Connect to the cluster; raises as `ClusterBackend.open` does."""
+        """Connect to the cluster. Raises the errors of `ClusterBackend.open`."""
         await self._backend.open()
 
     async def start(self, spec: ProcessSpec) -> ProcessStatus:
-        """Create a process; it may be queued when this returns.
+        """Start a process. On a cluster, the process may still be queued when this method returns.
 
-        If the process was deleted and another process still shares its reservation, it starts in that reservation
-        again.
+        If an earlier process of this name was deleted and another process still shares its reservation, the new process
+        uses the same reservation.
 
         Raises:
-            ConfigError: a running process has the name, the program does not exist, the host has too few free GPUs,
+            ConfigError: a running process has the same name, the program does not exist, the host has too few free GPUs,
                 `colocate_with` names no known process, or the reservation does not contain the node or a GPU.
         """
         known = self._processes.get(spec.name)
@@ -298,7 +299,7 @@ class Scheduler:
     async def _reserve(self, spec: ProcessSpec) -> _Process:
         if not spec.colocate_with:
             for other in self._processes.values():
-                # A process that shares the reservation keeps it alive after its owner was deleted.
+                # A process of this name was deleted, and the other process still uses its reservation.
                 if other.reserved.name == spec.name and not other.ended.is_set():
                     spec.check_place(other.reserved)
                     return _Process(spec, other.reservation, other.reserved)
@@ -323,7 +324,7 @@ class Scheduler:
     async def wait_healthy(self, name: str, *, deadline_s: float) -> ProcessStatus:
         """Wait until the process has left the queue and runs.
 
-        The program may not be ready yet; it connects to the controller when it is ready.
+        The program may not be ready yet: it connects to the controller later.
 
         Raises:
             PeerTimeout: the process is still queued after `deadline_s`.
@@ -343,7 +344,7 @@ class Scheduler:
         return self.status(name)
 
     async def wait(self, name: str) -> ProcessStatus:
-        """Wait until the process has ended, and return its state, even if another one has its name by then."""
+        """Wait until the process has ended, and return its state, even if a new process has the same name by then."""
         process = self._process(name)
         await process.ended.wait()
         return process.status()
@@ -357,7 +358,7 @@ class Scheduler:
         return tuple(map(self.status, self._processes))
 
     async def signal(self, name: str, signal_number: int) -> None:
-        """Send a signal to the process and all processes that it started; do nothing if it has ended."""
+        """Send a signal to the process and all its child processes; do nothing if the process has ended."""
         process = self._process(name)
         if process.is_running:
             await self._backend.signal(name, signal_number)
@@ -402,7 +403,7 @@ class Scheduler:
             await asyncio.wait(pending)
 
     async def _try_signal(self, name: str, number: int) -> None:
-        """Send a signal, and only log a failure: with its node or reservation, the process has ended too."""
+        """Send a signal. Only log a failure: if the node or the reservation is gone, the process has ended too."""
         try:
             await self._backend.signal(name, number)
         except WindlassError as error:

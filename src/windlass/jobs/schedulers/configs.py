@@ -1,4 +1,4 @@
-"""Configurations that a job file may have, and the function that creates a scheduler from one."""
+"""Scheduler configurations that a job file may have, and the function that creates a scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KnownScheduler = (
 def create_scheduler(
     config: SchedulerConfig, log_dir: Path, environment: Mapping[str, str] | None = None
 ) -> Scheduler:
-    """Return the scheduler that `config` describes; enter it as a context.
+    """Return the scheduler that `config` describes. Use the result as a context manager.
 
     Args:
         config: configuration of a host or a cluster.

@@ -55,17 +55,17 @@ class LocalSchedulerConfig(SchedulerConfig, frozen=True, tag="local"):
 
 @final
 class LocalScheduler(Scheduler):
-    """Scheduler of subprocesses. Each has its own process group and writes its output to `log_dir/NAME.log`.
+    """Scheduler of subprocesses. Process NAME has its own process group and writes its output to `log_dir/NAME.log`.
 
-    A signal goes to the whole process group, so that no child is left after `close`. Processes start at once, without a
-    queue. A process with `num_gpus` gets that many free GPUs, and CUDA_VISIBLE_DEVICES lets it see only these. A
-    process without `num_gpus` sees the same GPUs as this process. Cores are not reserved.
+    A signal goes to the whole process group, so that no child remains after `close`. A process with `num_gpus` gets free
+    GPUs, and sees only these through CUDA_VISIBLE_DEVICES. A process without `num_gpus` sees the same GPUs as this
+    process. Cores are not reserved.
 
     Args:
         log_dir: folder of the logs; created if it is missing.
         environment: variables for every process.
-        watched: whether the processes also end if this process dies without `close`. If False they
-            continue to run, and a restarted controller finds them.
+        watched: whether to kill the processes if this process dies without `close`. If False, the processes continue
+            to run, and connect to a restarted controller.
         gpus: GPUs that processes may reserve, named as in CUDA_VISIBLE_DEVICES; None for `visible_gpus()`.
     """
 
@@ -186,7 +186,7 @@ class LocalBackend(ClusterBackend):
             self._temporary.cleanup()
 
     async def mark(self) -> Mapping[str, str]:
-        """Start the watchdog; return the variables of the processes that it kills if this process dies."""
+        """Start the watchdog; return the environment variables that mark processes for the watchdog to kill."""
         if not self._mark:
             return {}
         if self._watchdog is None:
@@ -198,8 +198,8 @@ class LocalBackend(ClusterBackend):
 
 
 async def _start_watchdog(mark: str) -> int:
-    """Start the watchdog; return the write end of the pipe that it reads. Only this process has the write end."""
-    # Python's pipes are not inherited, so no later child keeps the write end open.
+    """Start the watchdog; return the write end of the pipe that the watchdog reads. Only this process has this end."""
+    # Child processes do not inherit Python's pipes, so the write end closes when this process dies.
     read_end, write_end = os.pipe()
     try:
         starter = await asyncio.create_subprocess_exec(
@@ -207,7 +207,8 @@ async def _start_watchdog(mark: str) -> int:
             stdin=read_end,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
-            # Empty: with the mark of a scheduler that started this process, that scheduler's watchdog would kill it.
+            # If a scheduler started this process, its mark is in the environment. With this mark, the other
+            # scheduler's watchdog would kill the new watchdog, so pass no environment.
             env={},
         )
     finally:
@@ -225,10 +226,10 @@ async def _start_watchdog(mark: str) -> int:
 
 
 def _signal_group(process: asyncio.subprocess.Process, signal_number: int) -> None:
-    """Signal a process and its children; after the end of the process, only SIGKILL is sent to remaining children.
+    """Send a signal to a process and its children. If the process has ended, send only SIGKILL, to remaining children.
 
-    The kernel does not reuse a process id while a process group has it. So if another process has the id, the old group
-    is empty, and no signal may be sent.
+    The kernel does not reuse the id of a process group that has members. So if a running process has the id of the ended
+    process, the group was empty, and a signal would hit another program.
     """
     if process.returncode is not None and (
         signal_number != signal.SIGKILL or os.path.exists(f"/proc/{process.pid}")

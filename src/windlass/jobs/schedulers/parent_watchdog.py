@@ -2,13 +2,13 @@
 
 It uses the standard library only.
 
-`parent_watchdog.py marked MARK` reads stdin until its end, which comes when the owner dies for any reason. Then it
-kills every process with MARK in its environment. Children inherit the mark, so the script also finds a child that has
-left its process group, and needs no list of processes.
+`parent_watchdog.py marked MARK` reads stdin, a pipe that the kernel closes when the owner dies. Then the script kills
+every process with MARK in its environment. Child processes inherit the mark, so the script also finds a child that has
+left its process group.
 
-`parent_watchdog.py lease HOST PORT` is the batch script of a Slurm job. It connects to the owner, sends the secret in
-WINDLASS_LEASE, and ends when the connection ends; Slurm then ends the job. If the owner's host no longer answers, TCP
-keep-alive ends the connection within `SILENCE_S`.
+`parent_watchdog.py lease HOST PORT` is the batch script of a Slurm job. The script connects to the owner, sends the
+secret in WINDLASS_LEASE (the lease), and ends when the connection ends; Slurm then ends the job. If the owner's host no
+longer answers, TCP keep-alive ends the connection within `SILENCE_S`.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def _carriers(entry: bytes) -> list[int]:
 
 if __name__ == "__main__":
     if sys.argv[1] == "marked":
-        # Fork, so that the watchdog is not a child of the owner and survives if the owner's children are killed.
+        # Fork and exit, so that the watchdog is no child of the owner: it survives if the owner's children are killed.
         if os.fork():
             os._exit(0)
         os.setsid()

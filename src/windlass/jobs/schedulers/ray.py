@@ -1,10 +1,9 @@
 """Scheduler of processes in Ray placement groups.
 
 Windlass uses Ray only to place and launch processes. A reservation is a placement group with one bundle and one
-launcher actor per node; Ray grants the whole placement group or nothing. A process is a subprocess of a launcher, so
-that colocated processes share cores and GPUs. A pending actor call waits for the end of each process. If this process
-dies, Ray ends the launchers, and each launcher ends its subprocesses.
-Ray deserialises with pickle, so every client that may submit to the cluster can run code on it.
+launcher actor per node; Ray grants the whole placement group or nothing. Each process is a subprocess of a launcher, so
+that colocated processes share cores and GPUs. If this process dies, Ray ends the launchers, and each launcher ends its
+subprocesses. Ray deserialises with pickle, so every client of the cluster can run code on the cluster.
 """
 
 from __future__ import annotations
@@ -59,13 +58,13 @@ class RaySchedulerConfig(SchedulerConfig, frozen=True, tag="ray"):
         )
 
     def make_backend(self, log_dir: Path) -> ClusterBackend:  # noqa: ARG002
-        """Return the backend of the Ray cluster. Logs stay on its nodes."""
+        """Return the backend of the Ray cluster. Logs stay on the cluster's nodes."""
         return RayBackend(self)
 
 
 @final
 class RayBackend(ClusterBackend):
-    """Backend of a Ray cluster; see the module. The id of a reservation is the id of a placement group."""
+    """Backend of a Ray cluster. The id of a reservation is the id of a placement group."""
 
     queues = True
 
@@ -82,7 +81,7 @@ class RayBackend(ClusterBackend):
             import ray
         except ImportError as error:
             raise TransportUnavailable(f"ray: not installed; {install_command('ray')}") from error
-        # Removes the tokens from the environment that Ray's own processes inherit.
+        # This call removes the tokens from the environment, which Ray's own processes inherit.
         inherited_environment()
         address = self._config.address
         tries = 1 if address else START_TRIES
@@ -178,7 +177,7 @@ class RayBackend(ClusterBackend):
 
 
 async def _close(launcher: Any) -> None:
-    """End the processes of a launcher; a launcher that is still queued or dead has no processes."""
+    """End the processes of a launcher. Ignore a launcher that is queued or dead, because it has no processes."""
     with contextlib.suppress(PeerUnreachable, PeerTimeout):
         await _answer(launcher.close.remote(), 2.0)
 

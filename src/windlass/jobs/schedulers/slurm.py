@@ -1,15 +1,15 @@
 """Scheduler of processes as Slurm job steps.
 
-A reservation is one `sbatch` job; Slurm grants all its nodes together. The batch script (`parent_watchdog.py`) connects
-to this process and sends a secret, the lease. The connection shows that the job was granted, so this process never
-polls Slurm. When the connection ends, for example because this process died, the script ends, and Slurm ends the job
+A reservation is one `sbatch` job; Slurm grants all nodes of the job together. The batch script (`parent_watchdog.py`)
+connects to this process and sends a secret, the lease. The connection shows that Slurm has started the job, so this
+process never polls Slurm. When this process dies, the connection ends. The script then ends too, and Slurm ends the job
 with all its processes.
 
-Each process is an `srun` step in the job, so that colocated processes share nodes, cores and GPUs. A step has all the
-cores and GPUs that the job has on its node. Only CUDA_VISIBLE_DEVICES limits the GPUs that a step sees, and no cgroup:
-so CUDA can map the memory of other GPUs of the job. The `srun` client of a step runs on this host. It ends when the
-step ends, returns the exit status, and prints the step's output, so that no shared file system is needed. The
-environment, which contains the token, travels through `srun` and never appears on a command line.
+Each process is an `srun` step in the job, so that colocated processes share nodes, cores and GPUs. A step may use all
+cores and GPUs of the job on its node. CUDA_VISIBLE_DEVICES selects the GPUs that a step sees. No cgroup limits the
+step to these GPUs, so CUDA can map the memory of other GPUs of the job. The `srun` client of a step runs on this host,
+prints the step's output, and returns the exit status, so no shared file system is needed. The token is in the
+environment, which `srun` passes on, and never on a command line.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from windlass.net.addresses import is_loopback
 
 COMMAND_DEADLINE_S = 30.0
 MAX_UNPROVEN = 64
-"""Largest number of connections that have not sent a lease yet. If there are more, the oldest is closed."""
+"""Largest number of connections that have not sent a lease yet. With one more, the oldest connection is closed."""
 JOB_ID = re.compile(r"(\d+)(;.*)?$")
 OWNED_OPTIONS = (
     *("array", "cpus-per-task", "error", "export", "gpus", "gpus-per-node", "gpus-per-socket"),
@@ -59,7 +59,7 @@ SEE_GPUS = (
     'CUDA_VISIBLE_DEVICES=$(printf %s "$CUDA_VISIBLE_DEVICES" | cut -d, -f "$1"); '
     'export CUDA_VISIBLE_DEVICES; shift; exec "$@"'
 )
-"""Shell command that selects GPUs inside the step, because Slurm overwrites CUDA_VISIBLE_DEVICES of the environment."""
+"""Shell command that sets CUDA_VISIBLE_DEVICES inside the step, because Slurm overwrites the value from outside."""
 TOOLS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 
 
@@ -131,7 +131,7 @@ class SlurmSchedulerConfig(SlurmOptions, SchedulerConfig, frozen=True, tag="slur
         return SlurmBackend(log_dir, self)
 
     def options_of(self, name: str) -> SlurmOptions:
-        """Return the options of a process. Those of matching patterns come last, because Slurm uses the last value."""
+        """Return the options of a process. Slurm uses the last value of an option, so options of patterns come last."""
         found: SlurmOptions = self
         for pattern, added in self.processes.items():
             if fnmatch.fnmatchcase(name, pattern):
@@ -150,7 +150,7 @@ class _Job:
 
     Attributes:
         address: address of the first node, which has sent the lease.
-        is_known: set once the first node has sent the lease, or the job has ended without that.
+        is_known: event that is set when the first node has sent the lease, or the job has ended before.
     """
 
     client: asyncio.subprocess.Process
@@ -164,7 +164,7 @@ class _Job:
 
 @final
 class SlurmBackend(ClusterBackend):
-    """Backend of a Slurm cluster; see the module. The id of a reservation is the id of a Slurm job."""
+    """Backend of a Slurm cluster. The id of a reservation is the id of a Slurm job."""
 
     queues = True
 
@@ -243,7 +243,7 @@ class SlurmBackend(ClusterBackend):
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._unproven[writer] = None
         if len(self._unproven) > MAX_UNPROVEN:
-            # A node sends its lease at once, so the oldest connection does not come from a node of a job.
+            # A node of a job sends the lease at once, so the oldest connection comes from another program.
             next(iter(self._unproven)).transport.abort()
         try:
             async with asyncio.timeout(COMMAND_DEADLINE_S):
@@ -320,7 +320,7 @@ class SlurmBackend(ClusterBackend):
 
 
 async def _watch(reservation: str, job: _Job) -> None:
-    """Wait until the job has ended, and record the failure. `sbatch --wait` ends some seconds after its job."""
+    """Wait until `sbatch --wait` ends, some seconds after the job, and record the failure."""
     said = [line async for line in _lines(job.client)]
     code = await job.client.wait()
     job.failure = (
@@ -342,7 +342,7 @@ async def _forget(job: _Job) -> None:
 async def _end_client(client: asyncio.subprocess.Process) -> None:
     if client.returncode is None:
         client.kill()
-    # A killed process only remains beyond the deadline if it hangs in a system call.
+    # A killed process that hangs in a system call does not end; leave it after the deadline.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(COMMAND_DEADLINE_S):
             await client.wait()
@@ -355,7 +355,7 @@ async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[str]:
 
 
 async def _run(*command: str, tolerate: bool = False) -> str:
-    """Run a Slurm command; return its output. With `tolerate`, ignore a failure, because the job may have ended.
+    """Run a Slurm command; return its output. With `tolerate`, ignore a failure: the job may have ended already.
 
     Raises:
         ConfigError: the command failed.
