@@ -117,7 +117,7 @@ def test_a_replica_is_set_with_the_transport_and_needs_p2p(tmp_path: Path) -> No
 def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text('{"steps": 4, "version": 7}')
     resumed = ("world_size = 2", f'world_size = 2\nresume_from = "{tmp_path}"')
-    with pytest.raises(ConfigError, match=r"steps must be > 4, which the checkpoint of"):
+    with pytest.raises(ConfigError, match=r"steps must be > 4, the steps of the checkpoint"):
         load_config(write(tmp_path, resumed))
     assert load_config(write(tmp_path, resumed, ("steps = 4", "steps = 5"))).steps == 5
 

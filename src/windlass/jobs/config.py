@@ -167,8 +167,8 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         arguments: arguments of the engine's launcher.
         python: interpreter of the engine; empty for the interpreter of this process.
         environment: variables added to the engine's environment. num_cpus: number of cores reserved on each node.
-        num_gpus: number of GPUs reserved in total, the same number on each node. If it is omitted, the engine gets one
-            GPU per engine rank if the trainers have GPUs, and otherwise none.
+        num_gpus: number of GPUs reserved on all nodes together, the same number on each node. By default, the engine
+            gets one GPU per engine rank if the trainers have GPUs, and otherwise none.
         colocate_with: name of a trainer rank, such as `trainer-0`. The engine then reserves no cores and GPUs. It runs
             on the trainer rank's node and cores, and uses one GPU per engine rank, starting at the trainer rank's first
             GPU.
@@ -363,7 +363,7 @@ def read_job(path: Path) -> tuple[LaunchConfig | None, list[str]]:
         else:
             if config.steps <= done:
                 mistakes.append(
-                    f"steps must be > {done}, which the checkpoint of trainer.resume_from has, got {config.steps}"
+                    f"steps must be > {done}, the steps of the checkpoint in trainer.resume_from, got {config.steps}"
                 )
     return config, mistakes
 
@@ -376,7 +376,8 @@ def check_all(checks: Iterable[Callable[[], object]], mistakes: Iterable[str] = 
         mistakes: mistakes that earlier checks found.
 
     Raises:
-        ConfigError: the first mistake; its notes are the further mistakes.
+        ConfigError: a check failed, or `mistakes` is not empty. The text is the first mistake; the notes are the
+            further mistakes.
     """
     found = [*mistakes]
     for check in checks:
@@ -456,7 +457,10 @@ def _place_of(error: msgspec.ValidationError) -> tuple[str | int, ...]:
 
 
 def _replace(raw: dict[str, Any], place: tuple[str | int, ...]) -> bool:
-    """Replace the value at a path with the key's default or a value of its type; return whether this was possible."""
+    """Replace the value at a path with the default of the key, or with another value that the key's type allows.
+
+    Return whether this was possible.
+    """
     if not place:
         return False
     *steps, key = place
@@ -563,7 +567,7 @@ def _values(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, Any
 def _all_values(
     where: str, raw: Any, kind: inspect.Type
 ) -> Iterator[tuple[str, Any, inspect.Type]]:
-    """Yield path, value and type of each item of a table or a list, and of the items in these items."""
+    """Yield path, value and type of each item of a table or a list, including nested items."""
     for place, value, value_kind in _values(where, raw, kind):
         yield place.rstrip("."), value, value_kind
         yield from _all_values(place, value, value_kind)

@@ -320,7 +320,7 @@ class _Job:
             try:
                 await ranks_end
                 if rollouts is not None:
-                    # Engines still serve the last version.
+                    # The recipe may still use the engines, which serve the last version.
                     await self._call_ended(self._summary(rollouts))
             finally:
                 # Close the rollout controller after the workers have ended. A worker that ends returns its tasks to
@@ -448,13 +448,13 @@ class _Job:
             insisted.cancel()
 
     async def _guard(self, parts: Sequence[ProcessSpec], role: Access, max_restarts: int) -> None:
-        """Start an engine or worker, and start it again when it ends or hangs. Meanwhile the job continues.
+        """Start an engine or worker, and start it again when it ends or hangs.
 
-        An engine on several nodes has one process per node, described by one entry of `parts` each. If one of these
-        processes ends, the job ends all of them and starts all of them again in a new reservation.
+        An engine on several nodes has one process per node, each with its own entry in `parts`. If one process ends,
+        the job ends the engine's other processes, and starts all of them again in a new reservation.
 
         Raises:
-            WindlassError: the process ended or hung once more than `max_restarts` times.
+            WindlassError: the engine or worker ended or hung more than `max_restarts` times between two steps.
         """
         restarts, num_trained, name = 0, 0, parts[0].name
         while True:
@@ -470,7 +470,7 @@ class _Job:
             finally:
                 for wait in waits:
                     wait.cancel()
-            # A process that has ended is the first match, so this skips `_hung`, which then raises.
+            # Take an ended process first, because `_hung` raises after the end of the process.
             process, reason = next(wait for wait in waits if wait in done).result()
             if self._num_trained > num_trained:
                 restarts, num_trained = 0, self._num_trained
@@ -921,7 +921,7 @@ def _check_processes(config: LaunchConfig) -> None:
     try:
         engines = _processes(config, "")
     except ConfigError:
-        # `check_options` reports the mistakes of engines itself.
+        # Another check of `check_options` reports this mistake.
         return
     specs = [*_ranks(config), *(spec for parts, _, _ in engines for spec in parts)]
     config.scheduler.check(specs)

@@ -307,7 +307,7 @@ class BatchQueue:
 
 
 class BatchClient(Closing):
-    """Client of the controller for a trainer rank, which requests its shards of batches. Use it in one thread.
+    """Client that requests a trainer rank's shards of batches from the controller. Use it in one thread.
 
     Raises:
         ConfigError: `url` is not an http(s) URL, or an HTTP header cannot carry the token.

@@ -241,7 +241,7 @@ class GroupHandle(_Handle[RolloutGroup]):
 class Recovered:
     """Handles of the rollouts that an earlier process with the same journal left unfinished.
 
-    The journal stores `metadata` as msgpack, so tuples in it are now lists.
+    The journal stores `metadata` as msgpack, so tuples in `metadata` have become lists.
 
     Attributes:
         rollouts: task id -> handle of a rollout that was submitted alone.

@@ -162,7 +162,7 @@ class StalenessPolicy:
         """Count `num_samples` accepted samples as delivered to the trainer.
 
         Raises:
-            RolloutError: fewer accepted samples wait for delivery.
+            RolloutError: fewer than `num_samples` accepted samples wait for delivery.
         """
         waiting = self.accepted - self.consumed
         if not 0 <= num_samples <= waiting:
