@@ -1,16 +1,76 @@
-"""Check house rules that ruff and mypy cannot check.
+"""Check three house rules, because ruff and mypy cannot check them.
 
-In `src`, a public signature must not have `**kwargs`, and code must not guess with `getattr(x, "literal")`. `make lint`
-runs this script.
+In `src`, a public signature must not have `**kwargs`, and code must not guess with `getattr(x, "literal")`. In `tests`,
+code must not use private names of our other modules. `make lint` runs this script.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent / "src"
+HOME = Path(__file__).resolve().parent.parent
+OUR_PACKAGES = frozenset({"windlass", "tools", "benchmarks"})
+FOREIGN_NAMES = frozenset(
+    {
+        # collections.namedtuple: its documentation lists these names as public.
+        *("_asdict", "_replace"),
+        # asyncio: the simulation runs and measures the callbacks of a loop.
+        *("_context", "_run", "_protocol"),
+        # ctypes: the only way from `byref(x)` back to `x`, for a fake library.
+        "_obj",
+        # aiohttp: the connection below a WebSocket, which the tests make deaf or cut.
+        "_response",
+        # torch: parts of a module or a DTensor for which it has no public name, and a kernel that takes time.
+        *("_buffers", "_local_tensor", "_modules", "_sleep", "_spec"),
+        # transformers, mbridge, TRL, verl, AReaL: the part of a framework that a test compares with or watches.
+        *("_model_mapping", "_build_config", "_weight_to_hf_format", "_streaming_iter", "_version"),
+    }
+)
+"""Private names of other packages that tests need. A module of another package may be imported and used freely."""
+LEFT = Counter(
+    {
+        "tests/cli/test_wrong_uses.py": 3,
+        "tests/control/test_boundaries.py": 1,
+        "tests/control/test_ended_sessions.py": 5,
+        "tests/control/test_growth.py": 5,
+        "tests/control/test_replicas_agree.py": 1,
+        "tests/control/test_round_state.py": 1,
+        "tests/engines/test_embedded_engine.py": 1,
+        "tests/engines/test_sglang_block.py": 1,
+        "tests/engines/test_sglang_rank.py": 1,
+        "tests/integrations/areal_run.py": 3,
+        "tests/integrations/test_hosted.py": 2,
+        "tests/integrations/verl_job.py": 1,
+        "tests/jobs/test_schedulers.py": 3,
+        "tests/net/test_access.py": 1,
+        "tests/rollout/test_rollout_reconcile.py": 4,
+        "tests/rollout/test_worker_security.py": 1,
+        "tests/support/chaos_intruders.py": 1,
+        "tests/support/chaos_world.py": 4,
+        "tests/support/launch_rank.py": 4,
+        "tests/support/simulated_loop.py": 2,
+        "tests/support/sync_rank.py": 4,
+        "tests/support/whole_rank.py": 2,
+        "tests/transfer/test_device_replica.py": 1,
+        "tests/transfer/test_gpu_over_network.py": 1,
+        "tests/transfer/test_link_outcomes.py": 4,
+        "tests/transfer/test_replica.py": 3,
+        "tests/transfer/test_stored_links.py": 2,
+        "tests/transports/test_deferred_free.py": 6,
+        "tests/transports/test_nixl.py": 2,
+        "tests/transports/test_nixl_outcomes.py": 15,
+    }
+)
+"""Uses of our private names that tests still contain, per file. Numbers may only become smaller."""
+PATCHES = frozenset({"getattr", "setattr", "hasattr", "delattr"})
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
 def _violations(path: Path) -> list[str]:
@@ -32,9 +92,96 @@ def _violations(path: Path) -> list[str]:
     return found
 
 
+def private_uses(source: str) -> list[tuple[int, str]]:
+    """Return the line and the name of each use of a private name of our other modules in the text of a test.
+
+    Three kinds of private names are allowed: names that the text defines, names after `self` or `cls` (a test may derive
+    from our classes), and names of other packages.
+    """
+    tree = ast.parse(source)
+    allowed, foreign = set(FOREIGN_NAMES), set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
+                allowed.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                allowed.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                allowed.add(name)
+            case ast.Import(names=names):
+                foreign |= {_bound(each) for each in names if not _is_ours(each.name)}
+            case ast.ImportFrom(module=str(module), names=names) if not _is_ours(module):
+                foreign |= {_bound(each) for each in names}
+    return sorted(
+        (line, name)
+        for node in ast.walk(tree)
+        for line, name in _uses(node, foreign)
+        if _is_private(name) and name not in allowed
+    )
+
+
+def _uses(node: ast.AST, foreign: set[str]) -> Iterator[tuple[int, str]]:
+    match node:
+        case ast.Attribute(attr=name, value=value) if _root(value) not in foreign | {
+            "self",
+            "cls",
+            "super",
+        }:
+            yield node.lineno, name
+        case ast.Attribute(attr=name, value=ast.Attribute() as value) if _root(value) in {
+            "self",
+            "cls",
+        }:
+            yield node.lineno, name
+        case ast.ImportFrom(module=str(module), names=names) if _is_ours(module):
+            for each in names:
+                yield node.lineno, each.name
+        case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called), args=given) if (
+            called in PATCHES
+        ):
+            for argument in given[:2]:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    for name in argument.value.split("."):
+                        yield node.lineno, name
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] in OUR_PACKAGES
+
+
+def _bound(name: ast.alias) -> str:
+    """Return the name in the file to which an import gives the value."""
+    return (name.asname or name.name).split(".")[0]
+
+
+def _root(value: ast.expr) -> str:
+    """Return the first name of an expression such as `a.b().c`; '' if it begins with something else."""
+    while isinstance(value, ast.Attribute | ast.Call):
+        value = value.value if isinstance(value, ast.Attribute) else value.func
+    return value.id if isinstance(value, ast.Name) else ""
+
+
+def _violations_of_test(path: Path) -> list[str]:
+    uses, name = private_uses(path.read_text()), str(path.relative_to(HOME))
+    if len(uses) < LEFT[name]:
+        return [f"{path}: {len(uses)} uses of private names are left: lower LEFT[{name!r}]"]
+    if len(uses) == LEFT[name]:
+        return []
+    why = "test what users or other modules call, or give the name a docstring and no underscore"
+    return [f"{path}:{line}: private {used} of another module: {why}" for line, used in uses]
+
+
 def main() -> int:
     """Print every violation; return 1 if there is any."""
-    found = [line for path in sorted(ROOT.rglob("*.py")) for line in _violations(path)]
+    found = [line for path in sorted((HOME / "src").rglob("*.py")) for line in _violations(path)]
+    tests = sorted((HOME / "tests").rglob("*.py"))
+    found += [line for path in tests for line in _violations_of_test(path)]
+    gone = sorted(LEFT.keys() - {str(path.relative_to(HOME)) for path in tests})
+    found += [f"LEFT[{name!r}]: must name a file of tests" for name in gone]
     print("\n".join(found) if found else "house rules: clean")
     return 1 if found else 0
 

@@ -57,7 +57,7 @@ from live_engine.surroundings import ENVIRONMENT, TOKEN
 from harness import Row, median_p95, parser, report
 from tools.entry_points import write_entry_points
 from windlass.engines.http import EngineHttp
-from windlass.engines.launch import _reach
+from windlass.engines.launch import wait_for_server
 from windlass.engines.private_routes import saved_key
 from windlass.net.addresses import free_port
 
@@ -202,7 +202,7 @@ def serving(
         if not known.wait(START_S) or not serves:
             raise RuntimeError(f"{backend}: no server\n{log.read_text()[-5000:]}")
         # The server reports its start before it listens.
-        _reach("127.0.0.1", port)
+        wait_for_server("127.0.0.1", port)
         held = "windlass_digests" if controller else "held_weights"
         yield Served(f"http://127.0.0.1:{port}", held)
     finally:

@@ -23,7 +23,7 @@ TLS_CERTIFICATE_VARIABLE = "WINDLASS_TLS_CERT"
 TLS_KEY_VARIABLE = "WINDLASS_TLS_KEY"
 TLS_VARIABLES = (TLS_CA_VARIABLE, TLS_CERTIFICATE_VARIABLE, TLS_KEY_VARIABLE)
 
-_secrets: dict[str, str] = {}
+removed_secrets: dict[str, str] = {}
 """Values of secret variables that `secret_value` removed from the environment."""
 
 
@@ -61,10 +61,10 @@ def secret_value(name: str) -> str:
     (such as tools that run code of a model) then do not inherit the secret, and cannot read it in /proc.
     """
     if name in os.environ:
-        _secrets[name] = os.environ[name]
+        removed_secrets[name] = os.environ[name]
         _overwrite(name)
         del os.environ[name]
-    return _secrets.get(name, "")
+    return removed_secrets.get(name, "")
 
 
 def _overwrite(name: str) -> None:

@@ -105,7 +105,7 @@ def test_doctor_recognises_the_other_project_in_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(other_project(tmp_path))
-    finding = checks._package()
+    finding = checks.check_package()
     assert finding.status is checks.FAILS
     assert "windlass 0.1.1 is installed here too: another project on PyPI" in finding.found
     assert f"{sys.executable} -m pip uninstall windlass, then install again" in finding.remedy
@@ -117,7 +117,7 @@ def test_doctor_knows_an_installation_under_our_old_name(
 ) -> None:
     ours = f"Metadata-Version: 2.1\nName: windlass\nVersion: 0.1.0\nSummary: {checks.SUMMARY}\n"
     monkeypatch.syspath_prepend(other_project(tmp_path, ours))
-    finding = checks._package()
+    finding = checks.check_package()
     assert finding.status is checks.LIMITED
     assert "an old release named windlass" in finding.found
 

@@ -98,8 +98,8 @@ def test_a_network_card_must_be_up_and_open_to_this_user(
     (tmp_path / "verbs").mkdir()
     if device:
         (tmp_path / "verbs" / "uverbs0").touch()
-    monkeypatch.setattr(checks, "_RDMA_FOLDER", tmp_path / "class")
-    monkeypatch.setattr(checks, "_VERBS_FOLDER", tmp_path / "verbs")
+    monkeypatch.setattr(checks, "RDMA_FOLDER", tmp_path / "class")
+    monkeypatch.setattr(checks, "VERBS_FOLDER", tmp_path / "verbs")
     (found,) = (finding for finding in run_checks() if finding.name == "RDMA")
     assert found.status is status
     assert found.found.startswith(f"mlx5_0:1 {state.split()[-1]}")
@@ -162,7 +162,7 @@ def test_doctor_offers_mooncake_for_gpu_memory(
         version("mooncake-transfer-engine-non-cuda")
     except PackageNotFoundError as error:
         pytest.skip(f"not installed: {error}")
-    (finding,) = (f for f in checks._transports() if f.name == "mooncake")
+    (finding,) = (f for f in checks.check_transports() if f.name == "mooncake")
     if not extra:
         assert (finding.status, finding.remedy) == (Status.WORKS, "")
         return

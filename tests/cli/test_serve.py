@@ -80,6 +80,6 @@ def test_serve_without_a_token_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("WINDLASS_TOKEN", raising=False)
-    monkeypatch.setattr(envs, "_secrets", {})
+    monkeypatch.setattr(envs, "removed_secrets", {})
     assert main(["serve"]) == 2
     assert "WINDLASS_TOKEN must be set" in capsys.readouterr().err

@@ -283,7 +283,7 @@ async def test_a_trainer_bound_in_another_epoch_causes_a_full_binding(
         await rig.start({"a": 1, "b": 1})
         await rig.publish(0)
         # As if another controller had bound this rank in a later epoch.
-        rig.trainers["trainer/1"]._bound_in = 1 << 20
+        rig.trainers["trainer/1"].bound_in = 1 << 20
         await rig.add_engine("c")
         asked.clear()
         report = await rig.publish(1)

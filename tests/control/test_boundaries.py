@@ -10,14 +10,14 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 from fake_agents import FakeEngineRank, engine_manifest, fake_hello
-from fake_fleet import TOKEN, FakeFleet
+from fake_fleet import TOKEN, FakeFleet, until
 
 import windlass
 from windlass.control.client import AgentChannel
@@ -35,12 +35,6 @@ from windlass.transfer.relay import ACCEPT_AGAIN_S, RelayReceiver
 
 WITHIN_S = 20.0
 FULL = OSError(errno.ENOSPC, "No space left on device")
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while not holds():  # noqa: ASYNC110 - a fake has no event
-            await asyncio.sleep(0.01)
 
 
 async def test_listeners_that_raise_delay_no_round_and_no_report() -> None:
@@ -115,7 +109,7 @@ async def test_a_journal_that_cannot_be_written_is_closed(
     journal.open(0)
     journal.add(VersionReached(1))
     with monkeypatch.context() as patch:
-        patch.setattr(journal_file, "_write_all", full)
+        patch.setattr(journal_file, "write_all", full)
         with pytest.raises(OSError, match="No space left"):
             await journal.close()
     again = RolloutJournal(RolloutConfig(journal=tmp_path / "journal"))

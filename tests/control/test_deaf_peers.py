@@ -135,7 +135,7 @@ async def test_a_deaf_engine_that_is_cut_off_may_still_be_writing(
     async def presumed(identity: Identity) -> None:
         ended.append(identity)
 
-    monkeypatch.setattr(coordinator.catch_ups, "_presume_ended", presumed)
+    monkeypatch.setattr(coordinator.catch_ups, "presume_ended", presumed)
     hello = fake_hello(engine_manifest("engine-a/0", 1), group="engine-a")
     headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.ENGINE)}"}
     async with aiohttp.ClientSession(headers=headers) as http:

@@ -63,7 +63,7 @@ async def test_an_invalid_version_does_not_cancel_the_announcement_in_progress()
             await asyncio.to_thread(client.prepare_publish, 0)
             with pytest.raises(ConfigError, match="prepare_publish: version must be"):
                 await asyncio.to_thread(client.prepare_publish, -1)
-            under_way = client._channel._announced
+            under_way = client._channel.announced
             assert under_way is not None
             assert not under_way.report.done()
 
@@ -76,7 +76,7 @@ async def test_an_interrupted_caller_withdraws_its_announcement(
         await rig.start({"a": 1})
         channel = rig.channels["trainer/0"]
         assert isinstance(channel, TrainerChannel)
-        waiting = rig.coordinator._requests
+        waiting = rig.coordinator.requests
 
         def interrupt(_report: Future[object], _deadline_s: float | None = None) -> None:
             raise KeyboardInterrupt
@@ -85,7 +85,7 @@ async def test_an_interrupted_caller_withdraws_its_announcement(
             interrupted.setattr(Future, "result", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 channel.announce(0, 30.0)
-        assert channel._announced is None
+        assert channel.announced is None
         async with asyncio.timeout(10):
             while waiting.num_waiting:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.01)

@@ -109,7 +109,7 @@ def test_the_number_of_absent_quarantined_engines_is_bounded() -> None:
             for number in range(start, start + 1024)
         )
         fleet.settle(writer.identity, RoundId(3, 1), 1, Written(tuple(links), 0.0, 0.0))
-    assert len(fleet._quarantine_on_return) == MAX_QUARANTINED
+    assert len(fleet.quarantine_on_return) == MAX_QUARANTINED
     agent = admit(fleet, f"x{2 * MAX_QUARANTINED - 1}", 0, 1, Role.ENGINE, epoch=3)
     assert agent.quarantined
 

@@ -40,9 +40,9 @@ from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.processes import (
     OwnProcess,
-    _name_of,
     host_identity,
     process_start_time,
+    socket_name_of,
 )
 
 CONFIG = ControlConfig(deadlines=PhaseDeadlines(connect_s=20, fleet_s=10))
@@ -160,7 +160,7 @@ async def test_a_bystander_of_a_forged_binding_is_not_written(
         forged = PeerEndpoint("cma", str(pid), f"{process_start_time(pid)}-{'0' * 32}")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             if listens:
-                listener.bind(_name_of(forged))
+                listener.bind(socket_name_of(forged))
                 listener.listen(16)
             told = await publish_beside(forger(forged, forged, address), controller, fleet)
         assert await bystander.ask(True), "the bystander's memory was written"

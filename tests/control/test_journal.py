@@ -239,7 +239,7 @@ def test_compaction_syncs_the_file_then_the_name_then_the_next_entry(
     real_replace, real_sync, real_directory = (
         Path.replace,
         os.fdatasync,
-        journal_file._sync_directory,
+        journal_file.sync_directory,
     )
 
     def replace(self: Path, target: Path) -> Path:
@@ -256,7 +256,7 @@ def test_compaction_syncs_the_file_then_the_name_then_the_next_entry(
 
     monkeypatch.setattr(Path, "replace", replace)
     monkeypatch.setattr(os, "fdatasync", sync)
-    monkeypatch.setattr(journal_file, "_sync_directory", directory)
+    monkeypatch.setattr(journal_file, "sync_directory", directory)
     opened = Journal(folder / "journal")
     for number in range(4):
         calls.clear()
@@ -278,10 +278,10 @@ def test_a_journal_that_cannot_be_compacted_still_appends(
         if call == "replace":
             broken.setattr(Path, "replace", _full)
         else:
-            real = journal_file._write_all
+            real = journal_file.write_all
             broken.setattr(
                 journal_file,
-                "_write_all",
+                "write_all",
                 lambda fd, data: real(fd, data) if len(data) < 120 else _full(),
             )
         opened.append(entry(3))
@@ -347,7 +347,7 @@ def test_a_controller_that_cannot_write_its_first_line_releases_the_journal(
 ) -> None:
     path = folder / "journal"
     with monkeypatch.context() as full:
-        full.setattr(journal_file, "_write_all", _full)
+        full.setattr(journal_file, "write_all", _full)
         with pytest.raises(ConfigError, match="No space left"):
             Coordinator(ControlConfig(), journal_path=path)
     opened = Journal(path)

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 import pytest
-from fake_fleet import TOKEN, FakeFleet
+from fake_fleet import TOKEN, FakeFleet, until
 
 import windlass
 from windlass.config import ControlConfig, PhaseDeadlines
@@ -56,12 +56,6 @@ async def serving_version_0(
 
 def nothing(_command: Command) -> None:
     return
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while not holds():  # noqa: ASYNC110 - a fake has no event
-            await asyncio.sleep(0.01)
 
 
 async def serves(rig: FakeFleet, *names: str) -> None:
@@ -151,14 +145,14 @@ async def test_a_version_that_cannot_be_recorded_is_not_pushed(
 async def test_a_leader_that_comes_during_a_failing_pause_gets_a_lasting_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    carry_out, pausing = PushUpdates._carry_out, asyncio.Semaphore(0)
+    carry_out, pausing = PushUpdates.carry_out, asyncio.Semaphore(0)
 
     async def counted(self: PushUpdates, asked: CallbackRequest) -> tuple[str, ...]:
         if isinstance(asked.call, PauseCall):
             pausing.release()
         return await carry_out(self, asked)
 
-    monkeypatch.setattr(PushUpdates, "_carry_out", counted)
+    monkeypatch.setattr(PushUpdates, "carry_out", counted)
     both_wait, refusals = threading.Event(), [RoundAborted("b cannot pause now")]
 
     def refuse_once(command: Command) -> None:
@@ -287,7 +281,7 @@ async def test_a_push_appears_in_every_record_of_updates(monkeypatch: pytest.Mon
             assert [*rig.coordinator.reports] == [report]
             assert status_of(rig.coordinator)["updates"] == 1
             overview = operations.overview()
-            metrics = operations._metrics.render(
+            metrics = operations.metrics.render(
                 version=3, engines=rig.coordinator.fleet.states(), rollouts={}
             )
     assert (report.version, report.outcome) == (3, RoundOutcome.PUBLISHED)

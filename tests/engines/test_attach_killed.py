@@ -168,7 +168,7 @@ class Sglang(Engine):
     name = "sglang"
 
     def member(self, checkpoint: Path, port: int) -> Member:
-        return plugin._Member(
+        return plugin.SglangMember(
             SimpleNamespace(
                 host="127.0.0.1",
                 port=port,
@@ -197,7 +197,7 @@ class Sglang(Engine):
         return 200, b'{"success": true}'
 
     def engine_rank(self) -> EngineRank:
-        return hook._rank.engine_rank
+        return hook.this_rank.engine_rank
 
 
 @pytest.fixture(params=[Vllm, Sglang])
@@ -205,17 +205,17 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
     monkeypatch.setenv("WINDLASS_CONTROLLER", "wait")
     engine: Engine = request.param()
-    monkeypatch.setattr(worker, "_can_block", lambda _parallel: False)
+    monkeypatch.setattr(worker, "may_block", lambda _parallel: False)
     monkeypatch.setattr(worker, "stamps_tokens", lambda: False)
     stand_in(monkeypatch)
-    monkeypatch.setattr(hook, "_rank", hook._Rank())
+    monkeypatch.setattr(hook, "this_rank", hook.SglangRank())
     monkeypatch.setattr(hook, "own_rank", lambda: 0)
-    monkeypatch.setattr(hook, "_has_sessions", lambda: False)
+    monkeypatch.setattr(hook, "has_sessions", lambda: False)
     # The stand-in has no loop that could be held.
-    monkeypatch.setattr(hook, "_orders_change_nothing", lambda _model: False)
+    monkeypatch.setattr(hook, "orders_change_nothing", lambda _model: False)
     monkeypatch.setattr(hook, "all_ranks", lambda mine, device: mine)
-    # `_separate_caches` patches the class of SGLang's requests, which is not installed here.
-    monkeypatch.setattr(hook, "_separate_caches", lambda: None)
+    # `separate_caches` patches the class of SGLang's requests, which is not installed here.
+    monkeypatch.setattr(hook, "separate_caches", lambda: None)
     monkeypatch.setattr(hook, "load_again", lambda _model, weights: engine.loader.load(weights))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     yield engine

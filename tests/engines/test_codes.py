@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from windlass.element_ids.codes import CheckpointSpec, Codes, _digits
+from windlass.element_ids.codes import CheckpointSpec, Codes, digits_at
 from windlass.layout.dtypes import DType
 
 HALF = 1 << 32
@@ -50,7 +50,7 @@ def test_values_use_64_bit_element_numbers(dtype: DType) -> None:
     (HALF, HALF + 300), (5 * HALF - 200, 5 * HALF)])  # fmt: skip
 def test_digits_encode_the_element_numbers(bits: int, first: int, last: int) -> None:
     num_digits = -(-last.bit_length() // bits)
-    digits = [_digits(first, last, bits, p, torch.device("cpu")) for p in range(num_digits)]
+    digits = [digits_at(first, last, bits, p, torch.device("cpu")) for p in range(num_digits)]
 
     spelt = sum((d.long() - 1) << bits * p for p, d in enumerate(digits))
     assert torch.equal(torch.as_tensor(spelt), torch.arange(first, last))

@@ -270,7 +270,7 @@ class Engine(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def thawed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevent capture from collecting and freezing the heap of the test process."""
-    monkeypatch.setattr("windlass.engines.engine_rank._freeze_heap", lambda: None)
+    monkeypatch.setattr("windlass.engines.engine_rank.freeze_heap", lambda: None)
 
 
 class Rank:
@@ -305,7 +305,7 @@ class Rank:
 
     def update(self, checkpoint: Checkpoint) -> None:
         """Pause, write, finalise and resume, as the agent does. A pause that refuses leaves all bytes unchanged."""
-        _, captured, hooks = self.engine_rank._required()
+        _, captured, hooks = self.engine_rank.required()
         hooks.pause("1.1", PauseMode.IN_PLACE, 10)
         try:
             finalise = captured.finalise

@@ -18,12 +18,12 @@ from http_answers import answering_requests
 from windlass import envs
 from windlass.engines.join_route import JoinOrder
 from windlass.engines.launch import (
-    _environment_of,
     arguments,
     attach_running,
     checked_arguments,
     launch,
     serve,
+    server_environment,
 )
 from windlass.engines.options import Rule, options_of, refuse_options
 from windlass.engines.private_routes import KEY_HEADER, new_key, remove_key
@@ -379,12 +379,12 @@ def test_vllm_without_the_plugin_is_not_started(
 def test_server_without_a_controller_has_a_token_that_nobody_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(envs, "_secrets", {})
+    monkeypatch.setattr(envs, "removed_secrets", {})
     monkeypatch.delenv("WINDLASS_TOKEN")
     args = arguments("program", None).parse_args(["--name", "a", "--model", "/m"])
     tokens = set()
     for _ in range(2):
-        with _environment_of(args) as given:
+        with server_environment(args) as given:
             tokens.add(Path(given["WINDLASS_TOKEN_FILE"]).read_text())
     assert {len(token) for token in tokens} == {64}
     assert len(tokens) == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from windlass.engines.launch import _environment_of, arguments, serve
+from windlass.engines.launch import arguments, serve, server_environment
 from windlass.engines.private_routes import (
     KEY_HEADER,
     Message,
@@ -178,7 +178,7 @@ def test_both_engines_start_with_private_routes(tmp_path: Path) -> None:
     words = VllmServer().command(args, ()).argv
     assert words[words.index("--weight-transfer-config") + 1] == '{"backend": "windlass"}'
     assert SglangServer().command(args, ()).argv[1:3] == ("-m", "windlass.engines.sglang.serve")
-    with _environment_of(args) as given:
+    with server_environment(args) as given:
         assert given["WINDLASS_CONTROLLER"] == "wait"
 
 
@@ -196,7 +196,7 @@ def test_tokens_are_in_no_environment_of_a_server(
     monkeypatch.setenv("WINDLASS_ENGINE_TOKEN", f"{TOKEN} of clients")
     words = ["--name", "a", "--model", "/m", "--host", "127.0.0.1", "--port", "9"]
     args = arguments("program", None).parse_args(words)
-    with _environment_of(args) as given:
+    with server_environment(args) as given:
         file = Path(given["WINDLASS_TOKEN_FILE"])
         assert file.read_text() == TOKEN
         assert file.stat().st_mode & 0o077 == 0

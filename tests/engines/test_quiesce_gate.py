@@ -126,7 +126,7 @@ def test_a_pause_that_ends_before_the_loop_wakes_releases_the_loop(loop: Loop) -
     thread = loop.block("asked by the trainer", deadline_s=5 * DEADLINE_S)
     loop.gate.wait("asked by the trainer", DEADLINE_S)
     # The loop cannot check the gate while the test has this lock.
-    with loop.gate._changed:
+    with loop.gate.changed:
         loop.gate.ask("1.1")
         loop.gate.end()
     thread.join(DEADLINE_S)

@@ -65,7 +65,7 @@ def test_reports_of_remote_ranks_are_gathered(
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text(token)
-    monkeypatch.setattr(envs, "_secrets", {})
+    monkeypatch.setattr(envs, "removed_secrets", {})
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(file))
     given: list[Secrets] = []

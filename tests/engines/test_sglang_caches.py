@@ -417,10 +417,10 @@ assert not mm_schedule.embedding_cache.has(7)
 assert mm_schedule.embedding_cache.current_size == 0
 """
 TREE_WITHOUT_KEYS = """
-from windlass.engines.sglang.hook import _separate_caches
+from windlass.engines.sglang.hook import separate_caches
 from windlass.errors import UnsupportedLayout
 try:
-    _separate_caches()
+    separate_caches()
 except UnsupportedLayout as refused:
     assert "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE must not be set" in str(refused)
 else:

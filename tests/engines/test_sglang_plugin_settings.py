@@ -25,7 +25,7 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text("secret of the test")
-    monkeypatch.setattr(envs, "_secrets", {})
+    monkeypatch.setattr(envs, "removed_secrets", {})
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(token))
     monkeypatch.setenv(CONTROLLER_VARIABLE, "http://127.0.0.1:8000")
@@ -45,16 +45,16 @@ def settings(host: str, nnodes: int = 1) -> SimpleNamespace:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.2"])
 def test_an_engine_is_named_after_its_reachable_address(host: str) -> None:
-    member = plugin._Member(settings(host))
-    assert member._name(member.controller) == f"{host}:30000"
-    assert member._url(member.controller) == f"http://{host}:30000"
-    assert saved_key(member._url(member.controller)) == member.key
+    member = plugin.SglangMember(settings(host))
+    assert member.name_for(member.controller) == f"{host}:30000"
+    assert member.url_for(member.controller) == f"http://{host}:30000"
+    assert saved_key(member.url_for(member.controller)) == member.key
 
 
 def test_a_server_on_all_addresses_advertises_the_address_towards_its_controller() -> None:
-    member = plugin._Member(settings("0.0.0.0"))
-    assert member._url(member.controller) == "http://127.0.0.1:30000"
-    assert member._url(ELSEWHERE) == f"http://{address_towards_elsewhere()}:30000"
+    member = plugin.SglangMember(settings("0.0.0.0"))
+    assert member.url_for(member.controller) == "http://127.0.0.1:30000"
+    assert member.url_for(ELSEWHERE) == f"http://{address_towards_elsewhere()}:30000"
 
 
 def test_a_server_on_loopback_cannot_join_a_remote_controller(
@@ -65,18 +65,18 @@ def test_a_server_on_loopback_cannot_join_a_remote_controller(
     with pytest.raises(
         ConfigError, match=r"--host must be an address that others reach.*got '127\.0\.0\.1'"
     ):
-        plugin._Member(settings("127.0.0.1"))
+        plugin.SglangMember(settings("127.0.0.1"))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_server_over_several_hosts_must_be_reachable_by_its_ranks(host: str) -> None:
     """Check a controller on the same host, for which the server would choose its loopback address."""
     with pytest.raises(ConfigError, match=r"since a rank is on another host, got '127\.0\.0\.1'"):
-        plugin._Member(settings(host, nnodes=2))
+        plugin.SglangMember(settings(host, nnodes=2))
 
 
 def test_a_join_order_to_a_server_over_several_hosts_must_have_no_token() -> None:
-    member = plugin._Member(settings("10.0.0.2", nnodes=2))
+    member = plugin.SglangMember(settings("10.0.0.2", nnodes=2))
     # The refusal must not prevent a later order to join.
     for _ in range(2):
         with pytest.raises(ConfigError, match="token must not be given"):
@@ -85,14 +85,14 @@ def test_a_join_order_to_a_server_over_several_hosts_must_have_no_token() -> Non
 
 def test_ranks_on_other_hosts_read_the_token_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OTHER_NODES_VARIABLE, "")
-    plugin._have_ranks_know_the_token()
+    plugin.check_ranks_have_the_token()
     assert envs.environment_value(OTHER_NODES_VARIABLE)
     monkeypatch.delenv(TOKEN_FILE_VARIABLE)
     with pytest.raises(ConfigError, match="WINDLASS_TOKEN must be set"):
-        plugin._have_ranks_know_the_token()
+        plugin.check_ranks_have_the_token()
     monkeypatch.setenv(TOKEN_VARIABLE, "it leaves the environment, and ranks do not find it")
     with pytest.raises(ConfigError, match="WINDLASS_TOKEN_FILE must be set on every host"):
-        plugin._have_ranks_know_the_token()
+        plugin.check_ranks_have_the_token()
     assert not envs.environment_value(TOKEN_VARIABLE)
 
 
@@ -101,12 +101,12 @@ def test_a_plugin_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     for controller in ("wait", "http://127.0.0.1:8000"):
         monkeypatch.setenv(CONTROLLER_VARIABLE, controller)
         with pytest.raises(ConfigError, match="WINDLASS_TOKEN must be set"):
-            plugin._Member(settings("127.0.0.1"))
+            plugin.SglangMember(settings("127.0.0.1"))
     for variable in ("WINDLASS_TLS_CA", "WINDLASS_TLS_CERT"):
         monkeypatch.setenv(variable, "/a certificate stands for the token")
     monkeypatch.setenv(CONTROLLER_VARIABLE, "wait")
     # Only its key then opens its join route.
-    assert plugin._Member(settings("127.0.0.1")).token == ""
+    assert plugin.SglangMember(settings("127.0.0.1")).token == ""
 
 
 @pytest.fixture

@@ -57,11 +57,11 @@ def test_error_before_an_update_refuses_the_pause_and_does_not_end_the_loop(
     def look() -> None:
         raise error
 
-    rank = hook._Rank()
+    rank = hook.SglangRank()
     settings: Any = SimpleNamespace()
     captured: Any = SimpleNamespace(look=look)
     rank.engine_rank._first = settings, captured, RankHooks(None, rank.engine_rank.gate, None)
-    monkeypatch.setattr(hook, "_rank", rank)
+    monkeypatch.setattr(hook, "this_rank", rank)
     monkeypatch.setattr(hook, "own_rank", lambda: 0)
     order = msgspec.json.encode(Quiesce("1.1", "namespace", blocked_s)).decode()
     hook.run(torch.nn.Module(), [(order, torch.empty(0))])

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from windlass.engines.vllm.rank import _counted_once, _Known
+from windlass.engines.vllm.rank import SeenTensors, counted_once
 
 
 class Experts:
@@ -42,7 +42,7 @@ def layerwise(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_a_count_is_reused_only_for_equal_loads(layerwise: ModuleType) -> None:
-    known, count = _Known(), layerwise.get_numel_loaded
+    known, count = SeenTensors(), layerwise.get_numel_loaded
 
     def counted(*, layer: int = 0, size: int = 8, shard_id: str = "w1", expert: int = 3) -> int:
         loader = Experts().weight_loader
@@ -56,20 +56,20 @@ def test_a_count_is_reused_only_for_equal_loads(layerwise: ModuleType) -> None:
         found: tuple[int, object] = layerwise.get_numel_loaded(loader, arguments)
         return found[0]
 
-    with _counted_once(known):
+    with counted_once(known):
         assert counted() == 1
         assert counted(layer=17) == 1
         assert counted(shard_id="w3") == 2
         assert counted(expert=4) == 3
         assert counted(size=16) == 4
-    with _counted_once(known):
+    with counted_once(known):
         assert counted(layer=5, shard_id="w3") == 2
     assert layerwise.get_numel_loaded is count
     assert counted() == 5
 
 
 def test_a_load_with_unknown_arguments_is_counted_each_time(layerwise: ModuleType) -> None:
-    with _counted_once(_Known()):
+    with counted_once(SeenTensors()):
         for number in (1, 2):
             arguments = inspect.signature(lambda param, how: None).bind(torch.zeros(1), object())
             assert layerwise.get_numel_loaded(None, arguments)[0] == number

@@ -189,12 +189,12 @@ def test_server_without_windlass_controller_is_not_changed(
 def test_every_host_of_a_server_has_the_token_in_a_file(
     headless: bool, vllm: Any, given: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    given.setattr(envs, "_secrets", {})
+    given.setattr(envs, "removed_secrets", {})
     vllm.nnodes, vllm.headless = 2, headless
     with pytest.raises(ConfigError, match="WINDLASS_TOKEN_FILE must be set on every host"):
         membership.prepare(vllm)
     assert "WINDLASS_TOKEN" not in os.environ
-    given.setattr(envs, "_secrets", {})
+    given.setattr(envs, "removed_secrets", {})
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text(TOKEN)

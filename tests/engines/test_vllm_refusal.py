@@ -71,7 +71,7 @@ class Reduced:
 def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reduced]:
     found = Reduced()
     monkeypatch.setattr(dist, "all_reduce", found)
-    monkeypatch.setattr(worker, "_can_block", lambda _parallel: False)
+    monkeypatch.setattr(worker, "may_block", lambda _parallel: False)
     monkeypatch.setattr(worker, "stamps_tokens", lambda: False)
     stand_in(monkeypatch)
     yield found

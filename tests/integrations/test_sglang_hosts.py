@@ -20,7 +20,7 @@ from trainer_rank import Order
 
 from trainers import FSDP, training
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
-from windlass.engines.private_routes import _folder
+from windlass.engines.private_routes import key_folder
 from windlass.net.addresses import free_port
 
 pytestmark = [
@@ -130,7 +130,7 @@ def told(folder: Path, tokens: Sequence[str], controller: str = "wait") -> list[
 @contextmanager
 def key_of(server: Server, host: Host, folders: Path) -> Iterator[None]:
     """Copy the server's key into this process's folder of keys, and remove it at the end."""
-    file = _folder() / server.url.rpartition(":")[2]
+    file = key_folder() / server.url.rpartition(":")[2]
     file.parent.mkdir(mode=0o700, exist_ok=True)
     file.write_text(host.run("cat", str(folders / file.parent.name / file.name)))
     try:

@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from servers import TOKEN, Layout, Server, require_private, save, serving, traffic
 from sglang_servers import (
-    ENGINE_TOKEN,
     JOIN_S,
     NUM_TOKENS,
     PROMPT,
     START_S,
+    ask_to_join,
     check_answer,
     command,
     install,
@@ -51,20 +50,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def token(tmp_path: Path) -> Path:
     return token_file(tmp_path)
-
-
-def ask_to_join(server: Server, body: object, token: str = ENGINE_TOKEN) -> tuple[int, Any]:
-    """Order the server to join, and return status and answer."""
-    request = urllib.request.Request(
-        f"{server.url}/windlass/join",
-        json.dumps(body).encode(),
-        {"Authorization": f"Bearer {token}"} if token else {},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=JOIN_S) as response:
-            return response.status, json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 async def publish(
@@ -109,7 +94,9 @@ async def test_a_server_of_the_user_joins_the_given_controller(
                 require_private(server)
                 await refuse_strangers_and_errors(server)
                 await fail_the_first_version(server, tmp_path)
-                said = await asyncio.to_thread(ask_to_join, server, {"controller": controller.url})
+                said = await asyncio.to_thread(
+                    ask_to_join, server.url, {"controller": controller.url}
+                )
                 assert said == (200, {"name": name, "controller": controller.url})
                 await publish(server, ranks, controller, 1, tmp_path)
                 kill(server)
@@ -120,7 +107,7 @@ async def test_a_server_of_the_user_joins_the_given_controller(
             await asyncio.to_thread(written, log, f"joined the fleet of {controller.url}", 2)
             await publish(server, ranks, controller, 2, tmp_path)
             status, answer = await asyncio.to_thread(
-                ask_to_join, server, {"controller": "http://127.0.0.1:1"}
+                ask_to_join, server.url, {"controller": "http://127.0.0.1:1"}
             )
             assert status == 502
             assert (
@@ -128,7 +115,7 @@ async def test_a_server_of_the_user_joins_the_given_controller(
             )
         async with windlass.Controller(token=TOKEN, config=in_place) as controller:
             order = {"controller": controller.url, "transport": "cma"}
-            said = await asyncio.to_thread(ask_to_join, server, order)
+            said = await asyncio.to_thread(ask_to_join, server.url, order)
             assert said == (200, {"name": name, "controller": controller.url})
             await publish(server, ranks, controller, 3, tmp_path)
 
@@ -165,7 +152,7 @@ async def test_a_server_with_data_parallel_attention_is_updated_while_it_answers
         for version, config in enumerate(configs, 1):
             async with windlass.Controller(token=TOKEN, config=config) as controller:
                 order = {"controller": controller.url}
-                assert (await asyncio.to_thread(ask_to_join, server, order))[0] == 200
+                assert (await asyncio.to_thread(ask_to_join, server.url, order))[0] == 200
                 await publish(server, ranks, controller, version, tmp_path, busy=(0, 1))
                 check_answer(server, tmp_path / str(version), version, replica=1)
 
@@ -191,7 +178,7 @@ async def fail_the_first_version(server: Server, folder: Path) -> None:
     source = save("dense", 1, folder / "dying")
     answered, held = server.sample(PROMPT, NUM_TOKENS), server.digests()
     async with windlass.Controller(token=TOKEN, config=in_place) as controller:
-        status, _ = await asyncio.to_thread(ask_to_join, server, {"controller": controller.url})
+        status, _ = await asyncio.to_thread(ask_to_join, server.url, {"controller": controller.url})
         assert status == 200
         with training(FSDP, "dense", source, ends_well=False) as ranks:
 
@@ -212,7 +199,7 @@ async def fail_the_first_version(server: Server, folder: Path) -> None:
 async def refuse_strangers_and_errors(server: Server) -> None:
     """Check that invalid orders do not make the engine join, and do not prevent a later join."""
     for token in ("", "wrong", role_token(TOKEN, Access.TRAINER), TOKEN):
-        status, answer = ask_to_join(server, {"controller": "http://127.0.0.1:1"}, token)
+        status, answer = ask_to_join(server.url, {"controller": "http://127.0.0.1:1"}, token)
         assert (status, "is for owner and engine" in answer["error"]) == (403, True)
     for body, says in (
         (
@@ -221,11 +208,11 @@ async def refuse_strangers_and_errors(server: Server) -> None:
         ),
         ({"controler": "http://127.0.0.1:1"}, "unknown field `controler`"),
     ):
-        status, answer = ask_to_join(server, body)
+        status, answer = ask_to_join(server.url, body)
         assert (status, says in answer["error"]) == (400, True), answer
     async with windlass.Controller(token="another secret") as controller:
         order = {"controller": controller.url}
-        status, answer = await asyncio.to_thread(ask_to_join, server, order)
+        status, answer = await asyncio.to_thread(ask_to_join, server.url, order)
     assert status == 502
     assert "token" in answer["error"]
 
@@ -249,7 +236,7 @@ def test_a_server_without_settings_of_windlass_is_unchanged(tmp_path: Path, inst
     with launched(old, log, port, variables(installed)) as server:
         with urllib.request.urlopen(f"{server.url}/server_info", timeout=JOIN_S) as answer:
             assert HOOK not in json.loads(answer.read())["custom_weight_loader"]
-        assert ask_to_join(server, {"controller": "http://127.0.0.1:1"})[0] == 404
+        assert ask_to_join(server.url, {"controller": "http://127.0.0.1:1"})[0] == 404
 
 
 REFUSED = {

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.error
-import urllib.request
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fresh_servers import (
@@ -20,7 +17,7 @@ from fresh_servers import (
 )
 from plain_vllm import SERVE, PlainServer, add_tokenizer, checkpoint, serving_plain
 from servers import TOKEN
-from sglang_servers import ENGINE_TOKEN, token_file
+from sglang_servers import ENGINE_TOKEN, ask_to_join, token_file
 from trainer_rank import Order
 
 import windlass
@@ -41,29 +38,15 @@ IN_PLACE = ControlConfig(mode=UpdateMode.IN_PLACE, pause_mode=PauseMode.IN_PLACE
 STAGED = ControlConfig(mode=UpdateMode.STAGED, pause_mode=PauseMode.ABORT)
 
 
-def ask_to_join(server: PlainServer, body: object, token: str = ENGINE_TOKEN) -> tuple[int, Any]:
-    """Return the status and the answer of `POST /windlass/join`."""
-    request = urllib.request.Request(
-        f"{server.url}/windlass/join",
-        json.dumps(body).encode(),
-        {"Authorization": f"Bearer {token}"} if token else {},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=JOIN_S) as response:
-            return response.status, json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
 def refuse_strangers(server: PlainServer) -> None:
     """Check that a stranger reaches no private route, and that a wrong token or order joins nothing."""
     for path in ("/collective_rpc", "/update_weights", "/init_weight_transfer_engine", "/pause"):
         with pytest.raises(PeerUnreachable, match=r": 403 .*private to the launcher"):
             EngineHttp(server.url).post(path, {})
     for token in ("", "wrong", role_token(TOKEN, Access.TRAINER), TOKEN):
-        status, answer = ask_to_join(server, {"controller": "http://127.0.0.1:1"}, token)
+        status, answer = ask_to_join(server.url, {"controller": "http://127.0.0.1:1"}, token)
         assert (status, "is for owner and engine" in answer["error"]) == (403, True)
-    status, answer = ask_to_join(server, {"controller": "nowhere"})
+    status, answer = ask_to_join(server.url, {"controller": "nowhere"})
     assert (status, "controller must be http" in answer["error"]) == (400, True)
     for pid in server.family():
         assert ENGINE_TOKEN.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
@@ -124,13 +107,13 @@ async def test_waiting_server_joins_the_controller_that_it_is_told(tmp_path: Pat
         await asyncio.to_thread(refuse_strangers, server)
         async with windlass.Controller(token="another secret") as controller:
             order = {"controller": controller.url}
-            status, answer = await asyncio.to_thread(ask_to_join, server, order)
+            status, answer = await asyncio.to_thread(ask_to_join, server.url, order)
             assert (status, "token" in answer["error"]) == (502, True)
         weights = source
         for version, config in enumerate((STAGED, IN_PLACE), 1):
             async with windlass.Controller(token=TOKEN, config=config) as controller:
                 order = {"controller": controller.url}
-                joined = await asyncio.to_thread(ask_to_join, server, order)
+                joined = await asyncio.to_thread(ask_to_join, server.url, order)
                 name = f"127.0.0.1:{port}"
                 assert joined == (200, {"name": name, "controller": controller.url})
                 weights = await publish(server, ranks, controller, version, tmp_path)

@@ -8,9 +8,11 @@ import msgspec
 import pytest
 from idle_scheduler import IdleScheduler
 
-from windlass.jobs import launch
+from windlass.errors import TrainerError
 from windlass.jobs.config import load_config
+from windlass.jobs.launch import Job
 from windlass.jobs.recipe import load_recipe
+from windlass.jobs.train_controller import TrainController
 from windlass.progress import Progress
 
 JOB = Path(__file__).resolve().parents[2] / "examples" / "launch" / "job.toml"
@@ -22,19 +24,18 @@ async def test_ranks_get_the_time_of_an_update_to_end_when_one_may_run(
 ) -> None:
     config = msgspec.structs.replace(load_config(JOB), replica=replica, shutdown_s=45.0)
     recipe = load_recipe(Path(config.recipe.file), config.recipe.name)
-    scheduler = IdleScheduler()
-    job = launch._Job(config, tmp_path, recipe, scheduler, "token", lambda _: None, Progress())
+    job = Job(config, tmp_path, recipe, IdleScheduler(), "token", lambda _: None, Progress())
     graces: list[float] = []
 
-    async def close(*, grace_s: float) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise TrainerError("no rank starts")
+
+    async def close(_: TrainController, *, grace_s: float) -> None:
         graces.append(grace_s)
 
-    async def nothing() -> None:
-        return
-
-    monkeypatch.setattr(job._trainers, "close", close)
-    monkeypatch.setattr(job, "_work", nothing)
-    monkeypatch.setattr(launch, "_processes", lambda _config, _url: [])
+    monkeypatch.setattr(TrainController, "start", refuse)
+    monkeypatch.setattr(TrainController, "close", close)
     async with job.controller:
-        await job.run()
+        with pytest.raises(TrainerError, match="no rank starts"):
+            await job.run()
     assert graces == [grace_s]

@@ -18,7 +18,7 @@ from windlass.envs import (
     inherited_environment,
     secret_value,
 )
-from windlass.jobs.launch import _owner_token
+from windlass.jobs.launch import owner_token
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import create_scheduler
 from windlass.jobs.schedulers.local import LocalScheduler
@@ -181,14 +181,14 @@ def test_a_job_takes_its_token_from_the_file_that_other_commands_read(
 ) -> None:
     (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text("of-the-file\n")
-    monkeypatch.setattr("windlass.envs._secrets", {})
+    monkeypatch.setattr("windlass.envs.removed_secrets", {})
     monkeypatch.delenv("WINDLASS_TOKEN")
-    made_up = {_owner_token(), _owner_token()}
+    made_up = {owner_token(), owner_token()}
     assert len(made_up) == 2
     monkeypatch.setenv("WINDLASS_TOKEN_FILE", str(tmp_path / "token"))
-    assert _owner_token() == control_token() == "of-the-file"
+    assert owner_token() == control_token() == "of-the-file"
     monkeypatch.setenv("WINDLASS_TOKEN", "of-the-variable")
-    assert _owner_token() == "of-the-variable"
+    assert owner_token() == "of-the-variable"
 
 
 def test_a_user_keeps_defaults_of_slurm_outside_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:

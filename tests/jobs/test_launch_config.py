@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,10 +15,11 @@ from idle_scheduler import IdleScheduler
 from tools.entry_points import write_entry_points
 from windlass.cli.main import main
 from windlass.config import DiskBackend, PluginBackend, UpdateMode
+from windlass.controller import Controller
 from windlass.errors import ConfigError
-from windlass.jobs import LaunchConfig, PluginSchedulerConfig, create_scheduler, load_config
+from windlass.jobs import LaunchConfig, PluginSchedulerConfig, create_scheduler, launch, load_config
 from windlass.jobs.config import mistakes_of
-from windlass.jobs.launch import _Job, _processes, check_host, check_job
+from windlass.jobs.launch import check_host, check_job, job_processes
 from windlass.jobs.recipe import load_recipe
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 from windlass.progress import Progress
@@ -337,7 +339,9 @@ def test_a_table_may_be_given_its_defaults(tmp_path: Path, old: str, new: str) -
     assert load_config(write(tmp_path, (old, new))).steps == 4
 
 
-def test_every_setting_of_the_rollout_controller_is_a_key_of_the_job(tmp_path: Path) -> None:
+def test_every_setting_of_the_rollout_controller_is_a_key_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = RolloutConfig(
         max_attempts=2,
         attempt_deadline_s=7200.0,
@@ -359,13 +363,22 @@ def test_every_setting_of_the_rollout_controller_is_a_key_of_the_job(tmp_path: P
     config = load_config(write(tmp_path, ("max_staleness = 1", lines)))
     assert config.rollout.limits() == wanted
     recipe = load_recipe(Path(config.recipe.file), config.recipe.name)
-    job = _Job(config, tmp_path, recipe, IdleScheduler(), "token", print, Progress())
-    assert job.controller.rollouts._config == wanted
+    given: list[RolloutConfig] = []
+
+    def controller(*, rollout_config: RolloutConfig, **settings: Any) -> Controller:
+        given.append(rollout_config)
+        return Controller(rollout_config=rollout_config, **settings)
+
+    monkeypatch.setattr(launch, "Controller", controller)
+    launch.Job(config, tmp_path, recipe, IdleScheduler(), "token", print, Progress())
+    assert given == [wanted]
 
 
 def test_workers_may_have_their_own_interpreter(tmp_path: Path) -> None:
     changes = ("max_staleness = 1", 'python = "/opt/other/bin/python"')
-    ((worker,), _, _) = _processes(load_config(write(tmp_path, changes)), "http://10.0.0.1:1")[-1]
+    ((worker,), _, _) = job_processes(load_config(write(tmp_path, changes)), "http://10.0.0.1:1")[
+        -1
+    ]
     assert worker.command[0] == "/opt/other/bin/python"
 
 
@@ -595,7 +608,7 @@ def test_check_accepts_a_job_that_can_start(
 
 def test_an_engine_over_two_nodes_has_one_reservation_and_a_part_on_each_node() -> None:
     config = load_config(EXAMPLE.with_name("slurm-32-hosts.toml"))
-    parts, _, _ = _processes(config, "http://10.0.0.1:1")[0]
+    parts, _, _ = job_processes(config, "http://10.0.0.1:1")[0]
     first, second = parts
     assert (first.name, second.name) == ("engine-0", "engine-0-node-1")
     assert (first.colocate_with, second.colocate_with) == ("", "engine-0")

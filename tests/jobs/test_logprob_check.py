@@ -115,7 +115,7 @@ def test_the_logprob_check_finds_samples_in_every_layout_of_a_loss(
         with check.watching(model):
             model(torch.tensor(tokens))
         assert check.metrics()[LOGPROB_DIFFERENCE] < 1e-4
-        assert len(torch.cat(check._distances)) == 5
+        assert len(torch.cat(check.distances)) == 5
 
 
 def test_the_logprob_check_ignores_a_loss_without_a_whole_sample(model: Any) -> None:

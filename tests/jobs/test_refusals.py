@@ -106,7 +106,7 @@ def test_a_launch_that_starts_nothing_writes_nothing(
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("WINDLASS_TOKEN", raising=False)
     # An earlier test in this process may have read a token.
-    monkeypatch.setattr("windlass.envs._secrets", {})
+    monkeypatch.setattr("windlass.envs.removed_secrets", {})
     if token_file:
         monkeypatch.setenv("WINDLASS_TOKEN_FILE", str(tmp_path / token_file))
     path = job(tmp_path, *changes)

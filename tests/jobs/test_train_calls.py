@@ -14,7 +14,7 @@ from idle_scheduler import IdleScheduler
 
 from windlass.errors import ConfigError, PeerUnreachable, ProtocolError
 from windlass.jobs.train_controller import TrainController
-from windlass.jobs.train_worker import CONTROLLER_FRAMES, Done, Joined, _Worker
+from windlass.jobs.train_worker import CONTROLLER_FRAMES, Done, Joined, TrainWorker
 from windlass.net.access import Access, role_token
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, encode
 from windlass.net.server import ControlServer
@@ -158,7 +158,7 @@ async def test_other_ranks_are_ended_when_one_cannot_be_ended() -> None:
 
 async def test_a_rank_outside_the_world_size_is_refused_and_does_not_retry() -> None:
     async with mounted(IdleScheduler()) as (_, url):
-        worker = _Worker(msgspec.UNSET, url, "trainer", TOKEN, 1, 2)  # type: ignore[arg-type]  # no call comes
+        worker = TrainWorker(msgspec.UNSET, url, "trainer", TOKEN, 1, 2)  # type: ignore[arg-type]  # no call comes
         with pytest.raises(ProtocolError, match=r"refused this agent: .*rank must be in \[0, 1\)"):
             await asyncio.to_thread(worker.work)
 

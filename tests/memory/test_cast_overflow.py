@@ -8,9 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from memory_transport import MemoryFabric, MemoryTransport
+from memory_transport import GpuMemoryTransport, MemoryFabric, MemoryTransport
 from numpy_gpu import KernelTransport, numpy_gpu
-from offers import GPU_TRAITS
 from safetensors.torch import save_file
 
 from windlass.config import UpdateMode
@@ -32,12 +31,6 @@ from windlass.transports.processes import own_endpoint
 NAMES = ("embed", "router", "head")
 SHAPE = (48, 40)
 WRONG = r"tensor 'router': a finite float32 is too large for float16"
-
-
-class GpuMemoryTransport(MemoryTransport):
-    """Host memory that claims to be a GPU's."""
-
-    traits = GPU_TRAITS
 
 
 def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
@@ -125,7 +118,7 @@ def test_backends_that_cast_at_the_engine_find_overflow_at_the_trainer() -> None
     memory = [ParameterMemory(int(b.ctypes.data), b.nbytes) for b in fleet.trained]
     source = SourceMemory(TRAINER, lambda: memory)
     part = PLAN.parts(sending=True, all_names=True)["trainer/0"]
-    source.bind(part, [fleet.sender._links.peers["engine/0"].binding])
+    source.bind(part, [fleet.sender.links.peers["engine/0"].binding])
     source.locate()
     source.hash_links()
     fleet.trained[1][1919] = 65520

@@ -119,13 +119,13 @@ def test_ops_of_the_same_shape_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> 
             builder.add_shard(f"t{index}", (2, 3), Box.full((2, 3)), "w", offset_bytes=at)
     plan = plan_transfer([trainer.build()], [engine.build()])
     (program,) = bind_links(plan, sending=True)
-    cut, count = blocks._cut_op, []
+    cut, count = blocks.cut_op, []
 
     def counted(op: BoundOp, *, at_source: bool) -> np.ndarray:
         count.append(op)
         return cut(op, at_source=at_source)
 
-    monkeypatch.setattr(blocks, "_cut_op", counted)
+    monkeypatch.setattr(blocks, "cut_op", counted)
     where = np.array([1 << 20], np.uint64)
     ((_, pieces),) = block_tables(program, where, where).items()
     assert (len(program.ops), len(count)) == (64, 1)

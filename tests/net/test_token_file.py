@@ -16,7 +16,7 @@ TOKEN = "secret of the test"
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(envs, "_secrets", {})
+    monkeypatch.setattr(envs, "removed_secrets", {})
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     path = tmp_path / "token"
     path.touch(0o600)

@@ -238,14 +238,14 @@ def test_pieces_cut_ahead_are_used_unless_memory_moved(
     monkeypatch.setattr(replicated, "BLOCK_NBYTES", 200)
     ranks = Ranks([hold(f"trainer/{rank}", WHOLE, PLAIN) for rank in range(2)])
     num_cut = 0
-    cut = ReplicatedDigests._cut
+    cut = ReplicatedDigests.cut_pieces
 
     def counted_cut(*args: object) -> object:
         nonlocal num_cut
         num_cut += 1
         return cut(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ReplicatedDigests, "_cut", counted_cut)
+    monkeypatch.setattr(ReplicatedDigests, "cut_pieces", counted_cut)
     found = []
     for turn in range(7):
         found.append(ranks.taken(turn, 5))

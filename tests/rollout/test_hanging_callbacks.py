@@ -10,17 +10,17 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import aiohttp
+import msgspec
 import pytest
 from fake_engine import FakeEngine
 
 from windlass.engines import launch
 from windlass.engines.spec import ServerCommand
 from windlass.errors import PeerTimeout
-from windlass.jobs.launch import _Job
-from windlass.jobs.recipe import Task
+from windlass.jobs.config import load_config
+from windlass.jobs.launch import room_deadline_s
 from windlass.jobs.schedulers import base
 from windlass.jobs.schedulers import ray as ray_scheduler
 from windlass.jobs.schedulers.local import LocalScheduler
@@ -36,6 +36,7 @@ from windlass.rollout.messages import EngineTarget, RolloutTask, TaskBatch
 from windlass.rollout.worker import RolloutWorker, WorkerSettings
 
 DEADLINE_S = 20.0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Stubborn:
@@ -92,34 +93,22 @@ async def test_a_worker_shuts_down_although_a_workflow_ignores_its_cancellation(
         await workflow.ended.wait()
 
 
-async def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> None:
-    deadlines: list[float] = []
-
-    async def submit(_task: Task, deadline_s: float) -> None:
-        deadlines.append(deadline_s)
-        raise PeerTimeout("no room")
-
-    async def next_task(_: object) -> tuple[Task, bytes]:
-        return Task((1,)), b""
-
-    job = SimpleNamespace(
-        _config=SimpleNamespace(
-            rollout=SimpleNamespace(batch_deadline_s=10.0, groups_per_step=4),
-            trainer=SimpleNamespace(
-                step_deadline_s=100.0, publish_deadline_s=1000.0, max_restarts=3
-            ),
-            start_deadline_s=10_000.0,
+def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> None:
+    config = load_config(ROOT / "examples" / "launch" / "job.toml")
+    replace = msgspec.structs.replace
+    config = replace(
+        config,
+        rollout=replace(config.rollout, batch_deadline_s=10.0, groups_per_step=4),
+        trainer=replace(
+            config.trainer, step_deadline_s=100.0, publish_deadline_s=1000.0, max_restarts=3
         ),
-        _newest=None,
-        _submit=submit,
-        _recipe=SimpleNamespace(tasks=lambda: iter(())),
-        _next_task=next_task,
+        start_deadline_s=10_000.0,
     )
-    with pytest.raises(PeerTimeout):
-        await _Job._produce(cast("Any", job))
     draw_s, score_s, step_s, save_s, publish_s = 10.0, 4 * 10.0, 100.0, 100.0, 1000.0
     restart_s = 2 * 10_000.0 + publish_s
-    assert deadlines == [draw_s + score_s + step_s + save_s + publish_s + 3 * restart_s]
+    assert room_deadline_s(config) == (
+        draw_s + score_s + step_s + save_s + publish_s + 3 * restart_s
+    )
 
 
 @pytest.fixture
@@ -192,4 +181,4 @@ async def test_a_wait_for_a_killed_process_has_a_deadline(
 async def test_an_actor_that_does_not_answer_is_a_named_error() -> None:
     pytest.importorskip("ray")
     with pytest.raises(PeerTimeout, match=r"an actor gave no answer within 0\.05 s"):
-        await ray_scheduler._answer(asyncio.Event().wait(), 0.05)
+        await ray_scheduler.answer_of(asyncio.Event().wait(), 0.05)

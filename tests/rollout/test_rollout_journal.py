@@ -667,8 +667,8 @@ async def test_compaction_of_a_journal_removes_ended_rollouts(tmp_path: Path) ->
     for _ in range(400):
         life.submit(prompt((1,) * 20)).cancel()
         journal.flush()
-        if journal._upkeep is not None:
-            await journal._upkeep
+        if journal.upkeep is not None:
+            await journal.upkeep
         await asyncio.sleep(0.0001)
     await journal.close()
     assert path.stat().st_size < 40_000

@@ -29,7 +29,7 @@ from windlass.rollout.messages import (
     decode_outcome,
     decode_outcomes,
 )
-from windlass.rollout.worker import MAX_OUTCOME_NBYTES, _encoded
+from windlass.rollout.worker import MAX_OUTCOME_NBYTES, encode_for_controller
 from windlass.rollout.workflows import encode_value
 
 HELLO = WorkerHello(protocol_version=9, name="w", incarnation="i", max_concurrent=1)
@@ -159,7 +159,7 @@ def test_an_outcome_that_the_controller_would_refuse_is_sent_as_an_error() -> No
         msgspec.structs.replace(outcome(), error="x" * MAX_OUTCOME_NBYTES),
         msgspec.structs.replace(outcome(), turns=(), value=encode(b"x" * (1 << 20))),
     ):
-        sent = decode_outcome(_encoded(large))
+        sent = decode_outcome(encode_for_controller(large))
         if len(large.error) > 1:
             assert sent.status is OutcomeStatus.ERROR
             assert "the outcome cannot be sent: it must be of at most" in sent.error

@@ -15,7 +15,7 @@ import torch
 
 from windlass.errors import ConfigError, WindlassError
 from windlass.jobs.recipe import Recipe, Task, in_thread, score, tasks_of
-from windlass.jobs.train_worker import _metrics
+from windlass.jobs.train_worker import step_metrics
 from windlass.net.messages import encode
 from windlass.rollout.batches import BatchQueue, training_samples
 from windlass.rollout.handles import Rollout, RolloutGroup
@@ -251,16 +251,18 @@ def test_values_of_workflows_and_operations_may_hold_arrays_and_tensors() -> Non
 
 
 def test_metrics_of_a_step_are_numbers() -> None:
-    found = _metrics({"loss": torch.tensor(0.5, requires_grad=True), "n": np.int64(3), "ok": True})
+    found = step_metrics(
+        {"loss": torch.tensor(0.5, requires_grad=True), "n": np.int64(3), "ok": True}
+    )
     assert found == {"loss": 0.5, "n": 3.0, "ok": 1.0}
-    assert math.isnan(_metrics({"kl": math.nan})["kl"])
-    assert _metrics(None) == {}
+    assert math.isnan(step_metrics({"kl": math.nan})["kl"])
+    assert step_metrics(None) == {}
     for wrong, says in (
         ({"loss": None}, r"train_step: metric loss must be one number, got None"),
         ([0.5], r"train_step must return a mapping of names to numbers, got \[0\.5\]"),
     ):
         with pytest.raises(ConfigError, match=says):
-            _metrics(wrong)
+            step_metrics(wrong)
 
 
 def test_invalid_or_raising_tasks_are_an_error_of_the_recipe() -> None:

@@ -129,7 +129,7 @@ class Bench:
     def add_group(self, n: int) -> None:
         task_ids = [str(number) for number in range(self.num + 1, self.num + n + 1)]
         work = Work(prompt_ids=(1,), sampling=SAMPLING)
-        group = Group.of(len(self.groups), task_ids, work, None, self.life._give_up_group)
+        group = Group.of(len(self.groups), task_ids, work, None, self.life.give_up_group)
         group.future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         self.num += n
         for record in group.records:

@@ -443,7 +443,7 @@ class Intruder:
         """Return (epoch, round, seq) of pending calls of the running round, at most 16, each only once."""
         coordinator = self.world.controller.coordinator
         driver = coordinator.rounds.driver
-        calls = [] if driver is None else [(*driver.round_id, s) for s in driver.machine._pending]
+        calls = [] if driver is None else [(*driver.round_id, s) for s in driver.machine.pending]
         fresh = [call for call in calls if call not in self._forged]
         self._forged |= set(fresh)
         return fresh[:16]

@@ -231,8 +231,7 @@ class TrainerProcess(Process):
         self.transport = transport = ChaosTransport(world, self.host)
         manifest = trainer_manifest(worker, index)
         memory = (ParameterMemory(int(self.weights.ctypes.data), self.weights.nbytes),)
-        sender = Sender(transport, manifest, lambda: memory)
-        sender._pool = Inline()  # type: ignore[assignment]
+        sender = Sender(transport, manifest, lambda: memory, threads=Inline())
         agent = TrainerAgent(sender)
         self.cleanups += [agent.close, sender.close, transport.close]
         conversation = _conversation(
@@ -242,7 +241,7 @@ class TrainerProcess(Process):
         self.conversation = conversation
         # A rival has already trained, for this run or for another.
         if rival:
-            self.conversation._welcomed_by = (
+            self.conversation.welcomed_by = (
                 world.controller.coordinator.run.lineage
                 if rival == OF_THIS_RUN
                 else FOREIGN_LINEAGE
@@ -280,8 +279,7 @@ class EngineProcess(Process):
         region = transport.register(address, self.memory.nbytes)
         receiver = Receiver(transport, manifest, [address], [region])
         memory = (ParameterMemory(address, self.memory.nbytes),)
-        sender = Sender(transport, manifest, lambda: memory, registered=[region])
-        sender._pool = Inline()  # type: ignore[assignment]
+        sender = Sender(transport, manifest, lambda: memory, registered=[region], threads=Inline())
         self.agent = EngineAgent(receiver, self, sender)
         self.cleanups += [sender.close, receiver.close, transport.close]
         self.paused = True

@@ -175,7 +175,7 @@ class World:
     @contextmanager
     def disk(self) -> Iterator[None]:
         """Simulate the disk of this world inside the block."""
-        original = journal_file._write_all
+        original = journal_file.write_all
         limits = journal.COMPACT_NBYTES, journal.KEPT_ENTRIES
         # Compact the journal every few rounds.
         journal.COMPACT_NBYTES, journal.KEPT_ENTRIES = 3000, 7
@@ -189,11 +189,11 @@ class World:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             original(descriptor, data)
 
-        journal_file._write_all = write_all
+        journal_file.write_all = write_all
         try:
             yield
         finally:
-            journal_file._write_all = original
+            journal_file.write_all = original
             members_module.KEPT_REFUSALS = kept
             journal.COMPACT_NBYTES, journal.KEPT_ENTRIES = limits
 
@@ -715,11 +715,11 @@ class World:
         num_intruders = sum(event.kind is Kind.INTRUDE for event in self.schedule.events)
         num_agents += num_intruders
         counts = {
-            "refusals": (len(coordinator.members._refusals), KEPT_REFUSALS),
+            "refusals": (len(coordinator.members.refusals), KEPT_REFUSALS),
             "sessions": (len(coordinator.members.sessions), num_agents),
             # The controller tries to bind a misfit again and again.
             "tasks": (len(coordinator.tasks), max(4, num_intruders + 1)),
-            "holds": (len(coordinator.fleet._holds), 0),
+            "holds": (len(coordinator.fleet.holds), 0),
             "waiting": (sum(not _brings_up(c) for s in ours for c, _ in s._calls.values()), 0),
             "records": (len(self.controller.rollouts._table.records), 0),
             "by engine": (len(self.controller.rollouts._table.by_engine), 0),

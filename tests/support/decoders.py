@@ -165,7 +165,9 @@ def _join_parts(data: bytes) -> object:
 
 def _use_answer(data: bytes) -> object:
     """Use an engine's answer as a rollout worker does."""
-    return generate._Progress(TASK)._tokens_of(msgspec.json.decode(data, type=generate._Answer))
+    return generate.AttemptProgress(TASK).tokens_of(
+        msgspec.json.decode(data, type=generate.GenerateAnswer)
+    )
 
 
 def _use_replicated(data: bytes) -> object:

@@ -305,7 +305,7 @@ class FakeTrainerRank:
         self.fail_next: list[LinkStatus] = []
         self._fabric = fabric
         self._bindings: dict[str, DestinationBinding] = {}
-        self._bound_in = 0
+        self.bound_in = 0
         self._index = 0
 
     def bind(self, index: int, bindings: Sequence[DestinationBinding]) -> None:
@@ -320,14 +320,14 @@ class FakeTrainerRank:
         match command:
             case ConnectTrainer():
                 self.bind(int(self.worker.rpartition("/")[2]), command.bindings)
-                self._bound_in = epoch
+                self.bound_in = epoch
             case ChangeLinks():
-                if command.since != self._bound_in:
-                    raise ProtocolError(f"bound in {self._bound_in}, got {command.since}")
+                if command.since != self.bound_in:
+                    raise ProtocolError(f"bound in {self.bound_in}, got {command.since}")
                 for name in command.gone:
                     self._bindings.pop(name, None)
                 self._bindings |= {binding.worker: binding for binding in command.bindings}
-                self._bound_in = epoch
+                self.bound_in = epoch
             case JoinGroups() | Prepare() | Abort():
                 pass
             case Write():

@@ -30,14 +30,22 @@ from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.server import ControlServer
 from windlass.planning.planner import plan_transfer
 
-__all__ = ["TOKEN", "FakeFleet"]
+__all__ = ["TOKEN", "FakeFleet", "until"]
 
 TOKEN = "a shared secret"
 CONNECT_S = 20.0
+WITHIN_S = 20.0
 
 
 def _nothing(_command: Command) -> None:
     return
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until `holds` returns True, for at most `WITHIN_S`."""
+    async with asyncio.timeout(WITHIN_S):
+        while not holds():  # noqa: ASYNC110 - a fake has no event
+            await asyncio.sleep(0.01)
 
 
 @final

@@ -11,6 +11,8 @@ import itertools
 import secrets
 from typing import ClassVar
 
+from offers import GPU_TRAITS
+
 from windlass.errors import ConfigError, PeerUnreachable
 from windlass.net.clock import Deadline
 from windlass.transports.base import OneSidedTransport, PeerEndpoint, WriteBatch
@@ -93,7 +95,7 @@ class MemoryTransport(RegionTransport):
             check_inside(
                 batch.remote_addresses,
                 batch.nbytes,
-                self._table.spans(),
+                self.table.spans(),
                 f"memory registered at {self._endpoint.address}",
             )
             columns = (batch.remote_addresses, batch.local_addresses, batch.nbytes)
@@ -107,3 +109,9 @@ class MemoryTransport(RegionTransport):
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         self._fabric.find(batch.endpoint).receive(batch, deadline)
+
+
+class GpuMemoryTransport(MemoryTransport):
+    """`MemoryTransport` whose memory claims to be a GPU's."""
+
+    traits = GPU_TRAITS

@@ -28,7 +28,7 @@ from sync_rank import Order, Sent
 
 from tools.entry_points import write_entry_points
 from windlass.engines.http import EngineHttp
-from windlass.engines.launch import _reach
+from windlass.engines.launch import wait_for_server
 from windlass.engines.private_routes import saved_key
 from windlass.net.addresses import free_port
 
@@ -225,7 +225,7 @@ def serving_plain(
         assert ready.wait(START_S), log.read_text()[-4000:]
         assert not ended.is_set(), log.read_text()[-4000:]
         # The server prints that line before it listens.
-        reach = partial(_reach, address, port)
+        reach = partial(wait_for_server, address, port)
         reach() if host is None else host.call(reach)
         server = PlainServer(process, f"http://{address}:{port}", log)
         if pp > 1:

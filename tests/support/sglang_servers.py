@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +29,8 @@ PROMPT = [5, 9, 33, 101]
 NUM_TOKENS = 8
 START_S = 240.0
 JOIN_S = 120.0
+ANSWER_S = 480.0
+"""Seconds within which a server must answer an order to join; it joins before it answers."""
 ENGINE_TOKEN = role_token(TOKEN, Access.ENGINE)
 
 
@@ -44,6 +49,20 @@ def install(site: Path) -> str:
     )
     assert "windlass" in names.stdout.split()
     return path
+
+
+def ask_to_join(url: str, body: object, token: str = ENGINE_TOKEN) -> tuple[int, Any]:
+    """Order the server at `url` to join; return status and answer."""
+    request = urllib.request.Request(
+        f"{url}/windlass/join",
+        json.dumps(body).encode(),
+        {"Authorization": f"Bearer {token}"} if token else {},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
 
 
 def token_file(folder: Path, token: str = ENGINE_TOKEN) -> Path:

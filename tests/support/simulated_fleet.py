@@ -137,8 +137,9 @@ class _Rank:
         self._transport = MemoryTransport(fleet.fabric, f"{self.name}#{number}")
         where = tuple(ParameterMemory(m.ctypes.data, m.nbytes) for m in self.memory)
         regions = [self._transport.register(m.ctypes.data, m.nbytes) for m in self.memory]
-        sender = Sender(self._transport, manifest, lambda: where, registered=regions)
-        sender._pool = Inline()  # type: ignore[assignment]
+        sender = Sender(
+            self._transport, manifest, lambda: where, registered=regions, threads=Inline()
+        )
         engine: EngineAgent | None = None
         if manifest.role is Role.ENGINE:
             addresses = [m.ctypes.data for m in self.memory]

@@ -11,9 +11,8 @@ from typing import Any, final
 import msgspec
 import numpy as np
 import pytest
-from memory_transport import MemoryFabric, MemoryTransport
+from memory_transport import GpuMemoryTransport, MemoryFabric, MemoryTransport
 from numpy_gpu import KernelTransport, numpy_gpu
-from offers import GPU_TRAITS
 
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
@@ -438,12 +437,6 @@ def test_neither_the_copy_nor_a_digest_waits_in_the_stream_of_the_next_step(
 
 
 # --- over a network ------------------------------------------------------------------------------
-
-
-class GpuMemoryTransport(MemoryTransport):
-    """Host memory that claims to be a GPU's."""
-
-    traits = GPU_TRAITS
 
 
 @final

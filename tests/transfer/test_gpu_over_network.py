@@ -16,10 +16,9 @@ import torch
 from ground_truth import distinct_values, fill
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from memory_transport import MemoryFabric, MemoryTransport
+from memory_transport import GpuMemoryTransport, MemoryFabric, MemoryTransport
 from msgspec import structs
 from numpy_gpu import numpy_gpu
-from offers import GPU_TRAITS
 from strategies import Fleet, fleets
 
 from windlass.config import P2pBackend, UpdateMode
@@ -50,12 +49,6 @@ from windlass.transports.base import MemoryRegion, WriteBatch
 Buffers = list[np.ndarray]
 NOTHING = np.zeros(0, np.int64)
 NO_RUNS = DirectRuns.empty(0)
-
-
-class GpuMemoryTransport(MemoryTransport):
-    """Host memory that claims to be a GPU's."""
-
-    traits = GPU_TRAITS
 
 
 class World:
@@ -505,8 +498,8 @@ def test_memory_under_late_kernels_is_not_freed() -> None:
     world = dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE)
     sender = world.senders["trainer/0"]
     gpu = numpy_gpu()
-    sender._packer.memory = CudaMemory(gpu)
-    sender._packer._drop()
+    sender.packer.memory = CudaMemory(gpu)
+    sender.packer._drop()
     sender.prepare()
     held = len(gpu.device.allocated)  # type: ignore[attr-defined]
     assert held > 0

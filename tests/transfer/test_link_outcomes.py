@@ -6,14 +6,14 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from memory_transport import MemoryFabric, MemoryTransport
+from memory_transport import GpuMemoryTransport, MemoryFabric, MemoryTransport
 from numpy_gpu import numpy_gpu
-from offers import GPU_TRAITS
 
 from windlass.config import UpdateMode
 from windlass.control.engine_agent import EngineAgent
@@ -52,12 +52,6 @@ def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
     builder.add_parameter("w", nbytes=COUNT * dtype.itemsize, dtype=dtype)
     builder.add_shard("w", (COUNT,), Box((0,), (COUNT,)), "w")
     return builder.build()
-
-
-class GpuMemoryTransport(MemoryTransport):
-    """Host memory that claims to be a GPU's."""
-
-    traits = GPU_TRAITS
 
 
 class Scripted(WrappedTransport):
@@ -197,11 +191,11 @@ def test_the_time_of_a_slow_link_is_not_counted_for_other_links(arena_nbytes: in
 
 
 def test_an_unexpected_error_takes_the_arena_out_of_use(fleet: Fleet) -> None:
-    arena = fleet.sender._packer.slot.arena
+    arena = fleet.sender.packer.slot.arena
     assert arena is not None
     fleet.script["engine-b/0"] = raises(RuntimeError("a bug"))
     assert fleet.write()["engine-b/0"] is LinkStatus.UNKNOWN
-    assert fleet.sender._packer.slot.arena not in {None, arena}
+    assert fleet.sender.packer.slot.arena not in {None, arena}
     # The arena is still mapped.
     assert arena.nbytes > 0
 
@@ -222,23 +216,22 @@ def test_an_unknown_outcome_is_reported_without_memory_for_another_arena(
 def test_a_link_without_a_thread_does_not_hide_outcomes_of_other_links(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, refused = fleet.sender._pool.submit, threading.Event()
+    submit, refused = ThreadPoolExecutor.submit, threading.Event()
     last = next(b.endpoint for b in fleet.bindings if b.worker == "engine-c/0")
 
-    def refuse(
-        job: Callable[..., float], batches: Sequence[WriteBatch], *args: object
-    ) -> Future[float]:
-        if batches[0].endpoint == last:
-            refused.set()
-            raise RuntimeError("can't start new thread")
-        return submit(job, batches, *args)
+    def refuse(threads: ThreadPoolExecutor, job: Callable[..., float], *args: Any) -> Future[float]:
+        match args:
+            case ((WriteBatch(endpoint=peer), *_), *_) if peer == last:
+                refused.set()
+                raise RuntimeError("can't start new thread")
+        return submit(threads, job, *args)
 
     def lose(_: Callable[[], None]) -> None:
         assert refused.wait(SECONDS)
         raise TransferOutcomeUnknown("bytes may still land")
 
     fleet.script["engine-a/0"] = lose
-    monkeypatch.setattr(fleet.sender._pool, "submit", refuse)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
     assert fleet.write() == {
         "engine-a/0": LinkStatus.UNKNOWN,
         "engine-b/0": LinkStatus.OK,
@@ -263,7 +256,7 @@ def test_a_packing_error_reports_the_outcome_of_bytes_on_the_wire(
     status: LinkStatus,
 ) -> None:
     fleet = Fleet(arena_nbytes=512)
-    ring, stopped = fleet.sender._packer.ring, threading.Event()
+    ring, stopped = fleet.sender.packer.ring, threading.Event()
 
     def stop(program: object, peer: object) -> Iterator[object]:
         batches = ring(program, peer)  # type: ignore[arg-type]
@@ -280,7 +273,7 @@ def test_a_packing_error_reports_the_outcome_of_bytes_on_the_wire(
         write()
 
     fleet.script["engine-b/0"] = end
-    monkeypatch.setattr(fleet.sender._packer, "ring", stop)
+    monkeypatch.setattr(fleet.sender.packer, "ring", stop)
     assert fleet.write() == {
         "engine-a/0": LinkStatus.OK,
         "engine-b/0": status,
@@ -471,7 +464,7 @@ def test_an_engine_fences_before_it_verifies_bytes_of_a_dead_upstream(
     result = Relayed(("trainer/0",), (), (), (), 0, 0.0), disconnected
     monkeypatch.setattr(fleet.transports["engine-a/0"], "fence", fence)
     monkeypatch.setattr(Receiver, "verify", verify)
-    monkeypatch.setattr(agent._relay, "run", lambda *_: result)
+    monkeypatch.setattr(agent.relay, "run", lambda *_: result)
     agent.handle(Relay(1, SECONDS), epoch=1, round_number=1)
     command = Verify(1, {"trainer/0": "digest"})
     if disconnected:
@@ -494,7 +487,7 @@ def test_a_good_relay_does_not_cancel_the_fence_of_an_earlier_relay(
     transport = fleet.transports["engine-a/0"]
     monkeypatch.setattr(transport, "fence", lambda *, deadline_s: fences.append(deadline_s))
     monkeypatch.setattr(Receiver, "verify", lambda *_: ())
-    monkeypatch.setattr(agent._relay, "run", lambda *_: results.pop(0))
+    monkeypatch.setattr(agent.relay, "run", lambda *_: results.pop(0))
     for command in (Relay(1, SECONDS), Relay(1, SECONDS), Verify(1, {})):
         agent.handle(command, epoch=1, round_number=1)
     assert len(fences) == 1

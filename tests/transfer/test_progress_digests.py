@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from selectors import DefaultSelector
 
 import numpy as np
 import pytest
@@ -132,7 +134,7 @@ def test_bytes_announced_too_early_do_not_count(pair: Pair) -> None:
     pair.trained[0][5] ^= 1
     # These hints precede the bytes of their write.
     pair.tell(told)
-    pair.receiver._progress.listener.drain()  # type: ignore[union-attr]
+    pair.receiver.progress.listener.drain()  # type: ignore[union-attr]
     digest = pair.write(1, "w")[0]
     assert pair.receiver.verify(1, {SOURCE: digest}) == ()
     assert pair.receiver.late_nbytes > 0
@@ -143,7 +145,7 @@ def test_bytes_announced_too_early_do_not_count(pair: Pair) -> None:
 def test_hints_of_an_earlier_connect_do_not_count(pair: Pair) -> None:
     digest, told = pair.write(2, "w")
     pair.tell(told)
-    pair.receiver._progress.listener.drain()  # type: ignore[union-attr]
+    pair.receiver.progress.listener.drain()  # type: ignore[union-attr]
     pair.connect()
     pair.served[0][3] ^= 1
     assert pair.receiver.verify(2, {SOURCE: digest}) == (SOURCE,)
@@ -194,7 +196,8 @@ def test_a_sender_of_endless_hints_does_not_block_a_drain(monkeypatch: pytest.Mo
         # Each hint sends one more.
         notify(listener.address, landed)
 
-    monkeypatch.setattr(ProgressListener, "_listen", lambda _: may_start.wait(20.0))
+    # The listener's thread waits, so that only this thread drains.
+    monkeypatch.setattr(DefaultSelector, "select", lambda _: may_start.wait(20.0))
     listener = ProgressListener(deliver)
     notify(listener.address, PartWritten(SOURCE, 0, "w", 0, 0, 1))
     listener.drain()
@@ -206,11 +209,8 @@ def test_a_sender_of_endless_hints_does_not_block_a_drain(monkeypatch: pytest.Mo
 def test_an_engine_without_a_socket_for_hints_hashes_in_verify(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(_: str) -> str:
-        # No such address can be bound.
-        return "\0" + "x" * 200
-
-    monkeypatch.setattr(landings, "_name_of", refuse)
+    # No socket can have so long a name.
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "x" * 200)
     found = Pair()
     assert found.binding.listener == ""
     assert not [thread for thread in threading.enumerate() if thread.name == "write-progress"]

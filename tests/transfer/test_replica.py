@@ -463,7 +463,7 @@ def test_memory_under_a_write_of_unknown_outcome_is_read_again_and_never_written
         assert link.status is LinkStatus.UNKNOWN
         held = links.sender.replica
         assert held is not None
-        copied, replica = links.sender._packer.slot.nbytes, held.nbytes
+        copied, replica = links.sender.packer.slot.nbytes, held.nbytes
         # Packed tensors are not copied into the replica as well.
         assert replica == sum(-(-t.nbytes // 64) * 64 for n, t in weights(0).items() if n in KEPT)
         links.deliver("b/0", 0)
@@ -471,7 +471,7 @@ def test_memory_under_a_write_of_unknown_outcome_is_read_again_and_never_written
         links.sender.begin_version(lambda: None)
         links.sender.prepare()
         links.deliver("b/0", 1)
-        assert (links.sender._packer.slot.nbytes, held.nbytes) == (copied, replica)
+        assert (links.sender.packer.slot.nbytes, held.nbytes) == (copied, replica)
     finally:
         links.close()
 
@@ -489,7 +489,7 @@ def test_a_sender_without_memory_for_another_replica_never_reuses_a_doubtful_one
         links.sender.prepare()
         (link,) = links.sender.write(0, ["a/0"], 10.0).links
         assert link.status is LinkStatus.UNKNOWN
-        arena, replica = links.sender._packer.slot.arena, links.sender.replica
+        arena, replica = links.sender.packer.slot.arena, links.sender.replica
         assert replica is not None
         nbytes = replica.nbytes
         links.memory.refill(1)
@@ -499,7 +499,7 @@ def test_a_sender_without_memory_for_another_replica_never_reuses_a_doubtful_one
             for _ in range(2):
                 with pytest.raises(RegionError, match="no memory"):
                     links.sender.prepare()
-                assert links.sender._packer.slot.arena not in {None, arena}
+                assert links.sender.packer.slot.arena not in {None, arena}
         links.sender.prepare()
         links.deliver("b/0", 1)
         assert replica.nbytes == nbytes
@@ -520,7 +520,7 @@ def test_a_sender_without_memory_for_another_arena_copies_nothing(
         links.sender.prepare()
         (link,) = links.sender.write(0, ["a/0"], 10.0).links
         assert link.status is LinkStatus.UNKNOWN
-        nbytes = links.sender._packer.slot.nbytes
+        nbytes = links.sender.packer.slot.nbytes
         links.memory.refill(1)
         links.sender.begin_version(lambda: told.append(1))
         with monkeypatch.context() as patch:
@@ -531,7 +531,7 @@ def test_a_sender_without_memory_for_another_arena_copies_nothing(
         assert not told
         links.sender.prepare()
         assert told == [1]
-        assert links.sender._packer.slot.nbytes == nbytes > 0
+        assert links.sender.packer.slot.nbytes == nbytes > 0
         links.deliver("b/0", 1)
     finally:
         links.close()

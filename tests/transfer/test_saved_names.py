@@ -360,7 +360,7 @@ def test_every_operation_that_moves_elements_is_followed(seed: int) -> None:
         for expected, made in zip(want, have, strict=True):
             assert made.shape == expected.shape
             seen = torch.full(expected.shape, torch.nan, dtype=torch.float64)
-            for source, part in saved_names._placed({"t": made}):
+            for source, part in saved_names.placed_pieces({"t": made}):
                 assert (source, part.tensor, part.global_shape) == ("w", "t", tuple(made.shape))
                 region = tuple(
                     slice(o, e) for o, e in zip(part.box.offsets, part.box.ends, strict=True)

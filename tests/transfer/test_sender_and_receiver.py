@@ -284,7 +284,7 @@ def test_a_bit_flipped_in_the_arena_is_healed_by_writing_again(dtype: DType) -> 
     try:
         for worker, sender in fleet.senders.items():
             sender.prepare()
-            arena = sender._packer.slot.arena
+            arena = sender.packer.slot.arena
             assert isinstance(arena, Arena)
             # This byte belongs to the first link.
             arena.bytes[3] ^= 1

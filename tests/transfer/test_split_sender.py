@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import pytest
-from memory_transport import MemoryFabric, MemoryTransport
+from memory_transport import GpuMemoryTransport, MemoryFabric
 from numpy_gpu import OneProcess, numpy_gpu
 from offers import GPU_TRAITS
 
@@ -38,12 +38,6 @@ from windlass.transports.traits import WireReport
 
 SHAPE = (48, 40)
 FULL = Box((0, 0), SHAPE)
-
-
-class OverNetwork(MemoryTransport):
-    """Host memory that claims to be a GPU's."""
-
-    traits = GPU_TRAITS
 
 
 class StoredByKernels(RegionTransport):
@@ -95,7 +89,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def both(fabric: MemoryFabric) -> Iterator[TransportSet]:
-    transports = TransportSet([OverNetwork(fabric), StoredByKernels()])
+    transports = TransportSet([GpuMemoryTransport(fabric), StoredByKernels()])
     yield transports
     transports.close()
 

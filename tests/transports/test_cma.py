@@ -29,7 +29,7 @@ class TestCma(ProcessConformance):
     ) -> None:
         from windlass.transports import cma
 
-        real = cma._writev
+        real = cma.writev
 
         def short(pid: int, local: np.ndarray, remote: np.ndarray) -> int:
             if len(local) == 1 and int(local[0, 1]) <= 100:
@@ -40,7 +40,7 @@ class TestCma(ProcessConformance):
             local[-1, 1] = remote[-1, 1] = take
             return real(pid, local, remote)
 
-        monkeypatch.setattr(cma, "_writev", short)
+        monkeypatch.setattr(cma, "writev", short)
         sizes = np.array([1, 99, 100, 101, 250, 1000, 7, 333], np.uint64)
         offsets = np.arange(8, dtype=np.uint64) * np.uint64(2000)
         rig.write(rig.batch(offsets, offsets + np.uint64(5), sizes))

@@ -29,7 +29,7 @@ class Ends:
         self.source = np.arange(2 * LARGE, dtype="<u2").view(np.uint8)
         self.target = np.zeros_like(self.source)
         for memory in (self.source, self.target):
-            self.transport._table.add(self._region(memory))
+            self.transport.table.add(self._region(memory))
         begins = np.array([0, LARGE, LARGE + 100], np.uint64)
         self.batch = WriteBatch(
             endpoint=self.transport.endpoint(),

@@ -82,14 +82,14 @@ def test_an_arena_on_a_gpu_leaves_its_memory_to_the_transport() -> None:
 
 def test_gpu_memory_under_late_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc, "Gpu", lambda *_: numpy_gpu())
-    monkeypatch.setattr(bounds, "_KEPT", kept := list[Callable[[], None]]())
+    monkeypatch.setattr(bounds, "NEVER_FREED", kept := list[Callable[[], None]]())
     transport, freed = CudaIpcTransport(), list[str]()
     regions = [
         MemoryRegion(address, 64, RemoteRegion(transport.endpoint(), address, 64))
         for address in (4096, 8192)
     ]
     for region in regions:
-        transport._table.add(region)
+        transport.table.add(region)
     transport.unregister(regions[0], lambda: freed.append("at rest"))
     transport.gpu.distrust("late")
     transport.unregister(regions[1], lambda: freed.append("late"))
@@ -115,6 +115,10 @@ class Touching(RegionTransport):
     def _is_touched(self, region: MemoryRegion) -> bool:
         return region.address in self.touched
 
+    def free(self, *, keep: bool = False) -> None:
+        with self._lock:
+            self._free_untouched(keep=keep)
+
     def add(self, *addresses: int) -> None:
         for address in addresses:
             self.unregister(self.register(address, 64), partial(self.freed.append, address))
@@ -129,7 +133,7 @@ def test_memory_is_freed_only_when_it_is_untouched(
     assert "may still touch 64 bytes at 0x1000" in caplog.text
     assert "0x3000" not in caplog.text
     memory.touched.remove(8192)
-    memory._free_untouched()
+    memory.free()
     assert memory.freed == [12288, 8192]
     memory.touched.clear()
     memory.add(16384)
@@ -139,13 +143,13 @@ def test_memory_is_freed_only_when_it_is_untouched(
 def test_memory_in_use_at_the_end_of_its_transport_is_never_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bounds, "_KEPT", kept := list[Callable[[], None]]())
+    monkeypatch.setattr(bounds, "NEVER_FREED", kept := list[Callable[[], None]]())
     memory = Touching(4096, 8192)
     memory.add(4096, 8192)
     memory.touched.remove(8192)
-    memory._free_untouched(keep=True)
+    memory.free(keep=True)
     memory.touched.clear()
-    memory._free_untouched()
+    memory.free()
     assert (memory.freed, len(kept)) == ([8192], 1)
 
 
@@ -153,7 +157,7 @@ def test_memory_in_use_at_the_end_of_its_transport_is_never_freed(
 def test_memory_that_cannot_be_freed_does_not_delay_other_memory(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(bounds, "_KEPT", kept := list[Callable[[], None]]())
+    monkeypatch.setattr(bounds, "NEVER_FREED", kept := list[Callable[[], None]]())
     memory = Touching(4096, 8192)
 
     def refuse() -> None:
@@ -268,7 +272,7 @@ class Ends:
     def end_of_call(self) -> None:
         """Return once the lost write has returned."""
         self.native.may_go.set()
-        (peer,) = self.source._peers.values()
+        (peer,) = self.source.peers.values()
         before = time.monotonic()
         while peer.is_in_use or peer.is_open():
             assert time.monotonic() - before < SECONDS
@@ -286,7 +290,7 @@ class Ends:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(bounds, "_KEPT", [])
+    monkeypatch.setattr(bounds, "NEVER_FREED", [])
     found = Ends(monkeypatch)
     yield found
     found.close()
@@ -315,7 +319,7 @@ def test_a_late_mooncake_write_reads_its_closed_arena(ends: Ends) -> None:
 def test_closing_mooncake_under_a_late_write_never_frees_the_memory(ends: Ends) -> None:
     ends.lose()
     ends.source.close()
-    assert len(bounds._KEPT) == 1
+    assert len(bounds.NEVER_FREED) == 1
     assert ends.memory() is not None
     ends.native.may_go.set()
     assert ends.native.ended.wait(SECONDS)
@@ -338,7 +342,7 @@ def test_a_late_mooncake_write_does_not_settle_another_unknown_write(
 ) -> None:
     """Threads of a relay write to one peer like this: the second call queues behind the first."""
     ends.write(ends.arena, SECONDS)
-    (peer,) = ends.source._peers.values()
+    (peer,) = ends.source.peers.values()
     native = ends.native
     native.began.clear()
     native.codes = queue.SimpleQueue()
@@ -376,7 +380,7 @@ def test_a_late_mooncake_write_does_not_settle_another_unknown_write(
 def test_a_mooncake_write_that_never_began_keeps_no_arena(ends: Ends) -> None:
     """The write was queued behind a stuck write and ran out of time."""
     ends.lose()
-    (peer,) = ends.source._peers.values()
+    (peer,) = ends.source.peers.values()
     # Pretend that the other thread still waits.
     peer._under_way.update(peer._given_up)
     peer._given_up.clear()
@@ -456,7 +460,7 @@ def test_a_mooncake_call_that_gets_no_thread_leaves_no_descriptor(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends.write(ends.arena, SECONDS)
-    (peer,) = ends.source._peers.values()
+    (peer,) = ends.source.peers.values()
     local, remote, nbytes = (
         np.array([value], np.uint64) for value in (ends.arena.address, ends.landing.address, NBYTES)
     )

@@ -306,7 +306,7 @@ def test_dead_peers_leave_no_thread_and_no_entry(sending: Sending) -> None:
             with pytest.raises(PeerUnreachable):
                 transport.write(batch_to(peer, source), deadline_s=20.0)
     assert threads_of_peers() == before
-    assert transport._peers == {}
+    assert transport.peers == {}
 
 
 def test_an_idle_peer_keeps_no_thread_and_can_be_written_again(
@@ -333,5 +333,5 @@ def test_peers_written_in_turn_stay_connected_and_share_an_engine(sending: Sendi
             source += 1
             transport.write(batch_to(peer, source), deadline_s=20.0)
             assert peer.read(0, source.nbytes) == source.tobytes()
-        assert set(transport._peers) == {first.region.endpoint, second.region.endpoint}
-        assert len(transport._engines) == 1
+        assert set(transport.peers) == {first.region.endpoint, second.region.endpoint}
+        assert len(transport.engines) == 1

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
+from open_sockets import remote_ports
 
 from windlass.envs import inherited_environment
 from windlass.errors import (
@@ -23,6 +24,7 @@ from windlass.errors import (
     TransferOutcomeUnknown,
     TransportUnavailable,
 )
+from windlass.net.addresses import split_host_port
 from windlass.net.clock import Deadline
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
@@ -115,10 +117,10 @@ def until_ended(liveness: PeerLiveness) -> None:
 def test_dead_peers_keep_no_descriptor_after_the_next_write() -> None:
     transport = create_transport(CMA)
     assert isinstance(transport, NixlTransport)
-    source = np.arange(1, 129, dtype=np.uint8)
+    source, dead = np.arange(1, 129, dtype=np.uint8), set[int]()
     transport.register(source.ctypes.data, source.nbytes)
     try:
-        for number in range(4):
+        for _ in range(4):
             with PeerProcess(CMA, NBYTES) as peer:
                 source += 1
                 batch = WriteBatch(
@@ -128,13 +130,13 @@ def test_dead_peers_keep_no_descriptor_after_the_next_write() -> None:
                     nbytes=np.array([source.nbytes], np.uint64),
                     regions=(peer.region,),
                 )
-                before = [known.liveness for known in transport._peers.values()]
                 transport.write(batch, deadline_s=20.0)
                 assert peer.read(0, source.nbytes) == source.tobytes()
-                assert list(transport._peers) == [peer.region.endpoint]
-                assert [liveness._socket.fileno() for liveness in before] == [-1] * min(number, 1)
+                assert list(transport.peers) == [peer.region.endpoint]
+                assert not remote_ports() & dead
+                dead.add(split_host_port(peer.region.endpoint.address)[1])
                 peer.kill()
-                until_ended(transport._peers[peer.region.endpoint].liveness)
+                until_ended(transport.peers[peer.region.endpoint].liveness)
     finally:
         transport.close()
 
@@ -174,7 +176,7 @@ class Ends:
         """
         ours = self.transports[0]
         assert isinstance(ours, NixlTransport)
-        return ours._fence.cut(Deadline.after(10.0, "test"))
+        return ours.tcp_fence.cut(Deadline.after(10.0, "test"))
 
 
 @pytest.mark.parametrize("config", [TCP, NixlConfig()], ids=["tcp", "auto"])

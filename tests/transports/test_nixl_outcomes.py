@@ -178,7 +178,7 @@ class Ends:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(region_transport, "_KEPT", [])
+    monkeypatch.setattr(region_transport, "NEVER_FREED", [])
     found = Ends(monkeypatch)
     yield found
     found.close()
@@ -240,7 +240,7 @@ def test_an_arena_under_an_open_write_is_freed_when_the_write_ends(ends: Ends) -
 def test_closing_during_a_write_ends_it_with_an_error_and_keeps_its_memory(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl, "_STRANDED", stranded := list[object]())
+    monkeypatch.setattr(nixl, "STRANDED", stranded := list[object]())
     thread, found = ends.write_on()
     memory = [weakref.ref(arena.bytes) for arena in ends.arenas]
     for arena in ends.arenas:
@@ -252,7 +252,7 @@ def test_closing_during_a_write_ends_it_with_an_error_and_keeps_its_memory(
     assert "the transport was closed; bytes may still arrive" in str(found[0])
     assert len(ends.agent.deregistered) == freed
     assert [ref() is None for ref in memory] == [False, True]
-    assert len(stranded) == len(region_transport._KEPT) == 1
+    assert len(stranded) == len(region_transport.NEVER_FREED) == 1
 
 
 def test_an_interrupted_write_keeps_its_memory_until_it_is_over(
@@ -288,7 +288,7 @@ def test_no_write_waits_for_the_listener_of_a_disconnected_peer(
         return False
 
     monkeypatch.setattr(PeerLiveness, "_reconnect", reconnect)
-    (peer,) = ends.ours._peers.values()
+    (peer,) = ends.ours.peers.values()
     peer.liveness._is_broken = True
     another = NixlTransport(ends.config)
     target = Arena(another, NBYTES)
@@ -332,7 +332,7 @@ def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) ->
 def test_a_dead_peer_is_not_removed_during_a_call(ends: Ends) -> None:
     """Otherwise the transport would lose track of the memory that the call uses."""
     ends.write(ends.arenas[0], SECONDS)
-    peers = ends.ours._peers
+    peers = ends.ours.peers
     (peer,) = peers.values()
     ends.target.close()
     ends.theirs.close()
@@ -354,7 +354,7 @@ def test_a_write_to_a_peer_removed_by_another_thread_is_unreachable(
 ) -> None:
     """The peer is removed between two native calls of a batch. The transport itself is open."""
     ends.write(ends.arenas[0], SECONDS)
-    (peer,) = ends.ours._peers.values()
+    (peer,) = ends.ours.peers.values()
     ends.target.close()
     ends.theirs.close()
     assert peer.liveness.wait_ended(SECONDS)

@@ -6,13 +6,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
 
 from windlass.transports.liveness import listen_on
 from windlass.transports.mooncake import native as mooncake_native
-from windlass.transports.mooncake.native import MooncakeProtocol
+from windlass.transports.mooncake.native import WITHOUT_CUDA, MooncakeProtocol
 from windlass.transports.nixl import native as nixl_native
 from windlass.transports.nixl.native import NixlWire
 
@@ -23,6 +24,13 @@ STARTS_S = 0.5
 def agent_listens(_name: str, _wire: NixlWire, _device: str) -> socket.socket:
     """Replace NIXL's agent and the socket on which its library listens."""
     return socket.create_server((HOST, 0))
+
+
+def only_without_cuda(distribution: str) -> str:
+    """Replace the version of an installed package: one distribution of Mooncake is installed."""
+    if distribution != WITHOUT_CUDA:
+        raise PackageNotFoundError(distribution)
+    return "0.3.12.post1"
 
 
 @pytest.mark.parametrize(
@@ -48,9 +56,9 @@ def test_listeners_of_another_transport_do_not_belong_to_the_engine(
 
     library = SimpleNamespace(TransferEngine=lambda: SimpleNamespace(initialize=initialize))
     monkeypatch.setitem(sys.modules, "mooncake.engine", library)
-    monkeypatch.setattr(mooncake_native, "_installed_version", lambda: "a fake")
+    monkeypatch.setattr(mooncake_native, "version", only_without_cuda)
     monkeypatch.setattr(nixl_native, "version", lambda _name: "a fake")
-    monkeypatch.setattr(nixl_native, "_native_agent", agent_listens)
+    monkeypatch.setattr(nixl_native, "native_agent", agent_listens)
     started = mooncake_native.start_engine(HOST, "", MooncakeProtocol.AUTO)
     other.join()
     assert started.ports == {own[0].getsockname()[1]}

@@ -52,7 +52,7 @@ def test_a_late_thread_does_not_write_a_replica() -> None:
     replica = Replica(builder.build(), lambda nbytes: Arena(transport, nbytes), threads)
     replica.fit(range(3))
     replica.take(np.array([source.ctypes.data for source in sources], np.uint64))
-    arena = replica._slot.arena
+    arena = replica.slot.arena
     assert isinstance(arena, Arena)
     wanted = b"".join(s.tobytes() for s in sources)
     assert arena.bytes.tobytes() == wanted
@@ -71,8 +71,8 @@ def test_a_cma_write_without_threads_is_complete_when_it_returns(
 ) -> None:
     monkeypatch.setattr(cma, "MIN_THREAD_NBYTES", 1024)
     transport = CmaTransport(num_threads=4)
-    helpers, threads = transport._helpers, NoThreads(after)
-    monkeypatch.setattr(transport, "_helpers", threads)
+    helpers, threads = transport.helpers, NoThreads(after)
+    monkeypatch.setattr(transport, "helpers", threads)
     with Arena(transport, 1 << 16) as source, Arena(transport, 1 << 16) as target:
         source.bytes.view("<u4")[:] = np.arange(1, (1 << 14) + 1)
         wanted = source.bytes.tobytes()
@@ -90,7 +90,8 @@ def test_a_cma_write_without_threads_is_complete_when_it_returns(
         assert target.bytes.tobytes() == wanted
     monkeypatch.undo()
     transport.close()
-    assert helpers._shutdown
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        helpers.submit(os.getpid)
     assert transport.endpoint().address == str(os.getpid())
 
 

@@ -36,8 +36,10 @@ from windlass.transports.registry import (
 from windlass.transports.traits import MemoryType
 from windlass.wording import install_command
 
-_RDMA_FOLDER = Path("/sys/class/infiniband")
-_VERBS_FOLDER = Path("/dev/infiniband")
+RDMA_FOLDER = Path("/sys/class/infiniband")
+"""Folder in which the kernel lists the network cards with RDMA."""
+VERBS_FOLDER = Path("/dev/infiniband")
+"""Folder of the device files through which a process uses such a card."""
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written
 _USUAL_CONTAINER_MIB = 64
@@ -82,8 +84,8 @@ def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
         checkpoint: folder of a checkpoint to check as well: can Windlass capture its layout?
     """
     findings = [
-        _package(),
-        *_transports(),
+        check_package(),
+        *check_transports(),
         _ptrace(),
         _shared_memory(),
         _locked_memory(),
@@ -97,7 +99,7 @@ def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
     return tuple(findings)
 
 
-def _package() -> Finding:
+def check_package() -> Finding:
     """Report Windlass's version and folder, and any distribution `windlass`, which would overwrite Windlass's files."""
     found = f"{windlass.__version__} in {Path(windlass.__file__).parent}"
     for other in metadata.distributions(name=OTHER_PROJECT):
@@ -120,7 +122,7 @@ def of_other_project(version: str) -> str:
     )
 
 
-def _transports() -> list[Finding]:
+def check_transports() -> list[Finding]:
     """Start each registered transport and report the result. Then report what `auto` would choose."""
     findings, offers = [], list[TransportOffer]()
     for name in transport_names():
@@ -246,14 +248,14 @@ def _shared_memory() -> Finding:
 
 
 def _network_cards() -> Finding:
-    cards = sorted(_RDMA_FOLDER.iterdir()) if _RDMA_FOLDER.is_dir() else []
+    cards = sorted(RDMA_FOLDER.iterdir()) if RDMA_FOLDER.is_dir() else []
     ports = {f"{p.parent.parent.name}:{p.name}": p for c in cards for p in c.glob("ports/*")}
     said = {n: (p / "state").read_text().split(":")[-1].strip() for n, p in sorted(ports.items())}
     status, found, remedy = WORKS, ", ".join(f"{name} {state}" for name, state in said.items()), ""
     if not cards:
         status, found = LIMITED, "no device: mooncake and nixl use TCP between hosts"
         remedy = "expose /dev/infiniband to this container, if the host has cards"
-    elif not any(os.access(p, os.R_OK | os.W_OK) for p in _VERBS_FOLDER.glob("uverbs*")):
+    elif not any(os.access(p, os.R_OK | os.W_OK) for p in VERBS_FOLDER.glob("uverbs*")):
         status, found = FAILS, f"{found}; this user may open no /dev/infiniband/uverbs*"
         remedy = (
             "expose /dev/infiniband to this container, and give this user read and write access"

@@ -75,7 +75,7 @@ class EnginesUnbound(RoundAborted):
 
 
 @final
-class _LinkTransports:
+class LinkTransports:
     """Transport of every link, and the destination's memory as that transport addresses it.
 
     Args:
@@ -262,7 +262,7 @@ class FleetBinder:
         }
         self._planner, self._mode, self._backend = planner, config.mode, backend
         self._deadline_s = config.deadlines.connect_s
-        self._transports = _LinkTransports(self._sessions if backend.traits.one_sided else {})
+        self._transports = LinkTransports(self._sessions if backend.traits.one_sided else {})
         self._relays = find_relay_groups(trainers, engines, backend)
         self._group_of = {name: group for group in self._relays for name in group.members}
         # The plan leaves these ranks out, because they get the same bytes as the first member of their group.

@@ -148,11 +148,12 @@ class TrainerChannel(AgentChannel):
     ) -> None:
         super().__init__(url, token, hello, handler)
         self._lock = threading.Lock()
-        self._announced: Announcement | None = None
+        self.announced: Announcement | None = None
+        """Announcement that the trainer has neither withdrawn nor got the report of; None if there is none."""
         # A withdrawn announcement is not sent again, but its report may still arrive.
         self._withdrawn: Announcement | None = None
         self._attempts = 0
-        self._published, self._lineage, self._welcomed_by = -1, "", ""
+        self._published, self._lineage, self.welcomed_by = -1, "", ""
         self.ended.add_done_callback(self._end_announcement)
 
     def announce(self, version: int, deadline_s: float) -> UpdateReport:
@@ -206,7 +207,7 @@ class TrainerChannel(AgentChannel):
         with self._lock:
             if self.ended.done():
                 self.ended.result()
-            self._announced = announced = Announcement(frame, concurrent.futures.Future())
+            self.announced = announced = Announcement(frame, concurrent.futures.Future())
             if frame.attempt:
                 self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self.on_connected()))
         return announced
@@ -214,7 +215,7 @@ class TrainerChannel(AgentChannel):
     def give_up_expected(self) -> None:
         """Fail the report of an expected round, because the controller will not send it any more. Idempotent."""
         with self._lock:
-            expected = self._announced
+            expected = self.announced
             if expected is None or expected.frame.attempt or expected.report.done():
                 return
             version = expected.frame.version
@@ -231,8 +232,8 @@ class TrainerChannel(AgentChannel):
             the announcement); None if the session has ended.
         """
         with self._lock:
-            if self._announced is announced:
-                self._announced, self._withdrawn = None, announced
+            if self.announced is announced:
+                self.announced, self._withdrawn = None, announced
             if self.ended.done():
                 return None
             sending = self.send(Withdraw(announced.frame.attempt))
@@ -240,8 +241,8 @@ class TrainerChannel(AgentChannel):
 
     def _end_announcement(self, ended: concurrent.futures.Future[None]) -> None:
         with self._lock:
-            if self._announced is not None and not self._announced.report.done():
-                self._announced.report.set_exception(ended.exception())
+            if self.announced is not None and not self.announced.report.done():
+                self.announced.report.set_exception(ended.exception())
 
     # --- in the loop ---------------------------------------------------------------------------
 
@@ -250,17 +251,17 @@ class TrainerChannel(AgentChannel):
         return msgspec.structs.replace(
             super().hello(),
             served_version=self._published,
-            lineage=self._lineage or self._welcomed_by,
+            lineage=self._lineage or self.welcomed_by,
         )
 
     def on_frame(self, frame: Welcome | UpdateReport) -> None:
         if isinstance(frame, Welcome):
-            self._welcomed_by = frame.lineage
+            self.welcomed_by = frame.lineage
             return
         if frame.outcome is RoundOutcome.PUBLISHED:
-            self._published, self._lineage = frame.version, self._welcomed_by
+            self._published, self._lineage = frame.version, self.welcomed_by
         with self._lock:
-            for announced in (self._announced, self._withdrawn):
+            for announced in (self.announced, self._withdrawn):
                 if (
                     announced is not None
                     and not announced.report.done()
@@ -271,6 +272,6 @@ class TrainerChannel(AgentChannel):
 
     async def on_connected(self) -> None:
         """Send the announcement again, because the loss of the connection withdrew it."""
-        announced = self._announced
+        announced = self.announced
         if announced is not None and announced.frame.attempt and not announced.report.done():
             await self.send(announced.frame)

@@ -126,7 +126,7 @@ class Connector:
             self.binding = await self._bind(trainers, engines, self._planner, held)
         except EnginesUnbound as error:
             self.binding = error.kept
-            await self._part_with(error)
+            await self.part_with(error)
             return await self.ensure_bound()
         self._costs |= self.binding.costs
         return self.binding
@@ -145,7 +145,7 @@ class Connector:
         except EnginesUnbound as error:
             # An engine that cannot bind a copy from a peer may still bind with the trainers: do not refuse it, only
             # set late ranks aside.
-            await self._part_with(EnginesUnbound({}, error.late))
+            await self.part_with(EnginesUnbound({}, error.late))
             raise
 
     async def _bind(
@@ -185,7 +185,7 @@ class Connector:
             self._unused = sources.identities, binding.unused
         return binding
 
-    async def _part_with(self, unbound: EnginesUnbound) -> None:
+    async def part_with(self, unbound: EnginesUnbound) -> None:
         """Set late ranks aside until they answer, and refuse engines that declined or that were late too often."""
         refused = unbound.refusals
         for worker, reason in unbound.late.items():

@@ -77,6 +77,7 @@ class Coordinator:
         fleet: connected agents and their weights.
         changes: wakes coroutines that wait for the fleet or for a version.
         tasks: tasks that end with `close`.
+        requests: publish requests of trainer ranks that wait for a round.
         members: connections of the agents.
         connector: bindings of the fleet.
         rounds: runs rounds.
@@ -124,7 +125,7 @@ class Coordinator:
         self.resume_retries = ResumeRetries(
             self.run, self.members, self.tasks, self.rounds.lock, config.deadlines
         )
-        self._requests = PublishRequests()
+        self.requests = PublishRequests()
         # Logs the trainer ranks that a publish waits for.
         self._naming: asyncio.TimerHandle | None = None
         self._update_listeners: list[Callable[[UpdateReport], None]] = []
@@ -168,13 +169,13 @@ class Coordinator:
         pending = PendingPublish(
             trainer=session.agent.identity, version=frame.version, attempt=frame.attempt
         )
-        report = self._requests.receive(pending)
+        report = self.requests.receive(pending)
         if report is not None:
             self.tasks.spawn(self.members.report_to(session.agent.identity, report))
         elif (
             trainers.complete
-            and self._requests.num_waiting >= trainers.world_size  # saves a look at every rank
-            and (announced := self._requests.pop_all(trainers.workers))
+            and self.requests.num_waiting >= trainers.world_size  # saves a look at every rank
+            and (announced := self.requests.pop_all(trainers.workers))
         ):
             self._stop_naming()
             # The new task inherits the log field.
@@ -186,7 +187,7 @@ class Coordinator:
     def _gave_up(self, session: AgentSession, frame: Withdraw) -> None:
         """End the announced version of a trainer rank that no longer waits, and tell this rank which ranks were missing."""
         missing = self._missing_ranks()
-        given_up = self._requests.give_up(session.peer, frame.attempt)
+        given_up = self.requests.give_up(session.peer, frame.attempt)
         if given_up is not None:
             report = failed_report(given_up.version, f"it waited for {missing}" if missing else "")
             report = msgspec.structs.replace(report, attempt=frame.attempt)
@@ -247,7 +248,7 @@ class Coordinator:
             attempts = self._attempt_until_whole(announced, version, copied)
             report = await report_of(lambda: version, attempts)
         told = told_to_trainers(report)
-        answers = [(rank.trainer, self._requests.answer(rank, told)) for rank in announced]
+        answers = [(rank.trainer, self.requests.answer(rank, told)) for rank in announced]
         self.end_update(report)
         for trainer, answer in answers:
             await self.members.report_to(trainer, answer)
@@ -363,7 +364,7 @@ class Coordinator:
     def _name_missing_ranks(self) -> None:
         """Log the ranks that a publish waits for, and again later while a rank waits."""
         self._naming = None
-        if self._requests.num_waiting:
+        if self.requests.num_waiting:
             if missing := self._missing_ranks():
                 _log.warning("publish waits for %s", missing)
             self._naming = self._name_missing_later()
@@ -377,7 +378,7 @@ class Coordinator:
         """Return the trainer ranks that have not announced a version, each with the reason; empty if all have."""
         trainers = self.fleet.trainers()
         workers = () if trainers is None else trainers.workers
-        idle = [worker for worker in workers if not self._requests.is_waiting(worker)]
+        idle = [worker for worker in workers if not self.requests.is_waiting(worker)]
         reasons = ((self.fleet.away(), "not connected"), (idle, "has not called publish"))
         return "; ".join(f"{listed(names)} ({reason})" for names, reason in reasons if names)
 
@@ -397,7 +398,7 @@ class Coordinator:
             reason: text for logs and reports.
             ended: whether the agent's side ended the connection.
         """
-        self._requests.withdraw(agent.hello.worker)
+        self.requests.withdraw(agent.hello.worker)
         self.resume_retries.forget(agent.identity)
         self.catch_ups.lost(agent, ended=ended)
         self.rounds.lost(agent, reason)

@@ -133,7 +133,8 @@ class EngineAgent:
         self._source = None if sender is None else TrainerAgent(sender, host=host)
         self._backend: UpdateBackend = P2pBackend()
         self._receiver: ReceiverBackend = receiver_for(self._backend, receiver, host)
-        self._relay = RelayNode(receiver, host)
+        self.relay = RelayNode(receiver, host)
+        """Node that receives and forwards relayed bytes."""
         self._kept = KeptTensors(receiver.manifest, receiver.live_addresses)
         self._push = PushReceiver(receiver.manifest, receiver.live_addresses, host)
         self._delivery: ReceiverBackend | PushReceiver = self._receiver
@@ -217,14 +218,14 @@ class EngineAgent:
         if not command.relays:
             return Bound(command.plan_digest, binding)
         self._check_relays()
-        return Bound(command.plan_digest, binding, self._relay.open())
+        return Bound(command.plan_digest, binding, self.relay.open())
 
     def on_command(self, command: Command, epoch: int, round_number: int) -> None:
         """Carry out commands that end a running `Relay`, as soon as the channel receives them."""
         if isinstance(command, SkipUpstream):
-            self._relay.refuse(RoundId(epoch, round_number), command.upstream)
+            self.relay.refuse(RoundId(epoch, round_number), command.upstream)
         elif isinstance(command, Abort):
-            self._relay.interrupt(RoundId(epoch, round_number))
+            self.relay.interrupt(RoundId(epoch, round_number))
 
     def _verify(self, command: Verify) -> Result:
         """Compare the digests of the received bytes.
@@ -244,9 +245,9 @@ class EngineAgent:
         self._check_relays()
         match command:
             case ConnectRelay():
-                self._relay.connect(command.groups[0], command.bindings, command.addresses)
+                self.relay.connect(command.groups[0], command.bindings, command.addresses)
             case Relay():
-                relayed, disconnected = self._relay.run(self._round_id, command.deadline_s)
+                relayed, disconnected = self.relay.run(self._round_id, command.deadline_s)
                 self._fence_is_due |= bool(disconnected)
                 self._may_be_written |= self._fence_is_due
                 return relayed
@@ -259,7 +260,7 @@ class EngineAgent:
 
     def close(self) -> None:
         """Stop listening for relays, and free GPU memory. Idempotent."""
-        self._relay.close()
+        self.relay.close()
         self._push.close()
         self._receiver.close()
         if self._source is not None:
@@ -289,7 +290,7 @@ class EngineAgent:
         Raises:
             PeerUnreachable: the engine did not resume; the caller must call again.
         """
-        self._relay.interrupt()
+        self.relay.interrupt()
         with self._lock:
             self._may_be_written = True
             # The controller will not report how this round ended, so keep the mark over later rounds too.

@@ -194,9 +194,11 @@ class Fleet:
         self._endpoints: set[PeerEndpoint] = set()
         self._num_of_job = Counter[str]()
         self._quarantined = dict.fromkeys(quarantined)
-        self._quarantine_on_return: dict[str, None] = {}
+        self.quarantine_on_return: dict[str, None] = {}
+        """Absent ranks that are quarantined as soon as they connect again, the oldest first."""
         self._first_epoch: int | None = None
-        self._holds: dict[Identity, _Hold] = {}
+        self.holds: dict[Identity, _Hold] = {}
+        """Trainer rank -> engines that the bytes of its unsettled writes may still reach."""
         self._num_trainers = 0
         self._trainer_group = ""
         self.job: str | None = None
@@ -374,13 +376,13 @@ class Fleet:
         if not group.agents:
             group.version, group.lineage = hello.served_version, hello.lineage
         agent = Agent(hello, manifest, not_resumed=hello.not_resumed[:MAX_REASON_LENGTH])
-        if hello.worker in self._quarantine_on_return:
-            del self._quarantine_on_return[hello.worker]
+        if hello.worker in self.quarantine_on_return:
+            del self.quarantine_on_return[hello.worker]
             self._quarantine([agent.identity] if hello.epoch else [])
         agent.quarantined = agent.identity in self._quarantined
         # A new process with this name means that its predecessors have ended, and their writes with them.
-        for past in [k for k in self._holds if k[0] == hello.worker and k != agent.identity]:
-            del self._holds[past]
+        for past in [k for k in self.holds if k[0] == hello.worker and k != agent.identity]:
+            del self.holds[past]
         if hello.role is Role.TRAINER:
             self._trainer_group = hello.group
             self._num_of_job[hello.job] += 1
@@ -405,8 +407,8 @@ class Fleet:
     def _note_mesh(self, hello: Hello) -> None:
         """Release the holds of previous trainer ranks if the world size has changed: their processes have ended."""
         if hello.world_size != self._num_trainers:
-            for past in [k for k in self._holds if k[0].rpartition("/")[0] == hello.group]:
-                del self._holds[past]
+            for past in [k for k in self.holds if k[0].rpartition("/")[0] == hello.group]:
+                del self.holds[past]
         self._num_trainers = hello.world_size
 
     def remove(self, agent: Agent) -> Group:
@@ -455,7 +457,7 @@ class Fleet:
 
     def writable_engines(self) -> tuple[Group, ...]:
         """Return the engines that a round may include: complete, answering, not quarantined, and without a hold."""
-        held = frozenset[Identity]().union(*(hold.engines for hold in self._holds.values()))
+        held = frozenset[Identity]().union(*(hold.engines for hold in self.holds.values()))
         return tuple(
             g
             for g in self.engines()
@@ -480,16 +482,16 @@ class Fleet:
 
         No round writes to `engines` until the trainer answers, or a new process with its name connects.
         """
-        self._holds[trainer] = _Hold(round_id, engines)
+        self.holds[trainer] = _Hold(round_id, engines)
 
     def release(self, source: Identity) -> bool:
         """End the hold of `source`, a process that has ended; return whether there was one."""
-        return self._holds.pop(source, None) is not None
+        return self.holds.pop(source, None) is not None
 
     @property
     def held(self) -> dict[Identity, RoundId]:
         """Trainers that have not answered a write, each with the round of that write."""
-        return {trainer: hold.round_id for trainer, hold in self._holds.items()}
+        return {trainer: hold.round_id for trainer, hold in self.holds.items()}
 
     def settle(self, trainer: Identity, round_id: RoundId, seq: int, result: Result) -> bool:
         """Process a late answer of a trainer; return whether it ended a hold or quarantined an engine.
@@ -499,13 +501,13 @@ class Fleet:
         """
         if self._first_epoch is None or round_id[0] < self._first_epoch:
             return self._settle_for_predecessor(trainer, round_id, result)
-        hold = self._holds.get(trainer)
+        hold = self.holds.get(trainer)
         if hold is None or round_id < hold.round_id:
             return False
         if round_id > hold.round_id and seq != PROBE_SEQ:
             return False
         if seq == PROBE_SEQ:
-            del self._holds[trainer]
+            del self.holds[trainer]
             return True
         unknown = _unknown_of(result)
         if unknown is not None:
@@ -514,7 +516,7 @@ class Fleet:
             return False
         elif result.kind is FailureKind.UNKNOWN:
             self.quarantine(hold.engines)
-        del self._holds[trainer]
+        del self.holds[trainer]
         return True
 
     def bound_since(self, epoch: int) -> None:
@@ -534,9 +536,9 @@ class Fleet:
         for name in names:
             agent = self.find(name)
             if agent is None:
-                self._quarantine_on_return[name] = None
-                if len(self._quarantine_on_return) > MAX_QUARANTINED:
-                    del self._quarantine_on_return[next(iter(self._quarantine_on_return))]
+                self.quarantine_on_return[name] = None
+                if len(self.quarantine_on_return) > MAX_QUARANTINED:
+                    del self.quarantine_on_return[next(iter(self.quarantine_on_return))]
             elif agent.hello.epoch:
                 self.quarantine([agent.identity])
         return bool(names)
@@ -588,9 +590,7 @@ class Fleet:
         """Return why no round writes an engine that waits; empty if no source holds it up."""
         if engine.status is not EngineStatus.WAITING:
             return ""
-        sources = sorted(
-            s[0] for s, hold in self._holds.items() if hold.engines & engine.identities
-        )
+        sources = sorted(s[0] for s, hold in self.holds.items() if hold.engines & engine.identities)
         return (
             f"{', '.join(sources)} has not answered a write, whose bytes may still arrive"
             if sources

@@ -114,7 +114,8 @@ class Members:
         self._config, self._events = config, events
         self.sessions: dict[str, AgentSession] = {}
         self.unbindable = ""
-        self._refusals: dict[str, tuple[str, str]] = {}
+        self.refusals: dict[str, tuple[str, str]] = {}
+        """Refused rank -> its engine and the reason, at most `KEPT_REFUSALS`."""
         self._is_ending = False
 
     # --- callers that wait for agents --------------------------------------------------------
@@ -171,17 +172,17 @@ class Members:
 
     def refused(self) -> list[tuple[str, str]]:
         """Return the engines that were refused, each with the reason. A refused engine must be started again."""
-        return sorted({*self._refusals.values()})
+        return sorted({*self.refusals.values()})
 
     def describe_refused(self) -> dict[str, str]:
         """Return refused ranks and engines as `/v1/status` shows them: name -> reason."""
-        return {who: printable(reason) for who, (_, reason) in self._refusals.items()}
+        return {who: printable(reason) for who, (_, reason) in self.refusals.items()}
 
     def _note_refusal(self, who: str, engine: str, reason: str) -> None:
         """Record why a rank or an engine (`who`) was refused, until it connects again."""
-        self._refusals[who] = engine, reason
-        if len(self._refusals) > KEPT_REFUSALS:
-            del self._refusals[next(iter(self._refusals))]
+        self.refusals[who] = engine, reason
+        if len(self.refusals) > KEPT_REFUSALS:
+            del self.refusals[next(iter(self.refusals))]
         self._changes.notify()
 
     # --- agents that connect -----------------------------------------------------------------
@@ -220,13 +221,13 @@ class Members:
                 self._note_refusal(hello.worker, hello.group, f"{type(error).__name__}: {error}")
             raise
         for who in (hello.worker, hello.group):
-            self._refusals.pop(who, None)
+            self.refusals.pop(who, None)
         self.unbindable = ""
         return session, Welcome(self._run.round_id.epoch, self._run.lineage)
 
     def _failed_to_join(self, frame: CannotJoin) -> None:
         reason = frame.message[:MAX_REASON_LENGTH]
-        if self._refusals.get(frame.group) != (frame.group, reason):
+        if self.refusals.get(frame.group) != (frame.group, reason):
             _log.error("engine %s cannot join: %s", frame.group, reason)
         group = self._fleet.group_of(frame.group)
         # If all ranks of the engine are connected, the failure is that of another process with its name.

@@ -274,7 +274,7 @@ class PushUpdates:
         push = self._latest
         try:
             async with asyncio.timeout(asked.deadline_s):
-                return CallbackAnswer(members=await self._carry_out(asked))
+                return CallbackAnswer(members=await self.carry_out(asked))
         except TimeoutError:
             error = (
                 f"PeerTimeout: {type(asked.call).__name__}: not done within {asked.deadline_s} s"
@@ -285,7 +285,8 @@ class PushUpdates:
             push.fail(error)
         return CallbackAnswer(error=error)
 
-    async def _carry_out(self, asked: CallbackRequest) -> tuple[str, ...]:
+    async def carry_out(self, asked: CallbackRequest) -> tuple[str, ...]:
+        """Carry out a call of the leading trainer rank; return the workers of the update if it asks for them."""
         call, deadline_s = asked.call, asked.deadline_s
         match call:
             case PauseCall():

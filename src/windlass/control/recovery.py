@@ -206,7 +206,7 @@ class CatchUps:
             attempts.failures.clear()
             attempts.due_s = 0.0
         if ended and agent.hello.role is Role.ENGINE:
-            self._tasks.spawn(self._presume_ended(agent.identity))
+            self._tasks.spawn(self.presume_ended(agent.identity))
 
     async def _bring_up(self, newcomer: Group) -> None:
         version = self._fleet.published
@@ -286,7 +286,8 @@ class CatchUps:
         del self._waiting[name]
         self.settle_soon()
 
-    async def _presume_ended(self, identity: Identity) -> None:
+    async def presume_ended(self, identity: Identity) -> None:
+        """Release the writes of a rank whose process stays away for the deadline of writes."""
         await asyncio.sleep(self._config.deadlines.write_s)
         agent = self._fleet.find(identity[0])
         away = agent is None or agent.identity != identity

@@ -271,7 +271,8 @@ class RoundMachine:
         self._go_on_s = reply_budget_s(spec.config.deadlines.publish_s)
         self._entry = 0
         self._seq = 0
-        self._pending: dict[int, tuple[str, Command]] = {}
+        self.pending: dict[int, tuple[str, Command]] = {}
+        """Sequence number of a command without an answer -> worker and command."""
         pushed_to = self._engine_of if spec.traits.driven_by_trainer else ()
         self._links = LinkLedger(spec.links, pushed_to)
         self._relay, self._relay_seqs = RelayPass(spec.relay), dict[str, int]()
@@ -301,7 +302,7 @@ class RoundMachine:
     @property
     def waiting_for(self) -> tuple[str, ...]:
         """Workers that have not yet replied to a command."""
-        return tuple(worker for worker, _ in self._pending.values())
+        return tuple(worker for worker, _ in self.pending.values())
 
     @property
     def active_workers(self) -> tuple[str, ...]:
@@ -333,14 +334,14 @@ class RoundMachine:
             return []
         match event:
             case Replied():
-                worker, command = self._pending.get(event.seq, ("", None))
+                worker, command = self.pending.get(event.seq, ("", None))
                 if command is None or worker != event.worker:
                     if event.seq == self._relay_seqs.get(event.worker):
                         # The engine was left out before, and has now ended its part of the relay.
                         self._relay.answered(event.worker, ())
                     # The reply is a duplicate, or answers a command of an earlier phase.
                     return []
-                del self._pending[event.seq]
+                del self.pending[event.seq]
                 self._on_result(worker, command, event.result)
             case AgentLost():
                 self._on_lost(event.worker, event.reason)
@@ -494,7 +495,7 @@ class RoundMachine:
 
     def _advance(self) -> None:
         """Enter the next phases while no reply is outstanding."""
-        while not self._pending and self.phase is not Phase.DONE:
+        while not self.pending and self.phase is not Phase.DONE:
             if not self._active() and self.phase is not Phase.PUBLISH:
                 self._finish_without_engines()
                 return
@@ -641,7 +642,7 @@ class RoundMachine:
             return
         self._leave(engine, reason, unknown=unknown, lost=lost)
         gone = set(engine.workers)
-        self._pending = {s: sent for s, sent in self._pending.items() if sent[0] not in gone}
+        self.pending = {s: sent for s, sent in self.pending.items() if sent[0] not in gone}
 
     def _leave(
         self, engine: _Engine, reason: str, *, unknown: bool = False, lost: str = ""
@@ -665,7 +666,7 @@ class RoundMachine:
 
     def _give_up(self, reason: str, quarantined: Collection[str] = ()) -> None:
         """End the round for all engines, without a published version."""
-        self._pending.clear()
+        self.pending.clear()
         for name in quarantined:
             self._drop(name, reason, unknown=True)
         for engine in self._active():
@@ -744,7 +745,7 @@ class RoundMachine:
     def _send(self, worker: str, command: Command, *, expects_reply: bool = True) -> None:
         self._seq += 1
         if expects_reply:
-            self._pending[self._seq] = (worker, command)
+            self.pending[self._seq] = (worker, command)
         self._out.append(Send(worker, self._seq, command, expects_reply))
 
     def _enter(self, phase: Phase) -> None:

@@ -72,7 +72,8 @@ class TrainerAgent:
         self._finite = FiniteCheck(sender.manifest, sender.parameters)
         self._non_finite: tuple[str, ...] = ()
         self._read: set[int] = set()
-        self._bound_in = 0
+        self.bound_in = 0
+        """Epoch in which this rank was bound last; 0 if its binding is incomplete."""
         self._digested: tuple[Prepare, bytes] | None = None
         self._version: int | None = None
         self._is_released = self._is_watched = False
@@ -205,7 +206,7 @@ class TrainerAgent:
     def _bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
         """Bind a plan, or change its links. After an exception this rank has no binding."""
         # After an exception in the middle of a binding, this rank must count as unbound.
-        before, self._bound_in = self._bound_in, 0
+        before, self.bound_in = self.bound_in, 0
         offer: GroupOffer | None = None
         try:
             if isinstance(command, ConnectTrainer):
@@ -214,9 +215,9 @@ class TrainerAgent:
                 self._change_links(command, before)
         except BindingsRefused as refused:
             if isinstance(command, ChangeLinks):
-                self._bound_in = before
+                self.bound_in = before
             return NotBound(refused.reasons)
-        self._bound_in = epoch
+        self.bound_in = epoch
         return Done() if offer is None else Offered(offer)
 
     def _connect(self, command: ConnectTrainer) -> GroupOffer | None:

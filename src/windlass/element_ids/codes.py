@@ -117,7 +117,7 @@ class Codes:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all tensors, or those named `chosen`; each value is the digit of its number at `position`, plus 1."""
         return self._load(
-            lambda first, last, _dtype, _chosen: _digits(
+            lambda first, last, _dtype, _chosen: digits_at(
                 first, last, self.digit_bits, position, self.device
             ),
             None if chosen is None else self._batches(self._indices(chosen)),
@@ -271,7 +271,9 @@ def _signed(number: int) -> int:
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def _digits(first: int, last: int, bits: int, position: int, device: torch.device) -> torch.Tensor:
+def digits_at(
+    first: int, last: int, bits: int, position: int, device: torch.device
+) -> torch.Tensor:
     """Return the digits at `position` of the numbers [first, last), plus 1, as float32."""
     # A row of the table has the numbers that differ only in their lowest digit.
     if position:

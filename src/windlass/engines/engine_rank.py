@@ -182,14 +182,19 @@ class EngineRank:
     @property
     def captured(self) -> Captured:
         """Captured layout; raises UnsupportedLayout if `capture` has not been called."""
-        return self._required()[1]
+        return self.required()[1]
 
     @property
     def settings(self) -> AgentSettings:
         """Settings of the capture; raises UnsupportedLayout if `capture` has not been called."""
-        return self._required()[0]
+        return self.required()[0]
 
-    def _required(self) -> tuple[AgentSettings, Captured, RankHooks]:
+    def required(self) -> tuple[AgentSettings, Captured, RankHooks]:
+        """Return the settings, the layout and the hooks of the first capture.
+
+        Raises:
+            UnsupportedLayout: this rank has captured nothing.
+        """
         if self._first is None:
             raise UnsupportedLayout("this rank has not captured its layout")
         return self._first
@@ -232,7 +237,7 @@ class EngineRank:
             own_api = api() if api and rank == 0 else None
             hooks = RankHooks(captured, self.gate, own_api, looks=self._looks)
             self._first = settings, captured, hooks
-            _freeze_heap()
+            freeze_heap()
             seconds = {**captured.seconds, "all": time.perf_counter() - begun}
         self._require_same(settings)
         found = msgspec.convert(self.captured, CapturedLayout, from_attributes=True)
@@ -251,7 +256,7 @@ class EngineRank:
             TransportUnavailable, RegionError: the transport cannot register this memory.
         """
         self._require_same(settings)
-        _, captured, hooks = self._required()
+        _, captured, hooks = self.required()
         self.leave(LEAVE_DEADLINE_S)
         transport = create_transport(
             parse_transport(settings.transport),
@@ -316,7 +321,7 @@ class EngineRank:
             )
 
 
-def _freeze_heap() -> None:
+def freeze_heap() -> None:
     """Exclude all current objects from Python's garbage collection: most of them live as long as the engine.
 
     vLLM and SGLang import modules with 650,000 objects. A full collection would take 0.4 s

@@ -130,7 +130,7 @@ def launch(engine: EngineSpec, description: str | None) -> int:
         if args.nnodes > 1:
             _meet(args)
         command = engine.server.command(args, rest)
-        with _environment_of(args) as given:
+        with server_environment(args) as given:
             command = ServerCommand(command.argv, {**command.environment, **given})
             return serve(args, command, ready_line=engine.server.ready_line)
     except WindlassError as error:
@@ -157,7 +157,7 @@ def _meet(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _environment_of(args: argparse.Namespace) -> Iterator[dict[str, str]]:
+def server_environment(args: argparse.Namespace) -> Iterator[dict[str, str]]:
     """Yield the variables by which the plugin in the server waits for an order to join.
 
     The token is in a file that only this user can read, and that is removed at the end of the block. A server that
@@ -467,7 +467,7 @@ def _make_join(
         if server.poll() is not None:
             _tell(args, f"its server ended with status {server.returncode} before it served")
             return
-        _reach(args.host, args.port)
+        wait_for_server(args.host, args.port)
         progress.end()
         url = url_of(args.advertise_host, args.port)
         if args.controller:
@@ -493,7 +493,7 @@ def _tell(args: argparse.Namespace, reason: str) -> None:
             report_cannot_join(args.controller, control_token(), args.name, reason)
 
 
-def _reach(host: str, port: int) -> None:
+def wait_for_server(host: str, port: int) -> None:
     """Wait until the server accepts connections: it logs its ready line shortly before it accepts them.
 
     Raises:

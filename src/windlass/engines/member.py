@@ -70,7 +70,7 @@ class Member(ABC):
         self._listens_on, self._port, self._spans_hosts = host, port, spans_hosts
         if self.controller != WAIT:
             check_url(self.controller, CONTROLLER_VARIABLE)
-            self._url(self.controller)
+            self.url_for(self.controller)
         elif not self.token:
             _log.warning(
                 "without a token, only a process of this user on this host can order this server to join"
@@ -91,7 +91,7 @@ class Member(ABC):
 
     def _give_up(self, reason: str) -> None:
         """Report the reason to the controller and on stderr, and end the server, because it would get no updates."""
-        name = self._name(self.controller)
+        name = self.name_for(self.controller)
         sys.stderr.write(f"engine {name}: {reason}\n")
         sys.stderr.flush()
         with contextlib.suppress(WindlassError):
@@ -117,8 +117,8 @@ class Member(ABC):
                     "token must not be given to a server over several hosts: ranks on other hosts use the "
                     "token with which they were started"
                 )
-            name = order.name or self._name(order.controller)
-            url = order.url or self._url(order.controller)
+            name = order.name or self.name_for(order.controller)
+            url = order.url or self.url_for(order.controller)
             progress = Progress(lambda line: sys.stderr.write(f"engine {name}: {line}\n"))
             with progress.part("its ranks capture their layouts and join the fleet"):
                 self._have_ranks_join(msgspec.structs.replace(order, name=name, url=url))
@@ -144,11 +144,11 @@ class Member(ABC):
     def _end_server(self) -> None:
         """End the server and all its processes."""
 
-    def _name(self, controller: str) -> str:
+    def name_for(self, controller: str) -> str:
         """Return HOST:PORT as the engine's name. A restarted server has the same name."""
         return join_host_port(self._host(controller), self._port)
 
-    def _url(self, controller: str) -> str:
+    def url_for(self, controller: str) -> str:
         return url_of(self._host(controller), self._port)
 
     def _host(self, controller: str) -> str:

@@ -63,7 +63,7 @@ def new_key(port: int) -> Iterator[str]:
     Raises:
         ConfigError: another user owns the folder of the keys, or can read it.
     """
-    folder = _folder()
+    folder = key_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
     require_own(folder)
     key, file = secrets.token_hex(32), folder / str(port)
@@ -81,19 +81,20 @@ def new_key(port: int) -> Iterator[str]:
 
 def remove_key(port: int) -> None:
     """Remove the key of a server on this host that has ended. Idempotent."""
-    (_folder() / str(port)).unlink(missing_ok=True)
+    (key_folder() / str(port)).unlink(missing_ok=True)
 
 
 def saved_key(url: str) -> str:
     """Return the saved key of a running server on this host; empty if there is none. Raises as `new_key` does."""
-    file = _folder() / str(urlsplit(url).port)
+    file = key_folder() / str(urlsplit(url).port)
     if not file.exists():
         return ""
     require_own(file.parent)
     return file.read_text()
 
 
-def _folder() -> Path:
+def key_folder() -> Path:
+    """Return the folder of this user that contains one key per port of a running server."""
     return Path(tempfile.gettempdir()) / f"windlass-{os.getuid()}"
 
 

@@ -20,7 +20,8 @@ class QuiesceGate:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
+        """Condition that guards the state of the gate. Each change notifies it."""
         self._reached = self._asked = self._ended = ""
         self._blocked = False
         self._num_asked = 0
@@ -28,9 +29,9 @@ class QuiesceGate:
 
     def quiesced(self, pause_id: str) -> None:
         """Record that the loop has ended its last step and will run no other. Called by the main loop."""
-        with self._changed:
+        with self.changed:
             self._reached = pause_id
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def block(self, pause_id: str, deadline_s: float, longest_s: float | None = None) -> None:
         """Block the main loop after its last step until the agent ends the pause. Called by the main loop.
@@ -45,47 +46,47 @@ class QuiesceGate:
             longest_s: maximum seconds of each of the two waits (for `ask`, for `end`); None for no maximum. Set this
                 only if the engine's scheduler is paused, so that the loop runs no step after an early return.
         """
-        with self._changed:
+        with self.changed:
             self._blocked = True
             self._reached = self._asked or pause_id
-            self._changed.notify_all()
+            self.changed.notify_all()
             until_asked_s = deadline_s if longest_s is None else min(deadline_s, longest_s)
             # Count the calls of `ask`: a pause may begin and end before this thread wakes.
             before = self._num_asked
-            self._changed.wait_for(
+            self.changed.wait_for(
                 lambda: self._asked or self._num_asked > before or pause_id == self._ended,
                 until_asked_s,
             )
-            self._changed.wait_for(lambda: not self._asked, longest_s)
+            self.changed.wait_for(lambda: not self._asked, longest_s)
             self._blocked = False
 
     def ask(self, pause_id: str) -> bool:
         """Ask for a pause; return whether the loop is already blocked. The agent calls this before `wait`."""
-        with self._changed:
+        with self.changed:
             self._asked = pause_id
             self._num_asked += 1
             if self._blocked:
                 self._reached = pause_id
-            self._changed.notify_all()
+            self.changed.notify_all()
             return self._blocked
 
     def end(self) -> None:
         """End the pause that the agent asked for, after success or failure. Idempotent."""
-        with self._changed:
+        with self.changed:
             if self._asked:
                 self._ended, self._asked = self._asked, ""
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def wait_ended(self, pause_id: str) -> None:
         """Wait, without a deadline, until the agent no longer asks for this pause."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._asked != pause_id)
+        with self.changed:
+            self.changed.wait_for(lambda: self._asked != pause_id)
 
     def fail(self, pause_id: str, error: WindlassError) -> None:
         """Report that the main loop will not be quiesced for this pause: `wait` raises `error`."""
-        with self._changed:
+        with self.changed:
             self._failed = {pause_id: error}
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def wait(self, pause_id: str, deadline_s: float) -> None:
         """Wait until the main loop is quiesced for this pause. Called by the agent.
@@ -94,8 +95,8 @@ class QuiesceGate:
             PeerTimeout: the loop was not quiesced within `deadline_s`.
             WindlassError: the error that another thread passed to `fail`.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: pause_id in (self._reached, *self._failed), deadline_s)
+        with self.changed:
+            self.changed.wait_for(lambda: pause_id in (self._reached, *self._failed), deadline_s)
             if self._reached == pause_id:
                 return
             raise self._failed.get(pause_id) or PeerTimeout(

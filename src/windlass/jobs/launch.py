@@ -108,7 +108,7 @@ async def run_job(
             publishing its last version.
     """
     check_job(config)
-    token = _owner_token()
+    token = owner_token()
     recipe = recipe or load_recipe(Path(config.recipe.file), config.recipe.name)
     output_dir = await asyncio.to_thread(Path(config.output_dir).resolve)
     await asyncio.to_thread(output_dir.mkdir, parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ async def _run_in(
             outcomes=(),
             rollouts={},
         )
-    job = _Job(config, output_dir, recipe, scheduler, token, notify, progress, start)
+    job = Job(config, output_dir, recipe, scheduler, token, notify, progress, start)
     loop = asyncio.get_running_loop()
 
     def listen() -> None:
@@ -191,7 +191,7 @@ def _check_last_update(summary: JobSummary, version: int) -> None:
 
 
 @final
-class _Job:
+class Job:
     """See `run_job`.
 
     Attributes:
@@ -290,7 +290,7 @@ class _Job:
         controller, config = self.controller, self._config
         self._notify(f"controller {controller.url}")
         work = asyncio.create_task(self._work())
-        processes = _processes(config, controller.url)
+        processes = job_processes(config, controller.url)
         others = [asyncio.create_task(self._end_at_signal(work))]
         others += [asyncio.create_task(self._guard(*process)) for process in processes]
         rollouts: dict[str, int] | None = None
@@ -736,16 +736,7 @@ class _Job:
 
     async def _produce(self) -> None:
         """Submit the recipe's tasks, as fast as the staleness bound admits them."""
-        rollout, trainer = self._config.rollout, self._config.trainer
-        # The bound may rise only with the next version. Before this version is published, the job may wait for a batch
-        # and its scores, a step, a checkpoint, an update, and restarts of failed ranks.
-        deadline_s = (
-            rollout.batch_deadline_s * (1 + rollout.groups_per_step)
-            + 2 * trainer.step_deadline_s
-            + trainer.publish_deadline_s
-            + trainer.max_restarts
-            * (2 * self._config.start_deadline_s + trainer.publish_deadline_s)
-        )
+        deadline_s = room_deadline_s(self._config)
         if self._newest is not None and (checkpoint := self._newest[1]).recipe:
             state = msgspec.msgpack.decode(checkpoint.recipe)
             await self._task_calls.call("load", lambda: self._recipe.load(state))
@@ -862,7 +853,7 @@ def _pause_s(restarts: int) -> float:
     return float(min(FIRST_PAUSE_S * 2**restarts, MAX_PAUSE_S))
 
 
-def _owner_token() -> str:
+def owner_token() -> str:
     """Return the token in WINDLASS_TOKEN or in the file WINDLASS_TOKEN_FILE; a new token if neither is set."""
     if secret_value(TOKEN_VARIABLE) or environment_value(TOKEN_FILE_VARIABLE):
         return control_token()
@@ -919,7 +910,7 @@ def _check_nodes(config: LaunchConfig) -> None:
 def _check_processes(config: LaunchConfig) -> None:
     """Check that the scheduler's settings fit the processes of the job."""
     try:
-        engines = _processes(config, "")
+        engines = job_processes(config, "")
     except ConfigError:
         # Another check of `check_options` reports this mistake.
         return
@@ -1041,7 +1032,22 @@ def _ranks(config: LaunchConfig) -> list[ProcessSpec]:
     )
 
 
-def _processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec], Access, int]]:
+def room_deadline_s(config: LaunchConfig) -> float:
+    """Return the seconds within which the staleness bound must have room for another task.
+
+    The bound may rise only with the next version. Before this version is published, the job may wait for a batch and its
+    scores, a step, a checkpoint, an update, and restarts of failed ranks.
+    """
+    rollout, trainer = config.rollout, config.trainer
+    return (
+        rollout.batch_deadline_s * (1 + rollout.groups_per_step)
+        + 2 * trainer.step_deadline_s
+        + trainer.publish_deadline_s
+        + trainer.max_restarts * (2 * config.start_deadline_s + trainer.publish_deadline_s)
+    )
+
+
+def job_processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec], Access, int]]:
     """Return (processes, role, largest number of restarts) for each engine and rollout worker.
 
     An engine has one process per node; a worker has one process. All connect to the controller at `url`.

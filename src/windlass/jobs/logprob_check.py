@@ -39,7 +39,8 @@ class LogprobCheck:
         whole = [s for s in samples if s.prompt_ids and s.output_ids]
         self._samples = whole[:MAX_SAMPLES] if _can_compute(sampling) else []
         self._sampling = sampling
-        self._distances: list[torch.Tensor] = []
+        self.distances: list[torch.Tensor] = []
+        """Differences of the log-probabilities, one tensor per checked sample."""
 
     @contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
@@ -52,9 +53,9 @@ class LogprobCheck:
 
     def metrics(self) -> dict[str, float]:
         """Return the mean distance as a metric, or no metric if no forward pass contained a whole sample."""
-        if not self._distances:
+        if not self.distances:
             return {}
-        return {LOGPROB_DIFFERENCE: float(torch.cat(self._distances).mean())}
+        return {LOGPROB_DIFFERENCE: float(torch.cat(self.distances).mean())}
 
     def _compare(
         self, _model: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any
@@ -74,7 +75,7 @@ class LogprobCheck:
             row, begin = place
             begin += len(sample.prompt_ids) - 1
             found = logits[row, begin : begin + len(sample.output_ids)].detach().float().cpu()
-            self._distances.append(_distance(found, sample, self._sampling))
+            self.distances.append(_distance(found, sample, self._sampling))
         self._samples = left
 
 

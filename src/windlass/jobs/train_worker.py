@@ -264,7 +264,7 @@ def run_train_worker(
     configure_logging(f"trainer rank {rank}")
     name = environment_value("WINDLASS_TRAIN_NAME")
     try:
-        _Worker(engine, url, name, control_token(), rank, world_size, operations or {}).work()
+        TrainWorker(engine, url, name, control_token(), rank, world_size, operations or {}).work()
     finally:
         engine.close()
 
@@ -303,7 +303,7 @@ class _CallingThread(concurrent.futures.Executor):
 
 
 @final
-class _Worker(Client[TrainCommand, TrainResult, Welcome]):
+class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
     """Connection of a rank to the controller. The thread that calls `work` executes the controller's commands."""
 
     def __init__(
@@ -396,7 +396,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
                     )
                 return Done(data_parallel_rank=place[0], data_parallel_size=place[1])
             case TrainStep(step=step, groups=groups):
-                return Done(metrics=_metrics(engine.train_step(step, groups)))
+                return Done(metrics=step_metrics(engine.train_step(step, groups)))
             case PreparePublish(version=version):
                 with log_fields(version=version):
                     return Done(sends_copies=bool(engine.prepare_publish(version)))
@@ -413,7 +413,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
         return Done()
 
 
-def _metrics(found: object) -> dict[str, float]:
+def step_metrics(found: object) -> dict[str, float]:
     """Convert the metrics that an engine's `train_step` returned to Python numbers; None becomes an empty dict.
 
     Raises:

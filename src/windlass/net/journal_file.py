@@ -69,7 +69,7 @@ class JournalFile(Generic[EntryT]):
             self.found, self.nbytes = read_entries(path, entry_type)
             # The next line must not continue an incomplete one.
             os.ftruncate(self._descriptor, self.nbytes)
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         except (OSError, ConfigError) as error:
             self.close()
             if isinstance(error, ConfigError):
@@ -112,7 +112,7 @@ class JournalFile(Generic[EntryT]):
         if self._torn:
             os.ftruncate(self._descriptor, self.nbytes)
         self._torn = True
-        _write_all(self._descriptor, data)
+        write_all(self._descriptor, data)
         self._torn = False
         self.nbytes += len(data)
 
@@ -124,7 +124,7 @@ class JournalFile(Generic[EntryT]):
         """
         try:
             if self._moved:
-                _sync_directory(self.path.parent)
+                sync_directory(self.path.parent)
                 self._moved = False
             os.fdatasync(self._descriptor)
         except OSError:
@@ -184,7 +184,7 @@ class JournalFile(Generic[EntryT]):
         try:
             with self.path.open("rb") as old:
                 old.seek(upto_nbytes)
-                _write_all(descriptor, old.read(self.nbytes - upto_nbytes))
+                write_all(descriptor, old.read(self.nbytes - upto_nbytes))
             path.replace(self.path)
         except OSError:
             os.close(descriptor)
@@ -222,7 +222,8 @@ def _has_checksum(line: bytes) -> bool:
     return add_checksum(line[:-CHECKSUM_NBYTES] + b"}") == line
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of `data`, with several system calls if the kernel takes only a part of it."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -275,7 +276,7 @@ def read_entries(
     return entries, nbytes
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """Sync a directory, because a new file survives a power cut only then."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

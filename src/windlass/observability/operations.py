@@ -47,7 +47,8 @@ class Operations:
         self, coordinator: Coordinator, rollouts: RolloutController, batches: BatchQueue
     ) -> None:
         self._coordinator, self._rollouts = coordinator, rollouts
-        self._metrics = ControllerMetrics()
+        self.metrics = ControllerMetrics()
+        """Metrics of this controller."""
         self._tracer = find_tracer()
         self._page = read_page().encode()
         self._open_pages: set[asyncio.Event] = set()
@@ -178,7 +179,7 @@ class Operations:
         self._notify()
 
     def _on_update(self, report: UpdateReport) -> None:
-        self._metrics.observe_round(report)
+        self.metrics.observe_round(report)
         if self._tracer is not None:
             record_round(self._tracer, report)
         if report.outcome is not RoundOutcome.PUBLISHED:
@@ -200,7 +201,7 @@ class Operations:
         version = self._coordinator.fleet.published
         ages = [version - min(s.versions) for s in samples if s.versions]
         self._staleness.update(ages)
-        self._metrics.observe_staleness(ages)
+        self.metrics.observe_staleness(ages)
         totals = self._totals
         self._totals = replace(
             totals,
@@ -213,7 +214,7 @@ class Operations:
 
     async def _serve_metrics(self, _request: web.Request) -> web.Response:
         coordinator = self._coordinator
-        body = self._metrics.render(
+        body = self.metrics.render(
             version=coordinator.fleet.published,
             engines=coordinator.fleet.states(),
             rollouts=msgspec.to_builtins(self._rollouts.stats()),

@@ -68,7 +68,9 @@ class _MetaInfo(msgspec.Struct, frozen=True):
     weight_version: int | str | None = None
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class GenerateAnswer(msgspec.Struct, frozen=True):
+    """Answer of an engine to `POST /generate`."""
+
     meta_info: _MetaInfo
     output_ids: list[int] = []
 
@@ -87,7 +89,7 @@ async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> Attempt
         AttemptError: the engine refused a request, was unreachable, sent an invalid answer, added no token in
             `MAX_STALLS` requests in a row, or did not finish within `task.deadline_s`.
     """
-    progress = _Progress(task)
+    progress = AttemptProgress(task)
     try:
         async with asyncio.timeout(task.deadline_s):
             return await progress.run(session)
@@ -99,7 +101,9 @@ async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> Attempt
         raise progress.failure(connection_error(error)) from error
 
 
-class _Progress:
+class AttemptProgress:
+    """Tokens of a running attempt, and the calls that add to them."""
+
     def __init__(self, task: RolloutTask) -> None:
         self.task = task
         self.tokens = self._begin = _continued(task.partial, task.sampling)
@@ -114,7 +118,7 @@ class _Progress:
         while len(self.tokens.output_ids) < self.task.sampling.max_new_tokens:
             answer = await self._call(session)
             before = len(self.tokens.output_ids)
-            added = self._tokens_of(answer)
+            added = self.tokens_of(answer)
             reason = answer.meta_info.finish_reason
             if reason is not None and reason.type != ABORT:
                 return AttemptResult(_joined(self.tokens, added), reason.type)
@@ -132,7 +136,7 @@ class _Progress:
                 await asyncio.sleep(STALL_BACKOFF.after(stalls))
         return AttemptResult(self.tokens, "length")
 
-    async def _call(self, session: aiohttp.ClientSession) -> _Answer:
+    async def _call(self, session: aiohttp.ClientSession) -> GenerateAnswer:
         task, self.num_calls = self.task, self.num_calls + 1
         async with session.post(
             f"{task.engine.url}/generate",
@@ -145,7 +149,7 @@ class _Progress:
                 refused = 400 <= response.status < 500 and response.status not in PASSING_4XX
                 kind = ErrorKind.REFUSED if refused else ErrorKind.PASSING
                 raise self.failure(f"HTTP {response.status}: {text}", kind)
-        return msgspec.json.decode(body, type=_Answer)
+        return msgspec.json.decode(body, type=GenerateAnswer)
 
     def _request(self) -> dict[str, Any]:
         task, sampling, num_done = self.task, self.task.sampling, len(self.tokens.output_ids)
@@ -174,7 +178,12 @@ class _Progress:
         }
         return {**request, "lora_path": sampling.adapter} if sampling.adapter else request
 
-    def _tokens_of(self, answer: _Answer) -> Partial:
+    def tokens_of(self, answer: GenerateAnswer) -> Partial:
+        """Return the tokens of an answer, each with its log-probability and its weight version.
+
+        Raises:
+            AttemptError: these three lists do not match.
+        """
         meta, ids = answer.meta_info, tuple(answer.output_ids)
         logprobs = tuple(entry.logprob for entry in meta.output_token_logprobs)
         if tuple(entry.token_id for entry in meta.output_token_logprobs) != ids:

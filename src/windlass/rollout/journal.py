@@ -230,7 +230,8 @@ class RolloutJournal:
         self._changes = Changes()
         self._unacknowledged: dict[str, tuple[str, ...]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._upkeep: asyncio.Task[None] | None = None
+        self.upkeep: asyncio.Task[None] | None = None
+        """Running sync or compaction of the file; None if there is none."""
         self._has_unsynced = False
 
     def open(self, start_version: int) -> PersistedState:
@@ -386,18 +387,18 @@ class RolloutJournal:
         self._changes.notify()
 
     def _schedule_upkeep(self) -> None:
-        if self._has_unsynced and self._timer is None and self._upkeep is None and self._file:
+        if self._has_unsynced and self._timer is None and self.upkeep is None and self._file:
             self._timer = asyncio.get_running_loop().call_later(
                 self._config.journal_sync_s, self._begin_upkeep
             )
 
     def _begin_upkeep(self) -> None:
         self._timer = None
-        self._upkeep = asyncio.create_task(self._keep_up(), name="rollout-journal")
-        self._upkeep.add_done_callback(self._upkeep_ended)
+        self.upkeep = asyncio.create_task(self._keep_up(), name="rollout-journal")
+        self.upkeep.add_done_callback(self._upkeep_ended)
 
     def _upkeep_ended(self, task: asyncio.Task[None]) -> None:
-        self._upkeep = None
+        self.upkeep = None
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("journal %s: upkeep failed: %s", self._path, error)
         self._schedule_upkeep()
@@ -431,8 +432,8 @@ class RolloutJournal:
         Raises:
             OSError: the file cannot be written or synced.
         """
-        if self._upkeep is not None:
-            await asyncio.gather(self._upkeep, return_exceptions=True)
+        if self.upkeep is not None:
+            await asyncio.gather(self.upkeep, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

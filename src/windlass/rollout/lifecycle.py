@@ -163,7 +163,7 @@ class Lifecycle:
         task_ids = [f"{self._prefix}-{number}" for number in range(first, first + n)]
         self.journal.submitted(task_ids, group_id, work, metadata)
         self._next_task += n
-        group = Group.of(group_id, task_ids, work, metadata, self._give_up_group)
+        group = Group.of(group_id, task_ids, work, metadata, self.give_up_group)
         for record in group.records:
             self.add(record)
         self._work_changed()
@@ -203,7 +203,7 @@ class Lifecycle:
                 each.task_ids,
                 each.work,
                 msgspec.msgpack.decode(each.metadata),
-                self._give_up_group,
+                self.give_up_group,
             )
             for each in persisted.submissions()
         ]
@@ -596,7 +596,7 @@ class Lifecycle:
         self.table.counts.cancelled += len(self._take_back(group))
         group.future.cancel()
 
-    def _give_up_group(self, task_id: str) -> None:
+    def give_up_group(self, task_id: str) -> None:
         """Cancel the group of a task whose `GroupFuture` was cancelled."""
         record = self.table.records.get(task_id)
         if record is not None:

@@ -201,7 +201,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         if len(self._remembered) > REMEMBERED_ATTEMPTS:
             self._remembered.popitem(last=False)
         self._num_outcomes += 1
-        self._kept[self._num_outcomes] = key, _encoded(outcome)
+        self._kept[self._num_outcomes] = key, encode_for_controller(outcome)
         self._empty.clear()
         self._work.set()
 
@@ -309,7 +309,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
                 await self._empty.wait()
 
 
-def _encoded(outcome: RolloutOutcome) -> bytes:
+def encode_for_controller(outcome: RolloutOutcome) -> bytes:
     """Return the encoded outcome, or an encoded outcome with an error if the controller would refuse it."""
     encoded = encode(outcome)
     if len(encoded) <= CHECKED_NBYTES:

@@ -42,6 +42,7 @@ class Receiver:
     Attributes:
         late_nbytes: bytes that the last `verify` had to hash; all other bytes were hashed while
             later bytes were written.
+        progress: digests of bytes that senders have announced as written; None if nothing is hashed before `verify`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Receiver:
         self.late_nbytes = 0
         self._lock = threading.Lock()
         self._bound: Destination | None = None
-        self._progress: ProgressDigests | None = None
+        self.progress: ProgressDigests | None = None
 
     @property
     def destination(self) -> Destination:
@@ -120,8 +121,8 @@ class Receiver:
         """
         with self._lock:
             hashed: dict[str, str] = {}
-            if self._progress is not None:
-                hashed = self._progress.take(version, expected, OWN_WORK_S)
+            if self.progress is not None:
+                hashed = self.progress.take(version, expected, OWN_WORK_S)
             wrong = self.destination.verify(expected, hashed)
             self.late_nbytes = self.destination.late_nbytes
             return wrong
@@ -138,9 +139,9 @@ class Receiver:
         again.
         """
         with self._lock:
-            if self._progress is not None:
-                self._progress.close()
-                self._progress = None
+            if self.progress is not None:
+                self.progress.close()
+                self.progress = None
             if self._bound is not None:
                 self._bound.close()
 
@@ -148,6 +149,6 @@ class Receiver:
         """Return the object that hashes while peers write; None if no peer reports written parts."""
         mapper = self.transport.mapper
         notifies = any(offer.traits.notifies for offer in self.transport.offers())
-        if mapper is not None and notifies and self._progress is None:
-            self._progress = ProgressDigests(mapper.gpu)
-        return self._progress
+        if mapper is not None and notifies and self.progress is None:
+            self.progress = ProgressDigests(mapper.gpu)
+        return self.progress

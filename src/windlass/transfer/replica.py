@@ -126,7 +126,8 @@ class Replica:
         self._sizes = [parameter.nbytes for parameter in manifest.parameters]
         self._copier, self._engine_nbytes = copier, engine_nbytes
         self._gpu = None if isinstance(copier, Executor) else copier
-        self._slot = ArenaSlot(make, 0)
+        self.slot = ArenaSlot(make, 0)
+        """Arena that contains the copy."""
         self._step: Event | None = None
         self._ranges: tuple[bytes, bytes] = (b"", b"")
         self._copy: RangeCopy | None = None
@@ -144,7 +145,7 @@ class Replica:
     @property
     def nbytes(self) -> int:
         """Bytes of the copy."""
-        return self._slot.nbytes
+        return self.slot.nbytes
 
     def begin(
         self,
@@ -216,7 +217,7 @@ class Replica:
         if self._gpu is not None:
             self._gpu.refuse_late()
         self._drop_copy()
-        self._slot.fit(nbytes)
+        self.slot.fit(nbytes)
 
     def take(self, sources: UInt64Array) -> UInt64Array:
         """Copy the parameters. Return, in manifest order, the address from which to read each parameter.
@@ -231,13 +232,13 @@ class Replica:
         read = sources.copy()
         if not len(self._indices):
             return read
-        if not self._slot.address:
+        if not self.slot.address:
             # The memory was abandoned and there was no memory for a new copy; try again.
             self._fit(self._used)
-            if not self._slot.address:
+            if not self.slot.address:
                 # No memory is needed if all parameters are empty.
                 return read
-        targets = self._offsets + np.uint64(self._slot.address)
+        targets = self._offsets + np.uint64(self.slot.address)
         sizes = np.array([self._sizes[index] for index in self._indices], np.uint64)
         began, step_s, gpu = time.perf_counter(), 0.0, self._copier
         if isinstance(gpu, Executor):
@@ -286,7 +287,7 @@ class Replica:
             self._holds = None
             if not self._is_late:
                 self._drop_copy()
-            self._slot.abandon(renew=renew and not self._is_late)
+            self.slot.abandon(renew=renew and not self._is_late)
 
     def close(self) -> None:
         """Free the copy, unless a late kernel may still read it. Idempotent."""
@@ -294,11 +295,11 @@ class Replica:
         self.settle(renew=False)
         if self._is_late:
             # Late kernels may still use the copy and its tables.
-            self._slot.abandon(renew=False)
+            self.slot.abandon(renew=False)
             return
         self._drop_step()
         self._drop_copy()
-        self._slot.close()
+        self.slot.close()
 
     @property
     def _is_late(self) -> bool:

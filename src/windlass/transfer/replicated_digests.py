@@ -106,7 +106,7 @@ class ReplicatedDigests:
             stack.callback(_close, ahead)
             is_ready = key == (turn, period) and _still_hold(ahead, located)
             found = [np.zeros(0, DIGESTED)]
-            for cut in ahead if is_ready else self._cut(turn, period, located):
+            for cut in ahead if is_ready else self.cut_pieces(turn, period, located):
                 stack.callback(_close, [cut])
                 digests = cut.chunks.take(range(len(cut.boxes)), OWN_WORK_S)
                 cut.chunks.close()
@@ -139,7 +139,7 @@ class ReplicatedDigests:
             cuts: list[_Cut] = []
             undo.callback(_close, cuts)
             # If this raises, `undo` frees the tables built until then.
-            cuts.extend(self._cut(turn + 1, period, located))
+            cuts.extend(self.cut_pieces(turn + 1, period, located))
             undo.pop_all()
             self._ahead = (turn + 1, period), cuts
 
@@ -158,7 +158,9 @@ class ReplicatedDigests:
         memory.settle(OWN_WORK_S)
         self._waited_s += time.perf_counter() - began
 
-    def _cut(self, turn: int, period: int, located: Sequence[ParameterMemory]) -> Iterator[_Cut]:
+    def cut_pieces(
+        self, turn: int, period: int, located: Sequence[ParameterMemory]
+    ) -> Iterator[_Cut]:
         """Yield the due pieces, for some boxes at a time."""
         held = self._held
         batch = np.cumsum(num_pieces(held)) // BATCH_PIECES

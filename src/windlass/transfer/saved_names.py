@@ -119,7 +119,7 @@ def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, lis
             f"got {type(error).__name__}: {error}: pass `name_map` and `stacked`"
         ) from error
     found: dict[str, list[PlacedShard]] = {part.name: [] for part in held}
-    for source, placed in _placed(saved):
+    for source, placed in placed_pieces(saved):
         found[source].append(placed)
     return found
 
@@ -149,11 +149,11 @@ def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
             for expert, matrix in enumerate(matrices)
             for tensor, rows in zip(rule.tensors, matrix.chunk(count), strict=True)
         }
-        return [placed for _, placed in _placed(saved)]
+        return [placed for _, placed in placed_pieces(saved)]
     return [PlacedShard(part.name, part.shape, part.box, 0, part.strides)]
 
 
-def _placed(saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, PlacedShard]]:
+def placed_pieces(saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, PlacedShard]]:
     """Yield the pieces of saved tensors, each with the name of its source parameter."""
     for name, tensor in saved.items():
         for piece in cast("_Watched", tensor).pieces:

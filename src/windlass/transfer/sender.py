@@ -22,7 +22,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
@@ -84,9 +84,12 @@ class Sender:
             registered again.
         replica: place of a copy of the parameters that are sent unpacked, so that parameters may
             change and move after `prepare`; see `connect_trainer`.
+        threads: threads that write links at the same time; closed with the sender. None for new threads.
 
     Attributes:
         replica: the copy that is sent instead of the parameters; None without a replica.
+        packer: packed bytes, and the arena that contains them.
+        links: links to engines, as the last `connect` bound them.
 
     Raises:
         ConfigError: `arena_nbytes` is neither 0 nor at least 128, or the transport does not support
@@ -102,6 +105,7 @@ class Sender:
         arena_nbytes: int = 0,
         registered: Sequence[MemoryRegion] = (),
         replica: ReplicaPlace = ReplicaPlace.OFF,
+        threads: Executor | None = None,
     ) -> None:
         if arena_nbytes != 0 and arena_nbytes < 2 * ALIGNMENT:
             raise ConfigError(
@@ -109,16 +113,16 @@ class Sender:
             )
         self.transport, self.manifest = transport, manifest
         self.parameters = LocatedParameters(manifest, parameters)
-        self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
+        self._pool = threads or ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
         self.replica = replica_of(manifest, replica, transport, self._pool)
         own = memory_of(transport)
         self._registered = RegisteredMemory(manifest.worker, transport, own, registered)
-        self._packer = Packer(transport, own, arena_nbytes)
+        self.packer = Packer(transport, own, arena_nbytes)
         self._lock = threading.RLock()
         mapper, self._writes = transport.mapper, not transport.traits.strided_stores
         self._stores = None if mapper is None else StoredLinks(mapper, manifest.worker)
         stored_by = {o.transport for o in transport.offers() if o.traits.strided_stores}
-        self._links = SentLinks(own.digest_kind, stored_by if self._writes else None)
+        self.links = SentLinks(own.digest_kind, stored_by if self._writes else None)
         self._ready: dict[str, PackedLink] = {}
         self._digests: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
@@ -172,7 +176,7 @@ class Sender:
         """
         with self._lock:
             if self._stores is not None:
-                self._stores.end(tuple(self._links.programs))
+                self._stores.end(tuple(self.links.programs))
             self._unbind()
             self._bind(plan, bindings, ())
         return None
@@ -207,7 +211,7 @@ class Sender:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> None:
-        links, new = self._links.changed(self.manifest, plan, bindings, gone)
+        links, new = self.links.changed(self.manifest, plan, bindings, gone)
         if self._stores is not None:
             self._stores.end({*gone, *new.programs})
         self._settle_doubt()
@@ -215,16 +219,16 @@ class Sender:
         if self._stores is not None:
             self._stores.bind(new.stored, new.bindings)
         if self._writes:
-            self._packer.fit(links.written, kept=links.programs.keys() - new.programs.keys())
+            self.packer.fit(links.written, kept=links.programs.keys() - new.programs.keys())
         if self.replica is not None:
-            if not self._packer.holds(links.written):
+            if not self.packer.holds(links.written):
                 raise PlanError(
                     "arena_nbytes: with a replica it must be 0 or at least "
-                    f"{packed_capacity(links.written)}, got {self._packer.slot.nbytes}"
+                    f"{packed_capacity(links.written)}, got {self.packer.slot.nbytes}"
                 )
             stored = {op.src_parameter for program in links.stored for op in program.ops}
             self.replica.fit((*links.read_in_place, *sorted(stored)))
-        self._links = links
+        self.links = links
 
     def connect_relay(
         self,
@@ -247,8 +251,8 @@ class Sender:
             )
         with self._lock:
             known = {binding.worker: binding for binding in bindings}
-            copies = self._relays.bind(groups, self._links.programs, known, addresses)
-            self._links = self._links.with_copies(copies, known)
+            copies = self._relays.bind(groups, self.links.programs, known, addresses)
+            self.links = self.links.with_copies(copies, known)
 
     def prepare(self, version: int | None = None) -> None:
         """Hash every link, and pack all links if the arena can hold them at once. Send nothing.
@@ -282,24 +286,24 @@ class Sender:
 
     def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> float:
         """Pack or hash all links; return the seconds spent on registering parameters that are read in place."""
-        links = self._links
+        links = self.links
         programs = tuple(p for p in links.written if self._relays.planned_for(p.peer) == p.peer)
-        if self._packer.slot.arena is None and not self._packer.holds(programs):
+        if self.packer.slot.arena is None and not self.packer.holds(programs):
             # The arena was abandoned and there was no memory for a new one; try again.
-            self._packer.fit(programs)
+            self.packer.fit(programs)
         sources, registered_s = addresses_of(located), 0.0
         if self.replica is None:
             registered_s = self._registered.cover(located[i] for i in links.read_in_place)
         else:
             sources = self.replica.take(sources)
-        self._packer.sources = sources
-        if self._packer.holds(programs):
+        self.packer.sources = sources
+        if self.packer.holds(programs):
             offset = 0
             for program in programs:
                 self._offsets[program.peer] = offset
                 self._digests[program.peer], offset = self._pack(program, offset)
         else:
-            self._digests |= self._packer.hash_links(programs, self._pool)
+            self._digests |= self.packer.hash_links(programs, self._pool)
         return registered_s
 
     def write(
@@ -323,12 +327,12 @@ class Sender:
             TransferOutcomeUnknown: the GPU reports an error, and stores that were queued earlier may still run.
         """
         with self._lock:
-            check_destinations(self._links.programs, destinations)
+            check_destinations(self.links.programs, destinations)
             deadline = Deadline.after(deadline_s, "write")
-            stores, far = self._stores, [name for name in destinations if name in self._links.peers]
+            stores, far = self._stores, [name for name in destinations if name in self.links.peers]
             if stores is None or len(far) == len(destinations):
                 return self._write(far, deadline)
-            near = [name for name in destinations if name not in self._links.peers]
+            near = [name for name in destinations if name not in self.links.peers]
             store = partial(stores.write, version, near, deadline, self.replica)
             if not far:
                 return store()
@@ -351,9 +355,9 @@ class Sender:
             TransferOutcomeUnknown: bytes may still land, and the outcome per link is not known.
         """
         with self._lock:
-            check_destinations(self._links.programs, destinations)
+            check_destinations(self.links.programs, destinations)
             deadline = Deadline.after(deadline_s, "write")
-            arena = self._packer.slot.arena
+            arena = self.packer.slot.arena
             self._sent.update(name for name in destinations if name in self._relays.groups)
             return self._relays.write(
                 destinations,
@@ -376,7 +380,7 @@ class Sender:
             if self.replica is not None:
                 self.replica.close()
             self._unbind()
-            self._packer.close()
+            self.packer.close()
             self._registered.cover(())
 
     # --- links and relays --------------------------------------------------------------------
@@ -411,7 +415,7 @@ class Sender:
 
     def _unbind(self) -> None:
         self._relays.close()
-        self._links = self._links.none()
+        self.links = self.links.none()
         self._forget()
 
     def _forget(self) -> None:
@@ -426,11 +430,11 @@ class Sender:
     def _pack(self, program: LinkProgram, offset: int) -> tuple[str, int]:
         """Pack and hash a link at `offset`; return its digest and the offset of the next link."""
         peer = program.peer
-        pack, digest, after = self._packer.pack(program, offset)
+        pack, digest, after = self.packer.pack(program, offset)
         if relayed := self._relays.groups.get(peer):
-            relayed.keep(self._packer.memory, self._packer.sources, pack, digest)
+            relayed.keep(self.packer.memory, self.packer.sources, pack, digest)
         else:
-            self._ready[peer] = self._packer.link_to(self._links.peers[peer], program, pack, digest)
+            self._ready[peer] = self.packer.link_to(self.links.peers[peer], program, pack, digest)
         return digest, after
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
@@ -442,9 +446,7 @@ class Sender:
         for name in names:
             planned = self._relays.planned_for(name)
             if planned in self._offsets and planned not in found:
-                found[planned], _ = self._pack(
-                    self._links.programs[planned], self._offsets[planned]
-                )
+                found[planned], _ = self._pack(self.links.programs[planned], self._offsets[planned])
             if planned in found and found[planned] != self._digests[planned]:
                 reason = "the weights have changed since this version was prepared"
                 lost[name] = failed_link(name, reason)
@@ -460,7 +462,7 @@ class Sender:
         Return the outcome of each link, and the seconds from the start of the first write to the
         end of the last write.
         """
-        began, arena = time.perf_counter(), self._packer.slot.arena
+        began, arena = time.perf_counter(), self.packer.slot.arena
         writes = {
             name: submit(self._pool, self._write_batches, link.batches, deadline)
             for name, link in ready.items()
@@ -486,7 +488,7 @@ class Sender:
         if digest is None:
             reason = "write: this version is not prepared; call `prepare` first"
             return failed_link(name, reason), 0.0, 0.0
-        ring = self._packer.ring(self._links.programs[name], self._links.peers[name])
+        ring = self.packer.ring(self.links.programs[name], self.links.peers[name])
         in_flight: Future[float] | None = None
         began, waited, wire_s = time.perf_counter(), 0.0, 0.0
         try:
@@ -515,7 +517,7 @@ class Sender:
         if written is None and not isinstance(error, WindlassError):
             _log.error("packing for %s failed", name, exc_info=error)
             return failed_link(name, f"{type(error).__name__}: {error}")
-        return self._failed(name, error if written is None else written, self._packer.slot.arena)
+        return self._failed(name, error if written is None else written, self.packer.slot.arena)
 
     # --- both --------------------------------------------------------------------------------
 
@@ -528,7 +530,7 @@ class Sender:
         return time.perf_counter() - began
 
     def _succeeded(self, name: str, digest: str, wire_s: float) -> LinkOutcome:
-        nbytes = self._links.programs[name].nbytes
+        nbytes = self.links.programs[name].nbytes
         return LinkOutcome(name, LinkStatus.OK, nbytes, digest, wire_s=wire_s)
 
     def _failed(self, name: str, error: BaseException, arena: Buffer | None) -> LinkOutcome:
@@ -547,7 +549,7 @@ class Sender:
             finally:
                 # Even without memory for a new replica, the arena may still be read and must
                 # be abandoned.
-                self._packer.abandon(renew=renew)
+                self.packer.abandon(renew=renew)
 
     def _abandon(self, arena: Buffer | None) -> None:
         if self.replica is not None:
@@ -555,10 +557,10 @@ class Sender:
             # round would overwrite it.
             self.replica.in_doubt = True
             return
-        if arena is not None and arena is self._packer.slot.arena:
+        if arena is not None and arena is self.packer.slot.arena:
             self._forget_packed()
             try:
-                self._packer.abandon()
+                self.packer.abandon()
             except (WindlassError, OSError, MemoryError):
                 # Report the outcome of this link anyway. Later links report that there is no arena.
                 _log.exception("%s: no memory for another arena", self.manifest.worker)

@@ -17,7 +17,7 @@ import errno
 import itertools
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar, final
 
@@ -77,7 +77,7 @@ def write_process_memory(
         left = int(nbytes[part].sum())
         while left:
             deadline.check_before_more()
-            done = _writev(pid, ours, theirs)
+            done = writev(pid, ours, theirs)
             if done == 0:
                 raise OSError(errno.EIO, "process_vm_writev wrote nothing")
             left -= done
@@ -105,7 +105,7 @@ _process_vm_writev.argtypes = [
 ]
 
 
-def _writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -> int:
+def writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -> int:
     """Call `process_vm_writev` once and return the bytes written. Only this function turns errno into an exception."""
     done = int(
         _process_vm_writev(
@@ -142,7 +142,8 @@ class CmaTransport(RegionTransport):
         if num_threads < 1:
             raise ConfigError(f"cma: num_threads must be >= 1, got {num_threads}")
         self._num_threads = num_threads
-        self._helpers = ThreadPoolExecutor(max(num_threads - 1, 1), "windlass-cma")
+        self.helpers: Executor = ThreadPoolExecutor(max(num_threads - 1, 1), "windlass-cma")
+        """Threads that share the copying of a batch with the calling thread."""
         _probe()
         let_peers_write()
         self._own, self._peers = OwnProcess("cma"), PeerProcesses()
@@ -154,7 +155,7 @@ class CmaTransport(RegionTransport):
     def close(self) -> None:
         self._own.close()
         super().close()
-        self._helpers.shutdown(wait=True)
+        self.helpers.shutdown(wait=True)
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         pid = self._peers.check(batch.endpoint)
@@ -172,7 +173,7 @@ class CmaTransport(RegionTransport):
         num_parts = max(min(self._num_threads, total // MIN_THREAD_NBYTES), 1)
         parts = list(_shares(pieces, total, num_parts))
         jobs = [partial(write_process_memory, pid, *part, deadline) for part in parts]
-        share(jobs, self._helpers, len(jobs) - 1)
+        share(jobs, self.helpers, len(jobs) - 1)
 
 
 def _shares(pieces: Pieces, total: int, num_parts: int) -> Iterator[Pieces]:

@@ -376,6 +376,9 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         step_nbytes: largest size of one registration; a larger region is registered in steps. 0 for no
             limit.
         limits: limits of one native call.
+
+    Attributes:
+        peers: peers to which this transport has written and which have not ended.
     """
 
     def __init__(
@@ -387,7 +390,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
     ) -> None:
         super().__init__(endpoint)
         self._liveness, self._step_nbytes, self._limits = liveness, step_nbytes, limits
-        self._peers: dict[PeerEndpoint, PeerT] = {}
+        self.peers: dict[PeerEndpoint, PeerT] = {}
         self._closed = False
 
     def close(self) -> None:
@@ -396,17 +399,17 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             if self._closed:
                 return
             self._closed = True
-            spans = self._table.spans()
-            self._table.clear()
-            for peer in self._peers.values():
+            spans = self.table.spans()
+            self.table.clear()
+            for peer in self.peers.values():
                 peer.is_closed = True
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             peer.close()
         self._liveness.close()
         with self._lock, self._current():
             self._free_untouched(keep=True)
             self._close_library(spans)
-            self._peers = {}
+            self.peers = {}
 
     @abstractmethod
     def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
@@ -447,7 +450,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         return endpoint
 
     def _is_touched(self, region: MemoryRegion) -> bool:
-        return any(peer.touches(region) for peer in self._peers.values())
+        return any(peer.touches(region) for peer in self.peers.values())
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         peer = self._peer(batch.endpoint, deadline)
@@ -458,16 +461,16 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
     def _peer(self, endpoint: PeerEndpoint, deadline: Deadline) -> PeerT:
         """Return the object for the calls to a peer, which must be alive. Create the object at the first write."""
         with self._lock:
-            found = self._peers.get(endpoint)
+            found = self.peers.get(endpoint)
         if found is None:
             liveness = PeerLiveness(self._listener_of(endpoint), deadline)
             try:
                 with self._lock:
                     self._refuse_closed(deadline)
                     self._forget_ended()
-                    found = self._peers.get(endpoint)
+                    found = self.peers.get(endpoint)
                     if found is None:
-                        found = self._peers[endpoint] = self._new_peer(endpoint, liveness)
+                        found = self.peers[endpoint] = self._new_peer(endpoint, liveness)
             finally:
                 if found is None or found.liveness is not liveness:
                     liveness.close()
@@ -487,9 +490,9 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
 
         A thread that is about to write to such a peer gets an error from `refuse_open`.
         """
-        for endpoint, peer in list(self._peers.items()):
+        for endpoint, peer in list(self.peers.items()):
             if peer.liveness.has_ended(reconnect=False) and not (peer.is_in_use or peer.is_open()):
-                del self._peers[endpoint]
+                del self.peers[endpoint]
                 peer.close()
 
     def _starts(self, address: int, nbytes: int) -> list[int]:
@@ -508,7 +511,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         """Yield the pieces of each native call. Each piece is within one local and one remote registration."""
         pieces = cut_at_edges(
             merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
-            local=[edge for span in self._table.spans() for edge in self._starts(*span)],
+            local=[edge for span in self.table.spans() for edge in self._starts(*span)],
             remote=[
                 edge
                 for region, step in zip(batch.regions, remote_steps, strict=True)

@@ -111,7 +111,7 @@ class OwnProcess:
     def __init__(self, transport: str) -> None:
         self.endpoint = own_endpoint(transport)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(_name_of(self.endpoint))
+        self._listener.bind(socket_name_of(self.endpoint))
         self._listener.listen(128)
         self._closed = threading.Event()
         _OWN.add(self.endpoint)
@@ -172,7 +172,7 @@ def _prove(peer: PeerEndpoint, pid: int) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(PROVE_S)
         try:
-            client.connect(_name_of(peer))
+            client.connect(socket_name_of(peer))
         except OSError as error:
             raise PeerUnreachable(f"{what}, but its socket cannot be reached: {error}") from error
         asked = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -181,6 +181,7 @@ def _prove(peer: PeerEndpoint, pid: int) -> None:
         raise PeerUnreachable(f"{what}, but pid {listening} listens at its socket")
 
 
-def _name_of(peer: PeerEndpoint) -> str:
+def socket_name_of(peer: PeerEndpoint) -> str:
+    """Return the name of the abstract Unix socket on which a process proves that it is `peer`."""
     digest = hashlib.sha256(f"{peer.transport} {peer.incarnation}".encode()).hexdigest()
     return f"\0windlass-{digest}"

@@ -21,7 +21,7 @@ from windlass.transports.base import (
 from windlass.transports.regions import RegionTable, check_batch
 
 _log = logging.getLogger(__name__)
-_KEPT: list[Callable[[], None]] = []
+NEVER_FREED: list[Callable[[], None]] = []
 """Functions that would free memory which unfinished calls may use. They are kept, never called, so
 that the memory stays allocated until the process ends."""
 
@@ -39,7 +39,8 @@ class RegionTransport(OneSidedTransport):
         self._endpoint = endpoint
         # Reentrant, because `released` may free an allocation of this transport, and freeing takes the lock.
         self._lock = threading.RLock()
-        self._table = RegionTable()
+        self.table = RegionTable()
+        """Registered regions."""
         self._deferred: list[tuple[MemoryRegion, Callable[[], None]]] = []
         """Unregistered regions that unfinished calls use, each with the function that frees it later."""
 
@@ -49,10 +50,10 @@ class RegionTransport(OneSidedTransport):
     def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
         with self._lock, self._current():
             # Check before the library registers anything.
-            self._table.check_free(spans)
+            self.table.check_free(spans)
             keys = self._register_all(spans)
             regions = tuple(map(self._region, spans, keys))
-            self._table.add(*regions)
+            self.table.add(*regions)
         return regions
 
     def _region(self, span: tuple[int, int], key: str) -> MemoryRegion:
@@ -60,7 +61,7 @@ class RegionTransport(OneSidedTransport):
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         with self._lock, self._current():
-            self._table.remove(region)
+            self.table.remove(region)
             later = [free for free in (self._unregister(region), released) if free is not None]
             if later:
                 self._deferred.append((region, partial(_call_each, later)))
@@ -76,7 +77,7 @@ class RegionTransport(OneSidedTransport):
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """Check and write a batch. Then free unregistered regions that no unfinished call uses any more."""
         name = self._endpoint.transport
-        check_batch(self._table, batch, name)
+        check_batch(self.table, batch, name)
         deadline = Deadline.after(deadline_s, f"{name} write to {batch.endpoint.address}")
         with self._current():
             try:
@@ -88,7 +89,7 @@ class RegionTransport(OneSidedTransport):
 
     def close(self) -> None:
         with self._lock:
-            self._table.clear()
+            self.table.clear()
 
     def _free_untouched(self, *, keep: bool = False) -> None:
         """Free the unregistered regions that no unfinished call uses any more. The caller holds the lock.
@@ -108,9 +109,9 @@ class RegionTransport(OneSidedTransport):
             # running `write` or `close` must not fail.
             except Exception:  # noqa: BLE001
                 _log.exception("%s: memory cannot be freed", self._endpoint.transport)
-                _KEPT.append(released)
+                NEVER_FREED.append(released)
         if keep:
-            _KEPT.extend(released for _, released in self._deferred)
+            NEVER_FREED.extend(released for _, released in self._deferred)
             self._deferred = []
 
     @abstractmethod

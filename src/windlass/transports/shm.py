@@ -109,7 +109,7 @@ class ShmTransport(RegionTransport):
             segment = self._segments.get(address)
             if segment is None:
                 raise RegionError(f"release: address must come from allocate, got {address:#x}")
-            for start, nbytes in self._table.spans():
+            for start, nbytes in self.table.spans():
                 if start < address + segment.nbytes and address < start + nbytes:
                     raise RegionError(f"release: memory at {address:#x} must be unregistered first")
             del self._segments[address]

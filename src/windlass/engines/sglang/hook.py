@@ -42,7 +42,7 @@ pause yet.
 
 
 @dataclass(slots=True)
-class _Rank:
+class SglangRank:
     """State of this rank's process, which has one model.
 
     Attributes:
@@ -57,7 +57,8 @@ class _Rank:
     namespace: str = ""
 
 
-_rank = _Rank()
+this_rank = SglangRank()
+"""State of the rank that runs in this process."""
 
 
 def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -78,7 +79,7 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
             # An exception would end SGLang's loop, and the server with it.
             except Exception as error:  # noqa: BLE001
                 _log.exception("rank %s: pause %s", rank, order.pause_id)
-                _rank.engine_rank.gate.fail(order.pause_id, _as_refusal(error))
+                this_rank.engine_rank.gate.fail(order.pause_id, _as_refusal(error))
             else:
                 _rest(order)
         case Digests():
@@ -94,9 +95,9 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
 def _rest(order: Quiesce) -> None:
     """Report to the agent that the main loop is quiesced; block the loop if the order says so."""
     if order.blocked_s is None:
-        _rank.engine_rank.gate.quiesced(order.pause_id)
+        this_rank.engine_rank.gate.quiesced(order.pause_id)
     else:
-        _rank.engine_rank.gate.block(order.pause_id, order.blocked_s, LONGEST_BLOCK_S)
+        this_rank.engine_rank.gate.block(order.pause_id, order.blocked_s, LONGEST_BLOCK_S)
 
 
 def _as_refusal(error: Exception) -> WindlassError:
@@ -147,7 +148,7 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
     """
     settings = order.settings
     if order.step is RankStep.JOIN:
-        _rank.engine_rank.join(settings, rank, secrets.token)
+        this_rank.engine_rank.join(settings, rank, secrets.token)
         return b""
     alone = order.num_stages == 1 and settings.world_size == dist.get_world_size()
 
@@ -159,25 +160,25 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
         found, untouched = capture_on_every_rank(lambda: _layout_of(model, order, rank), every)
         # Updates write the model's memory only, and no buffers.
         plain = not found.repacked and not found.recomputed
-        _rank.can_block = every(plain and untouched)
+        this_rank.can_block = every(plain and untouched)
         return found
 
     def api() -> SglangApi:
         return SglangApi(
             secrets.server(settings.url),
             settings.world_size,
-            _rank.engine_rank.gate,
-            blocks=_rank.can_block,
+            this_rank.engine_rank.gate,
+            blocks=this_rank.can_block,
             num_stages=order.num_stages,
         )
 
-    _separate_caches()
+    separate_caches()
     return_sampled_logprobs()
-    return msgspec.json.encode(_rank.engine_rank.capture(settings, rank, captured, api))
+    return msgspec.json.encode(this_rank.engine_rank.capture(settings, rank, captured, api))
 
 
 def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured, bool]:
-    """Return the captured layout, and the result of `_orders_change_nothing`."""
+    """Return the captured layout, and the result of `orders_change_nothing`."""
     settings = order.settings
     captured = capture(
         model,
@@ -187,8 +188,8 @@ def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured
         reference=started_with(settings),
         made_up=settings.made_up,
     )
-    untouched = _orders_change_nothing(model)
-    if order.num_stages > 1 and _has_sessions() and not untouched:
+    untouched = orders_change_nothing(model)
+    if order.num_stages > 1 and has_sessions() and not untouched:
         raise UnsupportedLayout(
             "pp: must be 1 for this model: SGLang repacks its weights before and after an order, and "
             "answers the order before later stages have finished"
@@ -196,21 +197,21 @@ def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured
     return captured, untouched
 
 
-def _has_sessions() -> bool:
+def has_sessions() -> bool:
     """Return whether this release unpacks weights before an order and repacks them after; 0.5.16 does not."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     return "restore_weights_before_loading" in vars(DefaultModelLoader)
 
 
-def _orders_change_nothing(model: torch.nn.Module) -> bool:
+def orders_change_nothing(model: torch.nn.Module) -> bool:
     """Return True if SGLang changes no tensor when it repacks weights after an order, or unpacks them before an order.
 
     Call this during an order, when weights are unpacked.
     """
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    if not _has_sessions():
+    if not has_sessions():
         return True
     device = next(model.parameters()).device
     before = Snapshot(model, copies=True)
@@ -236,7 +237,7 @@ def load_again(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     device = next(model.parameters()).device
-    if not _has_sessions():
+    if not has_sessions():
         DefaultModelLoader.load_weights_and_postprocess(model, weights, device)
         return
     DefaultModelLoader.restore_weights_before_loading(model, device)
@@ -249,7 +250,7 @@ _FOLLOWS = "windlass_follows"
 _NO_NAMESPACES = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
 
 
-def _separate_caches() -> None:
+def separate_caches() -> None:
     """Patch SGLang so that a request finds only prefix-cache entries of the weights with which it starts.
 
     The patched `Req.init_next_round_input` adds the namespace of the current weights to a request's `extra_key`, which is
@@ -280,9 +281,9 @@ def _separate_caches() -> None:
     def begin_in_namespace(
         request: Any, tree_cache: object = None, cow_mamba: bool | None = None
     ) -> None:
-        if tree_cache is not None and _rank.namespace:
+        if tree_cache is not None and this_rank.namespace:
             own = vars(request).setdefault(_OWN_KEY, request.extra_key)
-            request.extra_key = f"{_rank.namespace}:{own or ''}"
+            request.extra_key = f"{this_rank.namespace}:{own or ''}"
         begin(request, tree_cache, cow_mamba)
 
     vars(begin_in_namespace)[_FOLLOWS] = True
@@ -291,7 +292,7 @@ def _separate_caches() -> None:
 
 def _outdate_caches(namespace: str) -> None:
     """Set the namespace of later requests, so that they do not use existing cache entries."""
-    _rank.namespace = namespace
+    this_rank.namespace = namespace
     # The embedding cache has no namespaces. It is in `mm_schedule` in 0.5.23, and in `mm_utils` in 0.5.16.
     for module in ("mm_schedule", "mm_utils"):
         found = sys.modules.get(f"sglang.srt.managers.{module}")
@@ -309,7 +310,7 @@ def _quiesce(namespace: str) -> None:
         UnsupportedLayout: see `Captured.look`.
     """
     _outdate_caches(namespace)
-    _rank.engine_rank.captured.look()
+    this_rank.engine_rank.captured.look()
     if torch.cuda.is_available():
         # The last step may still run on the GPU.
         torch.cuda.synchronize()

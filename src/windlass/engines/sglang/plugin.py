@@ -127,18 +127,18 @@ def _prepare(server_args: Any) -> None:
     if not _first("prepare"):
         return
     if settings.node_rank:
-        _have_ranks_know_the_token()
+        check_ranks_have_the_token()
         return
     from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 
-    member = _Member(settings)
+    member = SglangMember(settings)
     reach_replicas(TokenizerControlMixin)
     _stand_in_front(http_server, member, member.token if settings.nnodes > 1 else "")
     if member.controller != WAIT:
         _call_when_warm(member.join_at_start)
 
 
-def _have_ranks_know_the_token() -> None:
+def check_ranks_have_the_token() -> None:
     """Check that ranks on this host can read the token with which they authenticate to the first host.
 
     Raises:
@@ -222,7 +222,7 @@ def reach_replicas(mixin: Any) -> None:
     mixin.update_weights_from_tensor, mixin.flush_cache = update_weights_from_tensor, flush_cache
 
 
-def _stand_in_front(http_server: ModuleType, member: _Member, token: str) -> None:
+def _stand_in_front(http_server: ModuleType, member: SglangMember, token: str) -> None:
     """Wrap SGLang's ASGI application in Windlass's middleware, outside all middleware that SGLang adds later.
 
     Args:
@@ -260,7 +260,7 @@ def _call_when_warm(action: Callable[[], None]) -> None:
 
 
 @final
-class _Member(Member):
+class SglangMember(Member):
     """`Member` for an SGLang server.
 
     Args:

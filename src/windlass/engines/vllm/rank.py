@@ -61,13 +61,13 @@ def capture_rank(
     )
 
     model, draft = served_by(worker), _draft_of(worker)
-    direct, counts = _DirectCopies(model), _Known()
+    direct, counts = _DirectCopies(model), SeenTensors()
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         drafts: list[tuple[str, torch.Tensor]] = []
         if draft is not None:
             weights = _set_aside(worker, weights, drafts)
-        with reloading(model), direct.where_needed(), _counted_once(counts):
+        with reloading(model), direct.where_needed(), counted_once(counts):
             worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
             if draft is not None and drafts:
                 _reload_draft(worker, draft, drafts)
@@ -251,13 +251,14 @@ class _DirectCopies(TorchFunctionMode):
 
 
 _Count = Callable[[Any, inspect.BoundArguments], tuple[int, object]]
-_Known = dict[tuple[object, ...], tuple[int, object]]
+SeenTensors = dict[tuple[object, ...], tuple[int, object]]
+"""Cached counts of elements, as `counted_once` fills and reads them."""
 _NUMBER_IN_PATH = re.compile(r"\.\d+\.")
 """Index of a layer or an expert in a parameter's path. A weight loader gets the expert's index as an argument, too."""
 
 
 @contextmanager
-def _counted_once(known: _Known) -> Iterator[None]:
+def counted_once(known: SeenTensors) -> Iterator[None]:
     """Cache vLLM's counts of the elements that a weight loader copies, in the `with` block.
 
     vLLM's reload (0.24, 0.32) post-processes a layer when all elements of the layer have arrived. To count elements, it

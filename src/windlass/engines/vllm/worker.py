@@ -45,7 +45,7 @@ _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE:
 class VllmApi:
     """`EngineApi` that uses the routes of `VLLM_SERVER_DEV_MODE=1`.
 
-    `can_block` and `stamps` are the results of `_can_block` and `stamps_tokens`. `core` has calls into the EngineCore of
+    `can_block` and `stamps` are the results of `may_block` and `stamps_tokens`. `core` has calls into the EngineCore of
     this process if the server has one rank; it is None if `/collective_rpc` must call the methods of several workers.
     """
 
@@ -107,7 +107,7 @@ def _own_api(worker: Worker, settings: AgentSettings) -> VllmApi:
     """Return the `EngineApi` with which rank 0 pauses its own server. Rank 0 reads the server's key on its host."""
     return VllmApi(
         EngineHttp(settings.url, saved_key(settings.url)),
-        can_block=_can_block(worker.parallel_config),
+        can_block=may_block(worker.parallel_config),
         stamps=stamps_tokens(),
         core=core_calls() if settings.world_size == 1 else None,
     )
@@ -156,7 +156,7 @@ def block_loop(worker: Worker, pause_id: str, deadline_s: float) -> None:
     rank.gate.block(pause_id, deadline_s)
 
 
-def _can_block(parallel: Any) -> bool:
+def may_block(parallel: Any) -> bool:
     """Return whether the agent may block the main loop of a rank between two steps.
 
     Return False with pipeline stages or with replicas of a MoE model, because another rank may be in a step that waits

@@ -131,10 +131,10 @@ class RayBackend(ClusterBackend):
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
         launcher = self._launcher_of[spec.name] = self._launchers[reservation][spec.node]
         # This wait needs no deadline: the caller's deadline on `wait_healthy` limits the time in the queue.
-        await _answer(launcher.open.remote(), None)
+        await answer_of(launcher.open.remote(), None)
         told = {**spec.environment, **first_node(spec, self._address_of(reservation))}
         spec = msgspec.structs.replace(spec, environment=told)
-        pid: int = await _answer(launcher.launch.remote(reservation, spec))
+        pid: int = await answer_of(launcher.launch.remote(reservation, spec))
         return pid
 
     def _address_of(self, reservation: str) -> str:
@@ -146,14 +146,14 @@ class RayBackend(ClusterBackend):
         return next(str(n["NodeManagerAddress"]) for n in ray.nodes() if n["NodeID"] == first)
 
     async def wait(self, name: str) -> int:
-        code: int = await _answer(self._launcher_of[name].wait.remote(name), None)
+        code: int = await answer_of(self._launcher_of[name].wait.remote(name), None)
         return code
 
     async def signal(self, name: str, signal_number: int) -> None:
-        await _answer(self._launcher_of[name].signal.remote(name, signal_number))
+        await answer_of(self._launcher_of[name].signal.remote(name, signal_number))
 
     async def log_tail(self, name: str, num_lines: int) -> str:
-        return str(await _answer(self._launcher_of[name].log_tail.remote(name, num_lines)))
+        return str(await answer_of(self._launcher_of[name].log_tail.remote(name, num_lines)))
 
     async def release(self, reservation: str) -> None:
         import ray
@@ -179,10 +179,10 @@ class RayBackend(ClusterBackend):
 async def _close(launcher: Any) -> None:
     """End the processes of a launcher. Ignore a launcher that is queued or dead, because it has no processes."""
     with contextlib.suppress(PeerUnreachable, PeerTimeout):
-        await _answer(launcher.close.remote(), 2.0)
+        await answer_of(launcher.close.remote(), 2.0)
 
 
-async def _answer(call: Awaitable[Any], deadline_s: float | None = CALL_DEADLINE_S) -> Any:
+async def answer_of(call: Awaitable[Any], deadline_s: float | None = CALL_DEADLINE_S) -> Any:
     """Wait for the answer of an actor call; return it.
 
     Args:

@@ -140,7 +140,7 @@ def shared_gpu(ordinal: int) -> Gpu:
 
 
 @final
-class _Waits:
+class WaitThreads:
     """Threads for driver calls that wait without a deadline. An idle thread is used again.
 
     Daemon threads: a driver call that hangs cannot be cancelled and must not block process exit.
@@ -182,4 +182,4 @@ class _Waits:
             del wait, over, failure
 
 
-_waits = _Waits()
+_waits = WaitThreads()

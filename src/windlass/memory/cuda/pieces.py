@@ -108,7 +108,7 @@ def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
     for op in program.ops:
         shape = kind_of(op), op.sizes, op.src_sizes, op.src_strides, op.dst_strides
         if shape not in cut:
-            cut[shape] = _cut_op(op, at_source=at_source)
+            cut[shape] = cut_op(op, at_source=at_source)
         pieces = cut[shape].copy()
         pieces["src"] += np.uint64(op.src_offset)
         pieces["dst"] += np.uint64(op.dst_offset)
@@ -158,7 +158,7 @@ def store_packed(pieces: StructuredArray, first: int, address: int) -> None:
     pieces["dst_pitch"] = pieces["pos_pitch"]
 
 
-def _cut_op(op: BoundOp, *, at_source: bool) -> StructuredArray:
+def cut_op(op: BoundOp, *, at_source: bool) -> StructuredArray:
     """Cut an op. `src` and `dst` count from the op's offsets, and `pos` from the start of the op's payload."""
     match op.transform:
         case Transform.NONE:

@@ -50,7 +50,8 @@ _DEFAULTS = {
     # end.
     "MC_SLICE_TIMEOUT": "30",
 }
-_VERBS = "/dev/infiniband/uverbs"
+VERBS = "/dev/infiniband/uverbs"
+"""Beginning of the paths of RDMA devices."""
 _MARK = signal.SIGIO
 _MAX_MR_SIZE_OFFSET = 64 + 8 + 8
 """Offset in `ibv_device_attr`: char fw_ver[64], two GUIDs of 8 bytes, then uint64 max_mr_size."""
@@ -141,10 +142,10 @@ def start_engine(host: str, device: str, protocol: MooncakeProtocol) -> Started:
     asked = "tcp" if protocol is MooncakeProtocol.AUTO else protocol.value
     # Start one engine at a time, so that all devices and ports opened during its start belong to it.
     with OPENING:
-        _open_devices(mark=True)
+        open_devices(mark=True)
         listened = listening_ports()
         code = engine.initialize(host, "P2PHANDSHAKE", asked, device)
-        nics = sorted(_open_devices(mark=False))
+        nics = sorted(open_devices(mark=False))
         ports = listening_ports() - listened
     if code != 0:
         raise TransportUnavailable(
@@ -218,7 +219,7 @@ def _installed_version() -> str:
     return found[0]
 
 
-def _open_devices(*, mark: bool) -> set[str]:
+def open_devices(*, mark: bool) -> set[str]:
     """Return the RDMA devices that this process has opened and not yet marked.
 
     The mark is a signal number that is set on the open file (F_SETSIG) and never sent. File descriptor
@@ -233,15 +234,16 @@ def _open_devices(*, mark: bool) -> set[str]:
         # A descriptor may be closed after the listing, like the descriptor that was used for the listing.
         with contextlib.suppress(OSError):
             target, number = str(entry.readlink()), int(entry.name)
-            if not target.startswith(_VERBS) or fcntl.fcntl(number, fcntl.F_GETSIG) == _MARK:
+            if not target.startswith(VERBS) or fcntl.fcntl(number, fcntl.F_GETSIG) == _MARK:
                 continue
-            found.add(_device_name(target))
+            found.add(device_name(target))
             if mark:
                 fcntl.fcntl(number, fcntl.F_SETSIG, _MARK)
     return found
 
 
-def _device_name(verbs: str) -> str:
+def device_name(verbs: str) -> str:
+    """Return the name of the RDMA device at a path that begins with `VERBS`, such as `mlx5_0`."""
     name = Path("/sys/class/infiniband_verbs", Path(verbs).name, "ibdev")
     return name.read_text(encoding="ascii").strip()
 

@@ -372,6 +372,9 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
     the address at which peers read the token before they write, and the port of the liveness
     listener.
 
+    Attributes:
+        engines: running engines; a second one reaches a peer that restarted at the address of another.
+
     Raises:
         TransportUnavailable: Mooncake is not installed or too old, or it uses another wire than the
             configured one.
@@ -380,10 +383,10 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
     def __init__(self, config: MooncakeConfig) -> None:
         self._config = config
         self._started = started = start_engine(config.host, config.device, config.protocol)
-        self._engines = [_Engine(started)]
+        self.engines = [_Engine(started)]
         token = secrets.token_bytes(TOKEN_NBYTES)
         try:
-            self._token_page = self._engines[0].acquire_page()
+            self._token_page = self.engines[0].acquire_page()
         except PeerUnreachable as error:
             raise TransportUnavailable(str(error)) from error
         self._token_page[:TOKEN_NBYTES] = np.frombuffer(token, np.uint8)
@@ -417,7 +420,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
     def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
         steps = self._steps(spans)
         with ExitStack() as undo:
-            for engine in self._engines:
+            for engine in self.engines:
                 code = engine.pin(steps)
                 if code != 0:
                     (address, nbytes), what = spans[0], "is refused"
@@ -439,13 +442,13 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         self._unpin(region.address, region.nbytes)
 
     def _unpin(self, address: int, nbytes: int) -> None:
-        for engine in self._engines:
+        for engine in self.engines:
             engine.unpin(self._starts(address, nbytes))
 
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`. Over TCP, close all connections of peers; over RDMA, do nothing."""
         if not self._is_rdma():
-            ports = frozenset[int]().union(*(engine.started.ports for engine in self._engines))
+            ports = frozenset[int]().union(*(engine.started.ports for engine in self.engines))
             deadline = Deadline.after(deadline_s, "mooncake fence")
             end_connections(lambda own: own.getsockname()[1] in ports, deadline)
 
@@ -469,17 +472,17 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         An engine never forgets the data port of an address. A process that restarted on the same port
         can be reached only through another engine.
         """
-        for engine in self._engines:
+        for engine in self.engines:
             if engine.contacted.get(endpoint.address, endpoint) == endpoint:
                 return engine
         config = self._config
         engine = _Engine(start_engine(config.host, config.device, config.protocol))
-        steps = self._steps(self._table.spans())
+        steps = self._steps(self.table.spans())
         if steps and (code := engine.pin(steps)) != 0:
             raise RegionError(
                 f"mooncake: memory cannot be registered with another engine (code {code})"
             )
-        self._engines.append(engine)
+        self.engines.append(engine)
         return engine
 
 

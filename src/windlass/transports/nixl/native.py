@@ -245,11 +245,16 @@ def start_agent(
     with OPENING:
         path = settings["UCX_LOG_FILE"] = _log_file()
         with temporary_values(settings):
-            agent = _native_agent(name, wire, device)
+            agent = native_agent(name, wire, device)
     return agent, WireLog(name, Path(path.replace("%p", str(os.getpid())))), detail
 
 
-def _native_agent(name: str, wire: NixlWire, device: str) -> NativeAgent:
+def native_agent(name: str, wire: NixlWire, device: str) -> NativeAgent:
+    """Start and return NIXL's agent, with its UCX backend.
+
+    Raises:
+        TransportUnavailable: NIXL cannot be loaded, or UCX does not start.
+    """
     try:
         api = _module("_api")
     except ImportError as error:

@@ -75,7 +75,7 @@ CONNECTIONS = 3
 """Number of connections to a peer that one write tries before the peer counts as unreachable."""
 _MAX_KEY_CHARS = 1 << 20
 _WORD_NBYTES = np.array([8], np.uint64)
-_STRANDED: list[object] = []
+STRANDED: list[object] = []
 """Agents that were closed before their transfers had ended. Freeing such an agent would free memory that a late
 transfer may use."""
 
@@ -364,6 +364,9 @@ class NixlTransport(NetworkTransport[NixlPeer]):
     The address of an endpoint is the `host:port` of its liveness listener; its incarnation is the
     agent's random name. The key of a region contains NIXL's metadata.
 
+    Attributes:
+        tcp_fence: closes the TCP connections of UCX in this process.
+
     Raises:
         TransportUnavailable: NIXL is not installed, or UCX does not start with the configured wire.
             `write` also raises it, before the first byte, if UCX chooses another wire for a peer.
@@ -373,7 +376,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         self._config = config
         self._gpu = None if config.gpu < 0 else Device(config.gpu)
         name = secrets.token_hex(INCARNATION_NBYTES // 2)
-        self._fence = TcpFence(TCP_MARK)
+        self.tcp_fence = TcpFence(TCP_MARK)
         # UCX detects GPUs in the CUDA context of the thread that starts it.
         with self._current():
             native, log, self._detail = start_agent(name, config.wire, config.device, config.gpu)
@@ -398,7 +401,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         except RegionError as error:
             liveness.close()
             raise TransportUnavailable(f"nixl: no memory can be registered: {error}") from error
-        self._fence.spare_own_connections()
+        self.tcp_fence.spare_own_connections()
 
     @property
     def traits(self) -> TransportTraits:
@@ -462,19 +465,19 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         If the wire cannot be TCP, do nothing: writes over other wires end with the process that writes.
         """
         if may_use_tcp(self._config.wire):
-            self._fence.cut(Deadline.after(deadline_s, "nixl fence"))
+            self.tcp_fence.cut(Deadline.after(deadline_s, "nixl fence"))
 
     def _close_library(self, spans: Sequence[tuple[int, int]]) -> None:  # noqa: ARG002
         """See `NetworkTransport`. An agent with an unfinished write is kept until this process ends."""
-        peers = list(self._peers.values())
+        peers = list(self.peers.values())
         if any(peer.is_open() or peer.is_in_use for peer in peers):
-            _STRANDED.append((self._agent.native, peers, self._page))
+            STRANDED.append((self._agent.native, peers, self._page))
         else:
             for native in (*self._native.values(), self._scratch_native):
                 self._agent.native.deregister_memory(native)
             # Ends UCX's progress thread.
             del self._agent.native
-            self._fence.close()
+            self.tcp_fence.close()
         self._native.clear()
 
     def _new_peer(self, endpoint: PeerEndpoint, liveness: PeerLiveness) -> NixlPeer:
