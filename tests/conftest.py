@@ -6,15 +6,17 @@ their comparisons of live engines and trainers; the sums are the last line of th
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import hypothesis
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 # On a busy machine, an example may take any time.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -76,6 +78,7 @@ LONGEST = (
 )
 """Files that start first, so that no worker runs one alone at the end. Files with most tests follow."""
 
+GRACE_S = 60.0
 PROPERTY = "compared"
 COUNTS = Counter[str]()
 
@@ -93,6 +96,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         num_tests = Counter(item.path for item in items)
         turns = {Path(__file__).parent / name: turn for turn, name in enumerate(LONGEST)}
         items.sort(key=lambda i: (turns.get(i.path, len(turns)), -num_tests[i.path], i.path))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
+    """End the process of a test that still runs a minute after its timeout; print the stacks of all threads.
+
+    pytest-timeout raises an exception in the test. A test that blocks while it handles this exception, for example
+    because it joins a thread, would otherwise stop the whole run.
+    """
+    if not item.config.pluginmanager.hasplugin("timeout"):
+        return (yield)
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+    stderr = item.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
