@@ -639,7 +639,7 @@ class RolloutController:
                 room -= 1
             else:
                 return parked
-            if not self._hand_over(record, engines):
+            if not self._assign(record, engines):
                 # No worker can run this record, but the next dispatch may assign records after it.
                 self._life.park(record)
                 parked = True
@@ -665,7 +665,7 @@ class RolloutController:
             for record in reversed(list(islice(records.values(), room))):
                 self._table.move(record, State.QUEUED, front=True)
 
-    def _hand_over(self, record: Record, engines: Sequence[EngineTarget]) -> bool:
+    def _assign(self, record: Record, engines: Sequence[EngineTarget]) -> bool:
         workers = [w for w in self._workers.values() if w.can_run(record.work.workflow)]
         if not workers:
             return False

@@ -30,7 +30,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
         engine_grace_s: time that an engine may be unroutable before the controller retries its attempts on other
             engines.
         worker_lease_s: time without a message from a worker after which the controller sends a ping.
-        worker_grace_s: time after which the controller gives up an unreachable worker.
+        worker_grace_s: time after which the controller treats an unreachable worker as lost.
         on_abort: reaction of workers to an update that ends a generation early.
         carry_partial: whether a retry on another engine continues from the tokens of the failed attempt; an
             answer may then contain tokens of two engines.

@@ -78,7 +78,7 @@ class Lifecycle:
         identity: random id of the controller; a restarted controller with the same journal keeps the id.
         first_attempt: start of this process's attempt numbers, above all numbers of earlier processes.
         journal: journal of the transitions that a later process needs.
-        table: records of all rollouts, by place.
+        table: records of all rollouts, by state.
         newest_failure: reason of the newest failure or rejection; empty before the first.
         failed_alike: number of rollouts that failed since the last accepted answer because an engine refused
             the request or because the workflow kept raising the same exception.
@@ -260,7 +260,7 @@ class Lifecycle:
     def _oldest_token(self, record: Record) -> int | None:
         """Return the version of the oldest token of an attempt that starts now, or None if unknown.
 
-        An engine generates the first token of a plain prompt at once, with the current version. A workflow may
+        An engine generates the first token of a plain prompt immediately, with the current version. A workflow may
         do other work before it generates, so the version is unknown. With `OnAbort.RETRY` the version is
         unknown because a worker discards an attempt's tokens at every update and starts again.
         """
