@@ -107,7 +107,7 @@ class WeightUpdater:
         weights_getter, model_name, quantization_config: arguments of slime's own updaters; not used.
 
     Attributes:
-        weight_version: version of the last update. slime's actor sets the number to start from.
+        weight_version: version of the last update. slime's actor sets this attribute before the first update.
 
     Raises:
         ConfigError: `args.hf_checkpoint` has no config.json that names a `model_type`.

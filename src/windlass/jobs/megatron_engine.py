@@ -229,7 +229,10 @@ class MegatronEngine(TrainEngine):
     def _forward_step(
         self, num_pieces: int, pieces: Iterator[tuple[Samples, float]], chunk: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
-        """Run one micro-batch for Megatron's schedule, which divides each loss by the number of micro-batches."""
+        """Run one micro-batch, for Megatron's schedule.
+
+        The schedule divides each loss by the number of micro-batches, so the loss is first multiplied by this number.
+        """
         groups, weight = next(pieces)
         output, loss_of = self._forward(chunk, groups)
 

@@ -236,7 +236,7 @@ class CallThread:
             WindlassError: `call` raised. The message contains `what`.
         """
         result: Future[_T] = Future()
-        # The caller may be cancelled while the thread continues; `set_result` must still work then.
+        # Make the future uncancellable: if the caller is cancelled, the thread still calls `set_result`.
         result.set_running_or_notify_cancel()
         self._calls.put(partial(_run_into, result, contextvars.copy_context(), what, call))
         return await asyncio.wrap_future(result)
@@ -257,7 +257,7 @@ async def in_thread(what: str, call: Callable[[], _T]) -> _T:
         WindlassError: the code raised any exception, including SystemExit.
     """
     result: Future[_T] = Future()
-    # The caller may be cancelled while the thread continues; `set_result` must still work then.
+    # Make the future uncancellable: if the caller is cancelled, the thread still calls `set_result`.
     result.set_running_or_notify_cancel()
     run = partial(_run_into, result, contextvars.copy_context(), what, call)
     threading.Thread(target=run, name="recipe", daemon=True).start()

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 NUM_BEATS = 4
 """Number of requests and checks within `max_silence_s`."""
 BEAT_PATH = "/ping"
-"""Path requested from an engine's server. Every answer counts, 404 too, because a server that hangs sends none."""
+"""Path that the watch requests from an engine's server. Every answer shows that the server runs, even status 404."""
 
 
 @final
@@ -45,7 +45,7 @@ class SilenceWatch:
         self._beat_s = max_silence_s / NUM_BEATS
 
     async def until_silent(self, name: str, role: Access) -> str:
-        """Wait until an engine or worker, which has just started, has not answered for too long; return the reason."""
+        """Wait until the engine or worker `name`, which has just started, does not answer in time; return the reason."""
         clock = asyncio.get_running_loop().time
         answered_at, limit_s, what = clock(), self._start_deadline_s, "start_deadline_s"
         has_served = is_noted = False
@@ -57,7 +57,8 @@ class SilenceWatch:
                     limit_s, what = self._max_silence_s, "max_silence_s"
                     fault = await self._ask(http, name)
                     has_served |= not fault
-                    # The controller may have no route to an engine's server, which only workers need.
+                    # Ignore the server until it has answered once: the controller may have no route to the server,
+                    # because only workers need a route.
                     fault = fault if has_served else ""
                 if not fault:
                     if is_noted:

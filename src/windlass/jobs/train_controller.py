@@ -273,7 +273,7 @@ class TrainController:
 
         If all ranks send from replicas, this method returns as soon as the weights are copied. The next call of
         `publish` then first waits for the end of this update, and raises an error if the update failed. The first call
-        always waits until engines serve the version, because engines serve nothing before.
+        always waits until engines serve the version, because engines serve no version of this job before.
 
         Raises:
             ConfigError: this object has no coordinator.

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def measure_memcpy_gbps(nbytes: int = 256 << 20, repeats: int = 7) -> float:
-    """Return the median memcpy rate of one thread between two touched buffers.
+    """Return the median memcpy rate of one thread between two buffers in host memory.
 
     Args:
         nbytes: size of each buffer; must be well above the last-level cache, or the cache is measured.

@@ -65,7 +65,7 @@ class History:
         return at_s - self._points[-1].at_s >= self.interval_s
 
     def add(self, point: Point) -> None:
-        """Add the current counts; merge them into the newest point if its interval has not passed yet."""
+        """Add a point with the current counts. If the newest point is too close to the point before it, merge both."""
         points = self._points
         if len(points) > 1 and points[-1].at_s - points[-2].at_s < self.interval_s:
             points[-1] = _merged(points[-1], point)

@@ -49,7 +49,7 @@ class LiveView:
         self._console, self._draw = console, draw
         self._is_transient, self._fills_screen = is_transient, fills_screen
         self.is_drawn = is_wanted and can_draw(console)
-        # Guards each frame and each line: rich computes positions under its own lock, but writes without it.
+        # Held while a frame or a line is printed. rich's own lock does not suffice: rich releases it before it writes.
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._live: Live | None = None
         self._clock: threading.Thread | None = None

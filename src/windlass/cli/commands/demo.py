@@ -176,8 +176,8 @@ def _check_server_options(args: argparse.Namespace, transport: str) -> None:
 def _server(args: argparse.Namespace, folder: Path, name: str) -> EngineSection:
     """Return the section of an unmodified engine server.
 
-    Its Python is that of the virtual environment in `WINDLASS_<KIND>_VENV`. Without this variable it is the current
-    Python, or that of `.venv-<kind>` if the engine is not installed here.
+    The server runs in the virtual environment that `WINDLASS_<KIND>_VENV` names. Without this variable, the server runs
+    in the current environment, or in `.venv-<kind>` if the current environment lacks the engine.
     """
     kind, spec = args.engine, ENGINES.find(args.engine)
     on_gpu, environment = args.device == "cuda", {"TOKENIZERS_PARALLELISM": "false"}

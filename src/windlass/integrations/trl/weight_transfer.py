@@ -119,7 +119,7 @@ class WeightTransfer:
         Collective over the trainer ranks if `attach` was called.
 
         Raises:
-            ConfigError: the trainer has several ranks and did not call `attach`.
+            ConfigError: the trainer has several ranks, and `attach` was not called.
             WindlassError: any error of `WeightSync`.
         """
         if self._trainer is not None:

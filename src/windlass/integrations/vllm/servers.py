@@ -100,7 +100,7 @@ class VllmServers:
         return msgspec.json.decode(answer, type=_WorldSize).world_size
 
     def _when_listening(self, url: str, deadline_s: float, gives_up_at: float) -> bytes:
-        """Call `/get_world_size` until the server listens or `gives_up_at` (monotonic) has passed; return the answer."""
+        """Return the answer to `/get_world_size`. Retry while the server does not listen, until `gives_up_at` (monotonic)."""
         is_logged, pauses = False, BACKOFF.pauses()
         while True:
             try:

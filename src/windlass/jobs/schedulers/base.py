@@ -152,7 +152,7 @@ class ClusterBackend(Protocol):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
-    """Base class of the configurations of schedulers; `[scheduler]` in a job file."""
+    """Base class of scheduler configurations, the table `[scheduler]` of a job file."""
 
     @property
     def is_one_host(self) -> bool:

@@ -103,7 +103,7 @@ class SlurmSchedulerConfig(SlurmOptions, SchedulerConfig, frozen=True, tag="slur
 
     Attributes:
         options, srun_options, prefix, gpu_type: options of every process, see `SlurmOptions`.
-        host: address at which the nodes reach this host; empty for its host name.
+        host: address at which the nodes reach this host; empty for this host's name.
         processes: pattern of process names (`trainer-*`, `engine-a`, `worker-*`) -> additional options of these
             processes.
     """
@@ -276,7 +276,7 @@ class SlurmBackend(ClusterBackend):
             command=(
                 *("srun", f"--jobid={reservation}", "--overlap", "--nodes=1", "--ntasks=1"),
                 *(f"--relative={spec.node}", f"--job-name={spec.name}", "--export=ALL"),
-                # With fewer cores, Slurm would bind all overlapping steps to the same first cores.
+                # Give each step all cores of the job: with fewer, Slurm would bind all steps to the same first cores.
                 f"--cpus-per-task={job.num_cpus}",
                 *(*options.srun_options, "--", *sees, *options.prefix, *spec.command),
             ),
