@@ -104,7 +104,7 @@ class Operations:
     def _make_frame(self) -> None:
         """Encode the overview once for all open pages, and set the earliest time of the next frame.
 
-        The pause between frames grows with the time for encoding, which delays updates in the same event loop.
+        Encoding delays updates, which run in the same event loop. So a longer encoding causes a longer pause.
         """
         time = asyncio.get_running_loop().time
         began_at, self._frame_timer = time(), None

@@ -51,7 +51,7 @@ def server_urls(urls: Sequence[str]) -> tuple[str, ...]:
 
 @final
 class VllmServers:
-    """Servers that were started with `--weight-transfer-config '{"backend": "windlass"}'`.
+    """Client of servers that were started with `--weight-transfer-config '{"backend": "windlass"}'`.
 
     Every method blocks. Calls to several servers run in parallel. `world_size` and `init_weight_transfer_engine` raise
     an error if a server fails. All other methods log failures and return them as URL -> reason, so that a dead server

@@ -299,7 +299,7 @@ class Scheduler:
     async def _reserve(self, spec: ProcessSpec) -> _Process:
         if not spec.colocate_with:
             for other in self._processes.values():
-                # A process of this name was deleted, and the other process still uses its reservation.
+                # A process of this name was deleted, and `other` still uses the reservation of that process.
                 if other.reserved.name == spec.name and not other.ended.is_set():
                     spec.check_place(other.reserved)
                     return _Process(spec, other.reservation, other.reserved)
