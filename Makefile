@@ -88,9 +88,9 @@ test-long: setup
 	$(RUN) -m "long and not engines and not cluster" tests --ignore tests/trainers $(ARGS)
 
 # More Megatron-core layouts on four processes, and training steps of every model family. transformers gives the expected
-# logits, and mbridge is an independent converter.
+# logits. mbridge and mcore-bridge are independent converters, and their exporters are captured.
 test-megatron: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/converter mbridge==0.15.1 einops==0.8.2
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/converter mbridge==0.15.1 mcore-bridge==1.6.5 einops==0.8.2
 	PYTHONPATH=build/converter $(RUN) -m long tests/trainers $(ARGS)
 
 # Installs unmodified vLLM and SGLang for CPUs, each in its own environment; about 3 minutes each.

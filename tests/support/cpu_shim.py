@@ -66,6 +66,7 @@ class _OnCpu(TorchFunctionMode):
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
+        args = tuple("cpu" if isinstance(a, str) and a == "cuda" else a for a in args)
         return func(*args, **kwargs)
 
 

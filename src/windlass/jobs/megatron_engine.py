@@ -37,6 +37,7 @@ from windlass.jobs.fsdp_engine import (
 )
 from windlass.jobs.train_worker import TrainContext, TrainEngine
 from windlass.trainers.client import TrainerClient
+from windlass.trainers.exporter import Exporter
 from windlass.trainers.megatron import connect_megatron_trainer
 from windlass.transports.registry import TransportConfig
 
@@ -64,8 +65,10 @@ class MegatronEngine(TrainEngine):
         model: see `BuildChunk`. Called once per virtual stage, after Megatron's groups exist and seeds are set.
         optimizer: Megatron's configuration of the optimizer, including gradient clipping.
         forward: see `Forward`.
-        family: family of the checkpoint that engines serve, see `connect_megatron_trainer`.
-        vocab_size: vocabulary size of this checkpoint.
+        vocab_size: vocabulary size of the checkpoint that engines serve.
+        family: family of that checkpoint; see `connect_megatron_trainer`.
+        exporter: exporter of a converter; see `connect_megatron_trainer`. The engine calls it after it has created
+            Megatron's groups, so the function may create the converter.
         ddp: configuration of Megatron's data-parallel wrapper.
         lr_schedule: function that builds Megatron's schedule for the optimizer. The schedule is stepped by 1 after each
             optimizer step, and saved and loaded with the optimizer.
@@ -97,8 +100,9 @@ class MegatronEngine(TrainEngine):
         model: BuildChunk,
         optimizer: OptimizerConfig,
         forward: Forward,
-        family: str,
         vocab_size: int,
+        family: str | None = None,
+        exporter: Exporter | None = None,
         ddp: DistributedDataParallelConfig | None = None,
         lr_schedule: Callable[[MegatronOptimizer], OptimizerParamScheduler] | None = None,
         loss_mean: LossMean = LossMean.SAMPLES,
@@ -124,7 +128,7 @@ class MegatronEngine(TrainEngine):
                 f"config.variable_seq_lengths), got {seq_length} and {micro_batch_size} with {stages} stages"
             )
         self._config, self._build, self._forward = config, model, forward
-        self._family, self._vocab_size = family, vocab_size
+        self._family, self._exporter, self._vocab_size = family, exporter, vocab_size
         self._ddp = ddp or DistributedDataParallelConfig()
         self._options, self._build_lr_schedule = optimizer, lr_schedule
         self._loss_mean = take_name("MegatronEngine: loss_mean", loss_mean, LossMean)
@@ -173,6 +177,7 @@ class MegatronEngine(TrainEngine):
             self._client = connect_megatron_trainer(
                 self._chunks,
                 family=self._family,
+                exporter=self._exporter,
                 vocab_size=self._vocab_size,
                 controller=context.controller,
                 token=context.token,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from windlass.trainers.client import PendingUpdate as PendingUpdate
     from windlass.trainers.client import TrainerClient as TrainerClient
     from windlass.trainers.client import TrainerWeights as TrainerWeights
+    from windlass.trainers.exporter import Exporter as Exporter
     from windlass.trainers.fsdp import connect_trainer as connect_trainer
     from windlass.trainers.megatron import check_whole as check_whole
     from windlass.trainers.megatron import connect_megatron_trainer as connect_megatron_trainer

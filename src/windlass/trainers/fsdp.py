@@ -6,6 +6,7 @@ import glob
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import StackedRule
 from windlass.memory.cuda.driver import gpu_of
 from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.exporter import Exporter, exported_manifest
 from windlass.transfer.dtensor import (
     HeldTensor,
     LiveTensors,
@@ -129,15 +131,28 @@ def describe_trainer(
     group: str,
     name_map: NameMap | None,
     stacked: Sequence[StackedRule] | None = None,
+    exporter: Exporter | None = None,
+    exporter_deadline_s: float = 60.0,
 ) -> TrainerWeights:
-    """Describe this rank's shards of `module`. Not collective. For arguments see `connect_trainer`.
+    """Describe this rank's shards of `module`. Collective only with `exporter`. For arguments see `connect_trainer`.
 
     Raises:
-        UnsupportedLayout: the placement of a DTensor cannot be described.
+        ConfigError: `exporter` is given with `name_map` or `stacked`.
+        UnsupportedLayout: the placement of a DTensor cannot be described; or see `captured_export`.
+        PeerTimeout: see `captured_export`.
     """
+    if exporter is not None and (name_map is not None or stacked is not None):
+        raise ConfigError(
+            "exporter: must be given without name_map and stacked, because it names all tensors; leave them out"
+        )
     worker = f"{group}/{dist.get_rank() if _is_distributed() else 0}"
-    manifest = describe_module(module, worker, Role.TRAINER, name_map=name_map, stacked=stacked)
     held = own_tensors(module, name_map, role=Role.TRAINER)
+    if exporter is None:
+        manifest = describe_module(module, worker, Role.TRAINER, name_map=name_map, stacked=stacked)
+    else:
+        manifest = exported_manifest(
+            held, partial(exporter, [module]), worker, deadline_s=exporter_deadline_s
+        )
     tensors = LiveTensors((module,), lambda: own_tensors(module, name_map), held)
     return TrainerWeights(
         manifest=manifest,
@@ -176,6 +191,7 @@ def connect_trainer(
     arena_nbytes: int = 0,
     name_map: NameMap | None = None,
     stacked: Sequence[StackedRule] | None = None,
+    exporter: Exporter | None = None,
     group: str = "trainer",
     replica: ReplicaPlace = ReplicaPlace.OFF,
     allow_unused: Sequence[str] = (),
@@ -184,7 +200,7 @@ def connect_trainer(
 ) -> TrainerClient:
     """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
 
-    Every trainer rank must call this; the call is not collective and gathers no weights. Rank and world size come from
+    Every trainer rank must call this; without `exporter`, it is not collective and gathers no weights. Rank and world size come from
     `torch.distributed` if it is initialised. WINDLASS_JOB identifies this start of the trainer ranks. If the variable is
     not set, the ranks share a random identity through the store of `torch.distributed`.
 
@@ -201,6 +217,8 @@ def connect_trainer(
         stacked: rules for parameters that contain the tensors of several experts; `TRANSFORMERS_EXPERTS` if omitted.
             If both `name_map` and `stacked` are omitted, tensors of a transformers model get the names and shapes that
             `save_pretrained` gives them.
+        exporter: function of `[module]` that yields the names and whole tensors of a checkpoint on every rank. It runs a
+            few times on numbers in place of weights, which shows the names and places of all checkpoint tensors.
         replica: memory for a copy of the weights, or OFF for no copy; see `ReplicaPlace`. The copy is as large as the
             weights. `publish(copy=True)` needs it.
         allow_unused: patterns (`fnmatch`) of trained tensors that engines need not have, such as a value head, or a
@@ -210,16 +228,24 @@ def connect_trainer(
         keep: patterns (`fnmatch`) of engine tensors that trainers need not have, such as a vision tower if only the text
             part is trained. Engines verify by digests that these tensors do not change. If an engine has a tensor that
             matches no pattern and no trainer has it, the controller refuses the engine.
-        connect_deadline_s: seconds to wait for the controller.
+        connect_deadline_s: seconds to wait for the controller, and for other ranks in each collective of `exporter`.
 
     Raises:
-        ConfigError: `module` is not a module, `controller` is not a URL, `transport` is not a transport or cannot send
-            from the requested replica, or `arena_nbytes` is too small.
+        ConfigError: `module` is not a module, `exporter` is given with `name_map` or `stacked`, `controller` is not a
+            URL, `transport` is not a transport or cannot send from the requested replica, or `arena_nbytes` is too
+            small.
         UnsupportedLayout: the placement or dtype of a parameter cannot be described.
         TransportUnavailable: the transport cannot start on this machine.
         AuthenticationError, ProtocolError, PeerTimeout: see `TrainerClient`.
     """
-    described = describe_trainer(module, group=group, name_map=name_map, stacked=stacked)
+    described = describe_trainer(
+        module,
+        group=group,
+        name_map=name_map,
+        stacked=stacked,
+        exporter=exporter,
+        exporter_deadline_s=connect_deadline_s,
+    )
     return connect_described(
         described,
         transport,

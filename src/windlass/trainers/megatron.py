@@ -7,8 +7,10 @@ the layers themselves, so it supports any pipeline layout.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -22,17 +24,21 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from windlass.config import ReplicaPlace
 from windlass.errors import ConfigError, ManifestError, UnsupportedLayout
+from windlass.layout.box import Box
 from windlass.layout.manifest import ManifestBuilder, Role
-from windlass.layout.naming.place import Coords, Geometry, place
+from windlass.layout.naming.place import Coords, Geometry, Placed, PlacedShard, place
 from windlass.layout.naming.rules import Family
 from windlass.layout.naming.tables import FAMILIES
-from windlass.memory.torch_dtypes import dtype_of
 from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.exporter import Exporter, add_placed, captured_export, refuse_strided
 from windlass.trainers.fsdp import connect_described
 from windlass.transfer.dtensor import HeldTensor, LiveTensors, check_memory, refuse_freed
 from windlass.transports.registry import TransportConfig
 
+_log = logging.getLogger(__name__)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
+"""Prefixes of parameters with one row per token of the vocabulary, which Megatron pads."""
 _BUFFERS = ("mlp.router.expert_bias",)
 """Suffixes of the names of buffers that checkpoints contain."""
 _LAYER = re.compile(
@@ -44,10 +50,11 @@ _LAYER = re.compile(
 def connect_megatron_trainer(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     *,
-    family: str | Family,
     vocab_size: int,
     controller: str,
     token: str,
+    family: str | Family | None = None,
+    exporter: Exporter | None = None,
     transport: str | TransportConfig = "auto",
     arena_nbytes: int = 0,
     use_main_params: bool = False,
@@ -60,15 +67,18 @@ def connect_megatron_trainer(
 ) -> TrainerClient:
     """Connect this rank of a Megatron-core trainer.
 
-    Every trainer rank must call this after `parallel_state.initialize_model_parallel`. The call is not collective and
-    gathers no weights. Rank and world size come from `torch.distributed`.
+    Every trainer rank must call this after `parallel_state.initialize_model_parallel`. Without `exporter`, the call is
+    not collective and gathers no weights. Rank and world size come from `torch.distributed`.
 
     Args:
         model: a `GPTModel`, wrapped or not, or the list of model chunks of virtual stages.
-        family: `model_type` in the checkpoint's config.json, or a naming table.
         vocab_size: vocabulary size of the checkpoint, without Megatron's padding.
         controller: address of the controller.
         token: secret of the controller.
+        family: `model_type` in the checkpoint's config.json, or a naming table. With `exporter`, the table is used only
+            if the exporter computes values.
+        exporter: the framework's own exporter, such as `bridge.export_weights` of mbridge. It runs a few times on
+            numbers in place of weights, which shows the names and places of all checkpoint tensors.
         transport: name or configuration; see `connect_trainer`.
         arena_nbytes: see `connect_trainer`.
         use_main_params: True to publish the optimizer's fp32 copies, False to publish the bf16 parameters.
@@ -77,20 +87,23 @@ def connect_megatron_trainer(
         replica: see `connect_trainer`.
         allow_unused: see `connect_trainer`.
         keep: see `connect_trainer`.
-        connect_deadline_s: seconds to wait for the controller.
+        connect_deadline_s: seconds to wait for the controller, and for other ranks in each collective of `exporter`.
 
     Raises:
         UnsupportedLayout, ManifestError: see `describe_megatron_trainer`.
-        ConfigError: `controller` is not a URL, `transport` is not a transport, or `arena_nbytes` is too small.
+        ConfigError: neither `family` nor `exporter` is given, `controller` is not a URL, `transport` is not a transport,
+            or `arena_nbytes` is too small.
         TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see `connect_trainer`.
     """
     described = describe_megatron_trainer(
         model,
-        family=family,
         vocab_size=vocab_size,
+        family=family,
+        exporter=exporter,
         group=group,
         use_main_params=use_main_params,
         ignore=ignore,
+        exporter_deadline_s=connect_deadline_s,
     )
     return connect_described(
         described,
@@ -108,26 +121,29 @@ def connect_megatron_trainer(
 def describe_megatron_trainer(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     *,
-    family: str | Family,
     vocab_size: int,
+    family: str | Family | None = None,
+    exporter: Exporter | None = None,
     group: str = "trainer",
     use_main_params: bool = False,
     ignore: Sequence[str] = (),
+    exporter_deadline_s: float = 60.0,
 ) -> TrainerWeights:
-    """Describe this rank's shards of the model. Not collective. For arguments see `connect_megatron_trainer`.
+    """Describe this rank's shards of the model. Collective only with `exporter`.
+
+    For arguments see `connect_megatron_trainer`.
 
     Raises:
+        ConfigError: neither `family` nor `exporter` is given.
         UnsupportedLayout: the naming table has no rule for a parameter; no table describes the model's attention or
-            MLP; with `use_main_params`, the distributed optimizer keeps the fp32 copies as flat ranges; parameters are
-            in fp8; or a wrapper shards parameters over data-parallel ranks.
+            MLP; the exporter computes values or leaves out a parameter, and there is no table; with `use_main_params`,
+            the distributed optimizer keeps the fp32 copies as flat ranges; parameters are in fp8; or a wrapper shards
+            parameters over data-parallel ranks.
         ManifestError: the shape of a parameter contradicts the configuration.
+        PeerTimeout: another rank did not run the exporter within `exporter_deadline_s`.
     """
     chunks = _chunks_of(model)
     _refuse_wrappers(chunks)
-    table = FAMILIES.find(family) if isinstance(family, str) else family
-    config = _unwrap(chunks[0]).config
-    geometry = _geometry(config, vocab_size)
-    coords = megatron_coords()
     tied = bool(_unwrap(chunks[0]).share_embeddings_and_output_weights)
     builder = ManifestBuilder(f"{group}/{dist.get_rank()}", Role.TRAINER)
     holds_embedding = False
@@ -138,37 +154,16 @@ def describe_megatron_trainer(
             for name, tensor in _held(chunks, use_main_params, tuple(ignore))
         ]
 
-    for held in walk():
-        name, tensor = held.name, held.tensor
-        check_memory(name, tensor)
-        if type(tensor.detach()) is not torch.Tensor:
-            raise UnsupportedLayout(
-                f"parameter {name!r} must be a plain tensor, got {type(tensor.detach()).__name__}: no naming table "
-                "describes tensors whose memory has another form than their dtype, such as fp8 with scales"
-            )
-        if not tensor.is_contiguous():
-            raise UnsupportedLayout(
-                f"parameter {name!r} must be contiguous, got strides {tuple(tensor.stride())}"
-            )
-        placed = place(table, name, tuple(tensor.shape), geometry, coords)
-        itemsize = tensor.element_size()
-        builder.add_parameter(
-            name,
-            nbytes=tensor.nbytes,
-            dtype=dtype_of(name, tensor),
-            padding_nbytes=placed.padding * itemsize,
-        )
-        for shard in placed.shards:
-            target = _EMBEDDING if tied and shard.tensor == _HEAD else shard.tensor
-            holds_embedding |= target == _EMBEDDING
-            builder.add_shard(
-                target,
-                shard.global_shape,
-                shard.box,
-                name,
-                offset_bytes=shard.offset * itemsize,
-                strides_bytes=tuple(step * itemsize for step in shard.strides),
-            )
+    held_here = walk()
+    for held in held_here:
+        _check_plain(held)
+    placed = _placed(chunks, held_here, vocab_size, family, exporter, ignore, exporter_deadline_s)
+    for held in held_here:
+        boxes = placed[held.name]
+        if tied:
+            boxes = _under_one_name(boxes)
+            holds_embedding |= any(shard.tensor == _EMBEDDING for shard in boxes.shards)
+        add_placed(builder, held.name, held.tensor, boxes)
     if tied and holds_embedding:
         builder.add_alias(_HEAD, _EMBEDDING)
     tensors = LiveTensors(chunks, walk)
@@ -180,6 +175,88 @@ def describe_megatron_trainer(
         changed=tensors.changed,
         make_whole=lambda: make_whole(chunks),
     )
+
+
+def _under_one_name(placed: Placed) -> Placed:
+    """Give the output matrix of a model with tied embeddings the name of the embedding, each box once."""
+    shards = (
+        replace(shard, tensor=_EMBEDDING) if shard.tensor == _HEAD else shard
+        for shard in placed.shards
+    )
+    return Placed(tuple(dict.fromkeys(shards)), placed.padding)
+
+
+def _check_plain(held: HeldTensor) -> None:
+    """Raise UnsupportedLayout unless a tensor's memory contains its elements in row-major order."""
+    name, tensor = held.name, held.tensor
+    check_memory(name, tensor)
+    if type(tensor.detach()) is not torch.Tensor:
+        raise UnsupportedLayout(
+            f"parameter {name!r} must be a plain tensor, got {type(tensor.detach()).__name__}: no naming table "
+            "describes tensors whose memory has another form than their dtype, such as fp8 with scales"
+        )
+    refuse_strided({name: tensor})
+
+
+def _placed(
+    chunks: Sequence[torch.nn.Module],
+    held_here: Sequence[HeldTensor],
+    vocab_size: int,
+    family: str | Family | None,
+    exporter: Exporter | None,
+    ignore: Sequence[str],
+    deadline_s: float,
+) -> dict[str, Placed]:
+    """Return the boxes of checkpoint tensors in each parameter: by the exporter, or else by the naming table."""
+    if exporter is not None:
+        # The exporter reads model parameters, whose elements have the same order as the optimizer's copies.
+        tensors = dict(_held(chunks, use_main_params=False, ignore=tuple(ignore)))
+        try:
+            found = captured_export(
+                tensors,
+                lambda: exporter([_unwrap(chunk) for chunk in chunks]),
+                required=[n for n, t in tensors.items() if isinstance(t, torch.nn.Parameter)],
+                deadline_s=deadline_s,
+            )
+            nothing = Placed((), 0)
+            return {
+                held.name: _without_padding(held, found.get(held.name, nothing), vocab_size)
+                for held in held_here
+            }
+        except UnsupportedLayout as error:
+            if family is None:
+                raise
+            _log.warning(
+                "the naming table of %s is used because of the exporter: %s", family, error
+            )
+    if family is None:
+        raise ConfigError(
+            "connect_megatron_trainer: family or exporter must be given; pass the checkpoint's `model_type` as "
+            "`family`, or `exporter=bridge.export_weights`"
+        )
+    table = FAMILIES.find(family) if isinstance(family, str) else family
+    geometry, coords = _geometry(_unwrap(chunks[0]).config, vocab_size), megatron_coords()
+    return {
+        held.name: place(table, held.name, tuple(held.tensor.shape), geometry, coords)
+        for held in held_here
+    }
+
+
+def _without_padding(held: HeldTensor, placed: Placed, vocab_size: int) -> Placed:
+    """Leave out rows of a vocabulary matrix from `vocab_size` on: some exporters export Megatron's padding."""
+    if not held.name.startswith(_VOCABULARY):
+        return placed
+    shards: list[PlacedShard] = []
+    padding = placed.padding
+    for shard in placed.shards:
+        shape, box = shard.global_shape, shard.box
+        num_rows = max(0, min(box.sizes[0], vocab_size - box.offsets[0]))
+        kept = Box(box.offsets, (num_rows, *box.sizes[1:]))
+        padding += box.numel - kept.numel
+        if num_rows:
+            shape = (min(shape[0], vocab_size), *shape[1:])
+            shards.append(replace(shard, global_shape=shape, box=kept))
+    return Placed(tuple(shards), padding)
 
 
 def make_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:

@@ -1,0 +1,464 @@
+"""Capture which checkpoint elements the parameters of a trainer become when its framework exports the model.
+
+`captured_export` runs the framework's own exporter on numbers in place of weights, as `engines/capture` runs an engine's
+own loader. Every element of every parameter on every rank has a number. The exporter runs once per digit of these
+numbers, and each rank reads from the exported tensors which of their elements are its own. A last run on random values
+proves every element of every exported tensor.
+
+The weights do not change: each parameter gets other memory for the length of a run, and then its own memory again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+from torch.distributed.tensor import DTensor
+
+from windlass.element_ids.codes import CheckpointSpec, Codes
+from windlass.element_ids.ids import ElementIds
+from windlass.element_ids.memory import fingerprint, memory_of
+from windlass.errors import ConfigError, PeerTimeout, UnsupportedLayout
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.layout.naming.patterns import said
+from windlass.layout.naming.place import Placed, PlacedShard
+from windlass.memory.torch_dtypes import dtype_of
+from windlass.transfer.dtensor import HeldTensor
+from windlass.transfer.saved_names import MAX_PIECES
+
+Exporter = Callable[[list[torch.nn.Module]], Iterable[tuple[str, torch.Tensor]]]
+"""Function of the model's chunks on this rank that yields the name and the whole tensor of every checkpoint tensor.
+
+It yields them on every rank, and may be collective. Example: `mbridge.AutoBridge.from_pretrained(folder).export_weights`.
+"""
+EXACT_NUMEL = 1 << 16
+"""Largest exported tensor, in elements, that is read at every place, which takes 8 bytes per element. Larger tensors are
+read by row, and again at every place if the rows have no common pattern."""
+_NUM_CALLS = itertools.count()
+"""Number of the next capture in this process. Every rank makes the same captures in the same order."""
+_SEED = 11
+_Key = tuple[str, int]
+"""Name of an exported tensor, and how often the exporter has yielded this name before."""
+
+
+def captured_export(
+    tensors: Mapping[str, torch.Tensor],
+    export: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    *,
+    required: Collection[str],
+    deadline_s: float,
+) -> dict[str, Placed]:
+    """Return the boxes of checkpoint tensors that each local tensor becomes when `export` runs. Collective.
+
+    The exporter may gather, split, join, permute, transpose, repeat and cast elements, and may leave out padding. The
+    call needs memory for a second copy of `tensors`, 8 bytes for each row of the exported tensors, and the memory that
+    the exporter itself needs. It runs the exporter once per 7 bits of the number of elements on all ranks (4 bits with
+    float8), and once more: 6 times for up to 34 billion elements, 7 times for up to 4 trillion.
+
+    Args:
+        tensors: contiguous parameters and buffers of this rank by name. The result has an entry for each that the
+            exporter uses on this rank.
+        export: runs the exporter on all ranks and yields the same names in every run.
+        required: names of the tensors that must be exported on at least one rank.
+        deadline_s: seconds to wait for other ranks, also in each collective of the exporter on gloo and NCCL.
+
+    Raises:
+        ConfigError: the exporter raised an error on a rank, or yielded nothing.
+        UnsupportedLayout: an exported tensor has elements that are no copies of elements of parameters, or the exporter
+            does not export a parameter. The message has the names of all such tensors.
+        PeerTimeout: another rank did not finish within `deadline_s`.
+    """
+    peers = _Peers(deadline_s)
+    codes, own = _codes_of(tensors, peers)
+    found: dict[str, list[PlacedShard]] = {}
+    scattered: frozenset[_Key] = frozenset()
+    while True:
+        error: Exception | None = None
+        again = frozenset[_Key]()
+        try:
+            with _deadline_on_collectives(deadline_s):
+                found, again = _attempt(tensors, export, codes, own, scattered)
+        except Exception as raised:  # noqa: BLE001 - an exporter may raise anything
+            error = raised
+        missing = [name for name in sorted(required) if tensors[name].numel() and name not in found]
+        reports = peers.report(
+            _Report(
+                refusal=str(error) if isinstance(error, UnsupportedLayout) else "",
+                failure="" if error is None else f"{type(error).__name__}: {error}",
+                again=tuple(again),
+                exported=tuple(found),
+                missing=tuple(missing),
+            )
+        )
+        _require_success(reports, error)
+        if not (more := {key for report in reports for key in report.again}):
+            break
+        # The exporter is collective, so it runs again on every rank.
+        scattered |= more
+    return {
+        name: Placed(tuple(shards), _num_unused(tensors[name], shards))
+        for name, shards in found.items()
+    }
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """Outcome of one attempt on one rank.
+
+    Attributes:
+        refusal: why the exporter is refused; "" if it is not.
+        failure: the error of the attempt with its type; "" without an error.
+        again: exported tensors that must be read at every place, in another attempt.
+        exported: names of the parameters that the exporter used.
+        missing: names of all other parameters.
+    """
+
+    refusal: str
+    failure: str
+    again: tuple[_Key, ...]
+    exported: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def _require_success(reports: Sequence[_Report], error: Exception | None) -> None:
+    """Raise an error if the attempt failed on a rank, or if a parameter is exported on no rank.
+
+    Args:
+        reports: reports of all ranks.
+        error: error of this rank.
+
+    Raises:
+        ConfigError, UnsupportedLayout: see `captured_export`.
+    """
+    for rank, report in enumerate(reports):
+        if report.failure and not report.refusal:
+            raise ConfigError(
+                f"exporter: must yield all tensors on every rank, got on rank {rank}: {report.failure}"
+            ) from error
+    for rank, report in enumerate(reports):
+        if report.refusal:
+            raise UnsupportedLayout(f"{report.refusal} (rank {rank})") from error
+    # Some exporters read one of several replicas.
+    exported = {name for report in reports for name in report.exported}
+    missing = {name for report in reports for name in report.missing} - exported
+    if missing and not any(report.again for report in reports):
+        raise UnsupportedLayout(
+            f"exporter: must export every parameter, got no elements of {said(missing)}; name their prefixes in "
+            "`ignore` if no engine needs them"
+        )
+
+
+def exported_manifest(
+    held: Sequence[HeldTensor],
+    export: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    worker: str,
+    *,
+    deadline_s: float,
+) -> ShardManifest:
+    """Return the manifest of a module's tensors as its exporter names and splits them. Collective.
+
+    Raises:
+        UnsupportedLayout: a tensor is not contiguous; or see `captured_export`.
+        PeerTimeout: see `captured_export`.
+    """
+    # The memory that the module itself uses: for a DTensor, the local tensor in it.
+    tensors = {
+        one.name: one.tensor._local_tensor if isinstance(one.tensor, DTensor) else one.tensor
+        for one in held
+    }
+    refuse_strided(tensors)
+    required = [one.name for one in held if not one.is_buffer]
+    found = captured_export(tensors, export, required=required, deadline_s=deadline_s)
+    builder = ManifestBuilder(worker, Role.TRAINER)
+    for name, tensor in tensors.items():
+        placed = found.get(name, Placed((), tensor.numel()))
+        add_placed(builder, name, tensor, placed)
+    return builder.build()
+
+
+def refuse_strided(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise UnsupportedLayout unless the memory of all tensors has their elements in row-major order."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise UnsupportedLayout(
+                f"parameter {name!r} must be contiguous, got strides {tuple(tensor.stride())}"
+            )
+
+
+def add_placed(builder: ManifestBuilder, name: str, tensor: torch.Tensor, placed: Placed) -> None:
+    """Add a contiguous tensor, and its boxes of checkpoint tensors, to a manifest."""
+    itemsize = tensor.element_size()
+    builder.add_parameter(
+        name,
+        nbytes=tensor.nbytes,
+        dtype=dtype_of(name, tensor),
+        padding_nbytes=placed.padding * itemsize,
+    )
+    for shard in placed.shards:
+        builder.add_shard(
+            shard.tensor,
+            shard.global_shape,
+            shard.box,
+            name,
+            offset_bytes=shard.offset * itemsize,
+            strides_bytes=tuple(step * itemsize for step in shard.strides),
+        )
+
+
+def _num_unused(tensor: torch.Tensor, shards: Iterable[PlacedShard]) -> int:
+    """Return the number of elements that become no checkpoint element, such as a padded vocabulary."""
+    return max(0, tensor.numel() - sum(shard.box.numel for shard in shards))
+
+
+def _codes_of(tensors: Mapping[str, torch.Tensor], peers: _Peers) -> tuple[Codes, range]:
+    """Return the numbers of all elements on all ranks, and the range of indices of this rank's tensors."""
+    own = [
+        CheckpointSpec(name, tuple(tensor.shape), dtype_of(name, tensor))
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    ]
+    runs = [
+        (sum(spec.numel for spec in run), str(dtype))
+        for dtype, run in itertools.groupby(own, lambda spec: spec.dtype)
+    ]
+    sizes = [
+        msgspec.msgpack.decode(data, type=list[tuple[int, str]])
+        for data in peers.exchange("sizes", msgspec.msgpack.encode(runs))
+    ]
+    specs: list[CheckpointSpec] = []
+    chosen = range(0)
+    for rank, others in enumerate(sizes):
+        if rank == peers.rank:
+            chosen = range(len(specs), len(specs) + len(own))
+            specs += own
+        else:
+            # Only the sizes matter: this rank does not need the names of other ranks' tensors.
+            specs += [
+                CheckpointSpec(f"rank {rank}, part {part}", (numel,), DType(dtype))
+                for part, (numel, dtype) in enumerate(others)
+            ]
+    devices = {tensor.device for tensor in tensors.values()}
+    return Codes(specs, devices.pop() if len(devices) == 1 else "cpu"), chosen
+
+
+def _attempt(
+    tensors: Mapping[str, torch.Tensor],
+    export: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    codes: Codes,
+    own: range,
+    scattered: frozenset[_Key],
+) -> tuple[dict[str, list[PlacedShard]], frozenset[_Key]]:
+    """Run the exporter on digits and on random values.
+
+    Args:
+        tensors: see `captured_export`.
+        export: see `captured_export`.
+        codes: numbers of all elements on all ranks.
+        own: indices of this rank's tensors in `codes`.
+        scattered: exported tensors to read at every place.
+
+    Returns:
+        The boxes in each tensor of this rank, and the exported tensors that must be read at every place.
+
+    Raises:
+        UnsupportedLayout: the exporter computes values.
+        ConfigError: the exporter yields nothing.
+    """
+    exported = _observed(tensors, export, codes, own, scattered)
+    if not exported:
+        raise ConfigError("it yielded no tensor")
+    found: dict[str, list[PlacedShard]] = {}
+    wrong: set[_Key] = set()
+    for key, one in exported.items():
+        if one.is_constant:
+            continue
+        sources = one.numbers.sources(codes, one.shape, own, MAX_PIECES) if one.is_right else None
+        if sources is None:
+            wrong.add(key)
+        for spec, boxes in sources or ():
+            found.setdefault(spec.name, []).extend(
+                PlacedShard(key[0], one.shape, placed.box, placed.offset, placed.strides)
+                for placed in boxes
+            )
+    if computed := {name for name, count in wrong if exported[name, count].numbers.by_place}:
+        raise UnsupportedLayout(
+            f"exporter: must copy elements of parameters, got computed values in {said(computed)}; pass `family` to "
+            "use a naming table, or an exporter that does not scale, add or quantise"
+        )
+    _refuse_two_sources(found)
+    return found, frozenset(wrong)
+
+
+def _refuse_two_sources(found: Mapping[str, list[PlacedShard]]) -> None:
+    """Raise UnsupportedLayout if two parameters of this rank become the same elements of one checkpoint tensor."""
+    first: dict[tuple[str, object], str] = {}
+    for name, shards in found.items():
+        for shard in shards:
+            other = first.setdefault((shard.tensor, shard.box), name)
+            if other != name:
+                raise UnsupportedLayout(
+                    f"exporter: must yield {shard.tensor!r} from one parameter, got {other!r} and {name!r}"
+                )
+
+
+@dataclass(slots=True)
+class _Exported:
+    """One exported tensor.
+
+    Attributes:
+        shape: shape of the tensor.
+        numbers: numbers of its elements.
+        print: fingerprint of the tensor in the first run.
+        padding: fingerprint of its values without a number in the last run on digits.
+        is_constant: True if the last run gives the same values as the first, such as rotary frequencies.
+        is_right: True if the run on random values gives the values that the numbers predict.
+    """
+
+    shape: tuple[int, ...]
+    numbers: ElementIds
+    print: int
+    padding: int = 0
+    is_constant: bool = False
+    is_right: bool = False
+
+
+def _observed(
+    tensors: Mapping[str, torch.Tensor],
+    export: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    codes: Codes,
+    own: range,
+    scattered: frozenset[_Key],
+) -> dict[_Key, _Exported]:
+    """Return the element numbers of every exported tensor, compared with a run on random values."""
+    chosen = frozenset(codes.specs[index].name for index in own)
+    exported: dict[_Key, _Exported] = {}
+    for position in range(codes.num_digits):
+        with _filled(tensors, codes.digits(position, chosen)):
+            for key, tensor in _each(export()):
+                if not position:
+                    by_place = tensor.numel() <= EXACT_NUMEL or key in scattered
+                    numbers = ElementIds(tensor, by_place=by_place)
+                    prints = fingerprint(memory_of(tensor))
+                    exported[key] = _Exported(tuple(tensor.shape), numbers, prints)
+                one = exported[key]
+                one.numbers.observe(tensor, codes, position)
+                if position == codes.num_digits - 1:
+                    one.padding = one.numbers.check(tensor, codes, None).padding
+    with _filled(tensors, codes.random(_SEED, chosen)):
+        for key, tensor in _each(export()):
+            one = exported[key]
+            one.is_constant = fingerprint(memory_of(tensor)) == one.print
+            check = one.numbers.check(tensor, codes, _SEED)
+            # Values without a number must not depend on parameters.
+            one.is_right = check.is_right and check.padding == one.padding
+    return exported
+
+
+def _each(
+    exported: Iterable[tuple[str, torch.Tensor | None]],
+) -> Iterator[tuple[_Key, torch.Tensor]]:
+    """Yield the exported tensors, whole and contiguous, each with its key. No weight is complex."""
+    counts = Counter[str]()
+    with torch.no_grad():
+        for name, tensor in exported:
+            # Exporters of some frameworks yield None on the ranks that do not save the tensor.
+            if tensor is None or not tensor.numel() or tensor.is_complex():
+                continue
+            key = (name, counts[name])
+            counts[name] += 1
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield key, whole.detach().contiguous()
+
+
+@contextmanager
+def _filled(
+    tensors: Mapping[str, torch.Tensor], values: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[None]:
+    """Give the tensors other values inside the block. The tensors keep their identity and, afterwards, their memory."""
+    before = {name: tensor.data for name, tensor in tensors.items()}
+    try:
+        for name, value in values:
+            tensors[name].data = value.to(before[name].device)
+        yield
+    finally:
+        for name, memory in before.items():
+            tensors[name].data = memory
+
+
+class _Peers:
+    """All ranks of the default process group, which exchange bytes through its store."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline = timedelta(seconds=deadline_s)
+        self._call, self._num_reports = next(_NUM_CALLS), 0
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if is_alone else dist.get_rank()
+        self._world_size = 1 if is_alone else dist.get_world_size()
+
+    def report(self, mine: _Report) -> list[_Report]:
+        """Return the reports of all ranks about one attempt; see `exchange`."""
+        self._num_reports += 1
+        found = self.exchange(f"report {self._num_reports}", msgspec.msgpack.encode(mine))
+        return [msgspec.msgpack.decode(data, type=_Report) for data in found]
+
+    def exchange(self, stage: str, mine: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in rank order. Every rank makes the same call.
+
+        Raises:
+            PeerTimeout: a rank did not make the call within the deadline.
+            ConfigError: the store cannot be reached.
+        """
+        if self._world_size == 1:
+            return [mine]
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store = _get_default_store()
+        keys = [
+            f"windlass/exporter/{self._call}/{stage}/{rank}" for rank in range(self._world_size)
+        ]
+        try:
+            store.set(keys[self.rank], mine)  # type: ignore[arg-type]
+            store.wait(keys, self._deadline)
+            return [bytes(store.get(key)) for key in keys]
+        except dist.DistStoreError as error:
+            raise PeerTimeout(
+                f"exporter: not every rank reached the stage {stage!r} within "
+                f"{self._deadline.total_seconds():g} s; connect all ranks of the trainer together"
+            ) from error
+        except RuntimeError as error:
+            raise ConfigError(
+                f"exporter: the store of torch.distributed must be reachable: {error}"
+            ) from error
+
+
+@contextmanager
+def _deadline_on_collectives(deadline_s: float) -> Iterator[None]:
+    """Limit the wait of each collective on gloo and NCCL inside the block."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    from torch.distributed.distributed_c10d import _world
+
+    before: dict[Backend, timedelta] = {}
+    for group in _world.pg_map:
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            # Other backends have no timeout that can be changed.
+            with suppress(AttributeError):
+                before.setdefault(backend, backend.options._timeout)
+    deadline = timedelta(seconds=deadline_s)
+    try:
+        for backend, timeout in before.items():
+            backend._set_default_timeout(min(deadline, timeout))
+        yield
+    finally:
+        for backend, timeout in before.items():
+            backend._set_default_timeout(timeout)
