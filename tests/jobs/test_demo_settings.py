@@ -78,7 +78,7 @@ def test_engines_have_gpus_of_their_own_where_there_are_enough(
     ("gpus", "options", "message"),
     [
         ("", (), "needs a GPU, none is visible"),
-        ("0", ("--transport", "cma"), r"--transport one of \['cuda_ipc'\], got 'p2p' and 'cma'"),
+        ("0", ("--transport", "cma"), r"--transport in \['cuda_ipc'\], got 'p2p' and 'cma'"),
         ("0", ("--engine", "sglang"), r"needs an --engine in \['vllm'\], got 'sglang'"),
         ("0", ("--engine", "embedded"), "--device must be cpu with --engine embedded"),
         ("0", ("--model", "/nowhere.json"), "--model must be a file, got '/nowhere.json'"),
