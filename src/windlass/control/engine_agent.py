@@ -278,10 +278,13 @@ class EngineAgent:
         return Done(self._not_resumed) if isinstance(result, Done) else result
 
     def _check_serves(self, version: int) -> None:
-        if self.mixed_weights or self.served_version != version:
+        if self.mixed_weights:
             raise RoundAborted(
-                f"version must be {self.served_version}, which this engine serves "
-                f"(mixed weights: {self.mixed_weights}), got {version}"
+                f"version {version} cannot be sent: the weights of this engine may be of two versions"
+            )
+        if self.served_version != version:
+            raise RoundAborted(
+                f"version must be {self.served_version}, which this engine serves, got {version}"
             )
 
     def on_disconnect(self) -> None:

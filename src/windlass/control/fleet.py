@@ -235,11 +235,11 @@ class Fleet:
     def _next_state(
         self, engine: Group, now: EngineStatus, reason: str
     ) -> tuple[EngineStatus, str]:
-        """Return the state that follows `now`.
+        """Return the new state of an engine and its reason, which replace `now` and `reason`.
 
         Args:
             engine: the engine.
-            now: the present state, or the state after a round.
+            now: the engine's state; after a round, the state that the engine's outcome gives.
             reason: cause of `now`.
         """
         is_kept = now in {EngineStatus.MIXED_WEIGHTS, EngineStatus.QUARANTINED}
@@ -252,7 +252,8 @@ class Fleet:
         if engine.quarantined:
             return EngineStatus.QUARANTINED, reason if is_known else QUARANTINE_REASON
         if is_kept:
-            # After a quarantine the old ranks may hold other bytes than the rank that was replaced.
+            # A quarantine ends with a new process. The engine's other ranks keep their memory, so their weights and
+            # the weights of the new process may be of different versions.
             return EngineStatus.MIXED_WEIGHTS, reason
         if is_known:
             return EngineStatus.LEFT_OUT, reason

@@ -70,7 +70,11 @@ class PublishRequests:
         return len(self._waiting)
 
     def receive(self, pending: PendingPublish) -> UpdateReport | None:
-        """Record an announcement; return its report if the announcement is a repetition that has one."""
+        """Record an announcement as the newest request of its rank.
+
+        If the update of the newest request has begun, the method does not record a repetition of this request, but
+        returns the report of the update, or None while the update runs. It then also ignores an older attempt.
+        """
         worker = pending.trainer[0]
         known = self._newest.get(worker)
         if known is not None and known.has_begun and known.pending.trainer == pending.trainer:

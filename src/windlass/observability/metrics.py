@@ -68,7 +68,10 @@ class ControllerMetrics:
         )
         self._states = Gauge("windlass_engines", "Engines by state", ["state"], registry=registry)
         self._rollouts = Gauge(
-            "windlass_rollouts", "Rollouts by state since the start", ["state"], registry=registry
+            "windlass_rollouts",
+            "Rollouts by state: totals since the start for submitted and ended ones, else the present number",
+            ["state"],
+            registry=registry,
         )
 
     def observe_round(self, report: UpdateReport) -> None:

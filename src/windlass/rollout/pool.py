@@ -246,8 +246,8 @@ class RemoteWorker(Worker, Session[Never, Never]):
         """
         self.note_received(hello.received)
         wanted = {AttemptKey(*item) for item in self.assigned.items()}
-        # Such attempts exist if an earlier controller process ended before it sent their cancellation, or before
-        # it wrote them to the journal.
+        # The worker has attempts that are not assigned to it if an earlier controller process ended before it sent
+        # their cancellation, or before it wrote these attempts to the journal.
         self._cancelled += set(hello.attempts) - wanted
         if self._cancelled:
             self._work.set()

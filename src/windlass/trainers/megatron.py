@@ -243,7 +243,10 @@ def _placed(
 
 
 def _without_padding(held: HeldTensor, placed: Placed, vocab_size: int) -> Placed:
-    """Leave out rows of a vocabulary matrix from `vocab_size` on: some exporters export Megatron's padding."""
+    """Leave out the rows of a vocabulary matrix after the first `vocab_size` rows.
+
+    These rows are Megatron's padding, which some exporters do not remove.
+    """
     if not held.name.startswith(_VOCABULARY):
         return placed
     shards: list[PlacedShard] = []
@@ -317,7 +320,7 @@ def _refuse_wrappers(chunks: Sequence[torch.nn.Module]) -> None:
         if isinstance(wrapper, FullyShardedDataParallel | TorchFullyShardedDataParallel):
             raise UnsupportedLayout(
                 f"model must not be wrapped in {type(wrapper).__name__}: it shards parameters over "
-                "data-parallel ranks, which no naming table describes; use DistributedDataParallel"
+                "data-parallel ranks, and Windlass cannot tell which part a rank has; use DistributedDataParallel"
             )
         if isinstance(wrapper, DistributedDataParallel) and wrapper.ddp_config.fp8_param_gather:
             raise UnsupportedLayout(

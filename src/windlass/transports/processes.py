@@ -75,10 +75,12 @@ def check_alive(peer: PeerEndpoint) -> int:
     started = process_start_time(int(peer.address))
     if not started:
         raise PeerUnreachable(f"{peer.transport}: pid {peer.address} is gone")
-    if started != peer.incarnation.partition("-")[0]:
+    # The other part of the incarnation is a secret.
+    expected = peer.incarnation.partition("-")[0]
+    if started != expected:
         raise PeerUnreachable(
-            f"{peer.transport}: pid {peer.address} must have started at {peer.incarnation!r}, but is "
-            f"another process, which started at {started}"
+            f"{peer.transport}: pid {peer.address} is another process now: its start time must be "
+            f"{expected} (clock ticks since boot), got {started}"
         )
     return int(peer.address)
 

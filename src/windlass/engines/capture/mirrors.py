@@ -311,7 +311,10 @@ def _part(
 
 
 def _rows_in(rows: torch.Tensor, places: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return, for each row index in `places`, the index of an equal row of `matrix`; -1 if no row is equal."""
+    """Return, for each row of `rows` whose index is in `places`, the index of an equal row of `matrix`, or -1.
+
+    Only the first row of `matrix` with the same hash of 8 columns is compared, so -1 does not prove that no row is equal.
+    """
     width = rows.shape[1]
     columns = _spread(width, min(width, 8), rows)
     kind = rows.dtype if rows.dtype not in _WIDE else matrix.dtype

@@ -186,8 +186,8 @@ def reach_replicas(mixin: Any) -> None:
     tensor-parallel rank of one replica. An order has the same payload for every rank, so the patched manager sends it
     to the schedulers of all replicas.
 
-    SGLang returns the result of only one replica for `/flush_cache`. The patched manager returns a refusal if any
-    replica refuses the flush, because pipeline stages of this replica still run steps. `mixin` is SGLang's class
+    SGLang returns the result of only one replica for `/flush_cache`. A replica refuses a flush while its pipeline stages
+    still run steps. So the patched manager returns a refusal if any replica refuses. `mixin` is SGLang's class
     `TokenizerControlMixin`.
     """
     update: Callable[..., Awaitable[Any]] = mixin.update_weights_from_tensor

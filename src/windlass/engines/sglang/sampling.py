@@ -74,9 +74,9 @@ def _require_probabilities(probs: torch.Tensor) -> None:
     sums = probs.float().sum(-1)
     if float((sums - 1).abs().max()) > _TOLERANCE or float(probs.min()) < 0:
         raise UnsupportedLayout(
-            "sglang: Sampler.forward must write probabilities into next_token_logits, from which Windlass computes "
-            "log-probabilities after top_p and top_k, got sums of "
-            f"{float(sums.min())} to {float(sums.max())}"
+            "sglang: after Sampler.forward, each row of next_token_logits must contain probabilities (>= 0, with the "
+            f"sum 1), got sums of {float(sums.min())} to {float(sums.max())} and the minimum {float(probs.min())}; "
+            "Windlass needs them for log-probabilities after top_p and top_k"
         )
 
 

@@ -38,7 +38,11 @@ def register() -> None:
 
 @functools.cache
 def _prepare_servers() -> None:
-    """Patch vLLM's `EngineArgs` to prepare a server before it is configured; see `windlass.engines.vllm.membership`."""
+    """Patch two methods of vLLM's `EngineArgs`.
+
+    `from_cli_args` completes the options of a server if WINDLASS_CONTROLLER is set (`windlass.engines.vllm.membership`).
+    `create_engine_config` sets defaults and extends the API server if the server has Windlass's backend.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     create, read = EngineArgs.create_engine_config, vars(EngineArgs)["from_cli_args"].__func__

@@ -243,7 +243,8 @@ class SlurmBackend(ClusterBackend):
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._unproven[writer] = None
         if len(self._unproven) > MAX_UNPROVEN:
-            # A node of a job sends the lease at once, so the oldest connection comes from another program.
+            # A node of a job sends its secret as soon as it connects. So a connection that is silent while
+            # MAX_UNPROVEN newer connections wait comes from another program.
             next(iter(self._unproven)).transport.abort()
         try:
             async with asyncio.timeout(COMMAND_DEADLINE_S):

@@ -67,8 +67,8 @@ def block_tables(
 
     Args:
         program: program of the link.
-        sources: (num_parameters,) addresses of the source's parameters. None at the destination, which only hashes: a
-            piece of scales is then one element instead of a block.
+        sources: (num_parameters,) addresses of the source's parameters; None at the destination. The source reads a
+            whole block to compute one float8 scale. The destination only hashes the scale, so its piece is one element.
         targets: (num_parameters,) addresses of the destination's parameters, for the kernel.
         staging_address: address of the payload of staged ops; 0 to store elements at their final addresses.
 
