@@ -24,6 +24,7 @@ PACKAGES = (
     "windlass.engines",
     "windlass.transports",
     "windlass.transfer",
+    "windlass.backends",
     "windlass.jobs",
     "windlass.integrations.vllm",
     "windlass.integrations.trl",

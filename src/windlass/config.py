@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -173,32 +173,6 @@ class RelayShape(StrEnum):
     TREE = "tree"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendTraits:
-    """Properties of a backend that the control plane uses.
-
-    Attributes:
-        one_sided: whether transports (`OneSidedTransport`) move the bytes.
-        collective: whether sender and receivers both take part in each write. If a rank fails, the process group must
-            be formed again.
-        lands_live: whether the bytes of an `in_place` update are in live parameters before engines have verified them.
-        catches_up: whether an engine can send the published version to another engine.
-        relays: whether an engine can send verified bytes to other engines while it receives more bytes.
-        driven_by_trainer: whether the trainer's code sends the bytes itself (`RolloutCallback`), without a plan.
-    """
-
-    one_sided: bool = False
-    collective: bool = False
-    lands_live: bool = True
-    catches_up: bool = False
-    relays: bool = False
-    driven_by_trainer: bool = False
-
-
-PUSH_TRAITS = BackendTraits(lands_live=False, driven_by_trainer=True)
-"""Traits of updates that a trainer drives itself (`RolloutCallback`). Such an update writes a shadow copy."""
-
-
 class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
     """Backend with one-sided writes: each trainer rank writes its shards directly into the engines.
 
@@ -207,7 +181,7 @@ class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
         relay_chunk_nbytes: number of bytes that an engine verifies and then sends on at a time.
     """
 
-    traits: ClassVar[BackendTraits] = BackendTraits(one_sided=True, catches_up=True, relays=True)
+    name: ClassVar[str] = "p2p"
 
     relay: RelayShape = RelayShape.OFF
     relay_chunk_nbytes: int = 4 << 20
@@ -226,7 +200,7 @@ class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):
         num_buffers: number of buckets per rank, 1 or 2. With 2, packing, broadcasting and unpacking overlap.
     """
 
-    traits: ClassVar[BackendTraits] = BackendTraits(collective=True)
+    name: ClassVar[str] = "xccl"
 
     fabric: CollectiveFabric = CollectiveFabric.GLOO
     bucket_nbytes: int = 32 << 20
@@ -251,7 +225,7 @@ class DiskBackend(msgspec.Struct, frozen=True, tag="disk"):
         keep_versions: number of versions that are kept on disk, >= 1.
     """
 
-    traits: ClassVar[BackendTraits] = BackendTraits(lands_live=False)
+    name: ClassVar[str] = "disk"
 
     folder: str
     keep_versions: int = 2
@@ -276,35 +250,33 @@ class PluginBackend(msgspec.Struct, frozen=True, tag="plugin", omit_defaults=Tru
     name: str
     options: dict[str, Any] = {}
 
-    @property
-    def traits(self) -> BackendTraits:
-        """Traits of the backend; raises ConfigError as `find_backend` does."""
-        return find_backend(self.name).traits
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredBackend:
-    """Base class of the objects to which entry points of `windlass.backends` refer; see `transfer.backends.Backend`.
+@dataclass(frozen=True, slots=True)
+class BackendEntry:
+    """Entry of the registry of backends; an entry point of the group `windlass.backends` refers to one.
 
     Attributes:
-        traits: properties that the control plane uses.
+        make: makes the `windlass.backends.Backend` from `PluginBackend.options`. It raises ConfigError if an option is
+            wrong.
     """
 
-    traits: BackendTraits
+    make: Callable[[Any], object]
 
 
-BACKENDS: Registry[RegisteredBackend] = Registry(
-    noun="backend", kind=RegisteredBackend, group="windlass.backends"
+BACKENDS: Registry[BackendEntry] = Registry(
+    noun="backend",
+    kind=BackendEntry,
+    group="windlass.backends",
+    built_in={name: f"windlass.backends.{name}:BACKEND" for name in ("p2p", "xccl", "disk")},
 )
-"""Registry of backends that other packages define."""
 
 
 @cache
-def find_backend(name: str) -> RegisteredBackend:
-    """Return the backend that an installed package defines under this name.
+def find_backend(name: str) -> BackendEntry:
+    """Return the entry of the backend with this name, built in or of an installed package.
 
     Raises:
-        ConfigError: no package defines this name, or the backend cannot be imported.
+        ConfigError: no backend has this name, or its package cannot be imported.
     """
     return BACKENDS.find(name)
 
@@ -396,7 +368,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"PluginBackend, got {self.backend!r}"
             )
         if isinstance(self.backend, PluginBackend):
-            find_backend(self.backend.name)
+            find_backend(self.backend.name).make(self.backend.options)
         if not isinstance(self.deadlines, PhaseDeadlines):
             raise ConfigError(
                 f"ControlConfig: deadlines must be PhaseDeadlines, got {self.deadlines!r}"

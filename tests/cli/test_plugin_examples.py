@@ -189,12 +189,12 @@ class Recorder:
 @pytest.mark.usefixtures("site")
 def test_the_waves_backend_writes_waves_of_the_given_width() -> None:
     waves, inner = importlib.import_module("windlass_waves_backend"), Recorder()
-    written = waves.WavesSender({"width": 2}, inner, "").write(1, ("a", "b", "c"), 5.0)
+    written = waves.Waves({"width": 2}).sender(inner, "").write(1, ("a", "b", "c"), 5.0)
     assert inner.asked == [("a", "b"), ("c",)]
     assert [link.destination for link in written.links] == ["a", "b", "c"]
     assert written.wire_s == 2.0
     with pytest.raises(ConfigError, match=r"a width of 1 or more, got \{'width': 0\}"):
-        waves.WavesSender({"width": 0}, inner, "")
+        waves.Waves({"width": 0})
 
 
 def publish_gyre(

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from fake_agents import fake_hello
 
+from windlass.control.donors import find_donor
 from windlass.control.fleet import Agent, Group
-from windlass.control.recovery import find_donor
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest

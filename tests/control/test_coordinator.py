@@ -44,12 +44,11 @@ from windlass.control.messages import (
     FailureKind,
     Prepare,
     Publish,
-    Relay,
-    RelayWrite,
     Result,
     Verify,
     Write,
 )
+from windlass.control.relay_messages import Relay, RelayWrite
 from windlass.control.report import RoundOutcome
 from windlass.control.round_state import Phase
 from windlass.errors import (

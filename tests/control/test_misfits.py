@@ -21,8 +21,9 @@ from fake_agents import (
 from fake_fleet import TOKEN, FakeFleet
 
 from windlass.config import ControlConfig, PhaseDeadlines, XcclBackend
-from windlass.control.connect_messages import ConnectEngine, ConnectTrainer, JoinGroups, Offered
+from windlass.control.connect_messages import ConnectEngine, ConnectTrainer, Offered
 from windlass.control.engine_channel import report_cannot_join
+from windlass.control.group_messages import JoinGroups
 from windlass.control.messages import Command, Done, Pause, Publish, Result, Verified, Verify
 from windlass.control.report import RoundOutcome
 from windlass.control.routes import status_of

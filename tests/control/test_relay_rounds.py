@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from round_rules import RoundRules
 
+from windlass.backends.relay import RelayDelivery
 from windlass.config import ControlConfig, UpdateMode
 from windlass.control.messages import (
     Abort,
@@ -16,14 +17,12 @@ from windlass.control.messages import (
     Pause,
     Prepare,
     Publish,
-    Relay,
-    RelayWrite,
     Result,
-    SkipUpstream,
     Verified,
     Verify,
     Write,
 )
+from windlass.control.relay_messages import Relay, RelayWrite, SkipUpstream
 from windlass.control.report import Measure, RoundOutcome
 from windlass.control.round_state import EngineOutcome, Phase
 from windlass.control.rounds import (
@@ -63,7 +62,7 @@ class Round:
                 trainers=("t",),
                 engines={name: (f"{name}/0",) for name in ENGINES},
                 links=frozenset(("t", f"{name}/0") for name in ENGINES),
-                relay=CHAIN,
+                delivery=RelayDelivery(CHAIN),
             )
         )
         self.sent: list[Send] = []

@@ -17,13 +17,13 @@ from test_catch_up_retries import VERSION, Rig, Socket, hello_of, simulated
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.control import recovery
 from windlass.control.coordinator import Coordinator
+from windlass.control.delivery import reply_budget_s
 from windlass.control.engine_channel import WELCOME_SEQ
 from windlass.control.fleet import PROBE_SEQ
 from windlass.control.journal import JournalKind
 from windlass.control.messages import Abort, Apply, Done, Probe, Result
 from windlass.control.recovery import MAX_ATTEMPTS, ResumeRetries
 from windlass.control.report import RoundOutcome
-from windlass.control.rounds import reply_budget_s
 from windlass.control.routes import mount_updates
 from windlass.net.clock import Backoff
 from windlass.net.messages import Envelope

@@ -20,13 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from round_rules import RoundRules
 
 from windlass.config import (
-    PUSH_TRAITS,
-    BackendTraits,
     ControlConfig,
-    P2pBackend,
     PhaseDeadlines,
     UpdateMode,
 )
+from windlass.control.delivery import Delivery, reply_budget_s
 from windlass.control.messages import (
     Abort,
     Apply,
@@ -42,6 +40,7 @@ from windlass.control.messages import (
     Verify,
     Write,
 )
+from windlass.control.push import PushDelivery
 from windlass.control.push_messages import BeginPush
 from windlass.control.report import Measure, RoundOutcome
 from windlass.control.round_state import EngineOutcome, Phase
@@ -57,7 +56,6 @@ from windlass.control.rounds import (
     RoundSpec,
     Send,
     Sent,
-    reply_budget_s,
 )
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
 from windlass.transports.base import PeerEndpoint
@@ -76,7 +74,7 @@ def make_spec(
     trainers: tuple[str, ...] = TRAINERS,
     engines: Mapping[str, tuple[str, ...]] = ENGINES,
     links: frozenset[tuple[str, str]] = LINKS,
-    traits: BackendTraits = P2pBackend.traits,
+    delivery: Delivery | None = None,
     max_rewrites: int = 2,
     **deadlines: float,
 ) -> RoundSpec:
@@ -88,7 +86,7 @@ def make_spec(
         trainers=trainers,
         engines=engines,
         links=links,
-        traits=traits,
+        delivery=delivery or Delivery(),
     )
 
 
@@ -818,7 +816,12 @@ def test_a_hanging_engine_has_time_left_to_report_its_failed_resume(mode: Update
 
 def push_spec() -> RoundSpec:
     return make_spec(
-        UpdateMode.IN_PLACE, -1, trainers=(), links=frozenset(), traits=PUSH_TRAITS, max_rewrites=0
+        UpdateMode.IN_PLACE,
+        -1,
+        trainers=(),
+        links=frozenset(),
+        delivery=PushDelivery(),
+        max_rewrites=0,
     )
 
 

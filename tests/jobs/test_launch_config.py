@@ -80,9 +80,12 @@ def test_a_backend_of_another_package_has_options(
 ) -> None:
     site = write_entry_points(tmp_path / "site", PLUGINS / "backend")
     monkeypatch.setattr(sys, "path", [*sys.path, str(site), str(PLUGINS / "backend")])
-    table = '{ type = "plugin", name = "waves", options = { width = 2, names = ["a"] } }'
+    table = '{ type = "plugin", name = "waves", options = { width = 2 } }'
     backend = load_config(write(tmp_path, ('{ type = "p2p" }', table))).update.backend
-    assert backend == PluginBackend("waves", {"width": 2, "names": ["a"]})
+    assert backend == PluginBackend("waves", {"width": 2})
+    wrong = table.replace("width = 2", 'names = ["a"]')
+    with pytest.raises(ConfigError, match=r"update: waves: options must be a width of 1 or more"):
+        load_config(write(tmp_path, ('{ type = "p2p" }', wrong)))
 
 
 def test_a_scheduler_of_another_package_is_found_by_its_name(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from windlass.control import binder, binding, members
+from windlass.control import binder, binding, link_transports, members
 from windlass.control.connector import Connector
 from windlass.control.driver import RoundDriver
 from windlass.control.engine_agent import EngineAgent
@@ -118,7 +118,7 @@ BUGS = (
     Bug(
         "a write of unknown outcome counts as failed",
         Sender,
-        "_failed",
+        "failed",
         "failed_link(name, reason, status)",
         "failed_link(name, reason, LinkStatus.FAILED)",
         8,
@@ -159,7 +159,7 @@ BUGS = (
         "a lost engine does not end its part of the round",
         RoundMachine,
         "_drop",
-        "self.pending = {s: sent for s, sent in self.pending.items() if sent[0] not in gone}",
+        "self.pending = {seq: sent for seq, sent in self.pending.items() if seq not in late}",
         "pass",
         10,
     ),
@@ -386,9 +386,9 @@ INTRUDER_BUGS = (
     ),
     Bug(
         "an engine may bind the memory of another",
-        binder.LinkTransports,
+        link_transports.LinkTransports,
         "owns",
-        "return binding.worker == worker and owners <= own",
+        "return binding.worker == worker and owners <= {o.endpoint for o in self._offers(worker)}",
         "return True",
         100005,
     ),

@@ -25,8 +25,8 @@ from windlass.control.connect_messages import (
     ConnectEngine,
     ConnectTrainer,
     Hello,
-    JoinGroups,
 )
+from windlass.control.group_messages import JoinGroups, Receive
 from windlass.control.messages import (
     Abort,
     Apply,
@@ -35,7 +35,6 @@ from windlass.control.messages import (
     Pause,
     Prepare,
     Publish,
-    Receive,
     Result,
     Verified,
     Verify,

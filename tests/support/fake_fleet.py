@@ -17,7 +17,6 @@ from fake_agents import (
 )
 
 from windlass.config import ControlConfig
-from windlass.control.binder import Planner
 from windlass.control.client import AgentChannel, CommandHandler, TrainerChannel
 from windlass.control.connect_messages import Hello
 from windlass.control.coordinator import Coordinator
@@ -28,7 +27,7 @@ from windlass.control.routes import mount_updates
 from windlass.errors import RoundError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.server import ControlServer
-from windlass.planning.planner import plan_transfer
+from windlass.planning.planner import Planner, plan_transfer
 
 __all__ = ["TOKEN", "FakeFleet", "until"]
 

@@ -22,7 +22,8 @@ import torch
 
 import windlass
 from windlass.control.engine_agent import EngineAgent
-from windlass.control.messages import Command, Receive, Result, Verify
+from windlass.control.group_messages import Receive
+from windlass.control.messages import Command, Result, Verify
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box, chunk
 from windlass.layout.dtypes import DType

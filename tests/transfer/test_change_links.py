@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,12 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from memory_transport import MemoryFabric, MemoryTransport
 
+from windlass.backends.relay import RelayingSender
 from windlass.config import ReplicaPlace, UpdateMode
+from windlass.control.relay_messages import ConnectRelay
 from windlass.errors import ProtocolError, RoundAborted
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory import host
+from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.planning.program import LinkProgram
@@ -307,9 +311,12 @@ def test_links_of_a_relay_are_not_changed() -> None:
         fleet.join("a", "as it lies")
         sender = fleet.senders[0]
         _, binding = fleet.plan_for(fleet.engines["a"])
-        group = RelayGroup(("a/0",), ((-1,),), 1 << 20)
-        sender.connect_relay([group], [binding], [RelayAddress("a/0", "127.0.0.1", 1, "")])
+        bindings = (binding, msgspec.structs.replace(binding, worker="b/0"))
+        group = RelayGroup(("a/0", "b/0"), ((-1, 0),), 1 << 20)
+        half = RelayingSender(sender)
+        address = RelayAddress("a/0", "127.0.0.1", 1, "")
+        half.carry_out(ConnectRelay((group,), bindings, (address,)), RoundId(1, 1))
         with pytest.raises(ProtocolError, match="connect again"):
-            sender.change_links(None, (), ["a/0"])
+            half.change_links(None, (), ["a/0"])
     finally:
         fleet.close()

@@ -21,7 +21,7 @@ from msgspec import structs
 from numpy_gpu import numpy_gpu
 from strategies import Fleet, fleets
 
-from windlass.config import P2pBackend, UpdateMode
+from windlass.config import UpdateMode
 from windlass.control.connect_messages import ConnectEngine
 from windlass.control.engine_agent import EngineAgent
 from windlass.errors import PlanError, TransferFailed, TransferOutcomeUnknown
@@ -38,11 +38,10 @@ from windlass.planning.planner import plan_transfer
 from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
 from windlass.planning.relay import RelayGroup
 from windlass.testing.resting_engine import RestingEngine
-from windlass.transfer.backends import receiver_for
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.relay import RelayNode
+from windlass.transfer.relay import RelayNode, RelaySource
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, WriteBatch
 
@@ -319,12 +318,14 @@ def test_an_engine_relays_verified_bytes_from_their_own_memory(
             plan.parts(sending=True, all_names=True)[source.worker], first
         )
         sender.connect(sources, bindings[:1])
-        sender.connect_relay([group], bindings, listening)
+        source_of_group = RelaySource(sender)
+        source_of_group.connect([group], bindings, listening)
         sender.prepare(0)
-        senders.append(sender)
+        source_of_group.prepare()
+        senders.append((sender, source_of_group))
     with ThreadPoolExecutor() as threads:
         parts = [threads.submit(node.run, round_id, seconds) for node in nodes.values()]
-        fed = [threads.submit(s.relay_write, round_id, group.members, seconds) for s in senders]
+        fed = [threads.submit(s.write, round_id, 0, group.members, seconds) for _, s in senders]
     assert all(not job.result()[0].missing for job in parts)
     for name, receiver in receivers.items():
         links = [link for job in fed for link in job.result().links if link.destination == name]
@@ -335,7 +336,8 @@ def test_an_engine_relays_verified_bytes_from_their_own_memory(
             assert (got == cast_to(want, spec.dtype)).all()
     for node in nodes.values():
         node.close()
-    for sender in senders:
+    for sender, source_of_group in senders:
+        source_of_group.close()
         sender.close()
     for receiver in receivers.values():
         receiver.close()
@@ -446,13 +448,9 @@ def test_a_link_that_just_fits_is_written_again_after_an_unknown_outcome(
         manifests.append(builder.build())
     plan = plan_transfer(manifests[:1], manifests[1:])
     target = kind(fabric)
-    receiver = receiver_for(
-        P2pBackend(),
-        Receiver(
-            target, manifests[1], [served.ctypes.data],
-            [target.register(served.ctypes.data, served.nbytes)],
-        ),
-        "",
+    receiver = Receiver(
+        target, manifests[1], [served.ctypes.data],
+        [target.register(served.ctypes.data, served.nbytes)],
     )  # fmt: skip
     binding = receiver.connect(
         plan.parts(sending=False, all_names=True)["engine/0"], UpdateMode.IN_PLACE

@@ -15,9 +15,9 @@ import torch
 from memory_transport import GpuMemoryTransport, MemoryFabric, MemoryTransport
 from numpy_gpu import numpy_gpu
 
+from windlass.backends.relay import RelayingReceiver
 from windlass.config import UpdateMode
-from windlass.control.engine_agent import EngineAgent
-from windlass.control.messages import Relay, Verify
+from windlass.control.relay_messages import Relay
 from windlass.errors import (
     PeerUnreachable,
     PlanError,
@@ -32,12 +32,11 @@ from windlass.net.clock import Deadline
 from windlass.net.messages import RoundId
 from windlass.planning.planner import plan_transfer
 from windlass.planning.relay import RelayGroup
-from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus, Relayed
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.relay import RelayNode, RelaySender
+from windlass.transfer.relay import RelayNode, RelaySender, RelaySource
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 
@@ -293,9 +292,10 @@ class Chain:
         addresses = [node.open() for node in nodes.values()]
         for node in nodes.values():
             node.connect(group, self.fleet.bindings, addresses)
-        sender = self.fleet.sender
-        sender.connect_relay([group], self.fleet.bindings, addresses)
-        sender.prepare()
+        self.source = RelaySource(self.fleet.sender)
+        self.source.connect([group], self.fleet.bindings, addresses)
+        self.fleet.sender.prepare()
+        self.source.prepare()
 
     def run(self) -> tuple[dict[str, LinkStatus], dict[str, Relayed]]:
         """Return the outcomes of the trainer's links and of the engines' parts."""
@@ -307,7 +307,7 @@ class Chain:
         threads = [threading.Thread(target=take_part, args=(name,)) for name in ENGINES]
         for thread in threads:
             thread.start()
-        sent = self.fleet.sender.relay_write(ROUND, ENGINES, SECONDS)
+        sent = self.source.write(ROUND, 1, ENGINES, SECONDS)
         for thread in threads:
             thread.join(SECONDS)
         return {link.destination: link.status for link in sent.links}, parts
@@ -393,7 +393,7 @@ def test_a_link_that_cannot_start_does_not_hide_the_outcome_of_a_root(
     part = threading.Thread(target=node.run, args=(ROUND, SECONDS))
     part.start()
     with pytest.raises(told):
-        chain.fleet.sender.relay_write(ROUND, ENGINES, SECONDS)
+        chain.source.write(ROUND, 1, ENGINES, SECONDS)
     part.join(SECONDS)
 
 
@@ -414,7 +414,7 @@ def test_a_last_chunk_that_could_not_be_verified_is_missing(
     with monkeypatch.context() as patch:
         patch.setattr(digests, "take", refuse)
         part.start()
-        chain.fleet.sender.relay_write(ROUND, ENGINES, SECONDS)
+        chain.source.write(ROUND, 1, ENGINES, SECONDS)
         part.join(SECONDS)
     assert found[0][0].missing == ("trainer/0",)
 
@@ -449,7 +449,7 @@ def test_an_engine_fences_before_it_verifies_bytes_of_a_dead_upstream(
 ) -> None:
     happened: list[str] = []
     receiver = fleet.receivers["engine-a/0"]
-    agent = EngineAgent(receiver, RestingEngine())
+    half = RelayingReceiver(receiver, "127.0.0.1")
     refused = [True]
 
     def fence(*, deadline_s: float) -> None:
@@ -457,25 +457,25 @@ def test_an_engine_fences_before_it_verifies_bytes_of_a_dead_upstream(
         if refused.pop():
             raise TransferFailed(f"a reader holds a connection after {deadline_s} s")
 
-    def verify(_version: int, _: object, expected: dict[str, str]) -> tuple[str, ...]:
+    def verify(_: object, _version: int, expected: dict[str, str]) -> tuple[str, ...]:
         happened.append("verify")
         return tuple(expected)
 
     result = Relayed(("trainer/0",), (), (), (), 0, 0.0), disconnected
     monkeypatch.setattr(fleet.transports["engine-a/0"], "fence", fence)
     monkeypatch.setattr(Receiver, "verify", verify)
-    monkeypatch.setattr(agent.relay, "run", lambda *_: result)
-    agent.handle(Relay(1, SECONDS), epoch=1, round_number=1)
-    command = Verify(1, {"trainer/0": "digest"})
+    monkeypatch.setattr(RelayNode, "run", lambda *_: result)
+    assert half.carry_out(Relay(1, SECONDS), ROUND) == result[0]
+    expected = {"trainer/0": "digest"}
     if disconnected:
         with pytest.raises(TransferFailed):
-            agent.handle(command, epoch=1, round_number=1)
+            half.verify(1, expected)
         assert happened == ["fence"]
         refused.append(False)
     for _ in range(2):
-        agent.handle(command, epoch=1, round_number=1)
+        half.verify(1, expected)
     assert happened == (["fence", "fence"] if disconnected else []) + ["verify"] * 2
-    agent.close()
+    half.close()
 
 
 def test_a_good_relay_does_not_cancel_the_fence_of_an_earlier_relay(
@@ -483,11 +483,13 @@ def test_a_good_relay_does_not_cancel_the_fence_of_an_earlier_relay(
 ) -> None:
     fences: list[float] = []
     results = [(Relayed((), (), (), (), 0, 0.0), names) for names in (("trainer/0",), ())]
-    agent = EngineAgent(fleet.receivers["engine-a/0"], RestingEngine())
+    half = RelayingReceiver(fleet.receivers["engine-a/0"], "127.0.0.1")
     transport = fleet.transports["engine-a/0"]
     monkeypatch.setattr(transport, "fence", lambda *, deadline_s: fences.append(deadline_s))
     monkeypatch.setattr(Receiver, "verify", lambda *_: ())
-    monkeypatch.setattr(agent.relay, "run", lambda *_: results.pop(0))
-    for command in (Relay(1, SECONDS), Relay(1, SECONDS), Verify(1, {})):
-        agent.handle(command, epoch=1, round_number=1)
+    monkeypatch.setattr(RelayNode, "run", lambda *_: results.pop(0))
+    for _ in range(2):
+        half.carry_out(Relay(1, SECONDS), ROUND)
+    half.verify(1, {})
     assert len(fences) == 1
+    half.close()

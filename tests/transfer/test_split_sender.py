@@ -17,6 +17,7 @@ from numpy_gpu import OneProcess, numpy_gpu
 from offers import GPU_TRAITS
 
 from windlass.config import P2pBackend, ReplicaPlace, UpdateMode
+from windlass.control.backend import backend_of
 from windlass.errors import ConfigError, TransferFailed, TransferOutcomeUnknown
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -25,7 +26,6 @@ from windlass.memory import copy_sources as sources
 from windlass.memory.cuda import driver
 from windlass.net.clock import Deadline
 from windlass.planning.planner import plan_transfer
-from windlass.transfer.backends import receiver_for, sender_for
 from windlass.transfer.base import ParameterMemory, joined_results
 from windlass.transfer.bindings import LinkStatus, Written
 from windlass.transfer.receiver import Receiver
@@ -107,7 +107,7 @@ def test_each_engine_is_updated_by_the_transport_of_its_link(mode: UpdateMode) -
             address = int(served[name].ctypes.data)
             region = transport.register(address, served[name].nbytes)
             one = Receiver(transport, ENGINES[name], [address], [region])
-            receivers[name] = receiver_for(P2pBackend(), one, "127.0.0.1")
+            receivers[name] = backend_of(P2pBackend()).receiver(one, "127.0.0.1")
             binding = receivers[name].connect(plan.parts(sending=False, all_names=True)[name], mode)
             assert (binding.staging_address > 0) is (name == "far/0")
             (offer,) = (o for o in transport.offers() if o.transport == LINKS[name])
@@ -117,7 +117,7 @@ def test_each_engine_is_updated_by_the_transport_of_its_link(mode: UpdateMode) -
             )
         memory = (ParameterMemory(int(trained.ctypes.data), trained.nbytes),)
         sender = Sender(sending, TRAINER, lambda: memory)
-        backend = sender_for(P2pBackend(), sender, "127.0.0.1")
+        backend = backend_of(P2pBackend()).sender(sender, "127.0.0.1")
         backend.connect(plan.parts(sending=True, all_names=True)["trainer/0"], bindings)
         for version in range(3):
             trained += np.uint16(7)

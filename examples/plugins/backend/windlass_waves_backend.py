@@ -11,33 +11,47 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from windlass import ConfigError
-from windlass.planning import TransferPlan
-from windlass.transfer import (
+from windlass.backends import (
     Backend,
-    BackendTraits,
+    BackendEntry,
     DestinationBinding,
-    ReceiverBackend,
+    RankSender,
     SenderBackend,
     Written,
 )
+from windlass.planning import TransferPlan
 from windlass.transports import Deadline
+
+
+class Waves(Backend):
+    """One-sided writes in waves; all else is as in Windlass's own backend.
+
+    Args:
+        options: `width`, the maximum number of engine ranks per wave.
+
+    Raises:
+        ConfigError: an option is unknown, or `width` is not a positive integer.
+    """
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        width = options.get("width")
+        if set(options) != {"width"} or not isinstance(width, int) or width < 1:
+            raise ConfigError(f"waves: options must be a width of 1 or more, got {dict(options)!r}")
+        self._width = width
+
+    def sender(self, sender: RankSender, host: str) -> SenderBackend:  # noqa: ARG002
+        return WavesSender(self._width, sender)
 
 
 class WavesSender:
     """Sender of a trainer rank.
 
     Args:
-        options: `width`, the maximum number of engine ranks per wave.
+        width: maximum number of engine ranks per wave.
         sender: sender that writes one wave.
-
-    Raises:
-        ConfigError: an option is unknown, or `width` is not a positive integer.
     """
 
-    def __init__(self, options: Mapping[str, object], sender: SenderBackend, _host: str) -> None:
-        width = options.get("width")
-        if set(options) != {"width"} or not isinstance(width, int) or width < 1:
-            raise ConfigError(f"waves: options must be a width of 1 or more, got {dict(options)!r}")
+    def __init__(self, width: int, sender: SenderBackend) -> None:
         self._width, self._sender = width, sender
 
     def connect(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
@@ -64,11 +78,4 @@ class WavesSender:
         self._sender.close()
 
 
-def receive(
-    _options: Mapping[str, object], receiver: ReceiverBackend, _host: str
-) -> ReceiverBackend:
-    """Return the receiver of an engine rank unchanged: waves concern only the sender."""
-    return receiver
-
-
-BACKEND = Backend(traits=BackendTraits(one_sided=True), sender=WavesSender, receiver=receive)
+BACKEND = BackendEntry(Waves)

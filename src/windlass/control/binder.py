@@ -8,26 +8,26 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import final
 
 import msgspec
 
-from windlass.config import ControlConfig, P2pBackend, RelayShape, UpdateBackend
+from windlass.config import ControlConfig
+from windlass.control.backend import Backend
 from windlass.control.binding import Binding
 from windlass.control.connect_messages import (
     Bound,
     ChangeLinks,
     ConnectEngine,
-    ConnectRelay,
     ConnectTrainer,
-    JoinGroups,
     NotBound,
     Offered,
 )
 from windlass.control.fleet import Group, signature_of
+from windlass.control.group_messages import JoinGroups
 from windlass.control.links import Link
 from windlass.control.messages import Done, Failure, FailureKind, Result
 from windlass.control.report import BindCost
@@ -36,12 +36,10 @@ from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted, W
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
-from windlass.planning.relay import RelayGroup, children_of, find_replicas, stripes_of
+from windlass.planning.planner import Planner
 from windlass.planning.replicated import Replicated, find_replicated
 from windlass.planning.unused import find_kept, find_unused, refuse_unused
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
-from windlass.transports.base import TransportOffer
-from windlass.transports.choice import LinkChoice, choose_transport, unreachable_reason
 
 NEWCOMERS_SPREAD = 4
 """Factor by which new engines read from more trainer ranks than their share. Of the ranks with the same boxes, new engines
@@ -49,8 +47,6 @@ read from the fraction (new / all engines) times this factor. With 1, some ranks
 there would be engines x ranks links."""
 JOIN_SHARE = 0.8
 """Fraction of the bind deadline given to agents, so that they time out before the coordinator and report the reason."""
-
-Planner = Callable[[Sequence[ShardManifest], Sequence[ShardManifest]], TransferPlan]
 
 
 class EnginesUnbound(RoundAborted):
@@ -72,122 +68,6 @@ class EnginesUnbound(RoundAborted):
         super().__init__("; ".join([*refusals.values(), *(late or {}).values()]) or gone)
         self.refusals, self.late = dict(refusals), dict(late or {})
         self.kept = kept
-
-
-@final
-class LinkTransports:
-    """Transport of every link, and the destination's memory as that transport addresses it.
-
-    Args:
-        sessions: sessions of the ranks that were connected when the binding began. A rank without a session has lost
-            its connection, and its links have no transport.
-
-    Attributes:
-        choices: link -> its transport, with the reason for the choice.
-        strided: links whose source can store strided elements.
-    """
-
-    def __init__(self, sessions: Mapping[str, AgentSession]) -> None:
-        self._sessions = sessions
-        self.choices: dict[Link, LinkChoice] = {}
-        self.strided: set[Link] = set()
-
-    def choose(self, links: Iterable[Link]) -> dict[str, str]:
-        """Give each link the fastest transport that both ends have.
-
-        Two ranks are on one host if their connections come from one address and their processes report the same
-        host identity.
-
-        Returns:
-            Destination -> reason why some source cannot write to it.
-        """
-        wrong = {}
-        for source, destination in sorted(links):
-            here, there = self._sessions.get(source), self._sessions.get(destination)
-            if here is None or there is None:
-                # The rank has lost its connection since the plan was made.
-                continue
-            same_address = here.host == there.host
-            offers = here.agent.hello.offers
-            try:
-                choice = choose_transport(
-                    offers,
-                    there.agent.hello.offers,
-                    same_host=same_address and here.agent.hello.host == there.agent.hello.host,
-                    same_address=same_address,
-                )
-            except ConfigError as error:
-                wrong[destination] = f"{source} cannot write {destination}: {error}"
-                continue
-            self.choices[source, destination] = choice
-            if any(o.traits.strided_stores for o in offers if o.transport == choice.transport):
-                self.strided.add((source, destination))
-        return wrong
-
-    def owns(self, worker: str, binding: DestinationBinding) -> bool:
-        """Return whether a rank offers only memory of its own endpoints."""
-        owners = {binding.endpoint, *(region.endpoint for region in binding.regions)}
-        own = {offer.endpoint for offer in self._offers(worker)}
-        return binding.worker == worker and owners <= own
-
-    def narrow(
-        self, source: str, bindings: Iterable[DestinationBinding]
-    ) -> tuple[DestinationBinding, ...]:
-        """Return the bindings as `source` needs them: endpoint and regions of the transport of each link.
-
-        The binding of a destination without a link from `source` is returned unchanged.
-        """
-        return tuple(self._narrow(source, binding) for binding in bindings)
-
-    def _narrow(self, source: str, binding: DestinationBinding) -> DestinationBinding:
-        choice = self.choices.get((source, binding.worker))
-        for offer in self._offers(binding.worker):
-            if choice is not None and offer.transport == choice.transport:
-                regions = tuple(r for r in binding.regions if r.endpoint == offer.endpoint)
-                return msgspec.structs.replace(binding, endpoint=offer.endpoint, regions=regions)
-        return binding
-
-    def _offers(self, worker: str) -> tuple[TransportOffer, ...]:
-        session = self._sessions.get(worker)
-        return () if session is None else session.agent.hello.offers
-
-
-# --- relays --------------------------------------------------------------------------------
-
-
-def find_relay_groups(
-    trainers: Group, engines: Sequence[Group], backend: UpdateBackend
-) -> tuple[RelayGroup, ...]:
-    """Return the relay groups: disjoint groups of at least two ranks, all from different engines.
-
-    The engines of a group can send, and their ranks hold identical boxes at identical places. Engines whose transport
-    stores by kernels (`strided_stores`) are in no group. If the trainers store by kernels, there are no groups.
-    """
-    if not isinstance(backend, P2pBackend) or backend.relay is RelayShape.OFF:
-        return ()
-    if _stores_by_kernels(trainers):
-        return ()
-    able = {
-        engine.name: engine
-        for engine in engines
-        if not _stores_by_kernels(engine)
-        and all(agent.hello.can_send for agent in engine.agents.values())
-    }
-    return tuple(
-        RelayGroup(members, stripes_of(backend.relay, len(names)), backend.relay_chunk_nbytes)
-        for names in find_replicas({name: engine.manifests for name, engine in able.items()})
-        for members in zip(*(able[name].workers for name in names), strict=True)
-    )
-
-
-def _stores_by_kernels(group: Group) -> bool:
-    offers = (offer for agent in group.agents.values() for offer in agent.hello.offers)
-    return any(offer.traits.strided_stores for offer in offers)
-
-
-def _below(group: RelayGroup, member: str) -> tuple[str, ...]:
-    """Return the ranks that a member forwards to, in any stripe."""
-    return tuple(dict.fromkeys(c for stripe in children_of(group, member) for c in stripe))
 
 
 # --- the binding ---------------------------------------------------------------------------
@@ -224,6 +104,7 @@ class FleetBinder:
         sessions: sessions of the ranks that are connected now. Ranks that join later are not part of the binding.
         planner: compiles the plan.
         config: mode, backend, and the deadline for every rank to bind.
+        backend: backend of `config`.
         round_id: round id of the commands.
         held: binding that the fleet has now; None without one.
         unused: tensors of these trainers that no engine has taken; None if no engine was bound before.
@@ -237,17 +118,13 @@ class FleetBinder:
         sessions: Mapping[str, AgentSession],
         planner: Planner,
         config: ControlConfig,
+        backend: Backend,
         round_id: RoundId,
         held: Binding | None = None,
         unused: frozenset[str] | None = None,
     ) -> None:
         self._all, self._of_trainers, self._unused = tuple(engines), trainers, unused
-        kept, backend = None, config.backend
-        if held is not None and not find_relay_groups(trainers, engines, backend):
-            processes = {engine.name: engine.identities for engine in engines}
-            kept = (
-                held.part_for(trainers.identities, processes) if backend.traits.one_sided else None
-            )
+        kept = None if held is None else backend.kept_part(held, trainers, engines)
         if kept is not None:
             engines = [engine for engine in engines if engine.name not in kept.engines]
         self._signature = signature_of([trainers, *engines])
@@ -260,13 +137,11 @@ class FleetBinder:
         self._sessions = {
             name: sessions[name] for name in (*self._trainers, *self._engine_of) if name in sessions
         }
-        self._planner, self._mode, self._backend = planner, config.mode, backend
+        self._planner, self._config, self._backend = planner, config, backend
         self._deadline_s = config.deadlines.connect_s
-        self._transports = LinkTransports(self._sessions if backend.traits.one_sided else {})
-        self._relays = find_relay_groups(trainers, engines, backend)
-        self._group_of = {name: group for group in self._relays for name in group.members}
-        # The plan leaves these ranks out, because they get the same bytes as the first member of their group.
-        self._copies = {w: g.members[0] for w, g in self._group_of.items() if w != g.members[0]}
+        self._addresses = backend.addresses(self._sessions)
+        # The plan leaves out the ranks in `of`.
+        self._copies = backend.copies(trainers, engines)
         self._caller = RankCaller(self._sessions, round_id)
         self._epoch, self._kept = round_id.epoch, kept
 
@@ -288,15 +163,13 @@ class FleetBinder:
             # No trainer got a command, so the previous binding is still valid.
             unbound.kept = self._kept
             raise
-        offers = await self._bind_sources(
-            self._addressed(to_trainers, bound, binding.links), binding
-        )
+        offers = await self._bind_sources(self._addressed(to_trainers, bound, binding), binding)
         costs = {
             w: BindCost(self._sessions[w].agent.hello.registered.seconds, plan_s, bind_s)
             for w, bind_s in self._caller.took_s.items()
         }
         await self._form_groups(offers)
-        await self._bind_relay(bound)
+        await self._bind_copies(bound, binding)
         bound_in = dict.fromkeys(to_trainers, self._epoch)
         binding = replace(binding, bound_in=bound_in, costs=costs)
         return binding if self._kept is None else self._kept.joined(binding)
@@ -313,7 +186,7 @@ class FleetBinder:
             binding = Binding(signature=self._signature, engines={}, unused=self._kept.unused)
             return binding, {}, self._change_trainers(self._kept, (), {})
         destinations = [m for manifests in self._manifests.values() for m in manifests]
-        planned = [m for m in destinations if m.worker not in self._copies]
+        planned = [m for m in destinations if m.worker not in self._copies.of]
         stays = self._find_kept()
         plan = self._plan(planned, stays)
         unused = self._find_unused()
@@ -323,17 +196,19 @@ class FleetBinder:
             )
             for link in plan.links()
         }
-        links |= {(s, copy): 0 for copy, of in self._copies.items() for s, to in links if to == of}
-        below = {name: _below(group, name) for name, group in self._group_of.items()}
-        passed_on = {(member, child) for member, children in below.items() for child in children}
-        unreached = self._transports.choose(links.keys() | passed_on)
+        links |= {
+            (s, copy): 0
+            for copy, of in self._copies.of.items()
+            for s, to in tuple(links)
+            if to == of
+        }
+        passed_on = {(w, child) for w, own in self._copies.children.items() for child in own}
+        unreached = self._addresses.choose(links.keys() | passed_on)
         self._refuse({self._engine_of[w]: why for w, why in unreached.items()}, self._kept)
-        plan = plan.without_staging(frozenset(self._transports.strided))
-        # Members of a collective group compare the name tables of their parts, so each part needs all names.
-        all_names = self._backend.traits.collective
-        parts = plan.parts(sending=False, all_names=all_names)
+        plan = plan.without_staging(frozenset(self._addresses.strided))
+        parts = self._backend.parts(plan, sending=False)
         for manifest in destinations:
-            if (of := self._copies.get(manifest.worker)) is not None:
+            if (of := self._copies.of.get(manifest.worker)) is not None:
                 parts[manifest.worker] = parts[of].for_replica(of, manifest)
         digest = plan.digest()
         binding = Binding(
@@ -341,8 +216,8 @@ class FleetBinder:
             engines=self._engines,
             trainers=self._trainers,
             links=links,
-            transports=self._transports.choices,
-            relay=below,
+            transports=self._addresses.choices,
+            relay=self._copies.children,
             replicated=None if self._kept else self._find_replicated(unused),
             unused=unused,
             stays=frozenset[str]().union(*stays.values()),
@@ -351,14 +226,14 @@ class FleetBinder:
             w: ConnectEngine(
                 part.encode(),
                 digest,
-                self._mode,
-                self._backend,
-                w in self._group_of,
+                self._config.mode,
+                self._config.backend,
+                w in self._copies.children,
                 tuple(sorted(stays[self._engine_of[w]])),
             )
             for w, part in parts.items()
         }
-        own = plan.parts(sending=True, all_names=all_names)
+        own = self._backend.parts(plan, sending=True)
         if self._kept is not None:
             return binding, to_engines, self._change_trainers(self._kept, links, own)
         held = {} if binding.replicated is None else binding.replicated.parts
@@ -367,7 +242,7 @@ class FleetBinder:
                 own[w].encode(),
                 digest,
                 (),
-                self._backend,
+                self._config.backend,
                 held[w].tobytes() if w in held else b"",
             )
             for w in self._trainers
@@ -419,30 +294,20 @@ class FleetBinder:
         self,
         commands: Mapping[str, ConnectTrainer | ChangeLinks],
         bound: Mapping[str, Bound],
-        links: Iterable[Link],
+        binding: Binding,
     ) -> dict[str, ConnectTrainer | ChangeLinks]:
         """Return the commands to sources, with the addresses at which they write to their engines."""
         direct: dict[str, list[DestinationBinding]] = {}
-        for source, destination in links:
-            if destination not in self._copies and destination in bound:
-                direct.setdefault(source, []).append(bound[destination].binding)
-        found: dict[str, ConnectTrainer | ChangeLinks] = {}
-        for worker, command in commands.items():
-            if not command.plan:
-                found[worker] = command
-                continue
-            own = direct.get(worker, [])
-            found[worker] = msgspec.structs.replace(
-                command, bindings=self._transports.narrow(worker, own)
-            )
-            sent_to = {binding.worker for binding in own}
-            groups = tuple(group for group in self._relays if group.members[0] in sent_to)
-            members = (name for group in groups for name in group.members)
-            roots = dict.fromkeys(root for group in groups for root in group.roots())
-            relay = self._relay_of(worker, groups, members, roots, bound)
-            if relay is not None:
-                found[worker] = msgspec.structs.replace(found[worker], relay=relay)
-        return found
+        for source, destination in binding.links:
+            if destination not in self._copies.of and destination in bound:
+                narrowed = self._addresses.narrow(source, bound[destination].binding)
+                direct.setdefault(source, []).append(narrowed)
+        return {
+            worker: msgspec.structs.replace(command, bindings=tuple(direct.get(worker, ())))
+            if command.plan
+            else command
+            for worker, command in commands.items()
+        }
 
     def _find_kept(self) -> dict[str, frozenset[str]]:
         """Return engine -> tensors that it keeps: no trainer has them, and they match a pattern in `keep` of the trainers."""
@@ -477,7 +342,7 @@ class FleetBinder:
             raise EnginesUnbound(refused) from None
 
     async def _bind_engines(self, commands: Mapping[str, ConnectEngine]) -> dict[str, Bound]:
-        """Send engines their commands; return their answers, with the addresses of their memory and relay listeners."""
+        """Send engines their commands; return their answers, with the addresses of their memory and listeners."""
         bound: dict[str, Bound] = {}
         failed: dict[str, Result | WindlassError] = {}
         for worker, result in (await self._caller.call(commands, self._deadline_s)).items():
@@ -492,29 +357,12 @@ class FleetBinder:
                 failed[worker] = result
         if failed:
             raise self._unbound(failed, "did not bind the plan")
-        if self._backend.traits.one_sided:
-            refused = {
-                w: f"{w}: must bind memory of its own endpoints and no other rank's"
-                for w, result in bound.items()
-                if not self._transports.owns(w, result.binding)
-            }
-        else:
-            refused = self._find_misaddressed(result.binding for result in bound.values())
+        refused = self._addresses.find_refused(
+            {worker: result.binding for worker, result in bound.items()}, self._trainers
+        )
         if refused:
             raise EnginesUnbound({self._engine_of[w]: why for w, why in refused.items()})
         return bound
-
-    def _find_misaddressed(self, bindings: Iterable[DestinationBinding]) -> dict[str, str]:
-        """Return the engine ranks with an address that sources on other hosts cannot reach: worker -> reason."""
-        sessions = self._sessions
-        hosts = {sessions[worker].host for worker in self._trainers if worker in sessions}
-        found = {}
-        for binding in bindings:
-            session = sessions.get(binding.worker)
-            reason = unreachable_reason(binding.endpoint)
-            if reason and session is not None and hosts - {session.host}:
-                found[binding.worker] = f"{binding.worker}: {reason}"
-        return found
 
     async def _bind_sources(
         self, commands: Mapping[str, ConnectTrainer | ChangeLinks], binding: Binding
@@ -581,32 +429,20 @@ class FleetBinder:
             reasons = (f"{w} did not join: {describe(r)}" for w, r in failed.items())
             raise RoundAborted("; ".join(reasons))
 
-    async def _bind_relay(self, bound: Mapping[str, Bound]) -> None:
-        """Send every member of a relay group the addresses of the ranks to which it passes chunks on."""
-        commands = {}
-        for member, group in self._group_of.items():
-            below = _below(group, member)
-            command = self._relay_of(member, (group,), below, below, bound)
-            if command is not None:
-                commands[member] = command
-        failed = failures_of(await self._caller.call(commands, self._deadline_s), Done)
-        if failed:
-            raise self._unbound(failed, "did not bind the relay")
+    async def _bind_copies(self, bound: Mapping[str, Bound], binding: Binding) -> None:
+        """Bind the links between engines.
 
-    def _relay_of(
-        self,
-        worker: str,
-        groups: tuple[RelayGroup, ...],
-        to: Iterable[str],
-        through: Iterable[str],
-        bound: Mapping[str, Bound],
-    ) -> ConnectRelay | None:
-        """Return a command with the memory addresses of ranks `to` and the relay listeners of ranks `through`."""
-        if not groups:
-            return None
-        bindings = self._transports.narrow(worker, (bound[name].binding for name in to))
-        addresses = (bound[name].relay for name in through)
-        return ConnectRelay(groups, bindings, tuple(a for a in addresses if a is not None))
+        Raises:
+            EnginesUnbound: engine ranks did not bind them.
+            RoundAborted: sources did not.
+        """
+        commands = self._copies.commands(binding.links, bound, self._addresses.narrow)
+        failed = failures_of(await self._caller.call(commands, self._deadline_s), Done)
+        sources = {w: result for w, result in failed.items() if w not in self._engine_of}
+        for worker, result in sources.items():
+            raise RoundAborted(f"{worker} did not bind the plan: {describe(result)}")
+        if failed:
+            raise self._unbound(failed, "did not bind the links between engines")
 
     def _refuse(self, wrong: Mapping[str, str], kept: Binding | None) -> None:
         if wrong and len(wrong) == len(self._engines) and self._kept is None:

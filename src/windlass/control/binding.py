@@ -120,10 +120,9 @@ class Binding:
             engines: engine -> its processes.
 
         Returns:
-            The part; None if it is empty, if the trainers are other processes, or if relays are bound, because a
-            relay group spans several engines.
+            The part; None if it is empty, or if the trainers are other processes.
         """
-        if self.relay or self.identities_of(self.trainers) != trainers:
+        if self.identities_of(self.trainers) != trainers:
             return None
         same = {
             name

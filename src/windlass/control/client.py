@@ -12,20 +12,19 @@ from typing import Protocol, final
 
 import msgspec
 
-from windlass.control.connect_messages import Hello, JoinGroups, Welcome
+from windlass.control.connect_messages import Hello, Welcome
+from windlass.control.group_messages import JoinGroups
 from windlass.control.messages import (
     CONTROLLER_FRAMES,
+    WRITING,
     Announce,
     Command,
     Done,
     Failure,
     FailureKind,
     Probe,
-    Relay,
-    RelayWrite,
     Result,
     Withdraw,
-    Write,
 )
 from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.errors import (
@@ -121,7 +120,7 @@ def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
             return FailureKind.STALE
         case PeerTimeout() if isinstance(command, JoinGroups):
             return FailureKind.TIMED_OUT
-        case _ if isinstance(command, Write | RelayWrite | Relay) and is_unknown(error):
+        case _ if isinstance(command, WRITING) and is_unknown(error):
             return FailureKind.UNKNOWN
         case _:
             return FailureKind.FAILED

@@ -14,7 +14,6 @@ from windlass.config import P2pBackend, UpdateBackend, UpdateMode
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 from windlass.layout.manifest import Role
-from windlass.planning.relay import RelayGroup
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, RelayAddress
 from windlass.transports.base import TransportOffer
 
@@ -195,22 +194,6 @@ class Bound(msgspec.Struct, frozen=True, tag="bound"):
     relay: RelayAddress | None = None
 
 
-class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
-    """Command to bind relay groups, sent after every member has answered `Bound`.
-
-    Engines get it as a command; trainers get it inside `ConnectTrainer`.
-
-    Attributes:
-        groups: for a trainer, the groups that it sends to; for an engine, its own group.
-        bindings: bindings of all members for a trainer, or of the ranks that the engine forwards to.
-        addresses: addresses of all roots for a trainer, or of the ranks that the engine forwards to.
-    """
-
-    groups: tuple[RelayGroup, ...]
-    bindings: tuple[DestinationBinding, ...]
-    addresses: tuple[RelayAddress, ...]
-
-
 class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
     """Command to a trainer rank: bind the plan to these addresses; answer `Done`, or `Offered` if a group must form.
 
@@ -220,7 +203,6 @@ class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
         bindings: addresses of the destinations.
         backend: see `ControlConfig`.
         replicated: `HELD` rows of boxes that other ranks hold too.
-        relay: relay groups that the rank sends to; None without them.
     """
 
     plan: bytes
@@ -228,7 +210,6 @@ class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
     bindings: tuple[DestinationBinding, ...]
     backend: UpdateBackend = P2pBackend()
     replicated: bytes = b""
-    relay: ConnectRelay | None = None
 
 
 class ChangeLinks(msgspec.Struct, frozen=True, tag="change_links"):
@@ -259,13 +240,3 @@ class Offered(msgspec.Struct, frozen=True, tag="offered"):
     """Answer of a trainer rank that has bound the plan: its engines must join this group."""
 
     offer: GroupOffer
-
-
-class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
-    """Command to enter these groups, agree on their tensors, and answer `Done`.
-
-    The controller sends it to all members at once, with the groups in the same order.
-    """
-
-    offers: tuple[GroupOffer, ...]
-    deadline_s: float

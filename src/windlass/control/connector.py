@@ -7,18 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from windlass.config import ControlConfig
-from windlass.control.binder import EnginesUnbound, FleetBinder, Planner
+from windlass.control.backend import Backend
+from windlass.control.binder import EnginesUnbound, FleetBinder
 from windlass.control.binding import Binding
 from windlass.control.changes import Changes
 from windlass.control.connect_messages import Identity
 from windlass.control.fleet import Group, signature_of
 from windlass.control.links import Link
 from windlass.control.members import Members
-from windlass.control.report import BindCost
+from windlass.control.report import BindCost, UpdateReport
 from windlass.control.run import Run
 from windlass.errors import ConfigError, PeerUnreachable, PlanError, WindlassError
 from windlass.layout.manifest import Role
 from windlass.layout.naming.patterns import said
+from windlass.planning.planner import Planner
 from windlass.transfer.bindings import Carried
 from windlass.wording import counted
 
@@ -35,7 +37,8 @@ class Connector:
         run: versions, journal and fleet.
         members: connections of the agents.
         changes: notified when a binding begins and when it ends.
-        config: backend, limits and deadlines.
+        config: limits and deadlines.
+        backend: backend that moves the bytes.
         planner: compiles plans.
 
     Attributes:
@@ -49,11 +52,12 @@ class Connector:
         members: Members,
         changes: Changes,
         config: ControlConfig,
+        backend: Backend,
         planner: Planner,
     ) -> None:
         self._run, self._fleet = run, run.fleet
         self._members, self._changes = members, changes
-        self._config, self._planner = config, planner
+        self._config, self._backend, self._planner = config, backend, planner
         self.binding: Binding | None = None
         self.binds: tuple[str, ...] = ()
         self._costs: dict[str, BindCost] = {}
@@ -165,6 +169,7 @@ class Connector:
             sessions=self._members.sessions,
             planner=planner,
             config=self._config,
+            backend=self._backend,
             round_id=round_id,
             held=held,
             unused=unused if known == sources.identities else None,
@@ -199,6 +204,13 @@ class Connector:
                 self._members.set_aside(session, reason)
         for name, reason in refused.items():
             await self._members.refuse(name, reason)
+
+    def drop_if_spent(self, report: UpdateReport) -> bool:
+        """Drop the binding if the backend cannot use it after a round with this report; return whether it was dropped."""
+        is_spent = self._backend.is_spent(report)
+        if is_spent:
+            self.binding = None
+        return is_spent
 
     # --- costs of connecting, and figures of links ---------------------------------------------
 

@@ -24,7 +24,7 @@ from typing import final
 import msgspec
 
 from windlass.config import ControlConfig
-from windlass.control.binder import Planner
+from windlass.control.backend import backend_of
 from windlass.control.binding import Binding
 from windlass.control.changes import Changes, Tasks, tell
 from windlass.control.connector import Connector
@@ -52,7 +52,7 @@ from windlass.control.session import AgentSession
 from windlass.errors import PeerTimeout, ProtocolError, RoundAborted
 from windlass.net.logs import log_fields
 from windlass.net.messages import Reply
-from windlass.planning.planner import plan_transfer
+from windlass.planning.planner import Planner, plan_transfer
 from windlass.wording import listed
 
 _log = logging.getLogger(__name__)
@@ -110,8 +110,9 @@ class Coordinator:
             in_round=lambda: self.in_round,
         )
         self.members = Members(self.run, self.changes, self.tasks, config, events)
-        self.connector = Connector(self.run, self.members, self.changes, config, planner)
-        self.rounds = RoundRunner(self.run, self.members, self.connector, config)
+        backend = backend_of(config.backend)
+        self.connector = Connector(self.run, self.members, self.changes, config, backend, planner)
+        self.rounds = RoundRunner(self.run, self.members, self.connector, config, backend)
         self.catch_ups = CatchUps(
             self.rounds,
             self.run,
@@ -120,6 +121,7 @@ class Coordinator:
             self.changes,
             self.tasks,
             config,
+            backend,
             planner,
         )
         self.resume_retries = ResumeRetries(
@@ -257,10 +259,9 @@ class Coordinator:
     async def _attempt_until_whole(
         self, announced: tuple[PendingPublish, ...], version: int, copied: asyncio.Event | None
     ) -> UpdateReport:
-        """Repeat an attempt after all engines have ended, or after the group of a collective has broken.
+        """Repeat an attempt after all engines have ended, or after a failure that the binding does not survive.
 
-        Trainers wait during all attempts. One-sided writes and files need no second attempt for one engine: an engine that
-        fails there does not break the others.
+        Trainers wait during all attempts.
         """
         report = await self._attempt(announced, version, copied)
         for _ in range(MAX_ATTEMPTS_WITHOUT_ENGINES):
@@ -269,19 +270,14 @@ class Coordinator:
             _log.warning("version %s: waiting for an engine: %s", version, report.reason)
             # The version may be reserved already, because engines may have been told to serve it.
             report = await self._attempt(announced, version, copied, is_again=True)
-        if not self.config.backend.traits.collective:
-            return report
         for _ in range(self.config.max_rewrites):
-            if report.outcome is RoundOutcome.PUBLISHED or Phase.PUBLISH in report.phase_s:
-                break
-            # Another attempt would send the same bytes.
-            if report.unchanged:
-                break
-            _log.warning("version %s: the group is formed again: %s", version, report.reason)
-            self.connector.binding = None
+            has_ended = report.outcome is RoundOutcome.PUBLISHED or Phase.PUBLISH in report.phase_s
+            # After a refusal of unchanged bytes, another attempt would send the same bytes.
+            if not self.connector.drop_if_spent(report) or has_ended or report.unchanged:
+                return report
+            _log.warning("version %s: the fleet is bound again: %s", version, report.reason)
             report = await self._attempt(announced, version, copied)
-        if report.outcome is not RoundOutcome.PUBLISHED or report.left_out:
-            self.connector.binding = None
+        self.connector.drop_if_spent(report)
         return report
 
     async def _attempt(

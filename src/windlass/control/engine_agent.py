@@ -8,13 +8,8 @@ import time
 from typing import Protocol, assert_never, final
 
 from windlass.config import P2pBackend, PauseMode, UpdateBackend, UpdateMode
-from windlass.control.connect_messages import (
-    Bound,
-    ConnectEngine,
-    ConnectRelay,
-    ConnectTrainer,
-    JoinGroups,
-)
+from windlass.control.backend import Interruptible, Listens, backend_of, carry_out
+from windlass.control.connect_messages import Bound, ConnectEngine, ConnectTrainer
 from windlass.control.messages import (
     Abort,
     Apply,
@@ -24,11 +19,7 @@ from windlass.control.messages import (
     Pause,
     Prepare,
     Publish,
-    Receive,
-    Relay,
-    RelayCommand,
     Result,
-    SkipUpstream,
     SourceCommand,
     Verified,
     Verify,
@@ -45,12 +36,10 @@ from windlass.control.trainer_agent import TrainerAgent
 from windlass.errors import PeerUnreachable, ProtocolError, RoundAborted
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
-from windlass.transfer.backends import receiver_for
-from windlass.transfer.base import GroupReceiver, ReceiverBackend
+from windlass.transfer.base import ReceiverBackend
 from windlass.transfer.kept import KeptTensors
 from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.relay import RelayNode
 from windlass.transfer.sender import Sender
 
 _log = logging.getLogger(__name__)
@@ -132,9 +121,7 @@ class EngineAgent:
         self._one_sided, self._host = receiver, host
         self._source = None if sender is None else TrainerAgent(sender, host=host)
         self._backend: UpdateBackend = P2pBackend()
-        self._receiver: ReceiverBackend = receiver_for(self._backend, receiver, host)
-        self.relay = RelayNode(receiver, host)
-        """Node that receives and forwards relayed bytes."""
+        self._receiver: ReceiverBackend = receiver
         self._kept = KeptTensors(receiver.manifest, receiver.live_addresses)
         self._push = PushReceiver(receiver.manifest, receiver.live_addresses, host)
         self._delivery: ReceiverBackend | PushReceiver = self._receiver
@@ -145,7 +132,7 @@ class EngineAgent:
         self._is_stamped = True
         self._mixed_weights = False
         self._open_to_writes = False
-        self._may_be_written = self._fence_is_due = False
+        self._may_be_written = False
         self._round_id = RoundId(0, 0)
         self._not_resumed = ""
 
@@ -184,12 +171,9 @@ class EngineAgent:
                 pause_id = f"{self._round_id.epoch}.{self._round_id.round}"
                 self._hooks.pause(pause_id, command.mode, command.deadline_s)
                 self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
-            case JoinGroups():
-                self._grouped().join(command.offers, command.deadline_s)
-            case Receive():
-                self._grouped().receive(command.groups, command.deadline_s)
             case Verify():
-                return self._verify(command)
+                self._kept.verify()
+                return Verified(self._delivery.verify(command.version, command.expected))
             case Apply():
                 self._open_to_writes = True
                 self._delivery.apply()
@@ -201,12 +185,12 @@ class EngineAgent:
                 self._abort(command.deadline_s, mixed_weights=command.mixed_weights)
             case BeginPush() | JoinPushGroup() | ReceiveTensors() | ReadFiles():
                 self._receive_push(command)
-            case ConnectRelay() | Relay() | SkipUpstream():
-                return self._relay_part(command)
             case ConnectTrainer() | Prepare() | Write():
                 return self._send_own(command)
             case _:
-                assert_never(command)
+                result = carry_out(self._receiver, command, self._round_id)
+                if result is not None:
+                    return result
         return Done(not_resumed=self._not_resumed)
 
     def _connect(self, command: ConnectEngine) -> Bound:
@@ -215,54 +199,20 @@ class EngineAgent:
         self._kept.bind(command.kept)
         self._choose(command.backend)
         binding = self._receiver.connect(TransferPlan.decode(command.plan), command.mode)
-        if not command.relays:
+        if not command.relays or not isinstance(self._receiver, Listens):
             return Bound(command.plan_digest, binding)
-        self._check_relays()
-        return Bound(command.plan_digest, binding, self.relay.open())
+        return Bound(command.plan_digest, binding, self._receiver.listen())
 
     def on_command(self, command: Command, epoch: int, round_number: int) -> None:
-        """Carry out commands that end a running `Relay`, as soon as the channel receives them."""
-        if isinstance(command, SkipUpstream):
-            self.relay.refuse(RoundId(epoch, round_number), command.upstream)
-        elif isinstance(command, Abort):
-            self.relay.interrupt(RoundId(epoch, round_number))
-
-    def _verify(self, command: Verify) -> Result:
-        """Compare the digests of the received bytes.
-
-        If an upstream of a relay has died, fence first: after a fence its last bytes have arrived, or never will.
-        """
-        if self._fence_is_due:
-            self._fence()
-        self._kept.verify()
-        return Verified(self._delivery.verify(command.version, command.expected))
-
-    def _check_relays(self) -> None:
-        if not isinstance(self._receiver, Receiver):
-            raise ProtocolError(f"{type(self._receiver).__name__} cannot take part in a relay")
-
-    def _relay_part(self, command: RelayCommand) -> Result:
-        self._check_relays()
-        match command:
-            case ConnectRelay():
-                self.relay.connect(command.groups[0], command.bindings, command.addresses)
-            case Relay():
-                relayed, disconnected = self.relay.run(self._round_id, command.deadline_s)
-                self._fence_is_due |= bool(disconnected)
-                self._may_be_written |= self._fence_is_due
-                return relayed
-            case SkipUpstream():
-                # `on_command` has carried it out.
-                pass
-            case _:
-                assert_never(command)
-        return Done(not_resumed=self._not_resumed)
+        """Let the backend end what the rank carries out now, as soon as the channel receives a command."""
+        if isinstance(self._receiver, Interruptible):
+            self._receiver.interrupt(command, RoundId(epoch, round_number))
 
     def close(self) -> None:
-        """Stop listening for relays, and free GPU memory. Idempotent."""
-        self.relay.close()
+        """Leave groups, and free GPU memory. Idempotent."""
         self._push.close()
         self._receiver.close()
+        self._one_sided.close()
         if self._source is not None:
             self._source.close()
 
@@ -293,7 +243,8 @@ class EngineAgent:
         Raises:
             PeerUnreachable: the engine did not resume; the caller must call again.
         """
-        self.relay.interrupt()
+        if isinstance(self._receiver, Interruptible):
+            self._receiver.interrupt(None, None)
         with self._lock:
             self._may_be_written = True
             # The controller will not report how this round ended, so keep the mark over later rounds too.
@@ -305,7 +256,8 @@ class EngineAgent:
     def _choose(self, backend: UpdateBackend) -> None:
         if backend != self._backend:
             self._receiver.close()
-            self._receiver = receiver_for(backend, self._one_sided, self._host)
+            self._one_sided.close()
+            self._receiver = backend_of(backend).receiver(self._one_sided, self._host)
             self._backend = backend
         self._delivery = self._receiver
 
@@ -314,7 +266,7 @@ class EngineAgent:
         # The one-sided receiver stays open, because late writes may still arrive in its memory.
         if self._receiver is not self._one_sided:
             self._receiver.close()
-            self._receiver = receiver_for(self._backend, self._one_sided, self._host)
+            self._receiver = backend_of(self._backend).receiver(self._one_sided, self._host)
         self._delivery = self._push
         # A push changes no live memory before `Apply`.
         self._mode = UpdateMode.STAGED
@@ -333,11 +285,6 @@ class EngineAgent:
             case _:
                 assert_never(command)
 
-    def _grouped(self) -> GroupReceiver:
-        if not isinstance(self._receiver, GroupReceiver):
-            raise ProtocolError(f"{type(self._receiver).__name__} cannot join groups")
-        return self._receiver
-
     def _publish(self, version: int, deadline_s: float) -> None:
         self.served_version, self._is_stamped = version, False
         self._mixed_weights = self._open_to_writes = False
@@ -350,7 +297,7 @@ class EngineAgent:
         """
         if self._may_be_written:
             self._one_sided.transport.fence(deadline_s=FENCE_S)
-        self._may_be_written = self._fence_is_due = False
+        self._may_be_written = False
 
     def _abort(self, deadline_s: float, *, mixed_weights: bool) -> None:
         self._may_be_written = True

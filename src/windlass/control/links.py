@@ -1,8 +1,8 @@
-"""State of a round's links: written, verified, relayed, or still being written. No I/O."""
+"""State of a round's links: written, verified, or still being written. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import final
 
 Link = tuple[str, str]
@@ -106,62 +106,3 @@ def _by_source(links: Iterable[Link]) -> dict[str, tuple[str, ...]]:
     for source, destination in links:
         found.setdefault(source, []).append(destination)
     return {source: tuple(names) for source, names in found.items()}
-
-
-@final
-class RelayPass:
-    """Relay of a round: members that have not answered, and the links that the relay left incomplete.
-
-    A round writes by relay at most once, and only if every member of every group is active. Trainers then write the
-    incomplete links directly, as in a round without a relay.
-
-    Args:
-        children: member -> ranks that it forwards to; empty without relay groups.
-    """
-
-    def __init__(self, children: Mapping[str, tuple[str, ...]]) -> None:
-        self.children = children
-        self._was_tried = not children
-        self._running: set[str] = set()
-        self._missed: set[Link] = set()
-        self._is_unseen = False
-
-    def begin(self, active: Collection[str]) -> bool:
-        """Start the relayed pass if it is possible and was not tried before; return whether it started."""
-        if self._was_tried:
-            return False
-        self._was_tried = True
-        if not set(self.children) <= set(active):
-            return False
-        self._running, self._is_unseen = set(self.children), True
-        return True
-
-    def is_running(self, worker: str) -> bool:
-        """Return whether a rank takes part in the pass and has not answered."""
-        return worker in self._running
-
-    def answered(self, worker: str, missing: Collection[str]) -> None:
-        """Record that a member has ended its part; its links from `missing` sources are incomplete."""
-        self._running.discard(worker)
-        self._missed |= {(source, worker) for source in missing}
-
-    def leave(self, worker: str, *, lost: bool) -> tuple[str, ...]:
-        """Record that a member has left the round, and return the ranks that must not wait for it.
-
-        A member that is not lost may still be writing, so it stays in `unsettled`.
-        """
-        if worker not in self._running:
-            return ()
-        if lost:
-            self._running.discard(worker)
-        return self.children[worker]
-
-    def pop_missed(self) -> tuple[bool, frozenset[Link]]:
-        """Return whether a relay was started since the last call, and the links that it left incomplete."""
-        is_unseen, missed = self._is_unseen, frozenset(self._missed)
-        self._is_unseen, self._missed = False, set()
-        return is_unseen, missed
-
-    def unsettled(self) -> dict[str, tuple[str, ...]]:
-        """Return the members that may still be writing, each with its children."""
-        return {worker: self.children[worker] for worker in sorted(self._running)}

@@ -19,15 +19,15 @@ from windlass.control.connect_messages import (
     CannotJoin,
     ChangeLinks,
     ConnectEngine,
-    ConnectRelay,
     ConnectTrainer,
     Hello,
-    JoinGroups,
     NotBound,
     Offered,
     Welcome,
 )
+from windlass.control.group_messages import GroupCommand
 from windlass.control.push_messages import BeginPush, PushCommand
+from windlass.control.relay_messages import RELAY_WRITING, RelayCommand
 from windlass.control.report import UpdateReport
 from windlass.net.messages import Codec, Envelope, Refused, Reply
 from windlass.transfer.bindings import Relayed, Written
@@ -96,23 +96,6 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
     deadline_s: float
 
 
-class Receive(msgspec.Struct, frozen=True, tag="receive"):
-    """Command to an engine: receive in a collective, while the trainer carries out `Write`.
-
-    The controller does not await the answer, because `Verify` checks the received bytes.
-
-    Attributes:
-        version: version that is written.
-        groups: source -> all destinations that take part in its broadcasts. If a member of the group is missing, the
-            engine does not take part.
-        deadline_s: seconds to receive.
-    """
-
-    version: int
-    groups: dict[str, tuple[str, ...]]
-    deadline_s: float
-
-
 class Verify(msgspec.Struct, frozen=True, tag="verify"):
     """Command to an engine: compare the digests of the received bytes with `expected` (source worker -> digest)."""
 
@@ -152,33 +135,6 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     deadline_s: float = 30.0
 
 
-class RelayWrite(msgspec.Struct, frozen=True, tag="relay_write"):
-    """Command to a trainer: write like `Write`, but bound relay groups only at their roots; answer `Written`."""
-
-    version: int
-    destinations: tuple[str, ...]
-    deadline_s: float
-
-
-class Relay(msgspec.Struct, frozen=True, tag="relay"):
-    """Command to an engine: verify arriving chunks and forward them; answer `Relayed` at the end."""
-
-    version: int
-    deadline_s: float
-
-
-class SkipUpstream(msgspec.Struct, frozen=True, tag="skip_upstream"):
-    """Command to an engine in a relay: stop waiting for this upstream.
-
-    The agent carries it out as soon as it arrives. The controller does not await the answer.
-    """
-
-    upstream: str
-
-
-RelayCommand = ConnectRelay | Relay | SkipUpstream
-
-
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
     """Command that does nothing and is answered with `Done`.
 
@@ -186,7 +142,17 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     """
 
 
-TrainerCommand = ConnectTrainer | ChangeLinks | JoinGroups | Prepare | Write | RelayWrite | Abort
+class PluginCommand(msgspec.Struct, frozen=True, tag="plugin"):
+    """Command of a backend of another package, in that backend's own encoding."""
+
+    body: bytes
+
+
+BackendCommand = GroupCommand | RelayCommand | PluginCommand
+"""Commands of a backend to its own halves (`control.backend.TakesCommands`)."""
+
+
+TrainerCommand = ConnectTrainer | ChangeLinks | Prepare | Write | Abort | BackendCommand
 """Commands to a trainer rank."""
 
 
@@ -196,10 +162,7 @@ SourceCommand = ConnectTrainer | Prepare | Write
 
 EngineCommand = (
     ConnectEngine
-    | JoinGroups
     | Pause
-    | Receive
-    | RelayCommand
     | Verify
     | Apply
     | Publish
@@ -207,8 +170,13 @@ EngineCommand = (
     | BeginPush
     | PushCommand
     | SourceCommand
+    | BackendCommand
 )
 """Commands to an engine rank."""
+
+
+WRITING = (Write, *RELAY_WRITING)
+"""Commands whose carrying out writes into memory of other ranks."""
 
 
 Command = TrainerCommand | EngineCommand
@@ -268,7 +236,24 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     message: str
 
 
-Result = Bound | NotBound | Offered | Prepared | Written | Verified | Relayed | Done | Failure
+class PluginResult(msgspec.Struct, frozen=True, tag="plugin"):
+    """Answer to a `PluginCommand`, in the backend's own encoding."""
+
+    body: bytes
+
+
+Result = (
+    Bound
+    | NotBound
+    | Offered
+    | Prepared
+    | Written
+    | Verified
+    | Relayed
+    | PluginResult
+    | Done
+    | Failure
+)
 
 
 # --- frames ------------------------------------------------------------------------------

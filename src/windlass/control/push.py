@@ -14,20 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import assert_never, final
+from typing import ClassVar, assert_never, final
 
 import msgspec
 from aiohttp import web
 
-from windlass.config import PUSH_TRAITS, UpdateMode
+from windlass.config import UpdateMode
 from windlass.control.binding import Binding
 from windlass.control.coordinator import Coordinator
+from windlass.control.delivery import Delivery, Findings, Order, reply_budget_s
 from windlass.control.driver import RoundDriver
 from windlass.control.fleet import signature_of
-from windlass.control.messages import Done
+from windlass.control.messages import Command, Done, Result
 from windlass.control.push_messages import (
+    BeginPush,
     CallbackAnswer,
     CallbackRequest,
     ContinueCall,
@@ -40,7 +42,7 @@ from windlass.control.push_messages import (
 )
 from windlass.control.report import Measure, RoundOutcome, UpdateReport, report_of
 from windlass.control.round_state import Phase
-from windlass.control.rounds import GiveUp, RoundSpec, Sent, reply_budget_s
+from windlass.control.rounds import GiveUp, RoundSpec, Sent
 from windlass.control.session import RankCaller, describe, failures_of
 from windlass.errors import (
     DECODE_ERRORS,
@@ -138,6 +140,49 @@ class PushOrder:
         turn = self._waiting.get(self._next)
         if turn is not None and not turn.done():
             turn.set_result(None)
+
+
+@final
+class PushDelivery(Delivery):
+    """Delivery by the trainer's own calls: they send whole tensors into a shadow copy of every engine rank.
+
+    WRITE lasts until `sent`. Every engine rank verifies that all tensors have arrived. An engine that answers with a
+    failure before APPLY ends the round for all engines, because its group is broken.
+    """
+
+    reserves_in: ClassVar[Phase] = Phase.APPLY
+
+    def __init__(self) -> None:
+        self._has_sent = False
+
+    def prepare(self, engines: Collection[str]) -> tuple[Order, ...]:
+        """Tell engines to collect tensors."""
+        return tuple(Order(worker, BeginPush()) for worker in engines)
+
+    def unlinked(self, engines: Collection[str]) -> Collection[str]:
+        """Return all engine ranks: a push has no links."""
+        return engines
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the trainer has sent all tensors."""
+        return self._has_sent
+
+    def sent(self) -> None:
+        """Record that the trainer has sent all tensors."""
+        self._has_sent = True
+
+    def changes_live(self, mode: UpdateMode) -> bool:  # noqa: ARG002
+        """Return False: a shadow copy receives the tensors."""
+        return False
+
+    def survives_failure(self, phase: Phase) -> bool:
+        """Return whether the phase does not concern all engines together."""
+        return phase not in {Phase.PREPARE, Phase.VERIFY}
+
+    def answered(self, worker: str, command: Command, result: Result) -> Findings | None:  # noqa: ARG002
+        """Accept the answer to `BeginPush`."""
+        return Findings() if (type(command), type(result)) == (BeginPush, Done) else None
 
 
 @final
@@ -379,7 +424,7 @@ class PushUpdates:
             version=-1,
             lineage=coordinator.run.lineage,
             config=config,
-            traits=PUSH_TRAITS,
+            delivery=PushDelivery(),
             engines=engines,
         )
         return spec, Binding(signature=signature_of(groups), engines=engines)

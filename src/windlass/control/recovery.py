@@ -18,17 +18,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import final
 
-import numpy as np
-
 from windlass.config import ControlConfig, PhaseDeadlines
-from windlass.control.binder import Planner
+from windlass.control.backend import Backend
 from windlass.control.changes import Changes, Tasks
 from windlass.control.connect_messages import Identity
 from windlass.control.connector import Connector
+from windlass.control.delivery import reply_budget_s
 from windlass.control.engine_channel import WELCOME_SEQ
 from windlass.control.engine_state import EngineStatus
 from windlass.control.fleet import PROBE_SEQ, Agent, Group
@@ -37,14 +36,13 @@ from windlass.control.members import Members
 from windlass.control.messages import Abort, Done, Result
 from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.round_runner import RoundRunner
-from windlass.control.rounds import reply_budget_s
 from windlass.control.run import Run
-from windlass.errors import PeerUnreachable, PlanError, WindlassError
-from windlass.layout.dtypes import DType
-from windlass.layout.manifest import Role, ShardManifest
+from windlass.errors import PeerUnreachable, WindlassError
+from windlass.layout.manifest import Role
 from windlass.net.clock import Backoff
 from windlass.net.messages import Envelope, Reply
-from windlass.planning.plan import DTYPES, TransferPlan
+from windlass.planning.plan import TransferPlan
+from windlass.planning.planner import Planner
 
 _log = logging.getLogger(__name__)
 KEPT_ATTEMPTS = 1024
@@ -91,7 +89,8 @@ class CatchUps:
         connector: bindings of the fleet.
         changes: notified when an engine was brought up.
         tasks: run the attempts.
-        config: backend and deadlines.
+        config: deadlines.
+        backend: backend that moves the bytes.
         planner: compiles plans between two engines.
     """
 
@@ -104,12 +103,13 @@ class CatchUps:
         changes: Changes,
         tasks: Tasks,
         config: ControlConfig,
+        backend: Backend,
         planner: Planner,
     ) -> None:
         self._rounds, self._fleet = rounds, run.fleet
         self._members, self._connector = members, connector
         self._changes, self._tasks = changes, tasks
-        self._config, self._planner = config, planner
+        self._config, self._backend, self._planner = config, backend, planner
         self._attempts: dict[str, _Attempts] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._is_due = False
@@ -168,7 +168,7 @@ class CatchUps:
         trainers, engines = fleet.trainers(), fleet.writable_engines()
         if fleet.published < 0 or trainers is None or not engines:
             return
-        if self._config.backend.traits.driven_by_trainer or not self.trainers_stand_still:
+        if not self.trainers_stand_still:
             return
         members = trainers.identities.union(*(engine.identities for engine in engines))
         attempts = self._attempts_of(trainers.name, members, clean=True)
@@ -190,8 +190,7 @@ class CatchUps:
         if report.outcome is RoundOutcome.PUBLISHED:
             self._attempts.pop(trainers.name, None)
             return
-        if self._config.backend.traits.collective:
-            self._connector.binding = None
+        self._connector.drop_if_spent(report)
         self._failed(trainers.name, attempts, trainers.identities, report.reason)
 
     def lost(self, agent: Agent, *, ended: bool) -> None:
@@ -231,9 +230,8 @@ class CatchUps:
             # The absent trainer may still be writing into this engine.
             return
         truth = trainers.manifests if trainers is not None else ()
-        if not self._config.backend.traits.catches_up:
-            return
-        found = await asyncio.to_thread(find_donor, newcomer, candidates, truth, self._planner)
+        find = self._backend.find_donor
+        found = await asyncio.to_thread(find, newcomer, candidates, truth, self._planner)
         if found is None:
             attempts.unable.update(donor.identities for donor in candidates)
             return
@@ -376,62 +374,3 @@ class ResumeRetries:
         )
         version = self._run.fleet.published
         self._run.record_outcome(JournalKind.NOT_RESUMED, version, (worker,), reason)
-
-
-def find_donor(
-    newcomer: Group,
-    candidates: Sequence[Group],
-    trainers: Sequence[ShardManifest],
-    planner: Planner,
-) -> tuple[Group, TransferPlan] | None:
-    """Return the first engine whose weights give the newcomer the same bytes as the trainers would, and the plan.
-
-    Planning a large model takes seconds.
-
-    Args:
-        newcomer: the engine to bring up.
-        candidates: engines that serve the published version.
-        trainers: manifests of the trainer ranks; empty if none is connected.
-        planner: compiles plans.
-    """
-    for donor in candidates:
-        if not all(agent.hello.can_send for agent in donor.agents.values()):
-            continue
-        try:
-            plan = planner(donor.manifests, newcomer.manifests)
-        except PlanError:
-            continue  # the newcomer needs a tensor that this engine does not have
-        if _is_exact(plan, trainers):
-            return donor, plan
-    return None
-
-
-def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
-    """Return whether a copy by this plan gives the same bytes as a transfer from the trainers.
-
-    A cast from the trainers' dtype rounds once, as in a transfer from the trainers. Any other cast would round weights
-    that were already rounded when the donor got them.
-    """
-    casts = np.flatnonzero(plan.ops.src_dtype != plan.ops.dst_dtype)
-    if not len(casts):
-        return True
-    names = {plan.tensors[int(t)] for t in np.unique(plan.ops.tensor[casts])}
-    have = {
-        (plan.tensors[int(plan.ops.tensor[op])], DTYPES[int(plan.ops.src_dtype[op])])
-        for op in casts
-    }
-    return have <= _dtypes_of(trainers, names)
-
-
-def _dtypes_of(
-    manifests: Sequence[ShardManifest], names: Collection[str]
-) -> set[tuple[str, DType]]:
-    found: set[tuple[str, DType]] = set()
-    for manifest in manifests:
-        dtypes = {parameter.name: parameter.dtype for parameter in manifest.parameters}
-        found.update(
-            (shard.tensor, dtypes[shard.parameter])
-            for shard in manifest.shards()
-            if shard.tensor in names
-        )
-    return found

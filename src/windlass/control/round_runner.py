@@ -11,6 +11,7 @@ from typing import final
 import msgspec
 
 from windlass.config import ControlConfig
+from windlass.control.backend import Backend
 from windlass.control.binding import Binding
 from windlass.control.changes import tell
 from windlass.control.comparisons import Comparisons
@@ -42,17 +43,23 @@ class RoundRunner:
         members: connections of the agents.
         connector: bindings of the fleet.
         config: mode, deadlines, retries.
+        backend: backend that moves the bytes.
 
     Attributes:
         lock: held by the task that runs a round or binds the fleet.
     """
 
     def __init__(
-        self, run: Run, members: Members, connector: Connector, config: ControlConfig
+        self,
+        run: Run,
+        members: Members,
+        connector: Connector,
+        config: ControlConfig,
+        backend: Backend,
     ) -> None:
         self._run, self._fleet = run, run.fleet
         self._members, self._connector = members, connector
-        self._config = config
+        self._config, self._backend = config, backend
         self._comparisons = Comparisons(config.compare_share)
         self.lock = asyncio.Lock()
         self._driver: RoundDriver | None = None
@@ -100,11 +107,10 @@ class RoundRunner:
             version=version,
             lineage=lineage,
             config=self._config,
-            traits=self._config.backend.traits,
             trainers=binding.trainers,
             engines=binding.engines,
             links=frozenset(binding.links),
-            relay=binding.relay,
+            delivery=self._backend.delivery(binding),
             replicated=replicated,
             turn=turn,
             period=period,
@@ -137,13 +143,11 @@ class RoundRunner:
             self._run.record(JournalKind.ROUND_BEGAN, spec.version, tuple(binding.engines))
         except OSError as error:
             raise RoundAborted(f"the round cannot be recorded: {error}") from error
-        # A push makes no bytes live before APPLY, so a version that cannot be recorded then changes nothing.
-        reserves_in = Phase.APPLY if spec.traits.driven_by_trainer else Phase.PUBLISH
 
         def on_phase(phase: Phase) -> None:
             if phase is Phase.WRITE and copied is not None:
                 copied.set()
-            if phase is reserves_in:
+            if phase is spec.delivery.reserves_in:
                 self._run.reserve(driver.version)
             tell(self._phase_listeners, driver.version, phase)
 

@@ -1,7 +1,8 @@
 """State machine of a round: one attempt to publish one version.
 
 The machine has no clock, socket, or task. `handle(event)` returns instructions, and the driver carries them out (the
-sans-I/O style of python-hyper/h11 and of dask's worker state machine). This file decides which engines publish.
+sans-I/O style of python-hyper/h11 and of dask's worker state machine). This file decides which engines publish. Steps
+that depend on how bytes travel belong to the backend: `delivery.Delivery` and its subclasses.
 
     in_place:  PREPARE (trainers pack, engines pause) -> WRITE -> VERIFY -> APPLY -> PUBLISH
     staged:    PREPARE -> WRITE (engines generate) -> VERIFY -> PAUSE -> APPLY -> PUBLISH
@@ -15,30 +16,27 @@ Failures and their consequences:
   After that its engine is left out. In `staged` mode this engine generates with the old weights, and the round ends if every
   engine has such a link.
 - A link with an unknown outcome is never written again. Its engine is left out and quarantined.
-- In a relay (at most once, before any rewrite) engines write too. Each engine reports the incomplete links, and
-  whether bytes may still arrive in its memory. The trainers write the missing bytes, which does not count as a rewrite.
 - If trainers hold different bytes of the same box, the round ends before any link is written.
 - A trainer that fails before it has written ends the round. `in_place` engines that may hold mixed weights stay
   paused, and all other engines generate with the old version. `Finish.unsettled` names the trainers that were writing.
 - A reply that does not fit its command is a failure, and so is a reply that omits a link. An engine enters APPLY only
   with every link written and every digest confirmed.
 - A phase that the controller cannot record does not begin, and the round ends.
-- In a push, an engine that answers with a failure before APPLY ends the round for all engines, because its group is
-  broken.
 - A failure after some engine has published does not undo the publication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import assert_never
 
 import numpy as np
 
-from windlass.config import BackendTraits, ControlConfig, P2pBackend, Reaction, UpdateMode
-from windlass.control.links import Link, LinkLedger, RelayPass
+from windlass.config import ControlConfig, Reaction, UpdateMode
+from windlass.control.delivery import Delivery, Findings, Order, reply_budget_s
+from windlass.control.links import Link, LinkLedger
 from windlass.control.messages import (
     ABORT_NOTICE,
     Abort,
@@ -51,16 +49,10 @@ from windlass.control.messages import (
     Prepare,
     Prepared,
     Publish,
-    Receive,
-    Relay,
-    RelayWrite,
     Result,
-    SkipUpstream,
     Verified,
     Verify,
-    Write,
 )
-from windlass.control.push_messages import BeginPush
 from windlass.control.report import Measure, RoundOutcome, UpdateReport
 from windlass.control.round_state import (
     OUTCOME_TRANSITIONS,
@@ -69,20 +61,8 @@ from windlass.control.round_state import (
     Phase,
 )
 from windlass.errors import ProtocolError
-from windlass.planning.order import staggered
 from windlass.planning.replicated import DIGESTED, Replicated, decode_digested
-from windlass.transfer.bindings import Carried, LinkOutcome, LinkStatus, Relayed, Written
-
-ANSWER_S = 2.0
-
-
-def reply_budget_s(deadline_s: float) -> float:
-    """Return the part of a deadline, in seconds, that a peer may use before it must answer.
-
-    The rest is for its answer. A trainer then answers by the deadline even if an unreachable engine used up its
-    time; a missing answer would end the round for all engines.
-    """
-    return deadline_s - max(0.1 * deadline_s, min(0.3 * deadline_s, ANSWER_S))
+from windlass.transfer.bindings import Carried, LinkOutcome, LinkStatus, Written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +75,7 @@ class RoundSpec:
         trainers: source workers.
         engines: engine name -> its rank workers.
         links: (source, destination) pairs of workers between which bytes are sent.
-        traits: properties of the backend. With `driven_by_trainer` the trainer's own calls fill the Write phase, which
-            ends with `Sent`; trainers and links are empty, and every engine verifies.
-        relay: member of a relay group -> ranks that it forwards to; empty without a relay.
+        delivery: way in which the round delivers bytes. It has the state of one round.
         replicated: boxes that several trainers hold and must agree about; None if this round compares nothing.
         turn: see `due_pieces`.
         period: see `due_pieces`.
@@ -111,8 +89,7 @@ class RoundSpec:
     engines: Mapping[str, tuple[str, ...]]
     trainers: tuple[str, ...] = ()
     links: frozenset[tuple[str, str]] = frozenset()
-    traits: BackendTraits = P2pBackend.traits
-    relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    delivery: Delivery = field(default_factory=Delivery)
     replicated: Replicated | None = None
     turn: int = 0
     period: int = 1
@@ -273,16 +250,16 @@ class RoundMachine:
         self._seq = 0
         self.pending: dict[int, tuple[str, Command]] = {}
         """Sequence number of a command without an answer -> worker and command."""
-        pushed_to = self._engine_of if spec.traits.driven_by_trainer else ()
-        self._links = LinkLedger(spec.links, pushed_to)
-        self._relay, self._relay_seqs = RelayPass(spec.relay), dict[str, int]()
+        self._delivery = spec.delivery
+        self._links = LinkLedger(spec.links, self._delivery.unlinked(self._engine_of))
+        # Commands to engines that were left out before they answered.
+        self._late: dict[int, tuple[str, Command]] = {}
         parts = () if spec.replicated is None else spec.replicated.parts
         self._digested = {worker: np.zeros(0, DIGESTED) for worker in parts}
         self._lost_trainers: set[str] = set()
         self._silent: set[str] = set()
         self._rewrites_left = spec.config.max_rewrites
         self._wrote = False
-        self._all_sent = not spec.traits.driven_by_trainer
         self._digest_ok = True
         self._measured: dict[Measure, dict[str, float]] = {}
         self._carried: dict[Link, Carried] = {}
@@ -311,7 +288,7 @@ class RoundMachine:
 
     @property
     def _waits_for_trainer(self) -> bool:
-        return self.phase is Phase.WRITE and not self._all_sent
+        return self.phase is Phase.WRITE and not self._delivery.is_complete
 
     def start(self) -> list[Instruction]:
         """Begin the round; return the first instructions."""
@@ -321,8 +298,7 @@ class RoundMachine:
             is_new = self._spec.sent_before is not None
             reaction = self._config.non_finite if is_new else Reaction.OFF
             self._send(trainer, Prepare(self._version, self._spec.turn, period, reaction))
-        if self._spec.traits.driven_by_trainer:
-            self._send_engines(BeginPush())
+        self._order(self._delivery.prepare(self.active_workers))
         if self._config.mode is UpdateMode.IN_PLACE:
             self._send_pauses()
         self._advance()
@@ -336,9 +312,9 @@ class RoundMachine:
             case Replied():
                 worker, command = self.pending.get(event.seq, ("", None))
                 if command is None or worker != event.worker:
-                    if event.seq == self._relay_seqs.get(event.worker):
-                        # The engine was left out before, and has now ended its part of the relay.
-                        self._relay.answered(event.worker, ())
+                    worker, command = self._late.get(event.seq, ("", None))
+                    if command is not None and worker == event.worker:
+                        self._delivery.ended(worker, command)
                     # The reply is a duplicate, or answers a command of an earlier phase.
                     return []
                 del self.pending[event.seq]
@@ -353,7 +329,8 @@ class RoundMachine:
                 self._give_up(event.reason)
             case Sent():
                 if self._waits_for_trainer:
-                    self._version, self._all_sent = event.version, True
+                    self._version = event.version
+                    self._delivery.sent()
             case _:
                 assert_never(event)
         self._advance()
@@ -367,7 +344,7 @@ class RoundMachine:
         `unsettled`, as in every round.
         """
         self._is_broken = True
-        kept = (Abort, SkipUpstream)
+        kept = (Abort, *self._delivery.notices)
         self._out = [i for i in self._out if isinstance(i, Send) and isinstance(i.command, kept)]
         self._give_up(reason)
         return self._pop_instructions()
@@ -377,44 +354,43 @@ class RoundMachine:
     def _on_result(self, worker: str, command: Command, result: Result) -> None:
         match command, result:
             case _, Failure():
-                self._on_failure(worker, result)
-            case ((Write() | RelayWrite()), Written()):
+                self._on_failure(worker, command, result)
+            case _, Written() if worker in self._links.in_flight:
                 self._on_written(worker, result)
-            case Relay(), Relayed():
-                self._on_relayed(worker, result)
             case Verify(), Verified():
                 if not self._links.verify(worker, result.mismatched):
                     reason = f"{worker}: reported wrong bytes from workers that have no link to it"
                     self._drop(self._engine_of[worker], reason)
             case Prepare(), Prepared() if worker in self._digested:
-                self._on_prepared(worker, result)
+                self._on_prepared(worker, command, result)
             case Prepare(), Done() if worker not in self._digested:
                 pass
-            case ((BeginPush() | Pause() | Apply() | Publish()), Done()):
+            case ((Pause() | Apply() | Publish()), Done()):
                 # `_pending` counts the replies; these commands return nothing else.
                 pass
+            case _ if (found := self._delivery.answered(worker, command, result)) is not None:
+                self._on_findings(worker, found)
             case _:
                 text = f"answered {type(command).__name__} with {type(result).__name__}"
-                self._on_failure(worker, Failure(FailureKind.FAILED, text))
+                self._on_failure(worker, command, Failure(FailureKind.FAILED, text))
 
-    def _on_failure(self, worker: str, failure: Failure) -> None:
+    def _on_failure(self, worker: str, command: Command, failure: Failure) -> None:
         unknown = failure.kind is FailureKind.UNKNOWN
-        is_early = self.phase in {Phase.PREPARE, Phase.VERIFY}
-        if worker in self._engine_of and self._spec.traits.driven_by_trainer and is_early:
+        if worker in self._engine_of and not self._delivery.survives_failure(self.phase):
             self._give_up(f"{worker}: {failure.message}")
         elif worker in self._engine_of:
             self._drop(self._engine_of[worker], failure.message, unknown=unknown)
-            self._relay.answered(worker, ())
+            self._delivery.ended(worker, command)
         else:
             asked = self._links.answered(worker)
             quarantined = {self._engine_of[d] for d in asked} if unknown else set()
             self._give_up(f"{worker}: {failure.message}", quarantined)
 
-    def _on_prepared(self, trainer: str, prepared: Prepared) -> None:
+    def _on_prepared(self, trainer: str, command: Prepare, prepared: Prepared) -> None:
         try:
             self._digested[trainer] = decode_digested(prepared.digested)
         except ProtocolError as error:
-            self._on_failure(trainer, Failure(FailureKind.FAILED, str(error)))
+            self._on_failure(trainer, command, Failure(FailureKind.FAILED, str(error)))
         else:
             self._measure(Measure.COMPARE_S, trainer, prepared.compare_s)
 
@@ -438,8 +414,7 @@ class RoundMachine:
                 self._links.written((trainer, worker), link.digest)
             case LinkStatus.FAILED:
                 self._links.failed((trainer, worker), link.error)
-                # The link is written again later. A running relay member must not wait for it.
-                self._skip_upstream(trainer, (worker,) if self._relay.is_running(worker) else ())
+                self._order(self._delivery.link_failed((trainer, worker)))
             case LinkStatus.UNREACHABLE:
                 self._drop(engine, f"{trainer} cannot reach {worker}: {link.error}")
             case LinkStatus.UNKNOWN:
@@ -447,26 +422,14 @@ class RoundMachine:
             case _:
                 assert_never(link.status)
 
-    def _on_relayed(self, worker: str, relayed: Relayed) -> None:
-        self._measure(Measure.NBYTES, worker, relayed.nbytes)
-        self._measure(Measure.WIRE_S, worker, relayed.wire_s)
-        for child in self._spec.relay[worker]:
-            if (sent := relayed.passed_on.get(child)) is not None:
-                self._carry((worker, child), sent.nbytes, sent.wire_s)
-        self._relay.answered(worker, relayed.missing)
-        for child in relayed.unknown_to:
-            if child in self._engine_of:
-                reason = f"{worker} -> {child}: the outcome of a relayed write is unknown"
-                self._drop(self._engine_of[child], reason, unknown=True)
-        self._skip_upstream(worker, relayed.unreached)
-        if relayed.unknown_from:
-            reason = f"{worker}: bytes of {', '.join(relayed.unknown_from)} may still land"
-            self._drop(self._engine_of[worker], reason, unknown=True)
-
-    def _skip_upstream(self, upstream: str, children: Collection[str]) -> None:
-        for child in children:
-            if self._relay.is_running(child):
-                self._send(child, SkipUpstream(upstream), expects_reply=False)
+    def _on_findings(self, worker: str, found: Findings) -> None:
+        for measure, value in found.measures.items():
+            self._measure(measure, worker, value)
+        for link, carried in found.carried.items():
+            self._carry(link, carried.nbytes, carried.wire_s)
+        self._order(found.orders)
+        for reached, reason in found.unknown.items():
+            self._drop(self._engine_of[reached], reason, unknown=True)
 
     def _on_lost(self, worker: str, reason: str) -> None:
         if worker in self._engine_of:
@@ -529,10 +492,10 @@ class RoundMachine:
     def _after_delivery(self) -> None:
         """Write missing links again, else verify unverified engines, else enter the next phase."""
         active = self.active_workers
-        was_relayed, missed = self._relay.pop_missed()
-        self._links.forget(missed)
+        is_free, incomplete = self._delivery.pop_incomplete()
+        self._links.forget(incomplete)
         if missing := self._links.unwritten(active):
-            if was_relayed and not self._lost_trainers & set(missing):
+            if is_free and not self._lost_trainers & set(missing):
                 self._write(missing)
             else:
                 self._write_again(missing)
@@ -580,33 +543,15 @@ class RoundMachine:
     def _write(self, links: Mapping[str, tuple[str, ...]]) -> None:
         self._enter(Phase.WRITE)
         self._wrote = True
-        if self._spec.traits.collective:
-            links = self._links.among(links, self.active_workers)
-            self._send_receives(links)
-        else:
-            links = staggered(links)
-        relayed = self._relay.begin(self.active_workers)
-        # Trainers get less time than the phase, so that one stuck link does not delay the answer about other links.
-        within_s = reply_budget_s(self._config.deadlines.write_s)
-        if relayed:
-            for worker in self._relay.children:
-                self._send(worker, Relay(self._version, reply_budget_s(within_s)))
-                self._relay_seqs[worker] = self._seq
-        for trainer, destinations in links.items():
-            self._links.ask(trainer, destinations)
-            kind = RelayWrite if relayed else Write
-            self._send(trainer, kind(self._version, destinations, within_s))
-
-    def _send_receives(self, links: Mapping[str, tuple[str, ...]]) -> None:
-        """Tell engines to receive in a collective, before the trainers write: engines have nothing to pack."""
-        groups: dict[str, dict[str, tuple[str, ...]]] = {}
-        for source, destinations in links.items():
-            for worker in destinations:
-                groups.setdefault(worker, {})[source] = destinations
-        for worker, of_worker in groups.items():
-            within_s = reply_budget_s(self._config.deadlines.write_s)
-            command = Receive(self._version, of_worker, within_s)
-            self._send(worker, command, expects_reply=False)
+        # Sources get less time than the phase, so that one stuck link does not delay the answer about other links.
+        orders = self._delivery.write(
+            links,
+            ledger=self._links,
+            active=self.active_workers,
+            version=self._version,
+            deadline_s=reply_budget_s(self._config.deadlines.write_s),
+        )
+        self._order(orders)
 
     def _write_again(self, missing: Mapping[str, tuple[str, ...]]) -> None:
         gone = self._lost_trainers & set(missing)
@@ -641,8 +586,9 @@ class RoundMachine:
                 engine.end(EngineOutcome.QUARANTINED, reason)
             return
         self._leave(engine, reason, unknown=unknown, lost=lost)
-        gone = set(engine.workers)
-        self.pending = {s: sent for s, sent in self.pending.items() if sent[0] not in gone}
+        late = {seq: sent for seq, sent in self.pending.items() if sent[0] in engine.workers}
+        self._late |= late
+        self.pending = {seq: sent for seq, sent in self.pending.items() if seq not in late}
 
     def _leave(
         self, engine: _Engine, reason: str, *, unknown: bool = False, lost: str = ""
@@ -651,7 +597,7 @@ class RoundMachine:
         outcome = EngineOutcome.MIXED if engine.mixed else EngineOutcome.LEFT_OUT
         engine.end(EngineOutcome.QUARANTINED if unknown else outcome, reason)
         for worker in engine.workers:
-            self._skip_upstream(worker, self._relay.leave(worker, lost=worker == lost))
+            self._order(self._delivery.left(worker, lost=worker == lost))
         for worker in engine.workers:
             if worker != lost:
                 notice = Abort(ABORT_NOTICE, engine.mixed, self._go_on_s)
@@ -659,7 +605,7 @@ class RoundMachine:
 
     def _may_be_mixed(self) -> bool:
         """Return whether an engine that leaves now may hold bytes of two versions in live memory."""
-        if self._config.mode is UpdateMode.IN_PLACE and self._spec.traits.lands_live:
+        if self._delivery.changes_live(self._config.mode):
             return self._wrote
         begun = self._phase_before if self._is_blocked else self._phase
         return begun in {Phase.APPLY, Phase.PUBLISH}
@@ -691,7 +637,7 @@ class RoundMachine:
         for trainer in () if outcome is RoundOutcome.PUBLISHED else self._spec.trainers:
             self._send(trainer, Abort(ABORT_NOTICE), expects_reply=False)
         engines = self._engines.items()
-        writing = {s: d for s, d in self._relay.unsettled().items() if d} | self._links.in_flight
+        writing = self._delivery.unsettled() | self._links.in_flight
         report = UpdateReport(
             version=self._version,
             outcome=outcome,
@@ -741,6 +687,12 @@ class RoundMachine:
     def _send_engines(self, command: Command) -> None:
         for worker in self.active_workers:
             self._send(worker, command)
+
+    def _order(self, orders: Iterable[Order]) -> None:
+        for order in orders:
+            if order.destinations:
+                self._links.ask(order.worker, order.destinations)
+            self._send(order.worker, order.command, expects_reply=order.expects_reply)
 
     def _send(self, worker: str, command: Command, *, expects_reply: bool = True) -> None:
         self._seq += 1

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection
-from typing import assert_never, final
+from typing import final
 
 import msgspec
 import numpy as np
 
 from windlass.config import P2pBackend, Reaction, UpdateBackend
+from windlass.control.backend import ChangesLinks, backend_of, carry_out
 from windlass.control.connect_messages import (
     ChangeLinks,
     ConnectTrainer,
-    JoinGroups,
     NotBound,
     Offered,
 )
@@ -24,7 +24,6 @@ from windlass.control.messages import (
     Done,
     Prepare,
     Prepared,
-    RelayWrite,
     Result,
     TrainerCommand,
     Write,
@@ -33,8 +32,7 @@ from windlass.errors import ConfigError, ProtocolError, RoundAborted, WindlassEr
 from windlass.layout.naming.patterns import said
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
-from windlass.transfer.backends import sender_for
-from windlass.transfer.base import GroupMember, SenderBackend, failed_link
+from windlass.transfer.base import SenderBackend, failed_link
 from windlass.transfer.bindings import BindingsRefused, GroupOffer, LinkStatus, Written
 from windlass.transfer.finite import FiniteCheck
 from windlass.transfer.replicated_digests import ReplicatedDigests
@@ -67,7 +65,7 @@ class TrainerAgent:
         self._one_sided, self._host = sender, host
         self._note, self._watch, self._changed = read, watch, changed
         self._backend: UpdateBackend = P2pBackend()
-        self._sender: SenderBackend = sender_for(self._backend, sender, host)
+        self._sender: SenderBackend = sender
         self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
         self._finite = FiniteCheck(sender.manifest, sender.parameters)
         self._non_finite: tuple[str, ...] = ()
@@ -116,8 +114,6 @@ class TrainerAgent:
         match command:
             case ConnectTrainer() | ChangeLinks():
                 return self._bind(command, epoch)
-            case JoinGroups():
-                self._group_member().join(command.offers, command.deadline_s)
             case Prepare():
                 self._note_changes()
                 self._check_version(command.version)
@@ -137,16 +133,12 @@ class TrainerAgent:
                 return self._written(
                     write(command.version, command.destinations, command.deadline_s)
                 )
-            case RelayWrite():
-                round_id, relay_write = RoundId(epoch, round_number), self._writer().relay_write
-                return self._written(
-                    relay_write(round_id, command.destinations, command.deadline_s)
-                )
             case Abort():
                 # Nothing to undo: the only state of a round in the sender is packed bytes.
                 pass
             case _:
-                assert_never(command)
+                result = carry_out(self._sender, command, RoundId(epoch, round_number))
+                return self._written(result) if isinstance(result, Written) else result or Done()
         return Done()
 
     def _check_version(self, version: int) -> None:
@@ -226,10 +218,7 @@ class TrainerAgent:
         plan = TransferPlan.decode(command.plan)
         self._read = set()
         self._note_read(plan)
-        offer = self._sender.connect(plan, command.bindings)
-        if (relay := command.relay) is not None:
-            self._writer().connect_relay(relay.groups, relay.bindings, relay.addresses)
-        return offer
+        return self._sender.connect(plan, command.bindings)
 
     def _change_links(self, command: ChangeLinks, bound_in: int) -> None:
         if not 0 < command.since == bound_in:
@@ -242,7 +231,9 @@ class TrainerAgent:
             self._note_changes()
         else:
             self._note_read(plan)
-        self._writer().change_links(plan, command.bindings, command.gone)
+        if not isinstance(self._sender, ChangesLinks):
+            raise ProtocolError(f"{type(self._sender).__name__} cannot change single links")
+        self._sender.change_links(plan, command.bindings, command.gone)
 
     def _note_read(self, plan: TransferPlan) -> None:
         """Add the parameters that a part of a plan reads."""
@@ -252,28 +243,15 @@ class TrainerAgent:
             self._note(self._read | self._replicated.read)
         self._note_changes()
 
-    def _writer(self) -> Sender:
-        """Return the sender of one-sided writes; raise ProtocolError if the backend is another one."""
-        if not isinstance(self._sender, Sender):
-            raise ProtocolError(
-                f"{type(self._sender).__name__} does not write to the memory of engines"
-            )
-        return self._sender
-
-    def _group_member(self) -> GroupMember:
-        if not isinstance(self._sender, GroupMember):
-            raise ProtocolError(f"{type(self._sender).__name__} cannot join groups")
-        return self._sender
-
     def _choose(self, backend: UpdateBackend) -> None:
-        if self._one_sided.replica is not None and not backend.traits.one_sided:
-            raise ConfigError(
-                f"replica: backend {type(backend).__name__} reads parameters in place; use p2p"
-            )
-        if backend != self._backend:
-            self._leave()
-            self._sender = sender_for(backend, self._one_sided, self._host)
-            self._backend = backend
+        if backend == self._backend:
+            return
+        found = backend_of(backend)
+        if self._one_sided.replica is not None and (reason := found.refuse_replica()):
+            raise ConfigError(f"replica: backend {type(backend).__name__} {reason}")
+        self._leave()
+        self._sender = found.sender(self._one_sided, self._host)
+        self._backend = backend
 
     def _leave(self) -> None:
         if self._sender is not self._one_sided:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from windlass.config import ControlConfig, ReplicaPlace, check_numbers, take_name
+from windlass.control.backend import backend_of
 from windlass.engines.spec import ENGINES
 from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.jobs.schedulers.configs import KnownScheduler
@@ -304,7 +305,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         parse_transport(self.transport)
         place = take_name("replica", self.replica, ReplicaPlace)
-        if place is not ReplicaPlace.OFF and not self.update.backend.traits.one_sided:
+        if place is not ReplicaPlace.OFF and backend_of(self.update.backend).refuse_replica():
             kind = type(self.update.backend).__name__
             raise ConfigError(
                 f"update.backend must be p2p with replica = {self.replica!r}, got {kind}"

@@ -14,7 +14,7 @@ programs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,9 @@ from windlass.planning.plan import PLAN_SCHEMA_VERSION, TransferPlan
 from windlass.planning.quantize import widen_scales
 from windlass.planning.routing import assign, group_by_holders, pour
 from windlass.planning.rows import RowTable, TensorNames, gather_rows, resolve_names
+
+Planner = Callable[[Sequence[ShardManifest], Sequence[ShardManifest]], TransferPlan]
+"""`plan_transfer`, or a function in its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Protocols that a backend implements, so that a round does not depend on how bytes travel.
 
-A backend is a pair: `SenderBackend` in the trainer rank and `ReceiverBackend` in the engine rank. If
-the ranks of a backend form groups, both halves also implement `GroupMember`. A round calls every pair in
+A backend has a half in the trainer rank, `SenderBackend`, and a half in the engine rank,
+`ReceiverBackend`. A round calls every pair in
 the same phases. Engines always verify one digest per link. It covers the elements of the link's ops
 in plan order, in the destination's dtype. `LinkOutcome` says how a link ended; `status_of` turns an
 exception into a link status.
@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, TypeVarTuple, runtime_checkable
+from typing import Protocol, TypeVar, TypeVarTuple
 
 from windlass.config import UpdateMode
 from windlass.errors import PeerUnreachable, TransferOutcomeUnknown, WindlassError
+from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.bindings import (
     DestinationBinding,
@@ -111,34 +112,31 @@ class ReceiverBackend(Protocol):
         ...
 
 
-@runtime_checkable
-class GroupMember(Protocol):
-    """Additional methods of both halves of a backend that moves bytes in groups of ranks."""
+class RankSender(SenderBackend, Protocol):
+    """Sender of one-sided writes of a trainer rank, from which a backend makes its own half."""
 
-    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
-        """Enter the groups that this rank belongs to.
+    @property
+    def manifest(self) -> ShardManifest:
+        """Layout of the rank's parameters."""
+        ...
 
-        Raises:
-            PlanError: another member expects different contents.
-            PeerTimeout: a member did not join within `deadline_s`.
-        """
+    @property
+    def parameters(self) -> Callable[[], Sequence[ParameterMemory]]:
+        """Function that returns the current memory of the parameters, in manifest order."""
         ...
 
 
-@runtime_checkable
-class GroupReceiver(GroupMember, Protocol):
-    """Methods of the engine half of a backend that moves bytes in groups of ranks."""
+class RankReceiver(ReceiverBackend, Protocol):
+    """Receiver of one-sided writes of an engine rank, from which a backend makes its own half."""
 
-    def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
-        """Receive the bytes of a collective write.
+    @property
+    def manifest(self) -> ShardManifest:
+        """Layout of the rank's parameters."""
+        ...
 
-        Args:
-            groups: source -> all destinations that take part in the broadcasts of this source.
-            deadline_s: seconds for all groups together.
-
-        Raises:
-            TransferError: a group failed; `verify` then reports the links that lack bytes.
-        """
+    @property
+    def live_addresses(self) -> Sequence[int]:
+        """Addresses of the live parameters, in manifest order; they never move."""
         ...
 
 

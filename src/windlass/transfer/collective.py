@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
 
 import msgspec
 import xxhash
@@ -53,9 +52,8 @@ from windlass.transports.base import PeerEndpoint
 STORE_DEADLINE_S = 60.0
 
 
-@final
 class CollectiveSender:
-    """`SenderBackend` and `GroupMember` of `xccl`. `host`: this rank's address that engines can reach."""
+    """`SenderBackend` of `xccl`. `host`: this rank's address that engines can reach."""
 
     def __init__(
         self,
@@ -103,7 +101,7 @@ class CollectiveSender:
         return self._offer
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
-        """Join the one group that this rank offered; see `GroupMember.join`."""
+        """Join the one group that this rank offered."""
         if self._offer is None or tuple(offers) != (self._offer,):
             raise ProtocolError(
                 f"{self._source.manifest.worker}: join: must get the group that this rank offered"
@@ -205,9 +203,8 @@ class CollectiveSender:
         self._packs = ()
 
 
-@final
 class CollectiveReceiver:
-    """`ReceiverBackend` and `GroupReceiver` of `xccl`. `host`: this rank's address that members can reach."""
+    """`ReceiverBackend` of `xccl`. `host`: this rank's address that members can reach."""
 
     def __init__(
         self, config: XcclBackend, manifest: ShardManifest, addresses: Sequence[int], host: str
@@ -259,7 +256,7 @@ class CollectiveReceiver:
             )
 
     def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
-        """Receive all groups; see `GroupReceiver.receive`. After a group fails, the other groups are still received."""
+        """Receive all groups. After a group fails, the other groups are still received."""
         deadline = Deadline.after(deadline_s, "receive")
         failed = []
         for source in sorted(groups):

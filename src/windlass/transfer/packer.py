@@ -78,6 +78,21 @@ class PackedLink:
     digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class PackedBytes:
+    """Bytes of a link that is packed as a whole.
+
+    Attributes:
+        pack: places of the packed ops.
+        sources: addresses of the parameters, for ops that are sent from there.
+        digest: digest of the link.
+    """
+
+    pack: LinkPack
+    sources: UInt64Array
+    digest: str
+
+
 @final
 class Packer:
     """Packer of one rank, with an arena in the memory of the rank's parameters. Not thread-safe.

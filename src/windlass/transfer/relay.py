@@ -31,8 +31,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import assert_never, final
 
@@ -47,12 +47,12 @@ from windlass.errors import (
     TransferOutcomeUnknown,
 )
 from windlass.layout.columns import UInt64Array
-from windlass.memory.ops import OWN_WORK_S, ChunkDigests, LinkPack, MemoryOps
+from windlass.memory.ops import OWN_WORK_S, Buffer, ChunkDigests, MemoryOps
 from windlass.net.clock import Deadline
 from windlass.net.messages import Codec, RoundId, encode
 from windlass.planning.program import LinkProgram
 from windlass.planning.relay import RelayGroup, children_of, depths_of
-from windlass.transfer.base import failed_link, is_unknown, submit
+from windlass.transfer.base import LINKS_AT_ONCE, failed_link, is_unknown, submit
 from windlass.transfer.bind import check_binding
 from windlass.transfer.bindings import (
     Carried,
@@ -63,9 +63,10 @@ from windlass.transfer.bindings import (
     Relayed,
     Written,
 )
-from windlass.transfer.packer import PackedLink, batches_to
+from windlass.transfer.packer import PackedBytes, batches_to
 from windlass.transfer.payload import Payload, payload_of
 from windlass.transfer.receiver import Receiver
+from windlass.transfer.sender import Sender
 from windlass.transports.base import OneSidedTransport
 
 _log = logging.getLogger(__name__)
@@ -480,7 +481,7 @@ def _at(payload: Payload, binding: DestinationBinding) -> UInt64Array:
 
 @final
 class GroupWrite:
-    """A relay group, for a trainer rank. The rank writes to the roots, and can write to any member directly.
+    """A relay group, as seen by a trainer rank.
 
     Attributes:
         leader: first member; the plan contains the link to it.
@@ -488,8 +489,7 @@ class GroupWrite:
         digest: digest of the link to any member; empty while nothing is packed.
 
     Raises:
-        PlanError: a member has no binding, or a root has no address.
-        RegionError: a write would leave the published regions.
+        PlanError: a root has no address.
     """
 
     def __init__(
@@ -499,10 +499,6 @@ class GroupWrite:
         bindings: Mapping[str, DestinationBinding],
         addresses: Mapping[str, RelayAddress],
     ) -> None:
-        for member in group.members:
-            if member not in bindings:
-                raise PlanError(f"relay: {member} has no binding")
-            check_binding(program, bindings[member])
         for root in group.roots():
             if root not in addresses:
                 raise PlanError(f"relay: root {root} has no address")
@@ -515,47 +511,37 @@ class GroupWrite:
         self._hashes: ChunkDigests | None = None
         self._chunks: tuple[str, ...] = ()
 
-    def copies(self) -> dict[str, LinkProgram]:
-        """Return the links to all members except the leader."""
-        return {name: replace(self._program, peer=name) for name in self._group.members[1:]}
-
-    def keep(self, memory: MemoryOps, sources: UInt64Array, pack: LinkPack, digest: str) -> None:
-        """Hash the chunks of the link, and record the addresses of its pieces. Call this after the link was packed.
+    def keep(self, memory: MemoryOps, packed: PackedBytes | None) -> None:
+        """Hash the chunks of the link after it was packed, and keep their addresses.
 
         Raises:
             TransferFailed: the GPU has no room for the tables.
             TransferOutcomeUnknown: kernels do not end.
         """
+        if packed is None:
+            self.digest = ""
+            return
         payload = self._payload
-        packed = {part.op: part.address for turn in pack.turns for part in turn}
-        at = np.array([packed.get(op, 0) for op in range(len(self._program.ops))], np.uint64)
-        base = np.where(payload.packed, at[payload.op], sources[payload.src_parameter])
+        places = {part.op: part.address for turn in packed.pack.turns for part in turn}
+        at = np.array([places.get(op, 0) for op in range(len(self._program.ops))], np.uint64)
+        base = np.where(payload.packed, at[payload.op], packed.sources[payload.src_parameter])
         local = base + payload.src_offset.astype(np.uint64)
-        if self._hashes is None or not np.array_equal(self._local, local):
+        is_same = self._hashes is not None and np.array_equal(self._local, local)
+        if is_same and packed.digest == self.digest:
+            return
+        if self._hashes is None or not is_same:
             self.close()
             self._hashes = payload.digests(memory, local)
         self._local = local
         self._chunks = tuple(self._hashes.take(range(payload.num_chunks), OWN_WORK_S).values())
-        self.digest = digest
-
-    def forget(self) -> None:
-        """Mark the packed bytes as invalid."""
-        self.digest = ""
+        self.digest = packed.digest
 
     def close(self) -> None:
         """Free the hash tables. Idempotent."""
-        self.forget()
+        self.digest = ""
         hashes, self._hashes = self._hashes, None
         if hashes is not None:
             hashes.close()
-
-    def packed_link(self, member: str) -> PackedLink | None:
-        """Return all bytes for one member, for a direct write; None if nothing is packed."""
-        if not self.digest:
-            return None
-        binding = self._bindings[member]
-        remote, nbytes = _at(self._payload, binding), self._payload.nbytes.astype(np.uint64)
-        return PackedLink(tuple(batches_to(binding, self._local, remote, nbytes)), self.digest)
 
     def write_root(
         self,
@@ -592,111 +578,122 @@ class GroupWrite:
 
 
 @final
-class RelayedLinks:
-    """Links of a trainer rank to members of relay groups. Not thread-safe.
+class RelaySource:
+    """Relay groups of a trainer rank. Any thread may call its methods; the calls run one at a time.
+
+    Args:
+        sender: packs the links to the groups, and writes all links that are not relayed.
 
     Attributes:
         groups: destination -> its group.
     """
 
-    def __init__(self, transport: OneSidedTransport, worker: str, threads: Executor) -> None:
-        self._transport, self._worker, self._threads = transport, worker, threads
+    def __init__(self, sender: Sender) -> None:
+        self._sender, self._worker = sender, sender.manifest.worker
         self.groups: dict[str, GroupWrite] = {}
 
-    def bind(
+    def connect(
         self,
         groups: Sequence[RelayGroup],
-        programs: Mapping[str, LinkProgram],
-        bindings: Mapping[str, DestinationBinding],
+        bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
-    ) -> dict[str, LinkProgram]:
-        """Bind relay groups; return the links to all members except the first of each group.
+    ) -> None:
+        """Bind links to all members of the groups to whose first member the sender has a link.
 
         Raises:
-            PlanError, RegionError: see `GroupWrite`.
+            ProtocolError: GPU kernels of this rank store the links.
+            PlanError: a member has no binding, or a root has no address.
+            RegionError: a write would leave the published regions.
         """
         roots = {address.worker: address for address in addresses}
-        copies: dict[str, LinkProgram] = {}
-        for group in groups:
-            program = programs.get(group.members[0])
-            if program is None:
-                # This rank has no bytes for the group.
-                continue
-            relayed = GroupWrite(group, program, bindings, roots)
-            copies |= relayed.copies()
-            self.groups |= dict.fromkeys(group.members, relayed)
-        return copies
+        known = {binding.worker: binding for binding in bindings}
+        with self._sender.reading():
+            copies = {name: g.members[0] for g in groups for name in g.members[1:]}
+            for program in self._sender.bind_copies(copies, known):
+                (group,) = [g for g in groups if g.members[0] == program.peer]
+                relayed = GroupWrite(group, program, known, roots)
+                self.groups |= dict.fromkeys(group.members, relayed)
 
-    def planned_for(self, name: str) -> str:
-        """Return the destination of the planned link with the bytes for `name`: the leader of its group, or `name`."""
-        return self.groups[name].leader if name in self.groups else name
+    def prepare(self) -> None:
+        """Hash the chunks of all groups, after the sender has packed the links.
 
-    def forget(self) -> None:
-        """Mark the packed bytes of all groups as invalid."""
-        for relayed in self.groups.values():
-            relayed.forget()
+        Raises:
+            TransferFailed, TransferOutcomeUnknown: see `GroupWrite.keep`.
+        """
+        with self._sender.reading():
+            self._keep()
+
+    def _keep(self) -> None:
+        for relayed in set(self.groups.values()):
+            relayed.keep(self._sender.memory, self._sender.packed(relayed.leader))
+
+    def write(
+        self, round_id: RoundId, version: int, destinations: Sequence[str], deadline_s: float
+    ) -> Written:
+        """Write to the roots of all groups, while the sender writes the links that are not relayed.
+
+        For a member that this rank does not write, the outcome is OK once its digest is known. The member itself
+        reports whether its bytes arrived.
+
+        Raises:
+            RoundAborted: this rank has no link to one of the destinations.
+            TransferOutcomeUnknown: bytes may still land, and there is no outcome per link.
+        """
+        deadline = Deadline.after(deadline_s, "write")
+        with self._sender.reading(), ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-relay") as threads:
+            self._sender.check_links(destinations)
+            self._keep()
+            began, arena = time.perf_counter(), self._sender.arena
+            relayed = [name for name in destinations if name in self.groups]
+            self._sender.note_sent(relayed)
+            roots = {
+                name: submit(
+                    threads,
+                    group.write_root,
+                    self._sender.transport,
+                    self._worker,
+                    name,
+                    round_id,
+                    deadline,
+                )
+                for name, group in self.groups.items()
+                if name in group.roots
+            }
+            direct = [name for name in destinations if name not in self.groups]
+            try:
+                sent = self._sender.write(version, direct, max(deadline.remaining_s, 0.001))
+            except Exception as error:
+                met = [job.exception() for job in roots.values()]
+                if any(found is not None and is_unknown(found) for found in met):
+                    raise TransferOutcomeUnknown(
+                        f"{error!r}; errors of relay roots: {met}"
+                    ) from error
+                raise
+            finally:
+                wait(roots.values())
+            outcomes = {link.destination: link for link in sent.links}
+            digests = {name: self.groups[name].digest for name in relayed}
+            for name in relayed:
+                outcomes[name] = self._outcome(name, digests[name], roots.get(name), arena)
+            wire_s = max(time.perf_counter() - began, sent.wire_s)
+            links = tuple(outcomes[name] for name in destinations)
+            return Written(links, sent.pack_s, wire_s, sent.register_s)
+
+    def _outcome(
+        self, name: str, digest: str, written: Future[Carried] | None, arena: Buffer | None
+    ) -> LinkOutcome:
+        if written is not None and (lost := written.exception()) is not None:
+            return self._sender.failed(name, lost, arena)
+        if not digest:
+            return failed_link(name, "arena_nbytes: too small to hold a relayed link")
+        own = Carried(0, 0.0) if written is None else written.result()
+        return LinkOutcome(name, LinkStatus.OK, own.nbytes, digest, wire_s=own.wire_s)
 
     def close(self) -> None:
         """Free the hash tables and unbind all groups. Idempotent."""
         for relayed in self.groups.values():
             relayed.close()
         self.groups = {}
-
-    def write(
-        self,
-        destinations: Sequence[str],
-        round_id: RoundId,
-        deadline: Deadline,
-        *,
-        write: Callable[[Sequence[str]], Written],
-        failed: Callable[[str, BaseException], LinkOutcome],
-    ) -> Written:
-        """Write to the roots of all groups while `write` writes the links that are not relayed.
-
-        `failed` returns the outcome of a link to a root after a write raised an error.
-
-        Raises:
-            TransferOutcomeUnknown: bytes may still land, and there is no outcome per link.
-        """
-        began = time.perf_counter()
-        digests = {n: self.groups[n].digest for n in destinations if n in self.groups}
-        roots = {
-            name: submit(
-                self._threads,
-                relayed.write_root,
-                self._transport,
-                self._worker,
-                name,
-                round_id,
-                deadline,
-            )
-            for name, relayed in self.groups.items()
-            if name in relayed.roots
-        }
-        try:
-            sent = write([name for name in destinations if name not in digests])
-        except Exception as error:
-            met = [job.exception() for job in roots.values()]
-            if any(found is not None and is_unknown(found) for found in met):
-                raise TransferOutcomeUnknown(f"{error!r}; errors of relay roots: {met}") from error
-            raise
-        finally:
-            wait(roots.values())
-        outcomes = {link.destination: link for link in sent.links}
-        for name, digest in digests.items():
-            written = roots.get(name)
-            if written is not None and (lost := written.exception()) is not None:
-                outcomes[name] = failed(name, lost)
-            elif not digest:
-                outcomes[name] = failed_link(name, "arena_nbytes: too small to hold a relayed link")
-            else:
-                own = Carried(0, 0.0) if written is None else written.result()
-                outcomes[name] = LinkOutcome(
-                    name, LinkStatus.OK, own.nbytes, digest, wire_s=own.wire_s
-                )
-        wire_s = max(time.perf_counter() - began, sent.wire_s)
-        links = tuple(outcomes[name] for name in destinations)
-        return Written(links, sent.pack_s, wire_s, sent.register_s)
 
 
 # --- an engine rank that takes part --------------------------------------------------------------

@@ -24,19 +24,18 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import final
 
 from windlass.config import ReplicaPlace
 from windlass.errors import ConfigError, PlanError, ProtocolError, WindlassError
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.ops import Buffer
+from windlass.memory.ops import Buffer, MemoryOps
 from windlass.memory.packing import ALIGNMENT
 from windlass.net.clock import Deadline
-from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram
-from windlass.planning.relay import RelayGroup
 from windlass.transfer.arena import memory_of
 from windlass.transfer.base import (
     LINKS_AT_ONCE,
@@ -46,18 +45,16 @@ from windlass.transfer.base import (
     status_of,
     submit,
 )
-from windlass.transfer.bind import SentLinks, check_destinations
+from windlass.transfer.bind import SentLinks, check_binding, check_destinations
 from windlass.transfer.bindings import (
     DestinationBinding,
     GroupOffer,
     LinkOutcome,
     LinkStatus,
-    RelayAddress,
     Written,
 )
-from windlass.transfer.packer import PackedLink, Packer, packed_capacity
+from windlass.transfer.packer import PackedBytes, PackedLink, Packer, packed_capacity
 from windlass.transfer.registration import RegisteredMemory
-from windlass.transfer.relay import RelayedLinks
 from windlass.transfer.replica import CopyTimes, replica_of
 from windlass.transfer.source import LocatedParameters, addresses_of
 from windlass.transfer.stored_links import StoredLinks
@@ -127,7 +124,9 @@ class Sender:
         self._digests: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
         self._sent: set[str] = set()
-        self._relays = RelayedLinks(transport, manifest.worker, self._pool)
+        # Destination -> destination of the planned link that has the same bytes.
+        self._copy_of: dict[str, str] = {}
+        self._packed: dict[str, PackedBytes] = {}
         self._pack_s = self._register_s = 0.0
 
     @property
@@ -196,13 +195,10 @@ class Sender:
             gone: destinations with links that end, including destinations that are bound again.
 
         Raises:
-            ProtocolError: relays are bound; a relay group can only be formed with all its members.
             BindingsRefused: as in `connect`; nothing has changed.
             PlanError, RegionError: as in `connect`; the caller must then call `connect`.
         """
         with self._lock:
-            if self._relays.groups:
-                raise ProtocolError("change_links: relays are bound; connect again")
             self._bind(plan, bindings, gone)
 
     def _bind(
@@ -230,29 +226,38 @@ class Sender:
             self.replica.fit((*links.read_in_place, *sorted(stored)))
         self.links = links
 
-    def connect_relay(
-        self,
-        groups: Sequence[RelayGroup],
-        bindings: Sequence[DestinationBinding],
-        addresses: Sequence[RelayAddress],
-    ) -> None:
-        """Bind links to all members of relay groups. Call this after `connect`.
+    def bind_copies(
+        self, copies: Mapping[str, str], bindings: Mapping[str, DestinationBinding]
+    ) -> tuple[LinkProgram, ...]:
+        """Bind links that bring the bytes of a planned link to further destinations, until the next `connect`.
 
-        A group is skipped if this rank has no link to the first member of the group.
+        Args:
+            copies: further destination -> destination of the planned link. Copies of other links are ignored.
+            bindings: bindings of all destinations.
+
+        Returns:
+            The planned links that have copies.
 
         Raises:
             ProtocolError: GPU kernels of this rank store the links.
-            PlanError: a member has no binding, or a root has no address.
+            PlanError: a destination has no binding.
             RegionError: a write would leave the published regions.
         """
-        if self._stores is not None:
-            raise ProtocolError(
-                "connect_relay: GPU kernels store the links of this rank, and a relay needs writes"
-            )
         with self._lock:
-            known = {binding.worker: binding for binding in bindings}
-            copies = self._relays.bind(groups, self.links.programs, known, addresses)
-            self.links = self.links.with_copies(copies, known)
+            if self._stores is not None:
+                raise ProtocolError(
+                    "bind_copies: GPU kernels store the links of this rank, and a relay needs writes"
+                )
+            programs = self.links.programs
+            found = {n: replace(programs[of], peer=n) for n, of in copies.items() if of in programs}
+            planned = {copies[name]: programs[copies[name]] for name in found}
+            for name, program in {**planned, **found}.items():
+                if name not in bindings:
+                    raise PlanError(f"bind_copies: {name} has no binding")
+                check_binding(program, bindings[name])
+            self.links = self.links.with_copies(found, bindings)
+            self._copy_of = {name: copies[name] for name in found}
+            return tuple(planned.values())
 
     def prepare(self, version: int | None = None) -> None:
         """Hash every link, and pack all links if the arena can hold them at once. Send nothing.
@@ -287,7 +292,7 @@ class Sender:
     def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> float:
         """Pack or hash all links; return the seconds spent on registering parameters that are read in place."""
         links = self.links
-        programs = tuple(p for p in links.written if self._relays.planned_for(p.peer) == p.peer)
+        programs = tuple(p for p in links.written if p.peer not in self._copy_of)
         if self.packer.slot.arena is None and not self.packer.holds(programs):
             # The arena was abandoned and there was no memory for a new one; try again.
             self.packer.fit(programs)
@@ -342,30 +347,38 @@ class Sender:
                 store,
             )
 
-    def relay_write(
-        self, round_id: RoundId, destinations: Sequence[str], deadline_s: float
-    ) -> Written:
-        """Write like `write`, but write only the roots of relay groups that are bound.
+    # --- links that the caller writes itself ---------------------------------------------------
 
-        For a member that this rank does not write directly, the outcome is OK if the digest of
-        the link is known. The member itself reports whether its bytes arrived.
+    @property
+    def memory(self) -> MemoryOps:
+        """Operations on the memory of packed bytes."""
+        return self.packer.memory
 
-        Raises:
-            RoundAborted: this rank has no link to one of the destinations.
-            TransferOutcomeUnknown: bytes may still land, and the outcome per link is not known.
-        """
-        with self._lock:
-            check_destinations(self.links.programs, destinations)
-            deadline = Deadline.after(deadline_s, "write")
-            arena = self.packer.slot.arena
-            self._sent.update(name for name in destinations if name in self._relays.groups)
-            return self._relays.write(
-                destinations,
-                round_id,
-                deadline,
-                write=lambda others: self._write(others, deadline),
-                failed=lambda name, error: self._failed(name, error, arena),
-            )
+    @property
+    def arena(self) -> Buffer | None:
+        """Memory that holds the packed bytes now; None without any."""
+        return self.packer.slot.arena
+
+    def packed(self, destination: str) -> PackedBytes | None:
+        """Return the bytes of a planned link; None if it is not packed as a whole. Valid inside `reading`."""
+        return self._packed.get(destination)
+
+    def check_links(self, destinations: Sequence[str]) -> None:
+        """Raise RoundAborted if this rank has no link to one of the destinations."""
+        check_destinations(self.links.programs, destinations)
+
+    def note_sent(self, destinations: Iterable[str]) -> None:
+        """Record that the caller writes the links: `write` packs them again first."""
+        self._sent.update(destinations)
+
+    def failed(self, name: str, error: BaseException, arena: Buffer | None) -> LinkOutcome:
+        """Return the outcome of a link after writing it raised `error`; abandon `arena` if bytes may still land."""
+        status, reason = status_of(error), f"{type(error).__name__}: {error}"
+        if not isinstance(error, WindlassError):
+            _log.error("writing to %s failed", name, exc_info=error)
+        if status is LinkStatus.UNKNOWN:
+            self._abandon(arena)
+        return failed_link(name, reason, status)
 
     def close(self) -> None:
         """Unregister and free all memory after a running `write` has ended. Idempotent.
@@ -383,7 +396,7 @@ class Sender:
             self.packer.close()
             self._registered.cover(())
 
-    # --- links and relays --------------------------------------------------------------------
+    # --- links -------------------------------------------------------------------------------
 
     def _write(self, destinations: Sequence[str], deadline: Deadline) -> Written:
         pack_s, self._pack_s = self._pack_s, 0.0
@@ -391,9 +404,7 @@ class Sender:
         lost = self._pack_again(name for name in destinations if name in self._sent)
         self._sent.update(destinations)
         ready = {
-            name: self._relays.groups[name].packed_link(name)
-            if name in self._relays.groups
-            else self._ready.get(name)
+            name: self._copied(name) if name in self._copy_of else self._ready.get(name)
             for name in destinations
             if name not in lost
         }
@@ -414,8 +425,7 @@ class Sender:
         return Written(links, pack_s, wire_s, register_s)
 
     def _unbind(self) -> None:
-        self._relays.close()
-        self.links = self.links.none()
+        self.links, self._copy_of = self.links.none(), {}
         self._forget()
 
     def _forget(self) -> None:
@@ -424,18 +434,23 @@ class Sender:
         self._forget_packed()
 
     def _forget_packed(self) -> None:
-        self._ready, self._offsets = {}, {}
-        self._relays.forget()
+        self._ready, self._packed, self._offsets = {}, {}, {}
 
     def _pack(self, program: LinkProgram, offset: int) -> tuple[str, int]:
         """Pack and hash a link at `offset`; return its digest and the offset of the next link."""
         peer = program.peer
         pack, digest, after = self.packer.pack(program, offset)
-        if relayed := self._relays.groups.get(peer):
-            relayed.keep(self.packer.memory, self.packer.sources, pack, digest)
-        else:
-            self._ready[peer] = self.packer.link_to(self.links.peers[peer], program, pack, digest)
+        self._packed[peer] = PackedBytes(pack, self.packer.sources, digest)
+        self._ready[peer] = self.packer.link_to(self.links.peers[peer], program, pack, digest)
         return digest, after
+
+    def _copied(self, name: str) -> PackedLink | None:
+        """Return the packed link to a further destination; None if the planned link is not packed as a whole."""
+        packed = self._packed.get(self._copy_of[name])
+        if packed is None:
+            return None
+        program, peer = self.links.programs[name], self.links.peers[name]
+        return self.packer.link_to(peer, program, packed.pack, packed.digest)
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
         """Pack links that are written again. Return failed outcomes for links with changed weights."""
@@ -444,7 +459,7 @@ class Sender:
             return lost
         found: dict[str, str] = {}
         for name in names:
-            planned = self._relays.planned_for(name)
+            planned = self._copy_of.get(name, name)
             if planned in self._offsets and planned not in found:
                 found[planned], _ = self._pack(self.links.programs[planned], self._offsets[planned])
             if planned in found and found[planned] != self._digests[planned]:
@@ -472,7 +487,7 @@ class Sender:
         outcomes = {
             name: self._succeeded(name, ready[name].digest, written.result())
             if (error := written.exception()) is None
-            else self._failed(name, error, arena)
+            else self.failed(name, error, arena)
             for name, written in writes.items()
         }
         return outcomes, wire_s
@@ -484,7 +499,7 @@ class Sender:
 
         Return the outcome, the seconds of writing and the seconds of packing.
         """
-        digest = self._digests.get(self._relays.planned_for(name))
+        digest = self._digests.get(self._copy_of.get(name, name))
         if digest is None:
             reason = "write: this version is not prepared; call `prepare` first"
             return failed_link(name, reason), 0.0, 0.0
@@ -517,7 +532,7 @@ class Sender:
         if written is None and not isinstance(error, WindlassError):
             _log.error("packing for %s failed", name, exc_info=error)
             return failed_link(name, f"{type(error).__name__}: {error}")
-        return self._failed(name, error if written is None else written, self.packer.slot.arena)
+        return self.failed(name, error if written is None else written, self.packer.slot.arena)
 
     # --- both --------------------------------------------------------------------------------
 
@@ -532,14 +547,6 @@ class Sender:
     def _succeeded(self, name: str, digest: str, wire_s: float) -> LinkOutcome:
         nbytes = self.links.programs[name].nbytes
         return LinkOutcome(name, LinkStatus.OK, nbytes, digest, wire_s=wire_s)
-
-    def _failed(self, name: str, error: BaseException, arena: Buffer | None) -> LinkOutcome:
-        status, reason = status_of(error), f"{type(error).__name__}: {error}"
-        if not isinstance(error, WindlassError):
-            _log.error("writing to %s failed", name, exc_info=error)
-        if status is LinkStatus.UNKNOWN:
-            self._abandon(arena)
-        return failed_link(name, reason, status)
 
     def _settle_doubt(self, *, renew: bool = True) -> None:
         """Abandon the replica and the arena if a write of unknown outcome may still read them."""

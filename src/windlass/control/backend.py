@@ -1,0 +1,204 @@
+"""Contract of an update backend: the two halves that move bytes, and the steps of the control plane that depend on them.
+
+A backend is a subclass of `Backend`. Its methods have the behaviour of one-sided writes, and a subclass overrides the
+methods that differ. `backend_of` returns the backend of a setting. No other code depends on the kind of a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from windlass.config import PluginBackend, UpdateBackend, find_backend
+from windlass.control.binding import Binding
+from windlass.control.copies import LinkCopies
+from windlass.control.delivery import Delivery
+from windlass.control.donors import find_donor
+from windlass.control.fleet import Group
+from windlass.control.link_transports import LinkAddresses, LinkTransports
+from windlass.control.messages import Command, Result
+from windlass.control.report import UpdateReport
+from windlass.control.session import AgentSession
+from windlass.errors import ConfigError, ProtocolError
+from windlass.layout.manifest import ShardManifest
+from windlass.net.messages import RoundId
+from windlass.planning.plan import TransferPlan
+from windlass.planning.planner import Planner
+from windlass.transfer.base import RankReceiver, RankSender, ReceiverBackend, SenderBackend
+from windlass.transfer.bindings import DestinationBinding, RelayAddress
+
+
+class Backend:
+    """Way of moving the bytes of an update, with the options of one configuration.
+
+    Trainer ranks call `sender`, engine ranks call `receiver`, and the controller calls the other methods. A half with
+    its own commands also has the method of `TakesCommands`.
+    """
+
+    # --- halves: in the ranks ----------------------------------------------------------------
+
+    def sender(self, sender: RankSender, host: str) -> SenderBackend:  # noqa: ARG002
+        """Return the trainer half, which sends the parameters of `sender`, the rank's sender of one-sided writes.
+
+        `host`: address at which the engines can connect to this rank.
+
+        Raises:
+            ConfigError: the backend is not usable here.
+        """
+        return sender
+
+    def receiver(self, receiver: RankReceiver, host: str) -> ReceiverBackend:  # noqa: ARG002
+        """Return the engine half, which fills the live parameters of `receiver`, the rank's target of one-sided writes.
+
+        `host`: address at which other ranks can connect to this rank.
+
+        Raises:
+            ConfigError: the backend is not usable here.
+        """
+        return receiver
+
+    def refuse_replica(self) -> str:
+        """Return the reason why trainer ranks cannot send from a replica; empty if they can."""
+        return ""
+
+    # --- binding: in the controller ----------------------------------------------------------
+
+    def kept_part(
+        self,
+        held: Binding,  # noqa: ARG002
+        trainers: Group,  # noqa: ARG002
+        engines: Sequence[Group],  # noqa: ARG002
+    ) -> Binding | None:
+        """Return the part of a binding that needs no command after the fleet has changed; None to bind all ranks again."""
+        return None
+
+    def addresses(self, sessions: Mapping[str, AgentSession]) -> LinkAddresses:
+        """Return the addresses for a new binding. By default each link gets a transport."""
+        return LinkTransports(sessions)
+
+    def parts(self, plan: TransferPlan, *, sending: bool) -> dict[str, TransferPlan]:
+        """Return the part of a plan for each rank; see `TransferPlan.parts`."""
+        return plan.parts(sending=sending, all_names=False)
+
+    def copies(self, trainers: Group, engines: Sequence[Group]) -> LinkCopies:  # noqa: ARG002
+        """Return the engine ranks that other engine ranks pass their bytes on to."""
+        return LinkCopies()
+
+    # --- rounds: in the controller -----------------------------------------------------------
+
+    def delivery(self, binding: Binding) -> Delivery:  # noqa: ARG002
+        """Return the delivery of the next round."""
+        return Delivery()
+
+    def is_spent(self, report: UpdateReport) -> bool:  # noqa: ARG002
+        """Return whether the ranks must be bound again after a round that ended with `report`."""
+        return False
+
+    def find_donor(
+        self,
+        newcomer: Group,
+        candidates: Sequence[Group],
+        trainers: Sequence[ShardManifest],
+        planner: Planner,
+    ) -> tuple[Group, TransferPlan] | None:
+        """Return an engine that can send its weights to `newcomer`, and the plan; see `donors.find_donor`."""
+        return find_donor(newcomer, candidates, trainers, planner)
+
+
+class OwnPathBackend(Backend):
+    """Backend with its own data path instead of transports. A subclass defines `sender` and `receiver`."""
+
+    def refuse_replica(self) -> str:
+        """Return the reason: the senders read parameters in place."""
+        return "reads parameters in place; use p2p"
+
+    def addresses(self, sessions: Mapping[str, AgentSession]) -> LinkAddresses:
+        """Return addresses without transports."""
+        return LinkAddresses(sessions)
+
+    def find_donor(
+        self,
+        newcomer: Group,  # noqa: ARG002
+        candidates: Sequence[Group],  # noqa: ARG002
+        trainers: Sequence[ShardManifest],  # noqa: ARG002
+        planner: Planner,  # noqa: ARG002
+    ) -> tuple[Group, TransferPlan] | None:
+        """Return None: only trainers have senders, so an engine that is behind waits for the next version."""
+        return None
+
+
+def backend_of(config: UpdateBackend) -> Backend:
+    """Return the backend of a setting.
+
+    Raises:
+        ConfigError: it is not installed here, or its options are wrong.
+    """
+    options = config.options if isinstance(config, PluginBackend) else config
+    found = find_backend(config.name).make(options)
+    if not isinstance(found, Backend):
+        raise ConfigError(
+            f"backend {config.name!r} must make a {Backend.__qualname__}, got {found!r}"
+        )
+    return found
+
+
+# --- halves with commands --------------------------------------------------------------------
+
+
+@runtime_checkable
+class TakesCommands(Protocol):
+    """Half of a backend with its own commands."""
+
+    def carry_out(self, command: Command, round_id: RoundId) -> Result | None:
+        """Carry out a command of the backend; return the answer, None for `Done`.
+
+        Raises:
+            ProtocolError: the half does not know the command.
+        """
+        ...
+
+
+@runtime_checkable
+class ChangesLinks(Protocol):
+    """Trainer half that can bind some links and keep the others; `Backend.kept_part` must return a binding then."""
+
+    def change_links(
+        self,
+        plan: TransferPlan | None,
+        bindings: Sequence[DestinationBinding],
+        gone: Collection[str],
+    ) -> None:
+        """Bind the links of `plan`, and end the links to `gone`; see `Sender.change_links`."""
+        ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """Half of a backend that can end a running command early."""
+
+    def interrupt(self, command: Command | None, round_id: RoundId | None) -> None:
+        """End the command that runs now, if `command` demands it. The thread of the connection calls this method.
+
+        `command` and `round_id`: the command that has just arrived, and its round; None if the connection has ended.
+        """
+        ...
+
+
+@runtime_checkable
+class Listens(Protocol):
+    """Engine half that other ranks connect to during a round."""
+
+    def listen(self) -> RelayAddress:
+        """Return the address at which this rank listens."""
+        ...
+
+
+def carry_out(half: object, command: Command, round_id: RoundId) -> Result | None:
+    """Let a half of a backend carry out a command.
+
+    Raises:
+        ProtocolError: the backend has no such command.
+    """
+    if not isinstance(half, TakesCommands):
+        raise ProtocolError(f"{type(half).__name__} cannot carry out {type(command).__name__}")
+    return half.carry_out(command, round_id)

@@ -1,0 +1,50 @@
+"""Commands of the relay: engines pass bytes on to other engines."""
+
+from __future__ import annotations
+
+import msgspec
+
+from windlass.planning.relay import RelayGroup
+from windlass.transfer.bindings import DestinationBinding, RelayAddress
+
+
+class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
+    """Command to bind relay groups, sent after all ranks have bound the plan.
+
+    Attributes:
+        groups: for a trainer, the groups that it sends to; for an engine, its own group.
+        bindings: bindings of all members for a trainer, or of the ranks that the engine forwards to.
+        addresses: addresses of all roots for a trainer, or of the ranks that the engine forwards to.
+    """
+
+    groups: tuple[RelayGroup, ...]
+    bindings: tuple[DestinationBinding, ...]
+    addresses: tuple[RelayAddress, ...]
+
+
+class RelayWrite(msgspec.Struct, frozen=True, tag="relay_write"):
+    """Command to a trainer: write like `Write`, but bound relay groups only at their roots; answer `Written`."""
+
+    version: int
+    destinations: tuple[str, ...]
+    deadline_s: float
+
+
+class Relay(msgspec.Struct, frozen=True, tag="relay"):
+    """Command to an engine: verify arriving chunks and forward them; answer `Relayed` at the end."""
+
+    version: int
+    deadline_s: float
+
+
+class SkipUpstream(msgspec.Struct, frozen=True, tag="skip_upstream"):
+    """Command to an engine in a relay: stop waiting for this upstream.
+
+    The agent carries it out as soon as it arrives. The controller does not await the answer.
+    """
+
+    upstream: str
+
+
+RelayCommand = ConnectRelay | Relay | RelayWrite | SkipUpstream
+RELAY_WRITING = (Relay, RelayWrite)
