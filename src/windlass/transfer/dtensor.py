@@ -58,6 +58,7 @@ from windlass.transfer.saved_names import (
     transformers_model,
     unstack,
 )
+from windlass.transfer.what_acts import refuse_unmerged
 
 _log = logging.getLogger(__name__)
 _FLAT_PARAMETER = "_flat_param"
@@ -635,11 +636,16 @@ class LiveTensors:
         """Record the state of the tensors, for `changed`; `locate` records the state too.
 
         Unlike `locate`, this method does not reshard FSDP2 modules and does not check tensors.
+
+        Raises:
+            PlanError: see `refuse_unmerged`.
         """
         with self._lock:
             self._watched = _State()
             with suppress(WindlassError, RuntimeError):
                 self._watched = self._state(self._now())
+            names = zip(self._names, self._is_read, strict=True)
+            refuse_unmerged(self._modules, {name for name, is_read in names if is_read})
 
     def changed(self) -> str:
         """Return the name of the first tensor that was written to or moved since `locate` or `watch`; "" if none was.

@@ -22,6 +22,8 @@ def adapter_names(adapter: str = "default") -> Callable[[str], str | None]:
 
     def name_of(name: str) -> str | None:
         found = inside.fullmatch(name) or saved.fullmatch(name)
+        if found is not None and found.group(1).endswith(".lora_magnitude_vector"):
+            return found.group(1)
         return None if found is None else found.group(1) + (found.group(2) or "")
 
     return name_of

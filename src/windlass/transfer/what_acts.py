@@ -1,0 +1,152 @@
+"""Refuse parameters whose values are not the values that the model computes with, or that it saves.
+
+A PEFT layer adds an adapter to its base, `modules_to_save` replaces the base by a trained copy, and hooks of `state_dict` change
+what a checkpoint contains. If only the parameter itself is published, engines would serve another model.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from windlass.errors import PlanError, UnsupportedLayout
+from windlass.transfer.saved_names import WRAPPER_MARKS
+
+_log = logging.getLogger(__name__)
+_DICTS = (torch.nn.ModuleDict, torch.nn.ParameterDict)
+
+
+def refuse_unmerged(modules: Sequence[torch.nn.Module], published: Collection[str]) -> None:
+    """Raise if a published base weight lacks what its PEFT layer adds, because the adapter is neither merged nor published.
+
+    Args:
+        modules: the trainer's modules.
+        published: names of the parameters that engines get, without the marks of wrappers.
+
+    Raises:
+        PlanError: an active adapter is left out. LoRA adapters that add nothing (`lora_B` is 0) may be left out.
+    """
+    if "peft" not in sys.modules:
+        return
+    for top in modules:
+        for path, layer in top.named_modules():
+            if any("adapter_layer_names" in vars(kind) for kind in type(layer).__mro__):
+                _refuse_layer(f"{path}." if path else "", layer, published)
+
+
+def _refuse_layer(prefix: str, layer: Any, published: Collection[str]) -> None:
+    children = layer._modules
+    kind = next((kind for kind in ("base_layer", "original_module") if kind in children), "")
+    if not kind or children[kind] is None or layer.disable_adapters:
+        return
+    names = (_bare(f"{prefix}{kind}.{name}") for name, _ in children[kind].named_parameters())
+    base = next((name for name in names if name in published), None)
+    if base is None:
+        return
+    merged = vars(layer).get("merged_adapters", ())
+    for adapter in layer.active_adapters:
+        if adapter in merged:
+            continue
+        own = dict(_parameters_of(layer, adapter))
+        if not own or _adds_nothing(own) or any(_bare(prefix + n) in published for n in own):
+            continue
+        if kind == "original_module":
+            raise PlanError(
+                f"parameter {base!r}: must be left out by `name_map`, because the model uses the trained copy "
+                f"{_bare(prefix + next(iter(own)))!r} instead; map the copy to the name of the checkpoint"
+            )
+        raise PlanError(
+            f"parameter {base!r}: must contain its active adapters, got adapter {adapter!r}, which is neither merged nor "
+            "published; call `merge_adapter()` before `publish` and `unmerge_adapter()` after it, publish the adapter "
+            "(`name_map=adapter_names()`), or call `disable_adapter_layers()`"
+        )
+
+
+def _parameters_of(layer: Any, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of one adapter in a PEFT layer, by name in the layer."""
+    for container in dict.fromkeys(layer.adapter_layer_names):
+        held = layer._modules.get(container)
+        if not isinstance(held, _DICTS) or adapter not in held:
+            continue
+        one = held[adapter]
+        if isinstance(one, torch.nn.Module):
+            yield from ((f"{container}.{adapter}.{n}", p) for n, p in one.named_parameters())
+        else:
+            yield f"{container}.{adapter}", one
+
+
+def _adds_nothing(own: Mapping[str, torch.Tensor]) -> bool:
+    factors = [p for n, p in own.items() if n.startswith(("lora_B.", "lora_embedding_B."))]
+    is_dora = any(name.startswith("lora_magnitude_vector.") for name in own)
+    return bool(factors) and not is_dora and not any(bool(_local(p).any()) for p in factors)
+
+
+def _bare(name: str) -> str:
+    for mark in WRAPPER_MARKS:
+        name = name.replace(mark, "")
+    return name
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def refuse_rewritten(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise if `state_dict` of the module gives other values than the published tensors.
+
+    Calls `state_dict` only if a hook or a module class that is not torch's may change its values.
+
+    Args:
+        module: the trainer's module.
+        tensors: published tensors by name in the module.
+
+    Raises:
+        UnsupportedLayout: a hook changes the values of a published tensor. The message names the tensor.
+    """
+    children = [*module.modules()]
+    if not any(map(_rewrites, children)) or any(
+        isinstance(child, FullyShardedDataParallel) for child in children
+    ):
+        return
+    try:
+        saved = module.state_dict()
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        NotImplementedError,
+    ) as error:
+        _log.warning("values of `state_dict` are not compared with parameters: %s", error)
+        return
+    for name, tensor in tensors.items():
+        if isinstance(other := saved.get(name), torch.Tensor) and _differs(tensor, other):
+            raise UnsupportedLayout(
+                f"parameter {name!r}: must have the values that `state_dict` saves, got other values from a hook or an "
+                "override of `state_dict`; publish a module whose parameters have the saved values, or leave the "
+                "parameter out with `name_map`"
+            )
+
+
+def _rewrites(module: torch.nn.Module) -> bool:
+    methods = type(module).state_dict, type(module)._save_to_state_dict
+    return any(
+        str(function.__module__).partition(".")[0] != "torch"
+        for function in (*methods, *module._state_dict_hooks.values())
+    )
+
+
+def _differs(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
+    one, other = _local(tensor), _local(saved)
+    if one.shape != other.shape or one.is_meta or other.is_meta:
+        return one.shape != other.shape
+    if one.numel() == 0 or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
+        return False
+    return not torch.equal(one.to(other.device, other.dtype), other)

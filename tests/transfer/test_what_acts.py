@@ -1,0 +1,129 @@
+"""Parameters are refused if the model computes with other values than theirs, or saves other values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from test_changes_after_begin import base_names
+
+from windlass.errors import PlanError, UnsupportedLayout
+from windlass.layout.manifest import ShardManifest
+from windlass.trainers import adapter_names
+from windlass.trainers.client import TrainerWeights
+from windlass.trainers.fsdp import describe_trainer
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(4, 4, bias=False)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+
+
+def adapted(**settings: Any) -> Any:
+    config = peft.LoraConfig(
+        r=2, target_modules=["gate"], **{"init_lora_weights": False, **settings}
+    )
+    return peft.get_peft_model(Tiny(), config)  # type: ignore[arg-type]
+
+
+def begin(weights: TrainerWeights) -> None:
+    """Record the state of the parameters, as the client does when an update begins."""
+    assert weights.watch is not None
+    weights.watch()
+
+
+def described(module: torch.nn.Module, name_map: Callable[[str], str | None] | None) -> Any:
+    return describe_trainer(module, group="trainer", name_map=name_map)
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_a_base_is_published_only_while_its_adapters_are_merged(use_dora: bool) -> None:
+    model = adapted(use_dora=use_dora)
+    weights = described(model, base_names)
+    with pytest.raises(PlanError, match=r"gate.base_layer.weight.*'default'.*merge_adapter"):
+        begin(weights)
+    model.merge_adapter()
+    begin(weights)
+    model.unmerge_adapter()
+    with pytest.raises(PlanError, match="neither merged nor published"):
+        begin(weights)
+    model.base_model.disable_adapter_layers()
+    begin(weights)
+
+
+def test_a_second_active_adapter_must_be_merged_too() -> None:
+    model = adapted()
+    model.add_adapter("b", peft.LoraConfig(r=2, target_modules=["gate"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "b"])
+    weights = described(model, base_names)
+    model.merge_adapter(["default"])
+    with pytest.raises(PlanError, match="adapter 'b'"):
+        begin(weights)
+
+
+def test_an_adapter_that_adds_nothing_may_be_left_out() -> None:
+    begin(described(adapted(init_lora_weights=True), base_names))
+
+
+def test_an_adapter_alone_is_published_unmerged() -> None:
+    begin(described(adapted(), adapter_names()))
+
+
+def test_the_original_of_a_trained_copy_is_refused() -> None:
+    def original(name: str) -> str | None:
+        mapped = None if "modules_to_save" in name else base_names(name)
+        return mapped and mapped.replace(".original_module", "")
+
+    model = adapted(modules_to_save=["head"])
+    model.merge_adapter()
+    weights = described(model, original)
+    with pytest.raises(PlanError, match="trained copy"):
+        begin(weights)
+
+
+def test_adapter_names_are_those_that_peft_saves_for_dora() -> None:
+    model = adapted(use_dora=True, modules_to_save=["head"])
+    manifest: ShardManifest = described(model, adapter_names()).manifest
+    saved = peft.get_peft_model_state_dict(model)
+    assert {tensor.name for tensor in manifest.tensors} == saved.keys()
+
+
+def by_hook(model: Tiny) -> None:
+    def double(module: Any, saved: dict[str, torch.Tensor], prefix: str, _: Any) -> None:
+        saved[f"{prefix}weight"] = saved[f"{prefix}weight"] * 2
+
+    model.gate.register_state_dict_post_hook(double)
+
+
+class Shifted(torch.nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = destination[f"{prefix}weight"] + 1
+
+
+def by_override(model: Tiny) -> None:
+    model.gate = Shifted(4, 4, bias=False)
+
+
+@pytest.mark.parametrize("rewrite", [by_hook, by_override])
+def test_values_that_state_dict_changes_are_refused(rewrite: Callable[[Tiny], None]) -> None:
+    model = Tiny()
+    rewrite(model)
+    with pytest.raises(UnsupportedLayout, match=r"'gate.weight'.*state_dict"):
+        described(model, None)
+
+
+def test_hooks_that_keep_or_rename_values_are_accepted() -> None:
+    model = Tiny()
+
+    def copy(module: Any, saved: dict[str, torch.Tensor], prefix: str, _: Any) -> None:
+        saved[f"{prefix}weight"] = saved[f"{prefix}weight"].clone()
+        saved[f"{prefix}other"] = saved[f"{prefix}weight"] * 2
+
+    model.gate.register_state_dict_post_hook(copy)
+    described(model, None)
