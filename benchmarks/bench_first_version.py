@@ -282,7 +282,7 @@ def tables_of(
 ) -> tuple[int, float]:
     """Return the number of a rank's ops, and the seconds to build their tables of pieces."""
     if trainer is not None:
-        programs = trainer._sender._links.programs
+        programs = trainer._sender.links.programs
     else:
         assert engine is not None
         programs = engine._receiver.destination.programs

@@ -91,7 +91,7 @@ class NetworkRank(Rank):
 
     def packing(self) -> tuple[list[float], int]:
         """Return the seconds of each `prepare`, and the arena's bytes."""
-        return self.spent[1:], self.wired_sender._packer.slot.nbytes
+        return self.spent[1:], self.wired_sender.packer.slot.nbytes
 
     def region_of_wire(self) -> RemoteRegion:
         return self.wired.remote

@@ -28,7 +28,7 @@ def shard(rank: int, world_size: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3, bias=False))
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    before = [t.to_local().clone() for t in model.parameters()]
+    before = [local(t).clone() for t in model.parameters()]
 
     def export(models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in models[0].state_dict().items():
@@ -40,8 +40,15 @@ def shard(rank: int, world_size: int, folder: str) -> None:
     assert shards(captured.manifest) == shards(mapped.manifest)
     assert captured.manifest.parameters == mapped.manifest.parameters
     for tensor, values in zip(model.parameters(), before, strict=True):
-        assert torch.equal(tensor.to_local(), values)
+        assert torch.equal(local(tensor), values)
     dist.destroy_process_group()
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()
 
 
 def shards(manifest: ShardManifest) -> list[Shard]:

@@ -6,12 +6,13 @@ parallel marks. `install` provides a package `transformer_engine` with these par
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -30,7 +31,9 @@ def _unused(name: str) -> Any:
 
 
 class _Module(ModuleType):
-    __path__: ClassVar[list[str]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -208,8 +211,11 @@ def install(*others: str) -> None:
     `others`: names of packages that a converter imports and does not need to export; all their names are empty classes.
     """
     sys.meta_path.insert(0, _Finder(("transformer_engine", *others)))
-    import transformer_engine.common.recipe
-    import transformer_engine.pytorch.attention.rope
-    import transformer_engine.pytorch.distributed
-    import transformer_engine.pytorch.ops
-    import transformer_engine.pytorch.utils  # noqa: F401
+    for name in (
+        "transformer_engine.common.recipe",
+        "transformer_engine.pytorch.attention.rope",
+        "transformer_engine.pytorch.distributed",
+        "transformer_engine.pytorch.ops",
+        "transformer_engine.pytorch.utils",
+    ):
+        importlib.import_module(name)

@@ -166,7 +166,7 @@ def split(name: str, **layout: int) -> Row:
     per rank.
     """
     bridge = "mcore_bridge" if name == "deepseek_v3" else "mbridge"
-    return Row(bridge, KNOWN[name], name, **layout)
+    return Row(bridge, KNOWN[name], name, **layout)  # type: ignore[arg-type]
 
 
 ONE_RANK = [Row("mcore_bridge", config) for config in NEW.values()]
@@ -337,7 +337,8 @@ def test_a_transformers_model_gives_the_same_by_its_save_conversion(config: dict
     model = auto.from_config(made).to(torch.bfloat16)
 
     def export(models: list[torch.nn.Module]) -> Iterable[tuple[str, torch.Tensor]]:
-        return revert_weight_conversion(models[0], models[0].state_dict()).items()
+        saved: dict[str, torch.Tensor] = revert_weight_conversion(models[0], models[0].state_dict())
+        return saved.items()
 
     captured = describe_trainer(model, group="trainer", name_map=None, exporter=export).manifest
     watched = describe_trainer(model, group="trainer", name_map=None).manifest

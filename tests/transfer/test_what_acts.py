@@ -28,7 +28,7 @@ def adapted(**settings: Any) -> Any:
     config = peft.LoraConfig(
         r=2, target_modules=["gate"], **{"init_lora_weights": False, **settings}
     )
-    return peft.get_peft_model(Tiny(), config)  # type: ignore[arg-type]
+    return peft.get_peft_model(Tiny(), config)
 
 
 def begin(weights: TrainerWeights) -> None:
@@ -97,7 +97,7 @@ def by_hook(model: Tiny) -> None:
     def double(module: Any, saved: dict[str, torch.Tensor], prefix: str, _: Any) -> None:
         saved[f"{prefix}weight"] = saved[f"{prefix}weight"] * 2
 
-    model.gate.register_state_dict_post_hook(double)
+    model.gate.register_state_dict_post_hook(double)  # type: ignore[no-untyped-call]
 
 
 class Shifted(torch.nn.Linear):
@@ -125,5 +125,5 @@ def test_hooks_that_keep_or_rename_values_are_accepted() -> None:
         saved[f"{prefix}weight"] = saved[f"{prefix}weight"].clone()
         saved[f"{prefix}other"] = saved[f"{prefix}weight"] * 2
 
-    model.gate.register_state_dict_post_hook(copy)
+    model.gate.register_state_dict_post_hook(copy)  # type: ignore[no-untyped-call]
     described(model, None)

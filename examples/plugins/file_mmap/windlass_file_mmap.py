@@ -118,7 +118,7 @@ class FileMmapTransport(RegionTransport):
             if mapped is None:
                 raise RegionError(f"release: address must come from allocate, got {address:#x}")
             stop = address + len(mapped.mapping)
-            if any(address <= start < stop for start, _ in self._table.spans()):
+            if any(address <= start < stop for start, _ in self.table.spans()):
                 raise RegionError(f"release: memory at {address:#x} must be unregistered first")
             del self._owned[address]
         mapped.path.unlink(missing_ok=True)
