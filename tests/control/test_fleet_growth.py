@@ -53,7 +53,7 @@ def figures_of(num_trainers: int, num_engines: int, folder: Path) -> Figures:
 @pytest.fixture(scope="module")
 def growth(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     folder = tmp_path_factory.mktemp("fleets")
-    small, large = (figures_of(16 * n, 8 * n, folder / str(n)) for n in (1, 2))
+    small, large = (figures_of(32 * n, 16 * n, folder / str(n)) for n in (1, 2))
     return {what: large[what] / small[what] for what in small}
 
 
@@ -70,5 +70,6 @@ def growth(tmp_path_factory: pytest.TempPathFactory) -> Figures:
         "the controller starts again: bytes",
     ],
 )
+@pytest.mark.long
 def test_the_cost_of_a_rank_does_not_grow_with_the_fleet(growth: Figures, what: str) -> None:
     assert growth[what] < MAX_GROWTH, growth

@@ -399,7 +399,7 @@ def test_parts_of_a_quantised_op_are_its_payload_in_order(
 def test_an_arena_too_small_for_a_row_of_blocks_is_refused() -> None:
     op = quantised_op(256, 400, scales=False)
     (found,) = cut_ops(LinkProgram(peer="e", ops=(op,), direct=NO_RUNS, nbytes=op.nbytes), at_source=True)  # fmt: skip
-    with pytest.raises(PlanError, match="half of it must hold 51200 bytes, got 1000"):
+    with pytest.raises(PlanError, match="half of the arena must hold 51200 bytes, got 1000"):
         list(payload_parts(found, 1000))
 
 

@@ -292,7 +292,9 @@ def test_a_declaration_with_scales_of_another_shape_is_refused() -> None:
 
 def test_an_arena_smaller_than_a_row_of_blocks_is_refused() -> None:
     trainers = by_rows(1, weights(torch.bfloat16), DType.BFLOAT16)
-    with pytest.raises(PlanError, match="half of it must hold one piece, or one row of blocks"):
+    with pytest.raises(
+        PlanError, match="half of the arena must hold one piece, or one row of quantisation blocks"
+    ):
         update(trainers, [engine(0, 1)], UpdateMode.IN_PLACE, 40_000)
 
 
