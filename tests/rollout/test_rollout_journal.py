@@ -434,7 +434,7 @@ async def test_metadata_that_a_journal_cannot_store_is_refused(tmp_path: Path) -
         process.life.submit(prompt((1,)), metadata=object())
     assert not process.table.records
     await process.journal.close()
-    with pytest.raises(RolloutError, match="must be open"):
+    with pytest.raises(RolloutError, match="is not open"):
         process.life.submit(prompt((1,)))
 
 

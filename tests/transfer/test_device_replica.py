@@ -512,7 +512,7 @@ async def test_a_trainer_trains_while_its_copy_is_published_over_a_network(
 @pytest.mark.parametrize(
     ("kind", "replica", "message"),
     [
-        (GpuMemoryTransport, "host", "must be 'device' with memory and weights on a GPU"),
+        (GpuMemoryTransport, "host", "must be 'device' with memory for weights on a GPU"),
         (MemoryTransport, "device", "must be 'host' with memory, which writes out of host memory"),
         (MemoryTransport, "gpu", r"replica must be one of .*'host', 'device'\], got 'gpu'"),
     ],
