@@ -77,7 +77,7 @@ unit: setup
 # a user starts with one flag. Two test files run at a time, because servers mostly wait.
 engine: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
-	WINDLASS_ENGINES=one $(RUN) -n 2 --dist loadfile -m engines -k fresh_one \
+	WINDLASS_ENGINES=one $(RUN) -n 2 --dist loadfile -m engines -k is_a_fresh_one \
 	  tests/engines/test_live_servers.py tests/integrations/test_vllm_plugin.py
 
 test: lint types imports unit engine
