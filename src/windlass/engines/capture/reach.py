@@ -379,7 +379,7 @@ class _Walk:
                 self._add(tensor, _shape_of(tensor), node, Join.ITEM, name, joined(module.path, Join.ATTRIBUTE, name))  # fmt: skip
 
     def enter_others(self, begin: int) -> None:
-        """Enter every node from index `begin` on, and the classes of modules, until nothing new is found."""
+        """Enter every node from index `begin` on, and the classes of modules and other objects, until nothing new is found."""
         nodes = self._found.nodes
         at, num_classes = begin, 0
         while True:
@@ -403,7 +403,7 @@ class _Walk:
         self._found.nodes.append(node)
         if shape.form is Form.TENSOR or shape.form is Form.ARRAY:
             self._found.tensors.append(node)
-        elif shape.form is Form.MODULE:
+        elif shape.form is Form.MODULE or shape.form is Form.OBJECT:
             self._classes[type(item)] = None
 
     def enter(self, node: Node) -> None:
@@ -483,11 +483,24 @@ class _Walk:
         self._globals(_globals_of(function))
 
     def _enter_class(self, kind: type) -> None:
-        """Add a module's class and base classes with their data, and the globals that their functions use."""
+        """Add a class and its base classes with their data, and the globals that their functions use."""
         for base in kind.__mro__:
             if not _is_foreign(base.__module__):
                 self._class_state(base)
+                self._functions(base)
                 self._globals(_globals_of_class(base))
+
+    def _functions(self, kind: type) -> None:
+        """Add the functions of a class that have state: a decorator's cache in a closure, or a default argument."""
+        path = f"{kind.__module__}.{kind.__qualname__}"
+        for name, value in vars(kind).items():
+            function = _function_in(value)
+            if function is not None and _has_state(function) and id(function) not in self._seen:
+                self._seen.add(id(function))
+                node = Node(
+                    function, _shape_of(function), None, is_global=True, _path=f"{path}.{name}"
+                )
+                self._found.nodes.append(node)
 
     def _class_state(self, kind: type) -> None:
         if id(kind) in self._seen:
@@ -506,7 +519,7 @@ class _Walk:
             if isinstance(value, type):
                 if not _is_foreign(value.__module__) and not issubclass(value, enum.Enum):
                     self._class_state(value)
-            elif value is None or _is_data(value):
+            elif value is None or _is_data(value) or isinstance(value, FunctionType):
                 node = Node(names, Shape(Form.DICT), None, is_global=True, _path=str(names.get("__name__")))  # fmt: skip
                 self._found.globals.append((names, name, value))
                 self._values(node, Join.ATTRIBUTE, ((name, value),))
@@ -604,8 +617,13 @@ def _is_foreign(module: str) -> bool:
 
 
 def _is_apart(kind: type) -> bool:
-    parts = kind.__module__.split(".")
-    return not _APART.isdisjoint(parts) or kind.__module__.startswith(_RUNNERS)
+    return _is_outside(kind.__module__)
+
+
+@functools.cache
+def _is_outside(module: str) -> bool:
+    """Return whether the walk skips the objects of a Python module."""
+    return _is_foreign(module) or not _APART.isdisjoint(module.split(".")) or module.startswith(_RUNNERS)  # fmt: skip
 
 
 def _is_data(value: object) -> bool:
@@ -615,6 +633,16 @@ def _is_data(value: object) -> bool:
     if shape is _NUMBER:
         return True
     return isinstance(shape, Shape) and shape.form not in (Form.FUNCTION, Form.METHOD, Form.CLASS)
+
+
+def _has_state(function: FunctionType) -> bool:
+    """Return whether a function has a closure, attributes, or default arguments that may contain tensors."""
+    if _is_outside(function.__module__ or "torch"):
+        return False
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return bool(function.__closure__ or vars(function)) or any(
+        isinstance(_shape_of(value), Shape) for value in defaults
+    )
 
 
 _Named = tuple[tuple[dict[str, Any], str], ...]
@@ -647,26 +675,43 @@ def _function_in(value: object) -> FunctionType | None:
 def _named(functions: list[FunctionType]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield (namespace, name) of the global variables that functions use.
 
-    Follow calls to functions of the same Python module, and one call into another module.
+    Follow calls to functions of the same Python module, and one call into another module. A variable may be named
+    through its Python module, as `cache` in `kernels.cache`.
     """
     waiting = [(function, True) for function in functions]
     seen = {function.__code__ for function in functions}
     names = set[tuple[int, str]]()
     while waiting:
         function, goes_on = waiting.pop()
-        space = function.__globals__
-        for name in _names_in(function.__code__):
-            value = space.get(name)
-            if (id(space), name) in names or name not in space or isinstance(value, types.ModuleType):  # fmt: skip
+        for space, name in _spelt_in(function):
+            value = space[name]
+            if (id(space), name) in names or isinstance(value, types.ModuleType):
                 continue
             names.add((id(space), name))
             called = _function_in(value)
             if called is None:
                 if not isinstance(value, str):
                     yield space, name
-            elif called.__code__ not in seen and goes_on:
+                continue
+            if _has_state(called):
+                yield space, name
+            if called.__code__ not in seen and goes_on:
                 seen.add(called.__code__)
-                waiting.append((called, called.__globals__ is space))
+                waiting.append((called, called.__globals__ is function.__globals__))
+
+
+def _spelt_in(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield (namespace, name) of the global variables that a function's code names, in its own and other Python modules."""
+    space = function.__globals__
+    spelt = [*_names_in(function.__code__)]
+    for name in spelt:
+        if name not in space:
+            continue
+        yield space, name
+        module = space[name]
+        if isinstance(module, types.ModuleType) and not _is_outside(module.__name__):
+            held = vars(module)
+            yield from ((held, attribute) for attribute in spelt if attribute in held)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
