@@ -6,6 +6,7 @@ import itertools
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ class Keyed(Layer):
         self.key = next(KEYS)
 
 
-def memoised(function: Callable[[Keyed], torch.Tensor]) -> Get:
+def memoised(function: Callable[[Any], torch.Tensor]) -> Get:
     """Decorate a function of a layer with a cache, which only the function's closure references."""
     found: dict[int, torch.Tensor] = {}
 
@@ -57,7 +58,8 @@ class OfOtherModule(Keyed):
     def value(self, *, again: bool = False) -> torch.Tensor:
         if again or self.key not in tables.CACHE:
             tables.CACHE[self.key] = self.w.detach().float()
-        return tables.CACHE[self.key]
+        found: torch.Tensor = tables.CACHE[self.key]
+        return found
 
 
 class Method:
