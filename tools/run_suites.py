@@ -48,7 +48,7 @@ class Suite:
 
 
 RING = {
-    "test-megatron": Suite(3),
+    "test-megatron": Suite(15, 3, 1),
     "test-truth": Suite(70, 14, 3),
     "test-hosts": Suite(17, 3, 3),
     "test-long": Suite(24, 5),
