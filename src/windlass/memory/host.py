@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import math
 import mmap
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -103,7 +104,7 @@ def _import_torch(programs: Mapping[str, LinkProgram]) -> None:
 
     Ranks bind programs when they connect. An import within an update could take longer than a phase may last.
     """
-    if any(
+    if "torch" not in sys.modules and any(
         not op.is_direct
         or not is_contiguous(op.src_sizes, op.src_strides, op.src_dtype.itemsize)
         or not is_contiguous(op.sizes, op.dst_strides, op.dst_dtype.itemsize)
