@@ -33,7 +33,7 @@ from windlass.layout.naming.patterns import said
 from windlass.layout.naming.place import Placed, PlacedShard
 from windlass.memory.torch_dtypes import dtype_of
 from windlass.transfer.dtensor import HeldTensor
-from windlass.transfer.saved_names import MAX_PIECES
+from windlass.transfer.saved_names import MAX_PIECES, local_part
 
 Exporter = Callable[[list[torch.nn.Module]], Iterable[tuple[str, torch.Tensor]]]
 """Function of the model's chunks on this rank that yields the name and the whole tensor of every checkpoint tensor.
@@ -170,10 +170,7 @@ def exported_manifest(
         PeerTimeout: see `captured_export`.
     """
     # The memory that the module itself uses: for a DTensor, the local tensor in it.
-    tensors = {
-        one.name: one.tensor._local_tensor if isinstance(one.tensor, DTensor) else one.tensor
-        for one in held
-    }
+    tensors = {one.name: local_part(one.tensor) for one in held}
     refuse_strided(tensors)
     required = [one.name for one in held if not one.is_buffer]
     found = captured_export(tensors, export, required=required, deadline_s=deadline_s)

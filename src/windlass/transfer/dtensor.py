@@ -51,12 +51,13 @@ from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.memory.torch_dtypes import dtype_of
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.saved_names import (
-    WRAPPER_MARKS,
     HeldPart,
+    local_part,
     names_in,
     saved_parts,
     transformers_model,
     unstack,
+    without_marks,
 )
 from windlass.transfer.what_acts import refuse_unmerged
 
@@ -320,9 +321,7 @@ def _bare(name: str, parallel: Sequence[str]) -> str:
     for prefix in parallel:
         if name.startswith(prefix):
             name = prefix.removesuffix("module.") + name.removeprefix(prefix)
-    for mark in WRAPPER_MARKS:
-        name = name.replace(mark, "")
-    return name
+    return without_marks(name)
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
@@ -627,10 +626,10 @@ class LiveTensors:
         if self._is_read[index] and tensor is not None:
             if not is_same:
                 self._compare(index, tensor)
-            return _local(tensor)
-        if tensor is None or not is_same or _is_freed(_local(tensor)):
+            return local_part(tensor)
+        if tensor is None or not is_same or _is_freed(local_part(tensor)):
             return None
-        return _local(tensor)
+        return local_part(tensor)
 
     def watch(self) -> None:
         """Record the state of the tensors, for `changed`; `locate` records the state too.
@@ -667,7 +666,7 @@ class LiveTensors:
 
     def _state(self, tensors: Sequence[torch.Tensor | None]) -> _State:
         counts = [
-            (_local(tensor).data_ptr(), _num_writes(tensor))
+            (local_part(tensor).data_ptr(), _num_writes(tensor))
             if read and tensor is not None
             else (0, 0)
             for tensor, read in zip(tensors, self._is_read, strict=True)
@@ -749,7 +748,7 @@ class LiveTensors:
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a value that is cheap to compare. Two tensors with equal signatures have the same layout."""
-    local = _local(tensor)
+    local = local_part(tensor)
     spec = tensor._spec if isinstance(tensor, DTensor) else None
     if local.layout is not torch.strided:
         return type(local), local.layout, spec
@@ -770,18 +769,13 @@ def _memory_of(local: torch.Tensor | None, nbytes: int) -> ParameterMemory:
     return ParameterMemory(local.data_ptr(), nbytes, (storage.data_ptr(), storage.nbytes()))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor itself. `to_local` would return an alias of a parameter (torch 2.13)."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _num_writes(tensor: torch.Tensor) -> int:
     """Return how often torch has changed a tensor in place.
 
     torch counts optimizer steps in the version of a DTensor, and other writes in the version of its
     local tensor.
     """
-    local = _local(tensor)
+    local = local_part(tensor)
     found = 0 if local.is_inference() else local._version
     return found if local is tensor or tensor.is_inference() else found + tensor._version
 

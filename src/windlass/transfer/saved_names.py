@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from windlass.errors import ManifestError, UnsupportedLayout
@@ -38,11 +39,25 @@ rows."""
 
 WRAPPER_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Prefixes that torch.compile, activation checkpointing and FSDP1 insert into names."""
+
+
+def without_marks(name: str) -> str:
+    """Return a name without `WRAPPER_MARKS`."""
+    for mark in WRAPPER_MARKS:
+        name = name.replace(mark, "")
+    return name
+
+
 _MARKS = re.compile(
     r"\.base_layer(?=\.|$)|\.modules_to_save\.[^.]+(?=\.)|\.original_module(?=\.)|"
     + "|".join(map(re.escape, WRAPPER_MARKS))
 )
 """Pattern of `WRAPPER_MARKS` and of the parts that PEFT inserts into names."""
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor itself. `to_local` would return an alias of a parameter (torch 2.13)."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def transformers_model(module: torch.nn.Module, *, inside: bool = False) -> torch.nn.Module | None:

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from windlass.errors import PlanError, UnsupportedLayout
-from windlass.transfer.saved_names import WRAPPER_MARKS
+from windlass.transfer.saved_names import local_part, without_marks
 
 _log = logging.getLogger(__name__)
 _DICTS = (torch.nn.ModuleDict, torch.nn.ParameterDict)
@@ -45,7 +44,9 @@ def _refuse_layer(prefix: str, layer: Any, published: Collection[str]) -> None:
     kind = next((kind for kind in ("base_layer", "original_module") if kind in children), "")
     if not kind or children[kind] is None or layer.disable_adapters:
         return
-    names = (_bare(f"{prefix}{kind}.{name}") for name, _ in children[kind].named_parameters())
+    names = (
+        without_marks(f"{prefix}{kind}.{name}") for name, _ in children[kind].named_parameters()
+    )
     base = next((name for name in names if name in published), None)
     if base is None:
         return
@@ -54,12 +55,16 @@ def _refuse_layer(prefix: str, layer: Any, published: Collection[str]) -> None:
         if adapter in merged:
             continue
         own = dict(_parameters_of(layer, adapter))
-        if not own or _adds_nothing(own) or any(_bare(prefix + n) in published for n in own):
+        if (
+            not own
+            or _adds_nothing(own)
+            or any(without_marks(prefix + n) in published for n in own)
+        ):
             continue
         if kind == "original_module":
             raise PlanError(
                 f"parameter {base!r}: must be left out by `name_map`, because the model uses the trained copy "
-                f"{_bare(prefix + next(iter(own)))!r} instead; map the copy to the name of the checkpoint"
+                f"{without_marks(prefix + next(iter(own)))!r} instead; map the copy to the name of the checkpoint"
             )
         raise PlanError(
             f"parameter {base!r}: must contain its active adapters, got adapter {adapter!r}, which is neither merged nor "
@@ -84,17 +89,7 @@ def _parameters_of(layer: Any, adapter: str) -> Iterator[tuple[str, torch.Tensor
 def _adds_nothing(own: Mapping[str, torch.Tensor]) -> bool:
     factors = [p for n, p in own.items() if n.startswith(("lora_B.", "lora_embedding_B."))]
     is_dora = any(name.startswith("lora_magnitude_vector.") for name in own)
-    return bool(factors) and not is_dora and not any(bool(_local(p).any()) for p in factors)
-
-
-def _bare(name: str) -> str:
-    for mark in WRAPPER_MARKS:
-        name = name.replace(mark, "")
-    return name
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return bool(factors) and not is_dora and not any(bool(local_part(p).any()) for p in factors)
 
 
 def refuse_rewritten(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -144,7 +139,7 @@ def _rewrites(module: torch.nn.Module) -> bool:
 
 
 def _differs(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
-    one, other = _local(tensor), _local(saved)
+    one, other = local_part(tensor), local_part(saved)
     if one.shape != other.shape or one.is_meta or other.is_meta:
         return one.shape != other.shape
     if one.numel() == 0 or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
