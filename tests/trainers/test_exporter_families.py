@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import hf_settings
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -31,17 +32,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600), pytest.mark.filterwarn
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 TORCH = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16}
 SMALL: Mapping[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
+    **hf_settings.SMALL,
     "vocab_size": 64,
     "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "pad_token_id": None,
     "eos_token_id": None,
     "bos_token_id": None,
