@@ -81,7 +81,7 @@ _SEEDS = itertools.count(4)
 CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """dtypes between which updates cast."""
 MAX_EXACT_NUMEL = 1 << 30
-"""Maximum number of elements of a tensor of which capture reads every place: the element numbers take 8 GiB."""
+"""Maximum number of elements of a tensor that capture reads at every place: the element numbers take 8 GiB."""
 
 
 def capture(
@@ -198,7 +198,7 @@ def _mirrors(
     capture does not restore the parameters, and else None.
 
     Raises:
-        UnsupportedLayout: a constant depends on weights but is no mirror; the message names these constants.
+        UnsupportedLayout: a constant depends on weights but is not a mirror; the message names these constants.
     """
     weights = seen.numbers.keys() | seen.computed
     constants = {
@@ -353,7 +353,7 @@ def _observe(
 ) -> Seen:
     """Load digits to read the layout, then load random values once or twice to check the layout.
 
-    `scattered` has the names of tensors above `exact_numel` elements of which every place must be read. If `layers` is
+    `scattered` has the names of tensors above `exact_numel` elements that must be read at every place. If `layers` is
     given, load digits only into `layers.loaded`.
 
     Raises:
@@ -587,7 +587,7 @@ class _Reading(TorchFunctionMode):
             del tensor
 
     def read(self, names: Iterable[str]) -> frozenset[str]:
-        """Return those of `names` that the loader read or still references.
+        """Return the names among `names` that the loader read or still references.
 
         If no read was recorded, return all `names`: the mode does not record a loader that reads in another thread.
         """

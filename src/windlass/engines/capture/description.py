@@ -226,7 +226,7 @@ class Seen:
         return self.numbers[name].parts(codes, MAX_BOXES)
 
     def scattered(self, codes: Codes) -> frozenset[str]:
-        """Return the names of the tensors of which capture has not read every place but must do so."""
+        """Return the names of the tensors that capture must read at every place and has not."""
         in_rows = {name for name, numbers in self.numbers.items() if not numbers.by_place}
         return self.unproven | {
             name
@@ -350,7 +350,7 @@ _HALVES = (DType.BFLOAT16, DType.FLOAT16)
 
 
 def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
-    """Return the dtype in which updates send the values of a tensor.
+    """Return the dtype that updates send for a tensor.
 
     This is the checkpoint's dtype if the tensor is bfloat16 and the checkpoint float16, or the reverse, because neither
     dtype can represent all values of the other. Otherwise this is the tensor's dtype.

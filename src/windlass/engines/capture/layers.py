@@ -52,7 +52,7 @@ class Layers:
     def alike(cls, codes: Codes, held: Mapping[str, Holding]) -> Layers | None:
         """Return the layers of a checkpoint, or None if capture could skip less than half of the checkpoint's tensors.
 
-        From each group, choose a layer whose number occurs in `held`, the engine's tensors by name: a rank of a
+        From each group, choose a layer that the engine has. `held` are the engine's tensors by name: a rank of a
         pipeline stage has only some of the layers.
         """
         here = {int(found[2]) for name in held if (found := _LAYER.fullmatch(name))}

@@ -232,7 +232,7 @@ def prints_of(held: Mapping[str, Holding]) -> dict[str, int]:
 def fingerprints(held: Mapping[str, Holding]) -> dict[str, str]:
     """Return the fingerprint of every tensor except kind HELD, by name, in hexadecimal.
 
-    The name of a tensor that is no parameter begins with its kind, as in `buffer:NAME`.
+    The name of a tensor that is not a parameter begins with its kind, as in `buffer:NAME`.
     """
     return {
         f"{'' if h.kind is Kind.PARAMETER else f'{h.kind}:'}{n}": f"{fingerprint(h.memory()):016x}"

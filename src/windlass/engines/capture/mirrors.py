@@ -29,7 +29,7 @@ FEW = 4
 NUM_KEYS = 4
 """Number of elements of a row that the search compares first."""
 NUM_SAMPLES = 4096
-"""Maximum number of elements of a tensor from which a correlation is computed."""
+"""Maximum number of elements of a tensor that are used for a correlation."""
 LEAST_CORRELATED = 16
 """Minimum number of elements of a tensor for a correlation. A smaller tensor might correlate by chance."""
 CORRELATION = 0.99
@@ -67,7 +67,7 @@ class Part:
 @final
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """A tensor whose rows are copies of rows of the weights named in `sources`."""
+    """A tensor with rows that are copies of rows of the weights named in `sources`."""
 
     name: str
     sources: tuple[str, ...]
@@ -242,7 +242,7 @@ def _spread(size: int, count: int, like: torch.Tensor) -> torch.Tensor:
 def _from_rows(holding: Holding, rows: torch.Tensor, sources: list[Holding]) -> Mirror | None:
     """Return a mirror if every nonzero row equals a row of a weight and `_is_slice` accepts the row indices.
 
-    Compare three rows first, because most tensors are no mirrors.
+    Compare three rows first, because most tensors are not mirrors.
     """
     width = rows.shape[1]
     alike = [(source, matrix) for source in sources for matrix in _forms(source.tensor, width)]

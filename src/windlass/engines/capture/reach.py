@@ -530,7 +530,7 @@ _COMPARED = frozenset(
 )  # fmt: skip
 """Forms for which `_members` returns values."""
 PLAIN = frozenset({dict, OrderedDict, list, set, deque})
-"""Container classes whose instances have no attributes of their own (engines set none on an `OrderedDict`)."""
+"""Container classes without attributes in their instances (engines set none on an `OrderedDict`)."""
 
 
 def contents_of(cell: CellType) -> Iterator[tuple[str, object]]:

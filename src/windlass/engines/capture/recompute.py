@@ -37,7 +37,7 @@ _MARKS = {
     torch.float8_e4m3fn: 0xFF,
     torch.float8_e5m2: 0xFF,
 }
-"""dtype -> bits of a NaN with which `_Marks` fills tensors. Tensors of other dtypes are not filled."""
+"""dtype -> bits of the NaN that `_Marks` writes into tensors. Tensors of other dtypes are not filled."""
 PREFIX = "loader/"
 """Prefix of the names of the loader's buffers in the manifest."""
 
@@ -373,7 +373,7 @@ class _Part:
 
     @cached_property
     def copied(self) -> Mapping[str, frozenset[str]]:
-        """Name of an engine tensor that is a copy -> names of the checkpoint tensors from which it was copied."""
+        """Name of an engine tensor that is a copy -> names of the checkpoint tensors that it was copied from."""
         return {name: _tensors_in(found, self.codes) for name, found in self.numbers.items()}
 
     @property
@@ -438,7 +438,7 @@ class _Part:
         )
 
     def _unwritten(self, sources: frozenset[str]) -> dict[str, int]:
-        """Return `Recompute.unwritten`, without tensors whose old values the loader reads (NaN would spread)."""
+        """Return `Recompute.unwritten`, without tensors if the loader reads their old values (NaN would spread)."""
         held = self.held()
         names = {
             n
@@ -449,7 +449,7 @@ class _Part:
         plain = prints_of(self.held())
         while names:
             # Load other values first, so that `clear` restores a value that differs from `plain` if the loader has
-            # copied a mark to a place that is no padding.
+            # copied a mark to a place that is not padding.
             self.load(self.codes.some(sources, _SEEDS[1]))
             marks = _Marks(self.held(), dict.fromkeys(names, -1))
             try:

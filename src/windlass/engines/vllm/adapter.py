@@ -24,7 +24,7 @@ from windlass.errors import UnsupportedLayout
 
 @final
 class Slot(torch.nn.Module):
-    """Module whose buffers are the low-rank weights in a model's wrapped layers."""
+    """Module with the low-rank weights of a model's wrapped layers as buffers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         from vllm.lora.layers import BaseLayerWithLoRA

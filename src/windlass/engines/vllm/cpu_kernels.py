@@ -1,6 +1,6 @@
 """Replacement of vLLM's CPU kernels that multiply by private copies of the weights.
 
-On a CPU with AVX-512 or AMX, vLLM (0.32) packs the weight of every linear layer into memory of oneDNN or of its own
+On a CPU with AVX-512 or AMX, vLLM (0.32) packs the weight of every linear layer into memory of oneDNN or of a vLLM
 kernel, and never reads the parameter again. An update of the parameter would have no effect. This module makes vLLM call
 `torch.nn.functional.linear` with the parameter, as vLLM does on other CPUs.
 """
@@ -19,8 +19,8 @@ from windlass.errors import UnsupportedLayout
 def multiply_by_parameters(applies: Callable[[], bool]) -> None:
     """Make this worker's linear layers read their parameters. Call this function before vLLM loads the model.
 
-    This has no effect outside a vLLM worker on a CPU. If the model has a convolution whose weight vLLM packs
-    (AVX512-BF16), the load of the model fails with UnsupportedLayout, because updates cannot reach the packed copy.
+    This has no effect outside a vLLM worker on a CPU. If vLLM packs the weight of a convolution (AVX512-BF16), the load of
+    the model fails with UnsupportedLayout, because updates cannot reach the packed copy.
 
     Args:
         applies: function that vLLM calls for every layer; if it returns False, vLLM packs the layer's weight.

@@ -193,7 +193,7 @@ class _Core:
     Attributes:
         namespace: current cache namespace.
         version: newest weight version that the workers returned; None before the first.
-        calls: calls into this core; None before the first capture, and in an EngineCore without a loop of its own.
+        calls: calls into this core; None before the first capture, and if the EngineCore has no loop.
     """
 
     namespace = Namespace()

@@ -32,7 +32,7 @@ Worker = Any
 
 def number_of(worker: Worker) -> int:
     """Return the index of a worker among all ranks of the server: the ranks of earlier replicas come first."""
-    # `world_size` and `rank` are those of one replica.
+    # `world_size` and `rank` count the ranks of one replica.
     parallel = worker.parallel_config
     return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
 
@@ -103,7 +103,7 @@ def served_by(worker: Worker) -> torch.nn.Module:
 def _draft_of(worker: Worker) -> torch.nn.Module | None:
     drafter = vars(worker.model_runner).get("drafter")
     model: Any = None if drafter is None else vars(drafter).get("model")
-    # If a draft model runs in CUDA graphs, vLLM wraps it in an object that is no module.
+    # If a draft model runs in CUDA graphs, vLLM wraps it in an object that is not a module.
     is_wrapped = model is not None and not isinstance(model, torch.nn.Module)
     found: torch.nn.Module | None = model.unwrap() if is_wrapped else model
     return found
@@ -134,7 +134,7 @@ def _reload_draft(
 ) -> None:
     """Load the draft model, except modules that it shares with the target model.
 
-    The steps are those of vLLM's `reload_weights` (0.24, 0.32), which loads the target model only.
+    The steps are the same as in vLLM's `reload_weights` (0.24, 0.32), which loads the target model only.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.layerwise import (
@@ -197,7 +197,7 @@ class _DirectCopies(TorchFunctionMode):
 
     During a reload (0.32, `model_loader/reload/layerwise.py`), parameters are on the meta device, and vLLM wraps their
     weight loaders to buffer tensors. A direct `copy_` to a parameter would be lost (gpt-oss: experts, sinks), so this mode
-    calls a wrapped weight loader instead. It ignores the `copy_` calls with which vLLM counts elements.
+    calls a wrapped weight loader instead. It ignores the `copy_` calls that vLLM makes to count elements.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -309,7 +309,7 @@ def _key_of(loader: Any, arguments: inspect.BoundArguments) -> tuple[object, ...
 
 _DATA = vars(torch._C.TensorBase)["data"].__get__
 _OF_KERNELS = ("moe_kernel", "moe_quant_config")
-"""Attributes of a layer whose objects reference the experts' tensors: the kernel, and the configuration with scales."""
+"""Attributes of a layer that reference the experts' tensors: the kernel, and the configuration with scales."""
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
 

@@ -23,7 +23,7 @@ from windlass.net.addresses import split_host_port
 
 ROUTES = "windlass.engines.vllm.generate_route"
 PLUGINS, PLUGIN = "vllm.general_plugins", "windlass"
-"""Group and name of the entry point by which vLLM finds Windlass's plugin."""
+"""Group and name of the entry point of Windlass's plugin for vLLM."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `--max-lora-rank`. vLLM pads an adapter of lower rank with zeros."""
 LOADS_WHILE_IT_RUNS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -94,7 +94,7 @@ _OF_ADAPTERS = (
     Rule("", (None,), _ONE_SLOT, (f"{_LORA}.default_mm_loras",)),
     Rule("", (1,), "adapters on pipeline stages have not been tested", ("parallel_config.pipeline_parallel_size",)),
 )  # fmt: skip
-"""Further rules for a rank whose adapter gets updates."""
+"""Further rules for a rank if updates change its adapter."""
 RULES = (
     Rule("--enable-sleep-mode", (False,), "when the engine sleeps, its weights move and lose their registration",
          ("model_config.enable_sleep_mode",)),
@@ -256,7 +256,7 @@ def generate_route() -> str:
 
 
 def follow_quantised(args: Any) -> None:
-    """Prepare a server whose checkpoint is in block float8. `args` are vLLM's `EngineArgs`.
+    """Prepare a server with a checkpoint in block float8. `args` are vLLM's `EngineArgs`.
 
     Raises:
         ConfigError: see `require_followed`.
@@ -274,8 +274,8 @@ def refuse_unsafe_config(config: object, *, adapter: bool, serves_own_weights: b
     Args:
         config: vLLM's `VllmConfig`.
         adapter: True if updates change the server's adapter, False if they change the model.
-        serves_own_weights: see `AgentSettings`. False for a server of a job, whose `--logprobs-mode` must fit rollouts.
-            True allows any mode: the user who starts the server may need another mode.
+        serves_own_weights: see `AgentSettings`. False for a server of a job: its `--logprobs-mode` must fit rollouts.
+            True allows any mode, because the user who starts the server may need another mode.
 
     Raises:
         ConfigError: a setting breaks a rule; the message names the setting and the reason.

@@ -1,14 +1,15 @@
 """vLLM's weight-transfer backend "windlass", as it runs in each worker.
 
 `windlass.integrations.vllm.plugin` registers the backend. A server that is started with
-`--weight-transfer-config '{"backend": "windlass"}'` creates a `WindlassTransferEngine` in every worker. The interface is
-that of vLLM 0.24 and 0.32 (`vllm/distributed/weight_transfer/base.py`). The trainer calls two routes:
+`--weight-transfer-config '{"backend": "windlass"}'` creates a `WindlassTransferEngine` in every worker. vLLM 0.24 and
+0.32 define the interface (`vllm/distributed/weight_transfer/base.py`). The trainer calls two routes:
 
 - `/init_weight_transfer_engine`: the API server orders every worker to capture its layout and to join the trainer's
   fleet (`windlass.engines.vllm.api_server`).
 - `/update_weights`: the worker's main loop is blocked between two steps, while the agent's thread receives, verifies and
-  applies a version. On a server with one rank, the agent itself blocks the loop (`windlass.engines.vllm.worker.CoreApi`). This is faster, because
-  HTTP requests wait for the API server's event loop, which also streams all tokens.
+  applies a version. On a server with one rank, the agent itself blocks the loop
+  (`windlass.engines.vllm.worker.CoreApi`). This is faster, because HTTP requests wait for the API server's event loop,
+  which also streams all tokens.
 
 Methods that vLLM calls in all workers return the reason of a failure instead of raising. If a worker raises, vLLM does
 not read the results of the other workers, and takes them for the results of the next call.

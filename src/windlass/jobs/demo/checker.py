@@ -210,7 +210,7 @@ def _kept_distances(
     """Return the same distances as `_fresh_distances`, for an engine that kept keys and values across updates.
 
     Args:
-        model: model whose weights are overwritten with those of each version.
+        model: model of the demo; this function overwrites its weights with the weights of each version.
         weights_of: function that returns the weights of a version.
         samples: samples with prompts of one length and the same version at each token.
     """
@@ -297,7 +297,7 @@ def _logprobs(
     """Return log-probabilities (B, T) of outputs in float32; version `versions[i]` computes token i.
 
     Args:
-        model: model whose weights are overwritten with the weights of each version.
+        model: model of the demo; this function overwrites its weights with the weights of each version.
         weights_of: function that returns the weights of a version.
         samples: B samples with prompts of one length and T output tokens.
         versions: T versions, one for each output token.

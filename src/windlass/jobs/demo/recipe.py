@@ -54,12 +54,13 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         seconds: time between the two versions.
-        samples_per_hour: trained samples per hour. tokens_per_s: trained tokens per second.
+        samples_per_hour: trained samples per hour.
+        tokens_per_s: trained tokens per second.
         mean_staleness: mean staleness of the samples, in versions.
-        paused_share: share of the time in which the slowest engine was paused, counted from the pause command. It
+        paused_share: share of the time that the slowest engine was paused, from the pause command on. The share
             includes the end of the step that the engine was running.
-        idle_share: share of the time in which trainers waited for answers.
-        step_share: share of the time in which trainers trained.
+        idle_share: share of the time that trainers waited for answers.
+        step_share: share of the time that trainers trained.
     """
 
     seconds: float
@@ -112,7 +113,7 @@ class RepeatOperand(Recipe):
 
     Args:
         seed: seed of the prompts.
-        kill_engine_at: version during whose update the recipe kills the last engine; 0 for never.
+        kill_engine_at: the recipe kills the last engine during the update to this version; 0 for never.
 
     Attributes:
         served: samples that trainers trained on. rewards_by_step: mean reward of each step.
