@@ -83,10 +83,15 @@ REHEARSALS = (
     ),
     Rehearsal("run.py", ("journal", "--out", OUT), gives="bench_journal.json"),
     row("gpu/bench_live_engine.py", *LIVE_BENCH, engine="vllm"),
-    row("gpu/prove_live_engine.py", *LIVE_PROOF, "--logs", f"{OUT}/logs", engine="vllm"),
+    # Live scripts that run together need different ports, because vLLM lets several servers listen on one port.
+    row(
+        "gpu/prove_live_engine.py",
+        *(*LIVE_PROOF, "--logs", f"{OUT}/logs", "--port", "21123"),
+        engine="vllm",
+    ),
     Rehearsal(
         "gpu/run_live_engine.sh",
-        (OUT, *LIVE_BENCH, "--in-place-only"),
+        (OUT, *LIVE_BENCH, "--in-place-only", "--port", "24123"),
         "vllm",
         "bench_live_engine.json",
     ),
