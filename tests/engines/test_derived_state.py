@@ -29,6 +29,7 @@ from windlass.engines.capture.capture import capture
 from windlass.engines.capture.checkpoint import StoredCheckpoint, checkpoint_specs
 from windlass.engines.capture.description import Captured
 from windlass.engines.capture.memory import Watched
+from windlass.engines.capture.reach import reach
 from windlass.engines.capture.snapshot import undone_if_it_fails
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.spec import AgentSettings
@@ -484,6 +485,28 @@ class Counting(Engine):
 def test_numbers_that_do_not_depend_on_weights_are_not_recomputed(tmp_path: Path) -> None:
     rank = require_right(tmp_path, lambda: Counting(DERIVED["cast"], HOLDERS["attribute"], "load"))
     assert rank.engine_rank.captured.recompute is None
+
+
+@pytest.mark.parametrize("derived", DERIVED)
+def test_counters_of_loads_are_accepted_with_every_derived_value(
+    derived: str, tmp_path: Path
+) -> None:
+    # Capture observes some of these engines several times, and the counters differ between observations.
+    require_right(tmp_path, lambda: Counting(DERIVED[derived], HOLDERS["attribute"], "load"))
+
+
+class Asserting(Engine):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] == WIDTH
+        return super().forward(x)
+
+
+def test_a_walk_does_not_follow_the_asserts_that_pytest_rewrites() -> None:
+    # pytest's replacement of an assert references its session, and so every collected test.
+    engine = Asserting(DERIVED["cast"], HOLDERS["attribute"], "load")
+    engine.start(checkpoint_of(1))
+    packages = {type(node.item).__module__.partition(".")[0] for node in reach(engine).nodes}
+    assert packages.isdisjoint({"_pytest", "pytest", "hypothesis"})
 
 
 class Dropping(Engine):

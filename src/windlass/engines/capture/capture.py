@@ -531,9 +531,9 @@ def _watched(loads: _Loads, names: frozenset[str]) -> _Reading:
 def _must_stay(holding: Holding) -> bool:
     """Return whether capture must refuse a tensor that every load moves.
 
-    `Snapshot` restores HELD tensors and CPU attributes, so these may move.
+    `Snapshot` restores HELD tensors and CPU attributes, so these may move. Every walk makes new tensors of Python numbers.
     """
-    if holding.kind is Kind.HELD:
+    if holding.kind in (Kind.HELD, Kind.NUMBER):
         return False
     return holding.kind is not Kind.ATTRIBUTE or holding.tensor.device.type != "cpu"
 

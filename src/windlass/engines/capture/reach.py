@@ -32,7 +32,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
+_TEST_TOOLS = ("pytest", "_pytest", "pluggy", "hypothesis")
+_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "windlass", *_TEST_TOOLS})
+"""Packages whose functions and objects the walk skips.
+
+pytest rewrites the `assert` statements of a model's code, and the new code references pytest's session.
+"""
 _APART = frozenset({"compilation", "config", "configs", "distributed"})
 """Names of subpackages, such as `vllm.compilation` and `vllm.config`. The walk skips objects of their classes.
 
