@@ -38,7 +38,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from live_engine.checks import Held, compare, require_fresh, save, settle
 from live_engine.measure import measure
 from live_engine.report import capture_rows, case_of, plan_of
-from live_engine.servers import ENGINES, ServerSettings, Sglang, Vllm, start_server, tail
+from live_engine.servers import (
+    ENGINES,
+    ServerSettings,
+    Sglang,
+    Vllm,
+    VllmWithNccl,
+    start_server,
+    tail,
+)
 from live_engine.shapes import (
     SHAPES,
     checkpoint_entries,
@@ -103,9 +111,16 @@ async def run(options: argparse.Namespace) -> list[Row]:
                     )
                     await update(options, number, server, trainers, rows, nbytes, say)
                     if number + 1 == len(stages):
-                        if quantised:
+                        if quantised or options.own:
                             ours = await settle(server, trainers)
+                        if quantised:
                             await save(options, trainers, saved, say)
+                        elif options.own:
+                            server, process = await server_of_own_transfer(
+                                options, server, process, started, say
+                            )
+                            rows += await compare(options, server, trainers, rows, ours, say)
+                            save_rows(rows, options.json)
                     elif stages[number + 1].num_multiprocessors != used:
                         await trainers.all("disconnect")
             await trainers.all("end")
@@ -133,6 +148,24 @@ async def run(options: argparse.Namespace) -> list[Row]:
             for rank in trainers.processes:
                 rank.kill()
     return rows
+
+
+async def server_of_own_transfer(
+    options: argparse.Namespace,
+    server: Vllm | Sglang,
+    process: asyncio.subprocess.Process,
+    folder: Path,
+    say: Any,
+) -> tuple[Vllm | Sglang, asyncio.subprocess.Process]:
+    """Return a server that accepts the engine's own transfer; for vLLM end the given server and start another."""
+    if isinstance(server, Sglang):
+        return server, process
+    process.terminate()
+    await process.wait()
+    plain = VllmWithNccl(server_settings(options, options.port + 1), server.session)
+    started = await plain.start(str(folder), options.log.with_suffix(".nccl.log"), 400)
+    say("a plain server with vLLM's own transfer is up")
+    return plain, started
 
 
 def devices_of(options: argparse.Namespace) -> list[int]:
@@ -199,9 +232,6 @@ async def update(
     rows.append(Row(case, first, seconds, "s", "bytes at link speed", at_link_speed))
     rows += await measure(options, stage, server, trainers, version + 1, nbytes, say)
     save_rows(rows, options.json)
-    if number == 1 and options.own and options.quantization != "fp8-block":
-        rows += await compare(options, server, trainers, rows, version + 50, say)
-        save_rows(rows, options.json)
 
 
 async def bring_up(

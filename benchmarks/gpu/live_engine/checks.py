@@ -57,17 +57,13 @@ async def compare(
     server: Vllm | Sglang,
     trainers: Trainers,
     rows: list[Row],
-    version: int,
+    ours: Held,
     say: Any,
 ) -> list[Row]:
-    """Send the same weights both ways and compare; vLLM's own way is timed without load, in its favour."""
-    await trainers.all("fill", 7)
-    await trainers.all("publish", version)
-    ours = (await server.fingerprints(), await server.tokens())
-    await trainers.all("fill", 8)
-    await trainers.all("publish", version + 1)
-    assert await server.fingerprints() != ours[0], "other weights must be other fingerprints"
-    await trainers.all("fill", 7)
+    """Send the weights of `settle` by the engine's own transfer, and require the state `ours`.
+
+    vLLM's own transfer is timed without load, in its favour.
+    """
     gather_s, num_tensors = (await trainers.all("gather"))[0]
     say(f"gathered {num_tensors} full tensors in {gather_s:.2f} s")
     await server.own_init(trainers, options.port + 77)

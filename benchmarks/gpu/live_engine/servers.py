@@ -116,12 +116,16 @@ class Vllm(_Routes):
         "VLLM_NO_USAGE_STATS": "1",
     }
 
+    digests: ClassVar[str] = "windlass_digests"
+    """Name of the worker method that returns fingerprints."""
+
     def command(self, folder: str, controller: str) -> list[str]:
         words = ["windlass.engines.vllm", *common_flags(self.settings, folder, controller)]
-        if self.settings.on_cpu:
-            return [*words, *ON_CPU["vllm"]]
+        return [*words, *(ON_CPU["vllm"] if self.settings.on_cpu else self._on_gpu())]
+
+    def _on_gpu(self) -> list[str]:
         return [
-            *(*words, "--dtype", "bfloat16", "--skip-tokenizer-init"),
+            *("--dtype", "bfloat16", "--skip-tokenizer-init"),
             *self._graphs(),
             *("--max-model-len", "1024", "--max-num-seqs", str(self.settings.streams)),
             *(
@@ -129,8 +133,7 @@ class Vllm(_Routes):
                 str(self.settings.engine_memory),
                 "--disable-custom-all-reduce",
             ),
-            *("--seed", "0", "--disable-uvicorn-access-log"),
-            *("--weight-transfer-config", '{"backend": "nccl"}', "--tokens-only"),
+            *("--seed", "0", "--disable-uvicorn-access-log", "--tokens-only"),
         ]
 
     def _graphs(self) -> list[str]:
@@ -148,7 +151,7 @@ class Vllm(_Routes):
         return list(answer["choices"][0]["token_ids"])
 
     async def fingerprints(self) -> list[dict[str, str]]:
-        found = await self.post("/collective_rpc", {"method": "windlass_digests"})
+        found = await self.post("/collective_rpc", {"method": self.digests})
         return list(found["results"])
 
     async def own_init(self, trainers: Trainers, port: int) -> None:
@@ -168,6 +171,47 @@ class Vllm(_Routes):
         await self.post("/finish_weight_update", {})
         await self.post("/resume", {})
         return time.monotonic() - started
+
+
+class VllmWithNccl(Vllm):
+    """Plain server whose weights arrive by vLLM's own NCCL transfer. A server has one transfer backend."""
+
+    digests = "held_weights"
+
+    def command(self, folder: str, controller: str = "") -> list[str]:
+        """Return the arguments of `python -m`. The server joins no controller."""
+        assert not controller
+        return [
+            *("vllm.entrypoints.openai.api_server", "--model", folder),
+            *("--port", str(self.settings.port)),
+            *("--tensor-parallel-size", str(self.settings.tp), "--load-format", "dummy"),
+            *("--weight-transfer-config", '{"backend": "nccl"}'),
+            *("--worker-extension-cls", "live_engine.held_weights.HeldWeights"),
+            *self._on_gpu(),
+        ]
+
+    async def start(self, folder: str, log: Path, deadline_s: float) -> asyncio.subprocess.Process:
+        """Start the server, wait until it serves, and return its process."""
+        process = await start(
+            self.settings, self.command(folder), log, {"VLLM_SERVER_DEV_MODE": "1"}
+        )
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not await self._serves():
+                    assert process.returncode is None, "the server with NCCL ended"
+                    await asyncio.sleep(0.5)
+        except BaseException:
+            if process.returncode is None:
+                process.terminate()
+            raise
+        return process
+
+    async def _serves(self) -> bool:
+        try:
+            async with self.session.get(f"{self.url}/health") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False
 
 
 class Sglang(_Routes):
@@ -263,7 +307,12 @@ async def start(
     installed = log.with_suffix(".installed")
     if not installed.exists():
         write_entry_points(installed)
-    path = os.pathsep.join([str(ROOT / "src"), str(installed), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [
+            *(str(ROOT / part) for part in ("src", "benchmarks", "benchmarks/gpu")),
+            *(str(installed), os.environ.get("PYTHONPATH", "")),
+        ]
+    )
     with log.open("wb") as sink:
         return await asyncio.create_subprocess_exec(
             *(settings.python, "-m", *words),
