@@ -405,6 +405,18 @@ def test_parts_of_a_server_meet_at_the_first_node_with_the_token_in_a_file(
     assert dict(options_of(argv))["--dist-init-addr"] == "10.0.0.7:5000"
 
 
+def test_a_launched_vllm_that_joins_must_have_windlass_backend(tmp_path: Path) -> None:
+    words = ["--name", "a", "--model", str(tmp_path), "--controller", "http://10.0.0.1:8000"]
+    args = arguments("program", None).parse_args(words)
+    own = ("--weight-transfer-config", '{"backend": "ipc"}')
+    with pytest.raises(
+        ConfigError, match=r'must name the backend windlass .* "ipc"}; leave it out'
+    ):
+        VllmServer().command(args, own)
+    args.controller = ""
+    assert VllmServer().command(args, own).argv[-2:] == own
+
+
 def test_only_the_first_part_of_a_vllm_server_has_routes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

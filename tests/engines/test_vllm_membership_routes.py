@@ -39,6 +39,7 @@ class Server:
         )
         config = SimpleNamespace(
             parallel_config=parallel,
+            weight_transfer_config=SimpleNamespace(backend="windlass"),
             model_config=SimpleNamespace(model=str(model), revision=None),
         )
         host = "127.0.0.1" if nnodes == 1 else "10.0.0.2"
@@ -173,6 +174,21 @@ def test_plain_server_gets_the_middleware_that_closes_its_private_routes(vllm: A
         assert vllm.weight_transfer_config.backend == "windlass"
         assert vllm.enable_scale_out
     assert saved_key(f"http://127.0.0.1:{vllm.port}")
+
+
+def test_only_a_server_that_joins_at_its_start_must_have_windlass_backend(
+    vllm: Any, given: pytest.MonkeyPatch
+) -> None:
+    vllm.weight_transfer_config = SimpleNamespace(backend="nccl")
+    given.setenv("WINDLASS_CONTROLLER", "http://127.0.0.1:1")
+    with pytest.raises(
+        ConfigError, match=r"--weight-transfer-config must name the backend windlass .* got nccl"
+    ):
+        membership.prepare(vllm)
+    given.setenv("WINDLASS_CONTROLLER", "wait")
+    membership.prepare(vllm)
+    assert vllm.weight_transfer_config.backend == "nccl"
+    assert membership.MEMBERSHIP in vllm.middleware
 
 
 @pytest.mark.usefixtures("vllm")

@@ -30,7 +30,7 @@ from windlass.engines.spec import refuse_expandable_segments
 from windlass.engines.versions import check_installed
 from windlass.engines.vllm.api_server import join_ranks, settings_of
 from windlass.engines.vllm.engine_core import BACKEND, SCHEDULER, stamps_tokens
-from windlass.engines.vllm.spec import RELEASES, generate_route
+from windlass.engines.vllm.spec import RELEASES, generate_route, require_backend
 from windlass.envs import (
     CONTROLLER_VARIABLE,
     TOKEN_FILE_VARIABLE,
@@ -65,11 +65,9 @@ def prepare(args: Any) -> None:
     transfer = args.weight_transfer_config
     if transfer is None:
         args.weight_transfer_config = transfer = WeightTransferConfig(backend=BACKEND)
-    if transfer.backend != BACKEND:
-        raise ConfigError(
-            f"--weight-transfer-config must name the backend {BACKEND} with {CONTROLLER_VARIABLE}, "
-            f"got {transfer.backend}; leave it out"
-        )
+    # A server that waits for an order to join may serve the weights that it loaded, and never get the order.
+    if environment_value(CONTROLLER_VARIABLE) != WAIT:
+        require_backend(transfer.backend)
     if stamps_tokens() and args.scheduler_cls is None:
         args.scheduler_cls = SCHEDULER
     refuse_expandable_segments()
@@ -177,6 +175,7 @@ class VllmMember(Member):
     def _have_ranks_join(self, order: JoinOrder) -> None:
         # vLLM's channels to other hosts are not encrypted, so each rank reads the token on its own host.
         token = "" if self._spans_hosts else order.token or self.token
+        require_backend(self._engine.vllm_config.weight_transfer_config.backend)
         settings = settings_of(self._engine, order)
         asyncio.run_coroutine_threadsafe(
             join_ranks(self._engine, settings, token, pauses_itself=True), self._loop

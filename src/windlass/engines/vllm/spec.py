@@ -147,6 +147,9 @@ class VllmServer:
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         require_plugin()
         require_followed(Path(args.model), rest)
+        transfer = dict(options_of(rest)).get("--weight-transfer-config")
+        if args.controller and transfer is not None:
+            require_backend(transfer)
         served = adapter_options(adapter_of(args.adapter), rest, pp=args.pp, dp=args.dp)
         program = "windlass.engines.vllm.headless"
         serves: tuple[str, ...] = ()
@@ -166,6 +169,19 @@ class VllmServer:
                 *served,
                 *rest,
             )
+        )
+
+
+def require_backend(told: str) -> None:
+    """Check the weight-transfer backend of a server that joins a controller; `told` is its name, or vLLM's JSON.
+
+    Raises:
+        ConfigError: the backend is not Windlass's.
+    """
+    if BACKEND not in told:
+        raise ConfigError(
+            f"--weight-transfer-config must name the backend {BACKEND} for a server that joins a controller, got {told}; "
+            f"leave it out"
         )
 
 
