@@ -428,10 +428,61 @@ else:
 """
 
 
+ABORT = """
+import asyncio
+from sglang.srt.managers.io_struct import PauseGenerationReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.utils.aio_rwlock import RWLock
+from windlass.engines.sglang.plugin import pause_at_once
+
+class Manager(TokenizerManager):
+    def __init__(self):
+        self.model_update_lock, self.is_pause_cond, self.is_pause = RWLock(), asyncio.Condition(), False
+        self.running, self.num_aborts, self.answered = set(), 0, []
+
+    def abort_request(self, rid="", abort_all=False):
+        self.num_aborts += 1
+        for ended in self.running:
+            ended.set()
+        if self.num_aborts == 1:  # a request that was on its way to the scheduler
+            asyncio.get_running_loop().call_soon(asyncio.ensure_future, self.request("late"))
+
+    async def request(self, name):
+        async with self.model_update_lock.reader_lock:
+            self.running.add(ended := asyncio.Event())
+            await ended.wait()
+            await asyncio.sleep(0.01)  # the last step of the model
+            self.running.discard(ended)
+            self.answered.append(name)
+
+async def main():
+    pause_at_once(TokenizerManager)
+    manager = Manager()
+    first = [asyncio.create_task(manager.request(f"first {i}")) for i in range(3)]
+    await asyncio.sleep(0.01)
+    begun = asyncio.get_running_loop().time()
+    await manager.pause_generation(PauseGenerationReqInput(mode="abort"))
+    took_s = asyncio.get_running_loop().time() - begun
+    assert manager.is_pause and not manager.running and not await manager.model_update_lock.is_locked()
+    assert sorted(manager.answered) == ["first 0", "first 1", "first 2", "late"], manager.answered
+    assert took_s < 0.9, f"SGLang itself looks again after 1 s, this took {took_s}"
+
+asyncio.run(main())
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "variables"),
-    [(EMBEDDINGS, {}), (TREE_WITHOUT_KEYS, {"SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "1"})],
-    ids=["embeddings of images go with their weights", "a tree without keys is refused"],
+    [
+        (ABORT, {}),
+        (EMBEDDINGS, {}),
+        (TREE_WITHOUT_KEYS, {"SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "1"}),
+    ],
+    ids=[
+        "a pause that aborts returns with the last request",
+        "embeddings of images go with their weights",
+        "a tree without keys is refused",
+    ],
 )
 def test_code_passes_in_a_rank_of_sglang(code: str, variables: dict[str, str]) -> None:
     """Run code in SGLang's environment, because no model with encoders is small enough to serve on a CPU."""

@@ -9,6 +9,7 @@ that serves HTTP, the plugin
 - refuses settings of the engine that break a rule (`RULES`), before SGLang loads a model;
 - registers the custom weight loader `windlass.engines.sglang.hook.run` on every rank;
 - protects private routes (`windlass.engines.private_routes`), and lets orders reach every data-parallel replica;
+- lets the pause mode `abort` return as soon as the last request has ended (`pause_at_once`);
 - orders the ranks to join the controller's fleet after warm-up. If WINDLASS_CONTROLLER is `wait`, the ranks join when
   `POST /windlass/join` names a controller; after this controller has ended, they can join another controller. A
   launcher starts a server with `wait` and sends this order.
@@ -20,10 +21,12 @@ If a server runs on several hosts, only the first host serves HTTP. The plugin c
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
@@ -54,6 +57,7 @@ from windlass.envs import (
     set_values,
 )
 from windlass.errors import ConfigError
+from windlass.net.clock import Backoff
 
 _HTTP = "sglang.srt.entrypoints.http_server"
 _OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_USE_MODELSCOPE")
@@ -130,9 +134,11 @@ def _prepare(server_args: Any) -> None:
         check_ranks_have_the_token()
         return
     from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     member = SglangMember(settings)
     reach_replicas(TokenizerControlMixin)
+    pause_at_once(TokenizerManager)
     _stand_in_front(http_server, member, member.token if settings.nnodes > 1 else "")
     if member.controller != WAIT:
         _call_when_warm(member.join_at_start)
@@ -220,6 +226,34 @@ def reach_replicas(mixin: Any) -> None:
         return refused[0] if refused else await flush(manager, timeout_s)
 
     mixin.update_weights_from_tensor, mixin.flush_cache = update_weights_from_tensor, flush_cache
+
+
+def pause_at_once(manager_class: Any) -> None:
+    """Patch SGLang's `TokenizerManager` so that a pause in mode `abort` returns when the last request has ended.
+
+    SGLang (0.5.23) aborts all requests and then looks once a second whether they have ended. The patched method waits for
+    the lock that every running request holds. A request that reaches the schedulers after an abort misses it. So the
+    method aborts again if requests still run after 50 ms, then 100 ms, and so on up to 1 s.
+    """
+    pause: Callable[..., Awaitable[None]] = manager_class.pause_generation
+
+    async def pause_generation(manager: Any, request: Any) -> None:
+        if request.mode != "abort":
+            await pause(manager, request)
+            return
+        async with manager.is_pause_cond:
+            manager.is_pause = True
+            for wait_s in Backoff(0.05, 1.0).pauses():
+                manager.abort_request(abort_all=True)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s), manager.model_update_lock.writer_lock:
+                        pass
+                # A request that waited behind the writer gets the lock now.
+                await asyncio.sleep(0)
+                if not await manager.model_update_lock.is_locked():
+                    return
+
+    manager_class.pause_generation = pause_generation
 
 
 def _stand_in_front(http_server: ModuleType, member: SglangMember, token: str) -> None:
