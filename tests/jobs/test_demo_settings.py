@@ -21,6 +21,12 @@ from windlass.jobs.launch import check_job
 from windlass.jobs.results import JobSummary
 
 
+@pytest.fixture(autouse=True)
+def folder_without_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change to an empty folder: `make demo` leaves its output in the working folder, and another run is refused there."""
+    monkeypatch.chdir(tmp_path)
+
+
 def config(*options: str) -> LaunchConfig:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
