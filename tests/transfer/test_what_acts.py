@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import peft
 import pytest
 import torch
 from test_changes_after_begin import base_names
+from torch.nn.utils import parametrizations
 
 from windlass.errors import PlanError, UnsupportedLayout
 from windlass.layout.manifest import ShardManifest
@@ -127,3 +129,64 @@ def test_hooks_that_keep_or_rename_values_are_accepted() -> None:
 
     model.gate.register_state_dict_post_hook(copy)  # type: ignore[no-untyped-call]
     described(model, None)
+
+
+class Halved(torch.nn.Module):
+    """A module that computes its weight in a property, from a parameter of another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = torch.nn.Parameter(torch.randn(4, 4))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.raw / 2
+
+
+class Renamed(Halved):
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.raw
+
+
+def with_gate(gate: torch.nn.Module) -> Tiny:
+    model = Tiny()
+    vars(model)["_modules"]["gate"] = gate
+    return model
+
+
+LINEAR = partial(torch.nn.Linear, 4, 4, bias=False)
+NORMS: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
+    "weight norm": (lambda: parametrizations.weight_norm(LINEAR()), "original1"),
+    "spectral norm": (lambda: parametrizations.spectral_norm(LINEAR()), "original"),
+    "orthogonal": (lambda: parametrizations.orthogonal(LINEAR()), "original"),
+    "old weight norm": (lambda: torch.nn.utils.weight_norm(LINEAR()), "weight_v"),
+    "old spectral norm": (lambda: torch.nn.utils.spectral_norm(LINEAR()), "weight_orig"),
+    "property": (Halved, "raw"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_an_original_is_not_published_as_the_tensor_computed_from_it(
+    norm: str, prefix: str
+) -> None:
+    make, original = NORMS[norm]
+
+    def onto_weight(name: str) -> str | None:
+        if name == "head.weight":
+            return prefix + name
+        return f"{prefix}gate.weight" if name.endswith(f".{original}") else None
+
+    with pytest.raises(
+        UnsupportedLayout,
+        match=rf"'gate\..*{original}'.*'{prefix}gate.weight', because the module computes 'weight'",
+    ):
+        described(with_gate(make()), onto_weight)
+
+
+@pytest.mark.parametrize("make", [lambda: parametrizations.weight_norm(LINEAR()), Renamed])
+def test_originals_are_published_under_their_own_names(make: Callable[[], torch.nn.Module]) -> None:
+    renamed = {"gate.raw": "gate.weight"}
+    described(with_gate(make()), lambda name: f"model.{renamed.get(name, name)}")

@@ -28,7 +28,7 @@ from windlass.transfer.dtensor import (
     local_tensor,
     own_tensors,
 )
-from windlass.transfer.what_acts import refuse_rewritten
+from windlass.transfer.what_acts import refuse_originals, refuse_rewritten
 from windlass.transports.registry import TransportConfig, create_transport, parse_transport
 
 
@@ -139,8 +139,8 @@ def describe_trainer(
 
     Raises:
         ConfigError: `exporter` is given with `name_map` or `stacked`.
-        UnsupportedLayout: the placement of a DTensor cannot be described; or see `captured_export` and
-            `refuse_rewritten`.
+        UnsupportedLayout: the placement of a DTensor cannot be described; or see `captured_export`,
+            `refuse_originals` and `refuse_rewritten`.
         PeerTimeout: see `captured_export`.
     """
     if exporter is not None and (name_map is not None or stacked is not None):
@@ -150,6 +150,7 @@ def describe_trainer(
     worker = f"{group}/{dist.get_rank() if _is_distributed() else 0}"
     held = own_tensors(module, name_map, role=Role.TRAINER)
     if exporter is None:
+        refuse_originals(module, {one.name: (one.tensor_name, one.tensor) for one in held})
         refuse_rewritten(module, {one.name: one.tensor for one in held})
         manifest = describe_module(module, worker, Role.TRAINER, name_map=name_map, stacked=stacked)
     else:

@@ -1,7 +1,8 @@
 """Refuse parameters whose values are not the values that the model computes with, or that it saves.
 
-A PEFT layer adds an adapter to its base, `modules_to_save` replaces the base by a trained copy, and hooks of `state_dict` change
-what a checkpoint contains. If only the parameter itself is published, engines would serve another model.
+A PEFT layer adds an adapter to its base, `modules_to_save` replaces the base by a trained copy, a parametrisation computes
+the weight from other parameters, and hooks of `state_dict` change what a checkpoint contains. If only the parameter itself is
+published, engines would serve another model.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -92,6 +94,72 @@ def _adds_nothing(own: Mapping[str, torch.Tensor]) -> bool:
     return bool(factors) and not is_dora and not any(bool(local_part(p).any()) for p in factors)
 
 
+def refuse_originals(
+    module: torch.nn.Module, published: Mapping[str, tuple[str, torch.Tensor]]
+) -> None:
+    """Raise if a parameter is published under the name of a tensor that the model computes from it, such as by weight norm.
+
+    Args:
+        module: the trainer's module.
+        published: name in the module -> name in the checkpoint and tensor.
+
+    Raises:
+        UnsupportedLayout: `name_map` gives an original the name of the computed tensor. The message names both.
+    """
+    originals = dict(_originals(module))
+    owners = {
+        id(tensor): child
+        for child in module.modules()
+        for tensor in child._parameters.values()
+        if tensor is not None
+    }
+    for name, (tensor_name, tensor) in published.items():
+        own, wanted = name.rpartition(".")[2], tensor_name.rpartition(".")[2]
+        if own == wanted or id(tensor) not in owners:
+            continue
+        computed = originals.get(id(tensor)) or (
+            wanted if _computes(owners[id(tensor)], wanted, tensor) else ""
+        )
+        if computed:
+            raise UnsupportedLayout(
+                f"parameter {name!r}: must not be published as {tensor_name!r}, because the module computes {computed!r} from "
+                "it; remove the parametrisation or weight norm before you connect (torch.nn.utils.parametrize."
+                "remove_parametrizations, remove_weight_norm), or leave the parameter out with `name_map`"
+            )
+
+
+def _originals(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
+    """Yield the id of each parameter inside a parametrisation or norm of torch, and the name of the computed attribute."""
+    for child in module.modules():
+        chains = child._modules.get("parametrizations")
+        if isinstance(chains, torch.nn.ModuleDict):
+            for attribute, chain in chains.items():
+                yield from ((id(tensor), attribute) for tensor in chain.parameters())
+        # The older weight_norm and spectral_norm are hooks. Before the first step, `weight` may share its original's memory.
+        for hook in child._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils."):
+                attribute = str(vars(hook)["name"])
+                for name, tensor in child._parameters.items():
+                    if tensor is not None and name.startswith(f"{attribute}_"):
+                        yield id(tensor), attribute
+
+
+def _computes(owner: torch.nn.Module, attribute: str, original: torch.Tensor) -> bool:
+    """Return whether an attribute that is no parameter, buffer or module is a tensor with memory of its own."""
+    if any(attribute in held for held in (owner._parameters, owner._buffers, owner._modules)):
+        return False
+    value = vars(owner).get(attribute)
+    if value is None and isinstance(getattr(type(owner), attribute, None), property):
+        with torch.no_grad(), suppress(Exception):  # the property of any class
+            value = getattr(owner, attribute)
+    return isinstance(value, torch.Tensor) and _apart(value, original)
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = local_part(one), local_part(other)
+    return one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+
 def refuse_rewritten(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise if `state_dict` of the module gives other values than the published tensors.
 
@@ -142,6 +210,6 @@ def _differs(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
     one, other = local_part(tensor), local_part(saved)
     if one.shape != other.shape or one.is_meta or other.is_meta:
         return one.shape != other.shape
-    if one.numel() == 0 or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
+    if one.numel() == 0 or not _apart(one, other):
         return False
     return not torch.equal(one.to(other.device, other.dtype), other)
