@@ -7,13 +7,19 @@ compare answers only, so the oracle does not depend on capture's view of an engi
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import repeat
 from pathlib import Path
-from types import SimpleNamespace
+from queue import Queue, SimpleQueue
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +40,13 @@ from windlass.engines.capture.snapshot import undone_if_it_fails
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.spec import AgentSettings
 from windlass.errors import UnsupportedLayout, WindlassError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The PyTorch API of nested tensors is in prototype:UserWarning"
+    ),
+]
 
 TOKEN = "secret of the test"
 WIDTH, LAYERS = 24, 2
@@ -170,6 +183,55 @@ def cached(tensor: object) -> Callable[[], object]:
     return get
 
 
+def generated(tensor: object) -> Iterator[object]:
+    def steps() -> Iterator[object]:
+        held = tensor
+        while True:
+            yield held
+
+    return steps()
+
+
+def queued(kind: Any) -> Callable[[object], Any]:
+    def put(tensor: object) -> Any:
+        made = kind()
+        made.put(tensor)
+        return made
+
+    return put
+
+
+def first_of(held: Any) -> Any:
+    """Return the value in a queue, and keep it there."""
+    found = held.get()
+    held.put(found)
+    return found
+
+
+def of_future(tensor: object) -> Future[object]:
+    made: Future[object] = Future()
+    made.set_result(tensor)
+    return made
+
+
+def of_context(tensor: object) -> ContextVar[object]:
+    made: ContextVar[object] = ContextVar("made")
+    made.set(tensor)
+    return made
+
+
+def of_thread(tensor: object) -> threading.local:
+    made = threading.local()
+    made.tensor = tensor
+    return made
+
+
+def of_objects(tensor: object) -> Any:
+    made = np.empty(2, dtype=object)
+    made[1] = tensor
+    return made
+
+
 @dataclass(frozen=True)
 class Holder:
     """Functions that put a value into an object, and get it from there."""
@@ -208,6 +270,32 @@ HOLDERS = {
     "hidden_parameter": Holder(lambda t: [HiddenParameter(t)], lambda k: k[0].tensor.data),
     "parameters_in_list": Holder(
         lambda t: [torch.nn.Parameter(t, requires_grad=False)], lambda k: k[0].data
+    ),
+    "generator": Holder(generated, next),
+    "queue": Holder(queued(Queue), first_of),
+    "simple_queue": Holder(queued(SimpleQueue), first_of),
+    "future": Holder(of_future, lambda k: k.result()),
+    "context_variable": Holder(of_context, lambda k: k.get()),
+    "thread_local": Holder(of_thread, lambda k: k.tensor),
+    "object_array": Holder(of_objects, lambda k: k[1]),
+    "mapping_proxy": Holder(lambda t: MappingProxyType({"w": t}), lambda k: k["w"]),
+    "values_of_dict": Holder(lambda t: {"w": t}.values(), lambda k: next(iter(k))),
+    "iterator": Holder(lambda t: iter([t, t]), lambda k: copy(k).__next__()),
+    "map": Holder(lambda t: map(torch.clone, repeat(t)), next),
+    "c_method": Holder(lambda t: t.clone, lambda k: k()),
+    "sparse": Holder(lambda t: t.float().to_sparse(), lambda k: k.to_dense()),
+    "sparse_rows": Holder(lambda t: t.float().reshape(1, -1).to_sparse_csr(), lambda k: k.to_dense()),
+    "nested_tensor": Holder(
+        lambda t: torch.nested.nested_tensor([t, t[:2]]), lambda k: k.unbind()[0]
+    ),
+    "jagged": Holder(
+        lambda t: torch.nested.nested_tensor([t, t[:2]], layout=torch.jagged), lambda k: k.unbind()[0]
+    ),
+    "storage": Holder(
+        lambda t: (t.dtype, t.untyped_storage()), lambda k: torch.empty(0, dtype=k[0]).set_(k[1])
+    ),
+    "bytes": Holder(
+        lambda t: bytearray(t.float().numpy().tobytes()), lambda k: torch.frombuffer(k, dtype=torch.float32)
     ),
     "numpy": Holder(lambda t: t.float().numpy().copy(), torch.from_numpy),
     "numpy_in_dict": Holder(lambda t: {"w": t.float().numpy().copy()}, lambda k: torch.from_numpy(k["w"])),

@@ -22,7 +22,7 @@ class Kind(StrEnum):
     """Kind of reference from a model to a tensor.
 
     PARAMETER, BUFFER, ATTRIBUTE: the tensor is a parameter, a buffer or a plain attribute of a module.
-    HELD: the tensor is inside a container, another object, a closure or a class; or it is a numpy array.
+    HELD: the tensor is inside a container, another object, a closure or a class; or it is an array, storage or buffer.
     NUMBER: the tensor has the value of a Python number.
     """
 
@@ -51,6 +51,16 @@ class Holding:
     def address(self) -> int:
         """Address of the tensor's first element."""
         return self.tensor.data_ptr()
+
+    @property
+    def is_untyped(self) -> bool:
+        """Whether the tensor shows the bytes of a storage or buffer."""
+        node = self.node
+        return (
+            node is not None
+            and node.shape.form is Form.ARRAY
+            and not isinstance(node.item, np.ndarray)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +105,7 @@ def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
     taken: set[tuple[int, int]] = set()
     ranges: dict[int, list[tuple[int, int]]] = {}
     for node, kind in zip(found.tensors, chain(kinds, repeat(Kind.HELD)), strict=False):
-        tensor = node.item if node.shape.form is Form.TENSOR else _of_array(node.item)
+        tensor = node.item if node.shape.form is Form.TENSOR else _viewed(node.item)
         if tensor is None or not has_memory(tensor):
             continue
         holding = Holding("", tensor, kind, node)
@@ -132,7 +142,12 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
     A tensor subclass that wraps other tensors has none; the walk through the model finds the wrapped tensors.
     """
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
+    if (
+        tensor.is_meta
+        or tensor.is_nested
+        or tensor.layout is not torch.strided
+        or tensor.numel() == 0
+    ):
         return False
     try:
         return tensor.data_ptr() != 0
@@ -140,14 +155,20 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """Return a tensor that shares memory with an array, or None if torch cannot view the array."""
+def _viewed(item: Any) -> torch.Tensor | None:
+    """Return a tensor that shares memory with an array, storage or buffer, or None if torch cannot view it."""
+    if isinstance(item, torch.TypedStorage):
+        item = item.untyped()  # type: ignore[no-untyped-call]
+    if isinstance(item, torch.UntypedStorage):
+        return torch.empty(0, dtype=torch.uint8, device=item.device).set_(item)
     with warnings.catch_warnings():
         # torch warns about read-only arrays.
         warnings.simplefilter("ignore")
         try:
-            return torch.from_numpy(array)
-        except (TypeError, ValueError):
+            if isinstance(item, np.ndarray):
+                return torch.from_numpy(item)
+            return torch.frombuffer(item, dtype=torch.uint8)
+        except (TypeError, ValueError, BufferError):
             return None
 
 

@@ -14,9 +14,9 @@ these elements are equal.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import takewhile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, takewhile
 from typing import final
 
 import torch
@@ -118,19 +118,35 @@ def find_mirrors(
     sources = [h for h in weights if h.tensor.is_floating_point() and h.tensor.numel() >= FEW]
     mirrors: dict[str, Mirror] = {}
     derived: dict[str, str] = {}
-    for holding in targets:
+    for holding in chain.from_iterable(_readings(target, sources) for target in targets):
         tensor = holding.tensor
-        if tensor.numel() < FEW or tensor.dtype is torch.bool or not _varies(tensor):
+        if (
+            holding.name in mirrors
+            or tensor.numel() < FEW
+            or tensor.dtype is torch.bool
+            or not _varies(tensor)
+        ):
             continue
         here = [source for source in sources if source.tensor.device == tensor.device]
         mirror = _mirror(holding, here) if tensor.is_floating_point() else None
         if mirror is not None:
             mirrors[holding.name] = mirror
+            derived.pop(holding.name, None)
             if rival := _rival(holding, mirror, here):
                 derived[holding.name] = f"may be a copy of {mirror.sources[0]} or of {rival}"
         elif source := _correlated(holding, here):
             derived[holding.name] = f"follows from {source}"
     return Found(mirrors, derived | _extremes(numbers or {}, sources))
+
+
+def _readings(target: Holding, sources: Sequence[Holding]) -> Iterator[Holding]:
+    """Yield the target; for a storage or buffer, whose dtype is unknown, yield it in each float dtype of the sources and float32."""
+    if not target.is_untyped:
+        yield target
+        return
+    for dtype in dict.fromkeys([*(source.tensor.dtype for source in sources), torch.float32]):
+        if target.tensor.numel() % dtype.itemsize == 0:
+            yield replace(target, tensor=target.tensor.view(dtype))
 
 
 def _rival(holding: Holding, mirror: Mirror, sources: list[Holding]) -> str | None:

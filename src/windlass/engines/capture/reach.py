@@ -6,9 +6,13 @@ numpy arrays. Capture searches for tensors with the same walk that `Snapshot` us
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import enum
 import functools
 import gc
+import itertools
+import queue
 import socket
 import sys
 import threading
@@ -17,13 +21,18 @@ import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import (
+    BuiltinMethodType,
     CellType,
     CodeType,
     FunctionType,
+    GeneratorType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
+    MethodWrapperType,
     SimpleNamespace,
 )
 from typing import Any, final
@@ -53,11 +62,20 @@ _RUNNERS = (
 
 If a function of the model references such an object, the walk would otherwise continue to KV caches and requests.
 """
-_OPENED = (UserDict, UserList, ChainMap, SimpleNamespace, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)  # fmt: skip
+_OPENED = (
+    *(UserDict, UserList, ChainMap, SimpleNamespace),
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+)
 """Container classes of the standard library, which the walk enters; it skips other classes of the library."""
 _SHARED = (
     *((dist.ProcessGroup,) if dist.is_available() else ()),
-    *(threading.Thread, type(threading.Lock()), type(threading.RLock()), socket.socket),
+    *(
+        threading.Thread,
+        asyncio.Task,
+        type(threading.Lock()),
+        type(threading.RLock()),
+        socket.socket,
+    ),
 )
 """If an object has an attribute of one of these classes, the walk skips the object.
 
@@ -84,7 +102,8 @@ class Form(enum.Enum):
     PARTIAL = enum.auto()
     CELL = enum.auto()
     REFERENCE = enum.auto()
-    CALL_CACHE = enum.auto()
+    OPAQUE = enum.auto()
+    VARIABLE = enum.auto()
     CLASS = enum.auto()
 
 
@@ -304,14 +323,12 @@ def _members(item: Any, shape: Shape) -> Iterable[object]:
             held = item
         case Form.CELL:
             held = [value for _, value in contents_of(item)]
-        case Form.REFERENCE:
-            held = (item(),)
-        case Form.CALL_CACHE:
-            held = gc.get_referents(item)
         case Form.FUNCTION:
             held = item.__defaults__ or ()
         case Form.PARTIAL:
             held = (item.args, item.keywords)
+        case Form.REFERENCE | Form.OPAQUE | Form.VARIABLE:
+            held = _returned(item, shape.form)
         case _:
             pass
     return (*held, *slots_of(item, shape).values()) if shape.members else held
@@ -420,6 +437,8 @@ class _Walk:
             slots = slots_of(item, shape)
             self._values(node, Join.SLOT, slots.items())
         match shape.form:
+            case Form.MODULE | Form.OBJECT | Form.CLASS:
+                pass
             case Form.DICT:
                 self._values(node, Join.ITEM, item.items())
             case Form.SEQUENCE:
@@ -435,12 +454,8 @@ class _Walk:
                 self._values(node, Join.ATTRIBUTE, parts)
             case Form.CELL:
                 self._values(node, Join.CONTENTS, contents_of(item))
-            case Form.REFERENCE:
-                self._values(node, Join.CALL, (("", item()),))
-            case Form.CALL_CACHE:
-                self._values(node, Join.CALL, (("", value) for value in gc.get_referents(item)))
             case _:
-                pass
+                self._values(node, Join.CALL, (("", value) for value in _returned(item, shape.form)))  # fmt: skip
 
     def _attributes(self, node: Node, held: Mapping[str, Any]) -> bool:
         """Add nodes for an object's attributes, and return True.
@@ -472,6 +487,8 @@ class _Walk:
                 continue
             if kind in PLAIN and not value:
                 (found.empty_globals if node.is_global else found.empty).append(value)
+                continue
+            if shape.form is Form.OPAQUE and _is_static(value):
                 continue
             if shape.form is Form.FUNCTION and _is_foreign(value.__module__ or "torch"):
                 continue
@@ -531,7 +548,7 @@ class _Walk:
 
 
 _COMPARED = frozenset(
-    {Form.SEQUENCE, Form.SET, Form.CELL, Form.REFERENCE, Form.CALL_CACHE, Form.FUNCTION, Form.PARTIAL}
+    {Form.SEQUENCE, Form.SET, Form.CELL, Form.REFERENCE, Form.OPAQUE, Form.VARIABLE, Form.FUNCTION, Form.PARTIAL}
 )  # fmt: skip
 """Forms for which `_members` returns values."""
 PLAIN = frozenset({dict, OrderedDict, list, set, deque})
@@ -544,6 +561,29 @@ def contents_of(cell: CellType) -> Iterator[tuple[str, object]]:
         yield "", cell.cell_contents
     except ValueError:  # the cell is empty
         return
+
+
+def _returned(item: Any, form: Form) -> Iterable[object]:
+    """Return the values of an object that Python code gets only from a call, or not at all."""
+    match form:
+        case Form.REFERENCE:
+            return (item(),)
+        case Form.OPAQUE:
+            return gc.get_referents(item)
+        case Form.VARIABLE:
+            return (item.get(None),)
+        case Form.ARRAY if isinstance(item, np.ndarray) and item.dtype.hasobject:
+            return item.flat
+        case Form.TENSOR if item.is_nested:
+            return (item.values(),)
+        case Form.TENSOR if item.layout is torch.sparse_coo:
+            return item._indices(), item._values()
+        case Form.TENSOR if item.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return item.crow_indices(), item.col_indices(), item.values()
+        case Form.TENSOR if item.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return item.ccol_indices(), item.row_indices(), item.values()
+        case _:
+            return ()
 
 
 def slots_of(item: object, shape: Shape) -> dict[MemberDescriptorType, object]:
@@ -566,19 +606,28 @@ def _shape_of(item: object) -> Shape:
     return found
 
 
+_OPAQUE: tuple[type, ...] = (
+    type(functools.lru_cache(len)),
+    *(GeneratorType, MappingProxyType, BuiltinMethodType, MethodWrapperType),
+    *(type({}.keys()), type({}.values()), type({}.items()), type(iter([])), type(iter(())), type(iter({}.values()))),
+    *(map, filter, zip, enumerate, reversed, type(reversed([])), itertools.chain, itertools.cycle, itertools.repeat),
+    *(queue.Queue, queue.SimpleQueue, concurrent.futures.Future, asyncio.Future, threading.local),
+)  # fmt: skip
+"""Classes whose objects do not show their values in Python. The walk asks the garbage collector for the values."""
 _FORMS: tuple[tuple[type | tuple[type, ...], Form], ...] = (
     (torch.nn.Module, Form.MODULE),
     (torch.Tensor, Form.TENSOR),
     (dict, Form.DICT),
     ((list, tuple, deque), Form.SEQUENCE),
     ((set, frozenset), Form.SET),
-    (np.ndarray, Form.ARRAY),
+    ((np.ndarray, torch.UntypedStorage, torch.TypedStorage, bytearray, memoryview), Form.ARRAY),
     (FunctionType, Form.FUNCTION),
     (MethodType, Form.METHOD),
     (functools.partial, Form.PARTIAL),
     (CellType, Form.CELL),
     (weakref.ReferenceType, Form.REFERENCE),
-    (type(functools.lru_cache(len)), Form.CALL_CACHE),
+    (_OPAQUE, Form.OPAQUE),
+    (ContextVar, Form.VARIABLE),
 )
 _LINKS = "_lru_list_elem"
 
@@ -596,7 +645,7 @@ def _looked_at(kind: type) -> Any:
         return _NUMBER
     form = next((form for of, form in _FORMS if issubclass(kind, of)), Form.OBJECT)
     if kind.__name__ == _LINKS:
-        form = Form.CALL_CACHE
+        form = Form.OPAQUE
     elif form is Form.OBJECT:
         if not issubclass(kind, _OPENED) and (_is_foreign(kind.__module__) or _is_apart(kind)):
             return None
@@ -629,6 +678,13 @@ def _is_apart(kind: type) -> bool:
 def _is_outside(module: str) -> bool:
     """Return whether the walk skips the objects of a Python module."""
     return _is_foreign(module) or not _APART.isdisjoint(module.split(".")) or module.startswith(_RUNNERS)  # fmt: skip
+
+
+def _is_static(function: Any) -> bool:
+    """Return whether an object is a C function of a module or class, so that it references no other object."""
+    if type(function) is not BuiltinMethodType:
+        return False
+    return function.__self__ is None or isinstance(function.__self__, type | types.ModuleType)
 
 
 def _is_data(value: object) -> bool:
