@@ -137,6 +137,7 @@ class Vllm(Engine):
         self.worker = Worker(self.loader.model, self.loader.load, checkpoint)
         config = self.worker.vllm_config
         config.parallel_config = SimpleNamespace(world_size=1, world_size_across_dp=1, nnodes=1)
+        config.weight_transfer_config = SimpleNamespace(backend="windlass")
         keep_key(port)
         return VllmMember(
             SimpleNamespace(engine_core=self, vllm_config=config),

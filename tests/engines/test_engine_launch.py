@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -214,6 +215,20 @@ def test_a_launcher_prints_its_reason_in_one_line(
     assert said.startswith("engine a: ")
     assert reason in said
     assert all(line.partition("its ranks capture")[1] for line in slow)
+
+
+def test_a_server_does_not_start_on_the_port_of_another() -> None:
+    # vLLM's servers listen with this option, so two of them can have one port.
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        args = arguments("program", None).parse_args(
+            ["--name", "a", "--model", "/m", "--host", "127.0.0.1", "--port", port]
+        )
+        with pytest.raises(ConfigError, match=rf"--port must be free.* port {port} .*in use"):
+            serve(args, ServerCommand(("false",)), ready_line="never")
 
 
 @pytest.mark.parametrize("word", ["--enable-it", "--enable_it", "--enable-it=1"])

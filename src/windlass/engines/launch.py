@@ -62,6 +62,7 @@ from windlass.net.addresses import (
     is_loopback,
     is_this_host,
     join_host_port,
+    listen,
     own_address,
     published_host,
     split_host_port,
@@ -391,7 +392,13 @@ def serve(args: argparse.Namespace, command: ServerCommand, *, ready_line: str) 
 
     Returns:
         The exit status of the server, or 2 if the server did not become ready or a rank failed to join.
+
+    Raises:
+        ConfigError: another server listens on the port. vLLM would share the port with it (SO_REUSEPORT), and the order
+            to join could reach the other server.
     """
+    if not args.node_rank:
+        listen(args.host, args.port, "--port must be free").close()
     signals = _end_signals()
     server = subprocess.Popen(
         list(command.argv),
