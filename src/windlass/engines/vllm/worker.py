@@ -26,7 +26,13 @@ from windlass.engines.rank_reports import RefusedByOtherRank, reason_of
 from windlass.engines.spec import AgentSettings, RankStep, refuse_expandable_segments
 from windlass.engines.vllm.adapter import Slot, keep_adapter
 from windlass.engines.vllm.api_server import RankAnswer, RankOrder
-from windlass.engines.vllm.engine_core import CoreCalls, core_calls, stamps_tokens
+from windlass.engines.vllm.engine_core import (
+    ABORTS,
+    QUIESCES,
+    CoreCalls,
+    core_calls,
+    stamps_tokens,
+)
 from windlass.engines.vllm.rank import (
     Worker,
     cache_storages,
@@ -54,7 +60,7 @@ class VllmApi:
     ) -> None:
         self._server, self._can_block, self._stamps = server, can_block, stamps
         self._core = core
-        self._is_blocking = False
+        self._is_blocking, self._aborts = False, False
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """Pause: `abort` ends running requests; `in_place` keeps requests and their KV cache.
@@ -64,20 +70,22 @@ class VllmApi:
         """
         if mode not in _MODES:
             raise ConfigError(f"vLLM: pause_mode must be one of {list(_MODES)}, got {mode}")
+        self._aborts = mode is PauseMode.ABORT
         if self.blocks(mode):
             return False
         self._server.post(f"/pause?mode={_MODES[mode]}&clear_cache=false", {}, deadline_s)
         return True
 
     def blocks(self, mode: PauseMode) -> bool:
-        """Return whether to block the main loops instead of calling `/pause`, which sleeps for 20 ms (0.24, 0.32)."""
-        return mode is PauseMode.IN_PLACE and self._can_block
+        """Return whether to block the main loops instead of calling `/pause`; see `windlass.engines.vllm.engine_core`."""
+        return mode in _MODES and self._can_block
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
         self._is_blocking = block
         try:
             blocked_s = str(deadline_s) if block else ""
-            self._call("windlass_quiesce", [pause_id, blocked_s], None if block else deadline_s)
+            aborts = [ABORTS] if block and self._aborts else []
+            self._call(QUIESCES, [pause_id, blocked_s, *aborts], None if block else deadline_s)
         finally:
             self._is_blocking = False
 
@@ -87,12 +95,14 @@ class VllmApi:
     def set_version(self, version: int, deadline_s: float) -> None:
         """Set the version of later tokens; see `EngineApi.set_version`.
 
-        If Windlass records versions and the main loop is blocked, do nothing: `windlass_quiesce` returns the version.
+        If the main loop is blocked, do nothing: `windlass_quiesce` returns the version to the EngineCore.
         """
-        if not self._stamps:
-            self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
-        elif not self._is_blocking:
+        if self._is_blocking:
+            return
+        if self._stamps:
             self._call("windlass_set_version", [version], deadline_s)
+        else:
+            self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
 
     def _call(self, method: str, args: list[object], deadline_s: float | None) -> None:
         if self._core is not None:
@@ -160,11 +170,9 @@ def may_block(parallel: Any) -> bool:
     """Return whether the agent may block the main loop of a rank between two steps.
 
     Return False with pipeline stages or with replicas of a MoE model, because another rank may be in a step that waits
-    for this rank (for a dense model, vLLM reports one replica). Also return False if vLLM records versions of tokens
-    (0.32), because vLLM could not set the version while the loop is blocked.
+    for this rank (for a dense model, vLLM reports one replica).
     """
-    shared = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1
-    return not shared and stamps_tokens()
+    return bool(parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1)
 
 
 class WorkerMethods:
