@@ -65,11 +65,12 @@ class TrainerRank:
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
 
     def fill(self, seed: int) -> None:
-        """Set new weights everywhere."""
-        for index, parameter in enumerate(self.module.parameters()):
+        """Set new weights everywhere. Weights of norms are near 1, so that different prompts get different tokens."""
+        for index, (name, parameter) in enumerate(self.module.named_parameters()):
             generator = torch.Generator(self.kind)
             generator.manual_seed((seed * 1000 + index) * 64 + self.rank)
-            parameter.data.to_local().normal_(0, 0.02, generator=generator)
+            mean = 1.0 if "norm" in name else 0.0
+            parameter.data.to_local().normal_(mean, 0.02, generator=generator)
         if self.kind == "cuda":
             torch.cuda.synchronize()
 
