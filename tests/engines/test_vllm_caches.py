@@ -397,9 +397,12 @@ async def differences(
     different = []
     for heard in stretch.heard:
         fresh = await ask(server, heard.client, heard.prompt, len(heard.tokens))
-        far = max(abs(a - b) for a, b in zip(fresh.logprobs, heard.logprobs, strict=True))
-        if fresh.tokens != heard.tokens or far > (0 if heard.exact else BUSY_DISTANCE):
-            same = sum(a == b for a, b in zip(fresh.tokens, heard.tokens, strict=True))
+        pairs = [*zip(fresh.tokens, heard.tokens, strict=True)]
+        # Rounding may decide between two tokens that are nearly equally likely. Later tokens have another prefix then.
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        distances = [abs(a - b) for a, b in zip(fresh.logprobs, heard.logprobs, strict=True)]
+        far = max(distances if heard.exact else distances[: same + 1])
+        if (heard.exact and same < len(pairs)) or far > (0 if heard.exact else BUSY_DISTANCE):
             different.append(
                 f"{stretch.way}: {heard.client}, prompt of {len(heard.prompt)}, exact "
                 f"{heard.exact}: {same} of {len(heard.tokens)} tokens, logprobs off by {far:.4f}"
