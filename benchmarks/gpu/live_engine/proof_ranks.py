@@ -90,10 +90,12 @@ class FsdpProof(TrainerRank):
     def fill(self, seed: int) -> None:
         """Set new values such that tokens depend on the whole prompt, see `norm_mean`."""
         generator = torch.Generator(self.kind)
+        # With smaller weights, a Qwen3 model with experts gives prompts that share a long prefix the same tokens.
+        spread = 0.06 if self.module_type == "qwen3_moe" else self.spread
         for index, (name, parameter) in enumerate(self.module.named_parameters()):
             generator.manual_seed((seed * 1000 + index) * 64 + self.rank)
             mean = norm_mean(self.module_type) if is_norm(name) else 0.0
-            parameter.to_local().normal_(mean, self.spread, generator=generator)
+            parameter.to_local().normal_(mean, spread, generator=generator)
         # These values are equal on every rank.
         for index, buffer in enumerate(self._buffers().values()):
             generator.manual_seed((seed * 1000 + 999 - index) * 64)
