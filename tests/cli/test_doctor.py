@@ -118,6 +118,13 @@ def test_doctor_names_refused_engine_options_with_the_reason(
         "distribution that tokens are sampled from"
         in check_flags("vllm --logprobs-mode raw_logprobs").found
     )
+    drafts = """vllm --speculative-config '{"method": "%s", "num_speculative_tokens": 1}'"""
+    assert check_flags(drafts % "mtp").status is Status.WORKS
+    assert check_flags(drafts % "deepseek_mtp").status is Status.WORKS
+    assert (
+        "--speculative-config must have the method mtp, got 'eagle3'"
+        in check_flags(drafts % "eagle3").found
+    )
     assert check_flags("vllm --quantization fp8").status is Status.LIMITED
     assert check_flags("vllm --quantization fp8", tmp_path).status is Status.FAILS
     assert main(["doctor", "--engine-flags", "nothing"]) == 2

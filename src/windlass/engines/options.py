@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
+
+import msgspec
 
 from windlass.errors import ConfigError
 
@@ -20,6 +24,8 @@ class Rule:
         why: reason why other values are refused.
         settings: names of the same setting in the running engine's configuration object.
         aliases: other spellings of `option`.
+        key: name in the option's value, which is a JSON object; empty if the rule is about the whole value. A value
+            such as `deepseek_mtp` is allowed if `mtp` is: vLLM takes it for a model's own name of `mtp`.
     """
 
     option: str
@@ -27,15 +33,28 @@ class Rule:
     why: str
     settings: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    key: str = ""
 
     def refusal_of(self, text: str) -> str:
         """Return why the option must not have the value `text`; empty if the value is allowed."""
         texts = [str(v) for v in self.allowed if v not in (None, "") and not isinstance(v, bool)]
+        if self.key:
+            text = _value_in(text, self.key) or texts[0]
+            if text.endswith(tuple(f"_{allowed}" for allowed in texts)):
+                return ""
         if text in texts:
             return ""
         if not texts:
             return f"must not be given: {self.why}"
-        return f"must be {texts[0]}, got {text!r}: {self.why}"
+        of_key = f"have the {self.key}" if self.key else "be"
+        return f"must {of_key} {texts[0]}, got {text!r}: {self.why}"
+
+
+def _value_in(text: str, key: str) -> str:
+    """Return the value of a key in a JSON object; empty if the text is no object or lacks the key."""
+    with suppress(msgspec.MsgspecError):
+        return str(msgspec.json.decode(text, type=dict[str, Any]).get(key, ""))
+    return ""
 
 
 def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -98,8 +98,8 @@ _OF_ADAPTERS = (
 RULES = (
     Rule("--enable-sleep-mode", (False,), "when the engine sleeps, its weights move and lose their registration",
          ("model_config.enable_sleep_mode",)),
-    Rule("", ("mtp",), "the only draft model that updates reach is the checkpoint's own layers for multi-token prediction (MTP)",
-         ("speculative_config.method",)),
+    Rule("--speculative-config", ("mtp",), "the only draft model that updates reach is the checkpoint's own layers for multi-token prediction (MTP)",
+         ("speculative_config.method",), ("-sc",), key="method"),
     Rule("--data-parallel-rank", (), _REPLICAS, aliases=("-dpn",)),
     Rule("--data-parallel-start-rank", (), _REPLICAS, aliases=("-dpr",)),
     Rule("--data-parallel-size-local", (), _REPLICAS, aliases=("-dpl",)),
