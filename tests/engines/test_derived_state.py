@@ -7,11 +7,14 @@ compare answers only, so the oracle does not depend on capture's view of an engi
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
 import weakref
+from array import array
 from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from functools import lru_cache, partial
 from itertools import repeat
 from pathlib import Path
 from queue import Queue, SimpleQueue
+from tempfile import TemporaryFile
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -459,6 +463,122 @@ def require_right(
 def test_derived_state_is_right_in_every_kind_of_holder(holder: str, tmp_path: Path) -> None:
     derived = ("cast", "product")[[*HOLDERS].index(holder) % 2]
     require_right(tmp_path, lambda: Engine(DERIVED[derived], HOLDERS[holder], "load"))
+
+
+def floats(tensor: torch.Tensor) -> Any:
+    return tensor.float().numpy().copy()
+
+
+def of_file(tensor: torch.Tensor) -> Any:
+    """Return a read-only array whose memory the process cannot write."""
+    with TemporaryFile() as file:
+        file.write(floats(tensor).tobytes())
+        return np.memmap(file, dtype=np.float32, mode="r", shape=tuple(tensor.shape))
+
+
+def read_only(tensor: torch.Tensor) -> Any:
+    made = floats(tensor)
+    made.setflags(write=False)
+    return made
+
+
+def in_fields(tensor: torch.Tensor) -> Any:
+    made = np.zeros(tuple(tensor.shape), [("row", np.int32), ("w", np.float32)])
+    made["w"] = floats(tensor)
+    return made
+
+
+def of_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.nn.Parameter(torch.zeros_like(tensor))
+    made.grad = tensor
+    return made
+
+
+class WithLock:
+    """A cache that several threads use."""
+
+    def __init__(self, tensor: object) -> None:
+        self.lock, self.held = threading.Lock(), {"w": tensor}
+
+
+def torch_of(made: Any) -> torch.Tensor:
+    return torch.from_numpy(np.array(made))
+
+
+UNUSUAL = {
+    "with_lock": Holder(WithLock, lambda k: k.held["w"]),
+    "method_caller": Holder(lambda t: operator.methodcaller("mul", t), lambda k: k(torch.tensor(1.0))),
+    "set_iterator": Holder(lambda t: iter({t}), lambda k: next(copy(k))),
+    "context": Holder(nullcontext, lambda k: k.enter_result),
+    "distribution": Holder(lambda t: torch.distributions.Normal(t, 1.0), lambda k: k.loc),
+    "gradient": Holder(of_gradient, lambda k: k.grad),
+    "array": Holder(lambda t: array("f", floats(t).ravel()), lambda k: torch.tensor(list(k))),
+    "view_of_array": Holder(lambda t: memoryview(floats(t)), torch_of),
+    "fields": Holder(in_fields, lambda k: torch_of(k["w"])),
+    "backwards": Holder(lambda t: floats(t)[::-1], torch_of),
+    "read_only": Holder(read_only, torch_of),
+    "bits": Holder(lambda t: t.bfloat16().view(torch.int16).clone(), lambda k: k.view(torch.bfloat16)),
+    "bits_of_array": Holder(lambda t: floats(t).view(np.int32), lambda k: torch_of(k.view(np.float32))),
+    "expanded": Holder(lambda t: t.float().expand(2, WIDTH, WIDTH), lambda k: k[1]),
+}  # fmt: skip
+READ_ONLY = {
+    "file": Holder(of_file, torch_of),
+    "bytes": Holder(lambda t: floats(t).tobytes(), lambda k: torch_of(np.frombuffer(k, np.float32))),
+    "byte_order": Holder(lambda t: floats(t).astype(">f4"), lambda k: torch_of(k.astype(np.float32))),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*non-leaf Tensor:UserWarning")
+@pytest.mark.parametrize("when", ["cold", "lazy", "load"])
+@pytest.mark.parametrize("holder", UNUSUAL)
+def test_copies_in_unusual_holders_are_right(holder: str, when: str, tmp_path: Path) -> None:
+    require_right(
+        tmp_path,
+        lambda: Engine(DERIVED["cast"], UNUSUAL[holder], when),
+        served_before=when == "cold",
+    )
+
+
+@pytest.mark.parametrize("when", ["cold", "lazy", "load"])
+@pytest.mark.parametrize("holder", READ_ONLY)
+def test_copies_in_memory_that_cannot_be_written_are_refused(
+    holder: str, when: str, tmp_path: Path
+) -> None:
+    require_right(
+        tmp_path,
+        lambda: Engine(DERIVED["cast"], READ_ONLY[holder], when),
+        served_before=when == "cold",
+        refused="kept",
+    )
+
+
+@pytest.mark.parametrize("when", ["cold", "load"])
+def test_a_tensor_with_the_negative_bit_is_right_or_refused(when: str, tmp_path: Path) -> None:
+    negated = Holder(
+        lambda t: torch.complex(t.float(), -t.float()).conj().imag, lambda k: k.resolve_neg()
+    )
+    refused = "kept" if when == "cold" else ""
+    require_right(tmp_path, lambda: Engine(DERIVED["cast"], negated, when), refused=refused)
+
+
+class Logging(Engine):
+    """An engine that appends to a buffer of bytes in every forward pass and every load."""
+
+    def __init__(self) -> None:
+        super().__init__(DERIVED["cast"], HOLDERS["dict"], "load")
+        self.log = bytearray(100)
+
+    def load(self, weights: Weights) -> None:
+        super().load(weights)
+        self.log.extend(bytes(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.extend(bytes(1000))
+        return super().forward(x)
+
+
+def test_an_engine_may_resize_its_buffers_of_bytes(tmp_path: Path) -> None:
+    require_right(tmp_path, Logging, served_before=True)
 
 
 @pytest.mark.parametrize("derived", DERIVED)

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from test_changes_after_begin import base_names
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 from windlass.errors import PlanError, UnsupportedLayout
 from windlass.layout.manifest import ShardManifest
@@ -162,6 +162,7 @@ NORMS: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "orthogonal": (lambda: parametrizations.orthogonal(LINEAR()), "original"),
     "old weight norm": (lambda: torch.nn.utils.weight_norm(LINEAR()), "weight_v"),
     "old spectral norm": (lambda: torch.nn.utils.spectral_norm(LINEAR()), "weight_orig"),
+    "pruned": (lambda: prune.l1_unstructured(LINEAR(), "weight", amount=0.5), "weight_orig"),  # type: ignore[no-untyped-call]
     "property": (Halved, "raw"),
 }
 
@@ -190,3 +191,9 @@ def test_an_original_is_not_published_as_the_tensor_computed_from_it(
 def test_originals_are_published_under_their_own_names(make: Callable[[], torch.nn.Module]) -> None:
     renamed = {"gate.raw": "gate.weight"}
     described(with_gate(make()), lambda name: f"model.{renamed.get(name, name)}")
+
+
+def test_originals_of_weight_norm_may_get_their_names_of_older_checkpoints() -> None:
+    older = {"original0": "gate.weight_g", "original1": "gate.weight_v"}
+    model = with_gate(parametrizations.weight_norm(LINEAR()))
+    described(model, lambda name: older.get(name.rpartition(".")[2], name))

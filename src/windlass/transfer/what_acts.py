@@ -120,11 +120,12 @@ def refuse_originals(
         computed = originals.get(id(tensor)) or (
             wanted if _computes(owners[id(tensor)], wanted, tensor) else ""
         )
-        if computed:
+        # Checkpoints of older models call the originals of weight norm `weight_g` and `weight_v`.
+        if computed and wanted not in {f"{computed}_{part}" for part in ("g", "v", "orig")}:
             raise UnsupportedLayout(
                 f"parameter {name!r}: must not be published as {tensor_name!r}, because the module computes {computed!r} from "
-                "it; remove the parametrisation or weight norm before you connect (torch.nn.utils.parametrize."
-                "remove_parametrizations, remove_weight_norm), or leave the parameter out with `name_map`"
+                "it; remove the parametrisation, weight norm or pruning before you connect (torch.nn.utils.parametrize."
+                "remove_parametrizations, remove_weight_norm, prune.remove), or leave the parameter out with `name_map`"
             )
 
 
@@ -135,10 +136,11 @@ def _originals(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
         if isinstance(chains, torch.nn.ModuleDict):
             for attribute, chain in chains.items():
                 yield from ((id(tensor), attribute) for tensor in chain.parameters())
-        # The older weight_norm and spectral_norm are hooks. Before the first step, `weight` may share its original's memory.
+        # Pruning and the older weight_norm and spectral_norm are hooks. Before the first step, `weight` may share its
+        # original's memory.
         for hook in child._forward_pre_hooks.values():
             if type(hook).__module__.startswith("torch.nn.utils."):
-                attribute = str(vars(hook)["name"])
+                attribute = vars(hook).get("name") or vars(hook).get("_tensor_name")
                 for name, tensor in child._parameters.items():
                     if tensor is not None and name.startswith(f"{attribute}_"):
                         yield id(tensor), attribute

@@ -135,7 +135,7 @@ def capture(
     early = None
     if made_up:
         with _timed(seconds, "copies of weights"):
-            early = _early(held())
+            early = _early(held)
     with _timed(seconds, "copies"):
         before = Snapshot(held, copies=True, parameters=not made_up)
     try:
@@ -184,9 +184,10 @@ def capture(
     return replace(captured, later=later, seconds=seconds)
 
 
-def _early(held: Mapping[str, Holding]) -> Found:
-    weights = [h for h in held.values() if h.kind is Kind.PARAMETER]
-    return find_mirrors([h for h in held.values() if h.kind is not Kind.PARAMETER], weights)
+def _early(watched: Watched) -> Found:
+    held, copies = watched().values(), watched.copies().values()
+    weights = [h for h in held if h.kind is Kind.PARAMETER]
+    return find_mirrors([*(h for h in held if h.kind is not Kind.PARAMETER), *copies], weights)
 
 
 def _mirrors(
@@ -206,14 +207,19 @@ def _mirrors(
         for name, holding in now.items()
         if name not in weights and holding.kind not in (Kind.PARAMETER, Kind.NUMBER)
     }
+    copies = loads.held.copies()
     if early is None:
         early = find_mirrors(
-            [now[name] for name in constants],
+            [*(now[name] for name in constants), *copies.values()],
             [now[name] for name in weights & now.keys()],
             {path: n for path, n in loads.held.all_numbers().items() if path not in loads.counted},
         )
     found = Found(
-        {name: mirror for name, mirror in early.mirrors.items() if name in constants},
+        {
+            name: mirror
+            for name, mirror in early.mirrors.items()
+            if name in constants or name in copies
+        },
         {name: how for name, how in early.derived.items() if name in constants or name not in now},
     )
     found.require_refilled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain, repeat
@@ -22,7 +23,7 @@ class Kind(StrEnum):
     """Kind of reference from a model to a tensor.
 
     PARAMETER, BUFFER, ATTRIBUTE: the tensor is a parameter, a buffer or a plain attribute of a module.
-    HELD: the tensor is inside a container, another object, a closure or a class; or it is an array, storage or buffer.
+    HELD: the tensor is inside a container, another object, a closure or a class; or it is an array, storage or bytes.
     NUMBER: the tensor has the value of a Python number.
     """
 
@@ -40,27 +41,19 @@ class Holding:
     Attributes:
         name: path of the tensor in the model.
         node: object in the walk through the model; None for a number.
+        is_copy: True if writes to the tensor would not reach the object, or are forbidden; see `Watched.copies`.
     """
 
     name: str
     tensor: torch.Tensor
     kind: Kind
     node: Node | None = None
+    is_copy: bool = False
 
     @property
     def address(self) -> int:
         """Address of the tensor's first element."""
         return self.tensor.data_ptr()
-
-    @property
-    def is_untyped(self) -> bool:
-        """Whether the tensor shows the bytes of a storage or buffer."""
-        node = self.node
-        return (
-            node is not None
-            and node.shape.form is Form.ARRAY
-            and not isinstance(node.item, np.ndarray)
-        )
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +98,7 @@ def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
     taken: set[tuple[int, int]] = set()
     ranges: dict[int, list[tuple[int, int]]] = {}
     for node, kind in zip(found.tensors, chain(kinds, repeat(Kind.HELD)), strict=False):
-        tensor = node.item if node.shape.form is Form.TENSOR else _viewed(node.item)
+        tensor = _writable(node)
         if tensor is None or not has_memory(tensor):
             continue
         holding = Holding("", tensor, kind, node)
@@ -155,23 +148,69 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _viewed(item: Any) -> torch.Tensor | None:
-    """Return a tensor that shares memory with an array, storage or buffer, or None if torch cannot view it."""
+def _writable(node: Node) -> torch.Tensor | None:
+    """Return a tensor that shares memory with a tensor, array or storage; None if it has none, or the memory is read-only."""
+    item = node.item
+    if node.shape.form is Form.TENSOR:
+        return _without_bits(item)
     if isinstance(item, torch.TypedStorage):
         item = item.untyped()  # type: ignore[no-untyped-call]
     if isinstance(item, torch.UntypedStorage):
         return torch.empty(0, dtype=torch.uint8, device=item.device).set_(item)
+    return _of_array(item) if isinstance(item, np.ndarray) and _may_be_written(item) else None
+
+
+def _without_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the same memory and without torch's negative and conjugate bits."""
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)
+    return tensor.conj() if tensor.is_conj() else tensor
+
+
+def _may_be_written(array: np.ndarray[Any, Any]) -> bool:
+    """Return whether an array's memory may be written. If the array is read-only, its memory need not be."""
+    if array.flags.writeable:
+        return True
+    try:
+        array.flags.writeable = True
+    except ValueError:
+        return False
+    array.flags.writeable = False
+    return True
+
+
+def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """Return a tensor that shares memory with an array, or None if torch cannot view the array.
+
+    The tensor has the elements in the order of their memory. It has dtype uint8 if torch lacks the array's dtype.
+    """
+    forwards = array[tuple(slice(None, None, -1 if step < 0 else 1) for step in array.strides)]
     with warnings.catch_warnings():
         # torch warns about read-only arrays.
         warnings.simplefilter("ignore")
-        try:
-            if isinstance(item, np.ndarray):
-                return torch.from_numpy(item)
-            return torch.frombuffer(item, dtype=torch.uint8)
-        except (TypeError, ValueError, BufferError):
-            return None
+        for kind in (forwards.dtype, np.dtype(np.uint8)):
+            with suppress(TypeError, ValueError):
+                return torch.from_numpy(forwards if kind == forwards.dtype else forwards.view(kind))
+    return None
 
 
+def _copied(node: Node) -> torch.Tensor | None:
+    """Return the elements of bytes, of a read-only array, or of an array with another byte order; else None."""
+    item = node.item
+    if node.shape.form is Form.BYTES:
+        data = memoryview(item).cast("B")
+        is_long = len(data) >= _FEWEST_BYTES
+        return torch.from_numpy(np.frombuffer(data, np.uint8).copy()) if is_long else None
+    if not isinstance(item, np.ndarray) or item.dtype.kind not in "iufV":
+        return None
+    if not item.dtype.isnative:
+        item = item.astype(item.dtype.newbyteorder("="))
+    elif _may_be_written(item):
+        return None
+    return _of_array(item)
+
+
+_FEWEST_BYTES = 32
 _LARGEST_NUMBER = 1 << 40
 """Numbers of at least this absolute value are ignored, because they are addresses or hashes."""
 
@@ -224,6 +263,22 @@ class Watched:
             name: Holding(name, _of_number(found[name]), Kind.NUMBER)
             for name in sorted(self.numbers & found.keys())
         }
+
+    def copies(self) -> Mapping[str, Holding]:
+        """Return the elements of bytes and read-only arrays of the model, by path.
+
+        A tensor may have the memory of a read-only array, so do not write to it.
+        """
+        found: dict[str, Holding] = {}
+        ranges = [(h.address, h.address + h.nbytes) for h in self().values()]
+        for node in self.reach.tensors:
+            if node.shape.form is Form.TENSOR or (tensor := _copied(node)) is None:
+                continue
+            holding = Holding(node.path, tensor, Kind.HELD, node, is_copy=True)
+            begin, end = holding.address, holding.address + holding.nbytes
+            if tensor.numel() and not any(b <= begin and end <= e for b, e in ranges):
+                found[node.path] = holding
+        return found
 
     def all_numbers(self) -> dict[str, Number]:
         """Return the Python numbers of the model, by path."""

@@ -14,10 +14,11 @@ these elements are equal.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -37,6 +38,7 @@ MAX_PIECES = 64
 NUM_NEAR, NEAR_NUMEL = 16, 1 << 22
 """Maximum number of weights that `_from_block` searches, and the maximum number of elements of such a weight."""
 _WIDE = (torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)  # fmt: skip
 
 
 @final
@@ -67,11 +69,24 @@ class Part:
 @final
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """A tensor with rows that are copies of rows of the weights named in `sources`."""
+    """A tensor with rows that are copies of rows of the weights named in `sources`.
+
+    Attributes:
+        holder: Python object with bytes of which the tensor is a copy; None if the tensor is the engine's own.
+    """
 
     name: str
     sources: tuple[str, ...]
     parts: tuple[Part, ...]
+    holder: bytearray | array[Any] | None = None
+
+    def refill(self) -> None:
+        """Copy the weights' rows into the mirror."""
+        for part in self.parts:
+            part.refill()
+        if self.holder is not None:
+            data = self.parts[0].target.untyped_storage()
+            memoryview(self.holder).cast("B")[:] = bytes(data)
 
 
 @final
@@ -130,9 +145,11 @@ def find_mirrors(
         here = [source for source in sources if source.tensor.device == tensor.device]
         mirror = _mirror(holding, here) if tensor.is_floating_point() else None
         if mirror is not None:
-            mirrors[holding.name] = mirror
+            mirrors[holding.name] = mirror = replace(mirror, holder=_holder(holding))
             derived.pop(holding.name, None)
-            if rival := _rival(holding, mirror, here):
+            if holding.is_copy and mirror.holder is None:
+                derived[holding.name] = f"is a copy of {mirror.sources[0]} in read-only memory"
+            elif rival := _rival(holding, mirror, here):
                 derived[holding.name] = f"may be a copy of {mirror.sources[0]} or of {rival}"
         elif source := _correlated(holding, here):
             derived[holding.name] = f"follows from {source}"
@@ -140,13 +157,39 @@ def find_mirrors(
 
 
 def _readings(target: Holding, sources: Sequence[Holding]) -> Iterator[Holding]:
-    """Yield the target; for a storage or buffer, whose dtype is unknown, yield it in each float dtype of the sources and float32."""
-    if not target.is_untyped:
-        yield target
+    """Yield the target; if it has integers, also yield its bytes in each float dtype of the sources and float32.
+
+    If the bytes have as many elements as a source, yield them in the source's shape.
+    """
+    tensor = _once(target.tensor)
+    yield target if tensor is target.tensor else replace(target, tensor=tensor)
+    if tensor.dtype not in _INTEGERS or not tensor.is_contiguous():
         return
+    shapes = {source.tensor.shape: source.tensor.numel() for source in sources}
     for dtype in dict.fromkeys([*(source.tensor.dtype for source in sources), torch.float32]):
-        if target.tensor.numel() % dtype.itemsize == 0:
-            yield replace(target, tensor=target.tensor.view(dtype))
+        if (
+            tensor.nbytes % dtype.itemsize
+            or tensor.storage_offset() * tensor.element_size() % dtype.itemsize
+        ):
+            continue
+        flat = tensor.detach().view(-1).view(torch.uint8).view(dtype)
+        for shape in [
+            *(shape for shape, numel in shapes.items() if numel == len(flat)),
+            flat.shape,
+        ]:
+            yield replace(target, tensor=flat.view(shape))
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with one element for each place in memory; torch refuses to write to an expanded tensor."""
+    if 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(None) if step else slice(1) for step in tensor.stride())]
+
+
+def _holder(holding: Holding) -> bytearray | array[Any] | None:
+    item = holding.node.item if holding.node is not None else None
+    return item if isinstance(item, bytearray | array) else None
 
 
 def _rival(holding: Holding, mirror: Mirror, sources: list[Holding]) -> str | None:
@@ -193,8 +236,10 @@ def _varies(tensor: torch.Tensor) -> bool:
 
 
 def _comparable(values: torch.Tensor) -> torch.Tensor:
-    """Cast float8 values to float32, because torch cannot compare float8."""
+    """Cast float8 values to float32, because torch cannot compare float8. Of complex values, return the real parts."""
     is_float8 = values.is_floating_point() and values.element_size() == 1
+    if values.is_complex():
+        return values.real
     return values.float() if is_float8 else values
 
 
@@ -585,6 +630,7 @@ class Later:
             and holding.kind is not Kind.PARAMETER
             and _is_new(now[name], self._known.get(name), is_full=is_full)
         }
+        new |= self._watched.copies()
         numbers = self._watched.all_numbers()
         found = find_mirrors(
             new.values(),
@@ -612,8 +658,7 @@ class Later:
         """Copy weights into all mirrors, and wait until GPUs have finished the copies."""
         with torch.inference_mode():  # torch forbids writes to inference tensors outside this mode
             for mirror in self.mirrors.values():
-                for part in mirror.parts:
-                    part.refill()
+                mirror.refill()
         targets = (part.target for mirror in self.mirrors.values() for part in mirror.parts)
         for device in {target.device for target in targets if target.is_cuda}:
             torch.cuda.synchronize(device)  # the engine's next step may run on another stream

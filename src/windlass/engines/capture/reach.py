@@ -6,12 +6,13 @@ numpy arrays. Capture searches for tensors with the same walk that `Snapshot` us
 
 from __future__ import annotations
 
+import array
 import asyncio
 import concurrent.futures
+import contextlib
 import enum
 import functools
 import gc
-import itertools
 import queue
 import socket
 import sys
@@ -24,16 +25,21 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import (
+    AsyncGeneratorType,
     BuiltinMethodType,
     CellType,
+    ClassMethodDescriptorType,
     CodeType,
+    CoroutineType,
+    FrameType,
     FunctionType,
-    GeneratorType,
-    MappingProxyType,
+    GetSetDescriptorType,
     MemberDescriptorType,
+    MethodDescriptorType,
     MethodType,
-    MethodWrapperType,
     SimpleNamespace,
+    TracebackType,
+    WrapperDescriptorType,
 )
 from typing import Any, final
 
@@ -65,22 +71,19 @@ If a function of the model references such an object, the walk would otherwise c
 _OPENED = (
     *(UserDict, UserList, ChainMap, SimpleNamespace),
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+    *(contextlib.nullcontext, torch.distributions.Distribution),
 )
-"""Container classes of the standard library, which the walk enters; it skips other classes of the library."""
+"""Python classes of the standard library and torch, which the walk enters; it skips their other classes."""
 _SHARED = (
     *((dist.ProcessGroup,) if dist.is_available() else ()),
-    *(
-        threading.Thread,
-        asyncio.Task,
-        type(threading.Lock()),
-        type(threading.RLock()),
-        socket.socket,
-    ),
+    *(threading.Thread, asyncio.Task, socket.socket),
 )
 """If an object has an attribute of one of these classes, the walk skips the object.
 
 Such an object (for example a communicator) has state that objects outside the model share.
 """
+_LOCKS = type(threading.Lock()), type(threading.RLock())
+"""If an object has an attribute of one of these classes, other threads use the object too. See `Node.is_global`."""
 _MADE_IN_PYTHON = 1 << 9
 """`Py_TPFLAGS_HEAPTYPE`, the flag of classes defined in Python. The walk reads only slots of these classes."""
 _UNSET = object()
@@ -102,6 +105,7 @@ class Form(enum.Enum):
     PARTIAL = enum.auto()
     CELL = enum.auto()
     REFERENCE = enum.auto()
+    BYTES = enum.auto()
     OPAQUE = enum.auto()
     VARIABLE = enum.auto()
     CLASS = enum.auto()
@@ -133,9 +137,9 @@ class Shape:
     members: tuple[MemberDescriptorType, ...] = ()
 
 
-_NUMBER, _SHARED_STATE = object(), object()
+_NUMBER, _SHARED_STATE, _LOCK = object(), object(), object()
 _SHAPES: dict[type, Any] = {}
-"""Class -> `Shape`, `_NUMBER`, `_SHARED_STATE`, or None for a class that the walk skips."""
+"""Class -> `Shape`, `_NUMBER`, `_SHARED_STATE`, `_LOCK`, or None for a class that the walk skips."""
 
 
 @final
@@ -149,7 +153,8 @@ class Node:
             and namespaces of Python modules.
         join: kind of the reference in `holder`.
         key: name, index or key of the reference in `holder`.
-        is_global: True if the object belongs to a class or to a Python module, so that other models may use it.
+        is_global: True if the object belongs to a class or to a Python module, or has a lock, so that other models and
+            threads may use it.
     """
 
     item: Any
@@ -244,7 +249,7 @@ class Reach:
 
     Attributes:
         nodes: all objects that can contain values, each once; modules of the model first.
-        tensors: the tensors and arrays among `nodes`, in this order: parameters of the model's modules, their buffers,
+        tensors: the tensors, arrays and buffers of bytes among `nodes`, in this order: parameters of the model's modules, their buffers,
             other attributes of these modules, and then the rest.
         num_parameters, num_buffers, num_attributes: number of tensors in each of the first three groups.
         empty: empty containers of the model.
@@ -312,7 +317,7 @@ class Signature:
 
 
 def _followed(values: Iterable[object]) -> list[int]:
-    return [id(v) for v in values if _SHAPES.get(type(v), _UNSET) not in (None, _NUMBER)]
+    return [id(v) for v in values if _SHAPES.get(type(v), _UNSET) not in (None, _NUMBER, _LOCK)]
 
 
 def _members(item: Any, shape: Shape) -> Iterable[object]:
@@ -423,7 +428,7 @@ class _Walk:
         self._seen.add(id(item))
         node = Node(item, shape, holder, join, key, holder.is_global, path)
         self._found.nodes.append(node)
-        if shape.form is Form.TENSOR or shape.form is Form.ARRAY:
+        if shape.form in _WITH_ELEMENTS:
             self._found.tensors.append(node)
         elif shape.form is Form.MODULE or shape.form is Form.OBJECT:
             self._classes[type(item)] = None
@@ -466,9 +471,12 @@ class _Walk:
             shapes = _SHAPES
             for value in held.values():
                 kind = type(value)
-                if (shapes[kind] if kind in shapes else _look_at(kind)) is _SHARED_STATE:
+                shape = shapes[kind] if kind in shapes else _look_at(kind)
+                if shape is _SHARED_STATE:
                     self._found.nodes.remove(node)
                     return False
+                if shape is _LOCK:
+                    node.is_global = True
         self._values(node, Join.ATTRIBUTE, held.items())
         return True
 
@@ -478,7 +486,7 @@ class _Walk:
         for key, value in held:
             kind = type(value)
             shape = shapes[kind] if kind in shapes else _look_at(kind)
-            if shape is None or shape is _SHARED_STATE:
+            if shape is None or shape is _SHARED_STATE or shape is _LOCK:
                 continue
             if shape is _NUMBER:
                 found._numbers.append((node, join, key, value))
@@ -551,6 +559,7 @@ _COMPARED = frozenset(
     {Form.SEQUENCE, Form.SET, Form.CELL, Form.REFERENCE, Form.OPAQUE, Form.VARIABLE, Form.FUNCTION, Form.PARTIAL}
 )  # fmt: skip
 """Forms for which `_members` returns values."""
+_WITH_ELEMENTS = frozenset({Form.TENSOR, Form.ARRAY, Form.BYTES})
 PLAIN = frozenset({dict, OrderedDict, list, set, deque})
 """Container classes without attributes in their instances (engines set none on an `OrderedDict`)."""
 
@@ -572,6 +581,8 @@ def _returned(item: Any, form: Form) -> Iterable[object]:
             return gc.get_referents(item)
         case Form.VARIABLE:
             return (item.get(None),)
+        case Form.ARRAY if isinstance(item, np.ndarray) and item.dtype.names:
+            return [item[name] for name in item.dtype.names]
         case Form.ARRAY if isinstance(item, np.ndarray) and item.dtype.hasobject:
             return item.flat
         case Form.TENSOR if item.is_nested:
@@ -582,6 +593,8 @@ def _returned(item: Any, form: Form) -> Iterable[object]:
             return item.crow_indices(), item.col_indices(), item.values()
         case Form.TENSOR if item.layout in (torch.sparse_csc, torch.sparse_bsc):
             return item.ccol_indices(), item.row_indices(), item.values()
+        case Form.TENSOR if item.is_leaf and item.grad is not None:
+            return (item.grad,)
         case _:
             return ()
 
@@ -606,21 +619,29 @@ def _shape_of(item: object) -> Shape:
     return found
 
 
-_OPAQUE: tuple[type, ...] = (
-    type(functools.lru_cache(len)),
-    *(GeneratorType, MappingProxyType, BuiltinMethodType, MethodWrapperType),
-    *(type({}.keys()), type({}.values()), type({}.items()), type(iter([])), type(iter(())), type(iter({}.values()))),
-    *(map, filter, zip, enumerate, reversed, type(reversed([])), itertools.chain, itertools.cycle, itertools.repeat),
-    *(queue.Queue, queue.SimpleQueue, concurrent.futures.Future, asyncio.Future, threading.local),
-)  # fmt: skip
+_OPAQUE = (
+    *(type(functools.lru_cache(len)), threading.local),
+    *(queue.Queue, queue.SimpleQueue, concurrent.futures.Future, asyncio.Future),
+)
 """Classes whose objects do not show their values in Python. The walk asks the garbage collector for the values."""
+_OF_C = frozenset({"builtins", "itertools", "operator", "_collections"})
+"""Python modules of iterators, views, generators, bound methods and more C classes, which are like those in `_OPAQUE`."""
+_COLLECTED = 1 << 14
+"""`Py_TPFLAGS_HAVE_GC`, the flag of classes whose objects may reference other objects."""
+_NO_DATA = (
+    *(type, property, staticmethod, classmethod, super, slice, BaseException),
+    *(CodeType, FrameType, TracebackType, CoroutineType, AsyncGeneratorType),
+    *(GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType),
+)  # fmt: skip
+"""C classes whose objects the walk skips."""
 _FORMS: tuple[tuple[type | tuple[type, ...], Form], ...] = (
     (torch.nn.Module, Form.MODULE),
     (torch.Tensor, Form.TENSOR),
     (dict, Form.DICT),
     ((list, tuple, deque), Form.SEQUENCE),
     ((set, frozenset), Form.SET),
-    ((np.ndarray, torch.UntypedStorage, torch.TypedStorage, bytearray, memoryview), Form.ARRAY),
+    ((np.ndarray, torch.UntypedStorage, torch.TypedStorage), Form.ARRAY),
+    ((bytes, bytearray, array.array), Form.BYTES),
     (FunctionType, Form.FUNCTION),
     (MethodType, Form.METHOD),
     (functools.partial, Form.PARTIAL),
@@ -641,10 +662,12 @@ def _look_at(kind: type) -> Any:
 def _looked_at(kind: type) -> Any:
     if issubclass(kind, _SHARED):
         return _SHARED_STATE
+    if issubclass(kind, _LOCKS):
+        return _LOCK
     if kind in (bool, int, float, complex) or issubclass(kind, np.generic):
         return _NUMBER
     form = next((form for of, form in _FORMS if issubclass(kind, of)), Form.OBJECT)
-    if kind.__name__ == _LINKS:
+    if kind.__name__ == _LINKS or (form is Form.OBJECT and _is_of_c(kind)):
         form = Form.OPAQUE
     elif form is Form.OBJECT:
         if not issubclass(kind, _OPENED) and (_is_foreign(kind.__module__) or _is_apart(kind)):
@@ -680,6 +703,11 @@ def _is_outside(module: str) -> bool:
     return _is_foreign(module) or not _APART.isdisjoint(module.split(".")) or module.startswith(_RUNNERS)  # fmt: skip
 
 
+def _is_of_c(kind: type) -> bool:
+    is_listed = kind.__module__ in _OF_C and not issubclass(kind, _NO_DATA)
+    return is_listed and bool(kind.__flags__ & _COLLECTED)
+
+
 def _is_static(function: Any) -> bool:
     """Return whether an object is a C function of a module or class, so that it references no other object."""
     if type(function) is not BuiltinMethodType:
@@ -693,7 +721,9 @@ def _is_data(value: object) -> bool:
     shape = _SHAPES[kind] if kind in _SHAPES else _look_at(kind)
     if shape is _NUMBER:
         return True
-    return isinstance(shape, Shape) and shape.form not in (Form.FUNCTION, Form.METHOD, Form.CLASS)
+    if not isinstance(shape, Shape) or (shape.form is Form.OPAQUE and _is_static(value)):
+        return False
+    return shape.form not in (Form.FUNCTION, Form.METHOD, Form.CLASS)
 
 
 def _has_state(function: FunctionType) -> bool:

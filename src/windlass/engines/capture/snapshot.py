@@ -239,7 +239,7 @@ def _put_back(before: Mapping[str, Holding], now: Mapping[str, Holding]) -> bool
                 continue
             item = old.node.item
             if type(item) is type(new.node.item) and new.node.put(item):
-                old.tensor.copy_(new.tensor)
+                old.memory().copy_(new.memory())
     return bool(made)
 
 
