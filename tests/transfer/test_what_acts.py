@@ -197,3 +197,116 @@ def test_originals_of_weight_norm_may_get_their_names_of_older_checkpoints() -> 
     older = {"original0": "gate.weight_g", "original1": "gate.weight_v"}
     model = with_gate(parametrizations.weight_norm(LINEAR()))
     described(model, lambda name: older.get(name.rpartition(".")[2], name))
+
+
+def with_second(**settings: Any) -> Any:
+    model = adapted(**settings)
+    second = peft.LoraConfig(r=2, target_modules=["head"], init_lora_weights=False)
+    model.add_adapter("b", second)
+    model.base_model.set_adapter(["default", "b"])
+    return model
+
+
+def test_a_second_active_adapter_is_not_left_out_beside_a_published_adapter() -> None:
+    model = with_second()
+    weights = described(model, adapter_names())
+    with pytest.raises(PlanError, match=r"head.lora_A.b.weight.*'b' is active or merged"):
+        begin(weights)
+    model.base_model.set_adapter("default")
+    begin(weights)
+    model.merge_adapter(["b"])
+    with pytest.raises(PlanError, match="'b' is active or merged"):
+        begin(weights)
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize("change", ["set_scale", "scale_layer", "dict"])
+def test_a_published_adapter_must_have_the_scale_of_its_configuration(
+    change: str, use_rslora: bool
+) -> None:
+    model = adapted(use_rslora=use_rslora, lora_alpha=5)
+    weights = described(model, adapter_names())
+    begin(weights)
+    layer = model.base_model.model.gate
+    if change == "set_scale":
+        layer.set_scale("default", 0.5)
+    elif change == "scale_layer":
+        layer.scale_layer(2.0)
+    else:
+        layer.scaling["default"] *= 3
+    with pytest.raises(PlanError, match=r"gate.lora_A.*'default' must have the scale"):
+        begin(weights)
+    layer.unscale_layer()
+    begin(weights)
+
+
+class Words(torch.nn.Module):
+    """A model with an embedding that may share its weight with the head, which has the first name."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        self.embed = torch.nn.Embedding(8, 4)
+        self.gate = torch.nn.Linear(4, 4, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def merged_names(name: str) -> str | None:
+    if "lora_" in name or "trainable_tokens" in name:
+        return None
+    name = name.removeprefix("base_model.model.").replace(".token_adapter", "")
+    return name.replace(".base_layer", "")
+
+
+TOKENS = {"target_modules": ["gate"], "trainable_token_indices": {"embed": [1, 2]}}
+ON_WORDS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ["gate", "embed"]},
+    "tokens": {**TOKENS, "init_lora_weights": True},
+}
+
+
+def on_words(kind: str, *, tied: bool) -> Any:
+    settings = {"init_lora_weights": False, **ON_WORDS[kind]}
+    model = peft.get_peft_model(Words(tied=tied), peft.LoraConfig(r=2, **settings))
+    if kind == "tokens":
+        for name, parameter in model.named_parameters():
+            if "trainable_tokens_delta" in name:
+                parameter.data += 1
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ON_WORDS)
+def test_an_adapter_of_an_embedding_must_be_merged_also_under_a_tied_name(
+    kind: str, tied: bool
+) -> None:
+    model = on_words(kind, tied=tied)
+    weights = described(model, merged_names)
+    with pytest.raises(PlanError, match="which is neither merged nor published"):
+        begin(weights)
+    model.merge_adapter()
+    begin(weights)
+
+
+def test_trained_tokens_are_not_left_out_beside_a_published_adapter() -> None:
+    weights = described(on_words("tokens", tied=False), adapter_names())
+    with pytest.raises(PlanError, match=r"trainable_tokens_delta.*is active or merged"):
+        begin(weights)
+
+
+@pytest.mark.parametrize("kind", ON_WORDS)
+@pytest.mark.parametrize("pattern", ["embed.weight", "embed*", "*.weight", "*embed.weight"])
+def test_engines_do_not_keep_an_embedding_that_an_adapter_changes(pattern: str, kind: str) -> None:
+    model = on_words(kind, tied=False)
+
+    def without_embedding(name: str) -> str | None:
+        return None if "embed" in name else merged_names(name)
+
+    with pytest.raises(PlanError, match=r"keep: must not match '.*embed.weight'.*merge_adapter"):
+        describe_trainer(model, group="trainer", name_map=without_embedding, keep=(pattern,))
+    describe_trainer(model, group="trainer", name_map=merged_names, keep=(pattern,))
+    describe_trainer(model, group="trainer", name_map=without_embedding, keep=("visual.*",))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embed" not in name)
+    describe_trainer(model, group="trainer", name_map=without_embedding, keep=(pattern,))

@@ -219,7 +219,8 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
     advice = renaming({name: shapes[name] for name in missing}, there, matched)
     if not there:
         advice = (
-            "; if engines shall keep the values that they have, pass this to the trainer: "
+            "; publish them too, or, if training (also of adapters) does not change them and engines shall keep the values "
+            "that they have, pass this to the trainer: "
             f"keep={as_argument(sorted(missing))}"
         )
     raise IncompleteCoverage(

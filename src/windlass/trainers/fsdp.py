@@ -28,7 +28,8 @@ from windlass.transfer.dtensor import (
     local_tensor,
     own_tensors,
 )
-from windlass.transfer.what_acts import refuse_originals, refuse_rewritten
+from windlass.transfer.saved_names import without_marks
+from windlass.transfer.what_acts import refuse_kept, refuse_originals, refuse_rewritten
 from windlass.transports.registry import TransportConfig, create_transport, parse_transport
 
 
@@ -134,6 +135,7 @@ def describe_trainer(
     stacked: Sequence[StackedRule] | None = None,
     exporter: Exporter | None = None,
     exporter_deadline_s: float = 60.0,
+    keep: Sequence[str] = (),
 ) -> TrainerWeights:
     """Describe this rank's shards of `module`. Collective only with `exporter`. For arguments see `connect_trainer`.
 
@@ -141,6 +143,7 @@ def describe_trainer(
         ConfigError: `exporter` is given with `name_map` or `stacked`.
         UnsupportedLayout: the placement of a DTensor cannot be described; or see `captured_export`,
             `refuse_originals` and `refuse_rewritten`.
+        PlanError: see `refuse_kept`.
         PeerTimeout: see `captured_export`.
     """
     if exporter is not None and (name_map is not None or stacked is not None):
@@ -151,6 +154,7 @@ def describe_trainer(
     held = own_tensors(module, name_map, role=Role.TRAINER)
     if exporter is None:
         refuse_originals(module, {one.name: (one.tensor_name, one.tensor) for one in held})
+        refuse_kept(module, {without_marks(one.name) for one in held}, keep)
         refuse_rewritten(module, {one.name: one.tensor for one in held})
         manifest = describe_module(module, worker, Role.TRAINER, name_map=name_map, stacked=stacked)
     else:
@@ -239,6 +243,7 @@ def connect_trainer(
             URL, `transport` is not a transport or cannot send from the requested replica, or `arena_nbytes` is too
             small.
         UnsupportedLayout: the placement or dtype of a parameter cannot be described.
+        PlanError: `keep` matches a parameter that a PEFT adapter changes.
         TransportUnavailable: the transport cannot start on this machine.
         AuthenticationError, ProtocolError, PeerTimeout: see `TrainerClient`.
     """
@@ -249,6 +254,7 @@ def connect_trainer(
         stacked=stacked,
         exporter=exporter,
         exporter_deadline_s=connect_deadline_s,
+        keep=keep,
     )
     return connect_described(
         described,

@@ -49,10 +49,15 @@ def without_marks(name: str) -> str:
 
 
 _MARKS = re.compile(
-    r"\.base_layer(?=\.|$)|\.modules_to_save\.[^.]+(?=\.)|\.original_module(?=\.)|"
+    r"(\.token_adapter)?\.base_layer(?=\.|$)|\.modules_to_save\.[^.]+(?=\.)|\.original_module(?=\.)|"
     + "|".join(map(re.escape, WRAPPER_MARKS))
 )
 """Pattern of `WRAPPER_MARKS` and of the parts that PEFT inserts into names."""
+
+
+def without_peft(name: str) -> str:
+    """Return a name without `WRAPPER_MARKS` and the parts that PEFT inserts before a base."""
+    return _MARKS.sub("", name)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,7 +84,7 @@ def transformers_model(module: torch.nn.Module, *, inside: bool = False) -> torc
 def names_in(model: torch.nn.Module) -> frozenset[str]:
     """Return the names of a model's tensors without the parts that PEFT and other wrappers insert."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-    return frozenset(_MARKS.sub("", name) for name, _ in tensors)
+    return frozenset(without_peft(name) for name, _ in tensors)
 
 
 @dataclass(frozen=True, slots=True)

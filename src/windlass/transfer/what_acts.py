@@ -8,71 +8,203 @@ published, engines would serve another model.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from windlass.errors import PlanError, UnsupportedLayout
-from windlass.transfer.saved_names import local_part, without_marks
+from windlass.transfer.saved_names import local_part, without_marks, without_peft
 
 _log = logging.getLogger(__name__)
 _DICTS = (torch.nn.ModuleDict, torch.nn.ParameterDict)
 
 
 def refuse_unmerged(modules: Sequence[torch.nn.Module], published: Collection[str]) -> None:
-    """Raise if a published base weight lacks what its PEFT layer adds, because the adapter is neither merged nor published.
+    """Raise if engines would lack what a PEFT layer adds to its base.
 
     Args:
         modules: the trainer's modules.
         published: names of the parameters that engines get, without the marks of wrappers.
 
     Raises:
-        PlanError: an active adapter is left out. LoRA adapters that add nothing (`lora_B` is 0) may be left out.
+        PlanError: a published base lacks an active adapter that is neither merged nor published; an adapter is published
+            and another active or merged adapter is not; or the scale of a published adapter is not that of its
+            configuration. LoRA adapters that add nothing (`lora_B` is 0) may be left out.
     """
     if "peft" not in sys.modules:
         return
-    for top in modules:
-        for path, layer in top.named_modules():
-            if any("adapter_layer_names" in vars(kind) for kind in type(layer).__mro__):
-                _refuse_layer(f"{path}." if path else "", layer, published)
-
-
-def _refuse_layer(prefix: str, layer: Any, published: Collection[str]) -> None:
-    children = layer._modules
-    kind = next((kind for kind in ("base_layer", "original_module") if kind in children), "")
-    if not kind or children[kind] is None or layer.disable_adapters:
-        return
-    names = (
-        without_marks(f"{prefix}{kind}.{name}") for name, _ in children[kind].named_parameters()
+    layers = [layer for top in modules for layer in _peft_layers(top)]
+    is_adapter_served = any(
+        layer.adapters_in(published) and not layer.base_in(published) for layer in layers
     )
-    base = next((name for name in names if name in published), None)
-    if base is None:
+    for layer in layers:
+        if base := layer.base_in(published):
+            _refuse_base(layer, base, published)
+        elif is_adapter_served:
+            _refuse_others(layer, published)
+
+
+def refuse_kept(module: torch.nn.Module, published: Collection[str], keep: Sequence[str]) -> None:
+    """Raise if engines keep the base of a PEFT layer that is trained.
+
+    Args:
+        module: the trainer's module.
+        published: names of the parameters that engines get, without the marks of wrappers.
+        keep: patterns (`fnmatch`) of the engine tensors that keep their values.
+
+    Raises:
+        PlanError: a pattern matches a base whose adapter is trained, and neither of them is published.
+    """
+    if "peft" not in sys.modules or not keep:
         return
-    merged = vars(layer).get("merged_adapters", ())
-    for adapter in layer.active_adapters:
-        if adapter in merged:
+    for layer in _peft_layers(module):
+        if layer.base_in(published) or layer.adapters_in(published) or not layer.is_trained():
             continue
-        own = dict(_parameters_of(layer, adapter))
+        for name in layer.names_without_peft():
+            if pattern := next((p for p in keep if fnmatchcase(name, p)), None):
+                raise PlanError(
+                    f"keep: must not match {name!r}, which a trained adapter changes, got {pattern!r}; publish the merged "
+                    "base (a `name_map` that gives it this name, and `merge_adapter()` before `publish`)"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _PeftLayer:
+    """A layer with adapters.
+
+    Attributes:
+        prefix: path of the layer, with a dot at its end unless it is empty.
+        layer: the layer.
+        kind: name of the child that has the base.
+        bases: all names of the base's parameters, without the marks of wrappers.
+    """
+
+    prefix: str
+    layer: Any
+    kind: str
+    bases: tuple[str, ...]
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that act in a forward pass or are merged."""
+        active = () if self.layer.disable_adapters else self.layer.active_adapters
+        return tuple(dict.fromkeys((*active, *self.merged)))
+
+    @property
+    def merged(self) -> tuple[str, ...]:
+        """Names of the merged adapters."""
+        return tuple(vars(self.layer).get("merged_adapters", ()))
+
+    def base_in(self, published: Collection[str]) -> str | None:
+        """Return the first published name of the base; None if it is not published."""
+        return next((name for name in self.bases if name in published), None)
+
+    def own(self, adapter: str) -> dict[str, torch.Tensor]:
+        """Return the parameters of an adapter, by name without the marks of wrappers."""
+        found = _parameters_of(self.layer, adapter)
+        return {without_marks(self.prefix + name): parameter for name, parameter in found}
+
+    def adapters_in(self, published: Collection[str]) -> list[str]:
+        """Return the names of the adapters that are published."""
+        return [a for a in self.adapters if any(name in published for name in self.own(a))]
+
+    def adds_nothing(self, adapter: str) -> bool:
+        """Return whether the layer's values are the same without the adapter."""
+        own = dict(_parameters_of(self.layer, adapter))
+        before = self.layer._modules.get("trainable_tokens_original")
+        if before is not None and adapter in before:
+            return all(
+                torch.equal(local_part(p), local_part(before[adapter])) for p in own.values()
+            )
+        return not own or _adds_nothing(own)
+
+    def is_trained(self) -> bool:
+        """Return whether an adapter that acts has a parameter that is trained."""
+        return any(p.requires_grad for adapter in self.adapters for p in self.own(adapter).values())
+
+    def names_without_peft(self) -> set[str]:
+        """Return the names that the base's parameters have in the model without PEFT."""
+        names = (without_peft(name) for name in self.bases)
+        return {
+            shorter for name in names for shorter in (name, name.removeprefix("base_model.model."))
+        }
+
+
+def _peft_layers(top: torch.nn.Module) -> Iterator[_PeftLayer]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in top.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(without_marks(name))
+    for path, layer in top.named_modules():
+        if not any("adapter_layer_names" in vars(kind) for kind in type(layer).__mro__):
+            continue
+        children = layer._modules
+        kind = next(
+            (k for k in ("base_layer", "original_module") if children.get(k) is not None), ""
+        )
+        if kind:
+            parameters = cast("torch.nn.Module", children[kind]).parameters()
+            # A tied base may be published under the name of a parameter outside of the layer.
+            bases = tuple(name for p in parameters for name in names[id(p)])
+            yield _PeftLayer(f"{path}." if path else "", layer, kind, bases)
+
+
+def _refuse_base(layer: _PeftLayer, base: str, published: Collection[str]) -> None:
+    for adapter in layer.adapters:
+        own = layer.own(adapter)
         if (
-            not own
-            or _adds_nothing(own)
-            or any(without_marks(prefix + n) in published for n in own)
+            adapter in layer.merged
+            or layer.adds_nothing(adapter)
+            or any(name in published for name in own)
         ):
             continue
-        if kind == "original_module":
+        if layer.kind == "original_module":
             raise PlanError(
                 f"parameter {base!r}: must be left out by `name_map`, because the model uses the trained copy "
-                f"{without_marks(prefix + next(iter(own)))!r} instead; map the copy to the name of the checkpoint"
+                f"{next(iter(own))!r} instead; map the copy to the name of the checkpoint"
             )
         raise PlanError(
             f"parameter {base!r}: must contain its active adapters, got adapter {adapter!r}, which is neither merged nor "
             "published; call `merge_adapter()` before `publish` and `unmerge_adapter()` after it, publish the adapter "
             "(`name_map=adapter_names()`), or call `disable_adapter_layers()`"
         )
+
+
+def _refuse_others(layer: _PeftLayer, published: Collection[str]) -> None:
+    """Raise if engines, which add one adapter to a base of their own, would lack another adapter or have another scale."""
+    served = layer.adapters_in(published)
+    for adapter in layer.adapters:
+        if adapter not in served and not layer.adds_nothing(adapter):
+            raise PlanError(
+                f"parameter {next(iter(layer.own(adapter)))!r}: must be published, because its adapter {adapter!r} is "
+                "active or merged, and engines get another adapter only; deactivate or unmerge it (`set_adapter`, "
+                "`unmerge_adapter()`), or publish the merged base"
+            )
+    for adapter in served:
+        scale, configured = _scales(layer.layer, adapter)
+        if not math.isclose(scale, configured, rel_tol=1e-6):
+            raise PlanError(
+                f"parameter {next(iter(layer.own(adapter)))!r}: adapter {adapter!r} must have the scale of its configuration, "
+                f"{configured:g}, which engines use, got {scale:g}; undo `set_scale` or `scale_layer` (`unscale_layer()`), or "
+                "publish the merged base"
+            )
+
+
+def _scales(layer: Any, adapter: str) -> tuple[float, float]:
+    """Return the scale of a LoRA adapter, and the scale by its rank and alpha; 1 for both if it has none."""
+    held = vars(layer)
+    if any(adapter not in held.get(name, ()) for name in ("scaling", "r", "lora_alpha")):
+        return 1.0, 1.0
+    rank = float(held["r"][adapter])
+    is_root = held.get("use_rslora", {}).get(adapter, False)
+    configured = float(held["lora_alpha"][adapter]) / (math.sqrt(rank) if is_root else rank)
+    return float(held["scaling"][adapter]), configured
 
 
 def _parameters_of(layer: Any, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -140,7 +272,7 @@ def _originals(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
         # original's memory.
         for hook in child._forward_pre_hooks.values():
             if type(hook).__module__.startswith("torch.nn.utils."):
-                attribute = vars(hook).get("name") or vars(hook).get("_tensor_name")
+                attribute = str(vars(hook).get("name") or vars(hook).get("_tensor_name"))
                 for name, tensor in child._parameters.items():
                     if tensor is not None and name.startswith(f"{attribute}_"):
                         yield id(tensor), attribute
