@@ -185,6 +185,21 @@ def _require_followed(settings: Any, checkpoint: Path) -> None:
     require_followed(checkpoint, ("--quantization", asked) if asked else ())
 
 
+class _RefusalsFirst:
+    """SGLang's tokenizer manager, with the refusals of a flush first: SGLang's `flush_cache` reads the first result only."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    async def flush_cache_communicator(self, request: Any) -> list[Any]:
+        """Flush all replicas, and return refusals before successes."""
+        answers = await self._manager.flush_cache_communicator(request)
+        return sorted(answers, key=lambda answer: bool(answer.success))
+
+
 def reach_replicas(mixin: Any) -> None:
     """Patch SGLang's tokenizer manager so that orders reach every data-parallel replica.
 
@@ -215,15 +230,7 @@ def reach_replicas(mixin: Any) -> None:
         )
 
     async def flush_cache(manager: Any, timeout_s: float | None = None) -> Any:
-        """Flush all replicas. If a replica refuses, return the refusal, else the result of SGLang's own method."""
-        if manager.server_args.dp_size == 1:
-            return await flush(manager, timeout_s)
-        from sglang.srt.managers.io_struct import FlushCacheReqInput
-
-        manager.auto_create_handle_loop()
-        answers = await manager.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
-        refused = [answer for answer in answers if not answer.success]
-        return refused[0] if refused else await flush(manager, timeout_s)
+        return await flush(_RefusalsFirst(manager), timeout_s)
 
     mixin.update_weights_from_tensor, mixin.flush_cache = update_weights_from_tensor, flush_cache
 
