@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from test_changes_after_begin import base_names
 from torch.nn.utils import parametrizations, prune
 
@@ -285,6 +286,37 @@ def test_an_adapter_of_an_embedding_must_be_merged_also_under_a_tied_name(
     weights = described(model, merged_names)
     with pytest.raises(PlanError, match="which is neither merged nor published"):
         begin(weights)
+    model.merge_adapter()
+    if tied:
+        with pytest.raises(PlanError, match="must not be tied while an adapter is merged"):
+            begin(weights)
+    else:
+        begin(weights)
+
+
+class TiedWords(torch.nn.Module):
+    """A model that tells PEFT which weights are tied."""
+
+    _tied_weights_keys = {"head.weight": "embed.weight"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        words = Words(tied=True)
+        self.embed, self.head, self.gate = words.embed, words.head, words.gate
+        self.config = transformers.PretrainedConfig(tie_word_embeddings=True)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.embed
+
+
+def test_merged_tokens_that_act_under_both_tied_names_are_published() -> None:
+    config = peft.LoraConfig(r=2, **TOKENS)
+    model = peft.get_peft_model(TiedWords(), config)
+    for name, parameter in model.named_parameters():
+        if "trainable_tokens_delta" in name:
+            parameter.data += 1
+    assert "head.token_adapter" in str([name for name, _ in model.named_modules()])
+    weights = described(model, merged_names)
     model.merge_adapter()
     begin(weights)
 

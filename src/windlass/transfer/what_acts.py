@@ -36,7 +36,7 @@ def refuse_unmerged(modules: Sequence[torch.nn.Module], published: Collection[st
     Raises:
         PlanError: a published base lacks an active adapter that is neither merged nor published; an adapter is published
             and another active or merged adapter is not; or the scale of a published adapter is not that of its
-            configuration. LoRA adapters that add nothing (`lora_B` is 0) may be left out.
+            configuration; or an adapter is merged into a base that the model also uses without the adapter. LoRA adapters that add nothing (`lora_B` is 0) may be left out.
     """
     if "peft" not in sys.modules:
         return
@@ -44,9 +44,11 @@ def refuse_unmerged(modules: Sequence[torch.nn.Module], published: Collection[st
     is_adapter_served = any(
         layer.adapters_in(published) and not layer.base_in(published) for layer in layers
     )
+    merged = {name: layer.merged_parameters() for layer in layers for name in layer.own_bases()}
     for layer in layers:
         if base := layer.base_in(published):
             _refuse_base(layer, base, published)
+            _refuse_tied(layer, base, merged)
         elif is_adapter_served:
             _refuse_others(layer, published)
 
@@ -129,6 +131,17 @@ class _PeftLayer:
         """Return whether an adapter that acts has a parameter that is trained."""
         return any(p.requires_grad for adapter in self.adapters for p in self.own(adapter).values())
 
+    def own_bases(self) -> list[str]:
+        """Return the names of the base's parameters in this layer."""
+        return [
+            name for name in self.bases if name.startswith(without_marks(self.prefix + self.kind))
+        ]
+
+    def merged_parameters(self) -> set[int]:
+        """Return the `id` of each parameter of merged adapters that change the base."""
+        found = (self.own(a).values() for a in self.merged if not self.adds_nothing(a))
+        return {id(parameter) for parameters in found for parameter in parameters}
+
     def names_without_peft(self) -> set[str]:
         """Return the names that the base's parameters have in the model without PEFT."""
         names = (without_peft(name) for name in self.bases)
@@ -173,6 +186,21 @@ def _refuse_base(layer: _PeftLayer, base: str, published: Collection[str]) -> No
             f"parameter {base!r}: must contain its active adapters, got adapter {adapter!r}, which is neither merged nor "
             "published; call `merge_adapter()` before `publish` and `unmerge_adapter()` after it, publish the adapter "
             "(`name_map=adapter_names()`), or call `disable_adapter_layers()`"
+        )
+
+
+def _refuse_tied(layer: _PeftLayer, base: str, merged: Mapping[str, set[int]]) -> None:
+    """Raise if an adapter is merged into a tied base, but does not act wherever the model uses the base.
+
+    `merged` has the result of `merged_parameters` by name of a base.
+    """
+    here = layer.merged_parameters()
+    other = next((name for name in layer.bases if merged.get(name, set()) != here), None)
+    if here and other is not None:
+        raise PlanError(
+            f"parameter {base!r}: must not be tied while an adapter is merged into it, got a tie to {other!r}, which the model "
+            "uses without this adapter in training; untie the weights (`tie_word_embeddings=False`), or train tokens of "
+            "both (`trainable_token_indices`)"
         )
 
 
