@@ -84,6 +84,8 @@ Such an object (for example a communicator) has state that objects outside the m
 """
 _LOCKS = type(threading.Lock()), type(threading.RLock())
 """If an object has an attribute of one of these classes, other threads use the object too. See `Node.is_global`."""
+_SERVERS = ("vllm.", "sglang.")
+"""Packages of which the walk skips objects that have a lock, because such an object belongs to the server."""
 _MADE_IN_PYTHON = 1 << 9
 """`Py_TPFLAGS_HEAPTYPE`, the flag of classes defined in Python. The walk reads only slots of these classes."""
 _UNSET = object()
@@ -472,7 +474,8 @@ class _Walk:
             for value in held.values():
                 kind = type(value)
                 shape = shapes[kind] if kind in shapes else _look_at(kind)
-                if shape is _SHARED_STATE:
+                of_server = shape is _LOCK and type(node.item).__module__.startswith(_SERVERS)
+                if shape is _SHARED_STATE or of_server:
                     self._found.nodes.remove(node)
                     return False
                 if shape is _LOCK:
