@@ -107,8 +107,8 @@ def test_a_flush_fails_if_any_replica_refuses_it(successes: list[bool], answer: 
         return [Flushed(success, replica) for replica, success in enumerate(successes)]
 
     async def of_one(manager: Any, timeout_s: float | None) -> Flushed:
-        (answered, *_) = await manager.flush_cache_communicator({"timeout_s": timeout_s})
-        return answered
+        answers: list[Flushed] = await manager.flush_cache_communicator({"timeout_s": timeout_s})
+        return answers[0]
 
     manager: Any = Manager()
     manager.flush_cache_communicator = communicator
