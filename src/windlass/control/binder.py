@@ -42,9 +42,12 @@ from windlass.planning.unused import find_kept, find_unused, refuse_unused
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
 
 NEWCOMERS_SPREAD = 4
-"""Factor by which new engines read from more trainer ranks than their share. Of the ranks with the same boxes, new engines
-read from the fraction (new / all engines) times this factor. With 1, some ranks would be overloaded; with all ranks,
-there would be engines x ranks links."""
+"""Factor for the number of trainer ranks from which new engines read.
+
+Several trainer ranks may hold the same boxes. New engines read from this fraction of them: new engines / all engines *
+NEWCOMERS_SPREAD. A factor of 1 would overload some of these ranks. If new engines read from all of them, there would be a link
+from every rank to every engine.
+"""
 JOIN_SHARE = 0.8
 """Fraction of the bind deadline given to agents, so that they time out before the coordinator and report the reason."""
 
@@ -76,7 +79,10 @@ class EnginesUnbound(RoundAborted):
 def _least_loaded(
     sources: Sequence[ShardManifest], kept: Binding, num_engines: int
 ) -> tuple[ShardManifest, ...]:
-    """Return the sources for `num_engines` new engines: of each set of ranks with equal layouts, the least loaded."""
+    """Return the trainer ranks from which `num_engines` new engines read; see `NEWCOMERS_SPREAD`.
+
+    Of trainer ranks with equal layouts, the ranks that send the fewest bytes come first.
+    """
     sent, share = kept.sent_by, NEWCOMERS_SPREAD * num_engines / (num_engines + len(kept.engines))
     alike: dict[str, list[ShardManifest]] = {}
     for manifest in sources:
@@ -140,7 +146,7 @@ class FleetBinder:
         self._planner, self._config, self._backend = planner, config, backend
         self._deadline_s = config.deadlines.connect_s
         self._addresses = backend.addresses(self._sessions)
-        # The plan leaves out the ranks in `of`.
+        # The plan leaves out the engine ranks in `Copies.of`: other engines send them their bytes.
         self._copies = backend.copies(trainers, engines)
         self._caller = RankCaller(self._sessions, round_id)
         self._epoch, self._kept = round_id.epoch, kept
@@ -433,8 +439,8 @@ class FleetBinder:
         """Bind the links between engines.
 
         Raises:
-            EnginesUnbound: engine ranks did not bind them.
-            RoundAborted: sources did not.
+            EnginesUnbound: an engine rank did not bind the links.
+            RoundAborted: a source did not bind the links.
         """
         commands = self._copies.commands(binding.links, bound, self._addresses.narrow)
         failed = failures_of(await self._caller.call(commands, self._deadline_s), Done)

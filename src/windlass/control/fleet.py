@@ -53,10 +53,10 @@ class Agent:
     Attributes:
         hello: first message of the rank.
         manifest: manifest of the rank.
-        quarantined: whether bytes of a write with an unknown outcome may still arrive in its memory.
-        not_resumed: reason why it does not generate although the controller told it to resume; else empty.
-        silent: command that it did not answer by the deadline; empty after it has answered a probe.
-        num_late: number of late answers to bind commands since it last served.
+        quarantined: whether bytes of a write with an unknown outcome may still arrive in the rank's memory.
+        not_resumed: reason why the rank does not generate although the controller told it to resume; else empty.
+        silent: command that the rank did not answer by the deadline; empty after the rank has answered a probe.
+        num_late: number of bind commands that the rank has answered late since its engine last served.
     """
 
     hello: Hello
@@ -179,7 +179,7 @@ class Fleet:
 
     Attributes:
         published: the version that the fleet serves; -1 before the first. `publish` changes it.
-        published_by: processes of the trainers that published it.
+        published_by: processes of the trainers that published this version.
         lineage: lineage of the run that the published version belongs to. Versions of other runs do not count.
         job: job of the trainer ranks that are connected or were connected last; None before the first.
     """

@@ -46,10 +46,13 @@ from windlass.planning.planner import Planner
 
 _log = logging.getLogger(__name__)
 KEPT_ATTEMPTS = 1024
-"""Number of engines whose attempts are recorded, the newest first: most of the older engines have left for good."""
+"""Number of engines whose attempts the controller remembers.
+
+It forgets the oldest engines first, because most of them have left for good.
+"""
 BACKOFF = Backoff(1.0, 30.0)
 MAX_ATTEMPTS = 8
-"""Maximum number of attempts for one process and one cause, because rounds wait for each attempt."""
+"""Maximum number of attempts for one process and one cause. The number is limited, because no round runs during an attempt."""
 
 
 @dataclass(slots=True)
@@ -59,8 +62,8 @@ class _Attempts:
     Attributes:
         newcomer: processes of the engine.
         version: the version.
-        clean: whether the engine's weights were whole before the first attempt. Only these attempts can then have
-            written to it since.
+        clean: whether the engine's weights were whole before the first attempt. If so, nothing but these attempts can
+            have written into the engine since.
         unable: donors whose weights cannot give the engine the same bytes as the trainers would.
         failures: donor -> number of failed attempts.
         due_s: earliest time of the next attempt, on the loop's clock.
@@ -143,9 +146,8 @@ class CatchUps:
         """Bring up engines that are behind, and bind the fleet, as soon as no round runs."""
         if self._fleet.held:
             self._tasks.spawn(self._members.probe_held())
-        if (
-            not self._is_due
-        ):  # a task that waits already does it for everything that changes until it runs
+        # A task that still waits for the end of a round covers all changes until then.
+        if not self._is_due:
             self._is_due = True
             self._tasks.spawn(self._settle())
 
@@ -276,7 +278,8 @@ class CatchUps:
             return
         _log.warning("%s did not catch up, again in %g s: %s", name, delay_s, reason)
         if (waiting := self._waiting.get(name)) is not None:
-            waiting.cancel()  # it waits for an earlier version
+            # This task waits to repeat an attempt for an earlier version.
+            waiting.cancel()
         self._waiting[name] = self._tasks.spawn(self._try_again(name, delay_s))
 
     async def _try_again(self, name: str, delay_s: float) -> None:
@@ -355,15 +358,15 @@ class ResumeRetries:
         worker = agent.hello.worker
         for num_told in range(MAX_ATTEMPTS):
             await asyncio.sleep(BACKOFF.after(num_told + 1))
-            async with self._lock:  # otherwise a round may have paused the rank on purpose
+            # While a round runs, it may have paused the rank on purpose.
+            async with self._lock:
                 again = Abort(f"go on: {agent.not_resumed}", deadline_s=self.deadline_s)
                 try:
                     session = self._members.sessions[worker]
                     await session.send(Envelope(*self._run.new_epoch(), 1, again))
                 except PeerUnreachable as error:
-                    _log.info(
-                        "%s", error
-                    )  # a process that connects again says whether it generates
+                    # When the process connects again, it tells whether it generates.
+                    _log.info("%s", error)
         await asyncio.sleep(BACKOFF.after(MAX_ATTEMPTS + 1))
         reason = agent.not_resumed
         _log.error(

@@ -77,9 +77,9 @@ class RoundSpec:
         links: (source, destination) pairs of workers between which bytes are sent.
         delivery: way in which the round delivers bytes. It has the state of one round.
         replicated: boxes that several trainers hold and must agree about; None if this round compares nothing.
-        turn: see `due_pieces`.
-        period: see `due_pieces`.
-        lineage: see `Publish`.
+        turn: number of earlier comparisons of `replicated`; selects the pieces that this round compares.
+        period: number of rounds after which every piece has been compared once.
+        lineage: identity of the run that `version` belongs to.
         sent_before: link -> its digest in the version that engines serve now, if the same trainers sent it; None if the
             round publishes no new version.
     """
@@ -249,10 +249,10 @@ class RoundMachine:
         self._entry = 0
         self._seq = 0
         self.pending: dict[int, tuple[str, Command]] = {}
-        """Sequence number of a command without an answer -> worker and command."""
+        """Sequence number of a command that waits for its reply -> worker and command."""
         self._delivery = spec.delivery
         self._links = LinkLedger(spec.links, self._delivery.unlinked(self._engine_of))
-        # Commands to engines that were left out before they answered.
+        # Commands whose replies may still arrive, although their engine has been left out.
         self._late: dict[int, tuple[str, Command]] = {}
         parts = () if spec.replicated is None else spec.replicated.parts
         self._digested = {worker: np.zeros(0, DIGESTED) for worker in parts}
@@ -283,7 +283,7 @@ class RoundMachine:
 
     @property
     def active_workers(self) -> tuple[str, ...]:
-        """Ranks of the engines that are still part of the round, by the engines' names."""
+        """Ranks of the engines that are still part of the round, in the order of the engines."""
         return tuple(worker for engine in self._active() for worker in engine.workers)
 
     @property
@@ -366,7 +366,7 @@ class RoundMachine:
             case Prepare(), Done() if worker not in self._digested:
                 pass
             case ((Pause() | Apply() | Publish()), Done()):
-                # `_pending` counts the replies; these commands return nothing else.
+                # `handle` has removed the command from `pending`, and these replies contain no results.
                 pass
             case _ if (found := self._delivery.answered(worker, command, result)) is not None:
                 self._on_findings(worker, found)
