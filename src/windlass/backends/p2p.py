@@ -13,9 +13,8 @@ from windlass.backends.relay import (
     find_relay_groups,
 )
 from windlass.config import BackendEntry, P2pBackend, RelayShape
-from windlass.control.backend import Backend
+from windlass.control.backend import Backend, LinkCopies
 from windlass.control.binding import Binding
-from windlass.control.copies import LinkCopies
 from windlass.control.delivery import Delivery
 from windlass.control.fleet import Group
 from windlass.transfer.base import RankReceiver, RankSender, ReceiverBackend, SenderBackend

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import ClassVar, final
 
 from windlass.config import P2pBackend, RelayShape, UpdateMode
+from windlass.control.backend import LinkCopies, Narrow
 from windlass.control.connect_messages import Bound
-from windlass.control.copies import LinkCopies, Narrow
 from windlass.control.delivery import Delivery, Findings, Order, reply_budget_s
 from windlass.control.fleet import Group
 from windlass.control.links import Link, LinkLedger

@@ -6,16 +6,17 @@ methods that differ. `backend_of` returns the backend of a setting. No other cod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from windlass.config import PluginBackend, UpdateBackend, find_backend
 from windlass.control.binding import Binding
-from windlass.control.copies import LinkCopies
+from windlass.control.connect_messages import Bound
 from windlass.control.delivery import Delivery
 from windlass.control.donors import find_donor
 from windlass.control.fleet import Group
 from windlass.control.link_transports import LinkAddresses, LinkTransports
+from windlass.control.links import Link
 from windlass.control.messages import Command, Result
 from windlass.control.report import UpdateReport
 from windlass.control.session import AgentSession
@@ -26,6 +27,40 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import Planner
 from windlass.transfer.base import RankReceiver, RankSender, ReceiverBackend, SenderBackend
 from windlass.transfer.bindings import DestinationBinding, RelayAddress
+
+Narrow = Callable[[str, DestinationBinding], DestinationBinding]
+"""See `LinkAddresses.narrow`."""
+
+
+class LinkCopies:
+    """Engine ranks that get the same bytes as another rank, over links between engines. By default no rank does.
+
+    Attributes:
+        of: rank -> the rank that the plan fills instead; both get the same bytes.
+        children: rank -> ranks to which it passes its bytes on.
+    """
+
+    def __init__(
+        self,
+        of: Mapping[str, str] | None = None,
+        children: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
+        self.of, self.children = of or {}, children or {}
+
+    def commands(
+        self,
+        links: Iterable[Link],  # noqa: ARG002
+        bound: Mapping[str, Bound],  # noqa: ARG002
+        narrow: Narrow,  # noqa: ARG002
+    ) -> dict[str, Command]:
+        """Return the commands that bind the links between engines, after sources and engines have bound the plan.
+
+        Args:
+            links: links of the plan.
+            bound: engine rank -> its answer to `ConnectEngine`.
+            narrow: see `LinkAddresses.narrow`.
+        """
+        return {}
 
 
 class Backend:
