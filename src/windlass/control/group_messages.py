@@ -1,4 +1,4 @@
-"""Commands of backends with groups of ranks (collectives)."""
+"""Commands of backends that send weights by collectives, in groups of one trainer rank and its destinations."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from windlass.transfer.bindings import GroupOffer
 
 
 class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
-    """Command to enter these groups, agree on their tensors, and answer `Done`.
+    """Command to a rank: join the groups in `offers`, and answer `Done`.
 
-    The controller sends it to all members at once, with the groups in the same order.
+    Joining is a collective, so the controller sends the command to all members of a group at once. The members first
+    check that they expect the same tensors.
     """
 
     offers: tuple[GroupOffer, ...]
@@ -18,15 +19,15 @@ class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
 
 
 class Receive(msgspec.Struct, frozen=True, tag="receive"):
-    """Command to an engine: receive in a collective, while the trainer carries out `Write`.
+    """Command to an engine rank: receive the broadcasts that trainer ranks send while they carry out `Write`.
 
     The controller does not await the answer, because `Verify` checks the received bytes.
 
     Attributes:
-        version: version that is written.
-        groups: source -> all destinations that take part in its broadcasts. If a member of the group is missing, the
-            engine does not take part.
-        deadline_s: seconds to receive.
+        version: version that the trainer ranks send.
+        groups: source -> destinations that take part in this source's broadcasts. If a member of the source's group is
+            not among them, the rank receives nothing from this source, because the broadcast would never finish.
+        deadline_s: seconds to receive all broadcasts.
     """
 
     version: int

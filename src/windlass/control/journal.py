@@ -1,4 +1,4 @@
-"""Journal of the coordinator: one JSON line per event, on disk before the coordinator acts on it.
+"""Journal of the coordinator: one JSON line per event. The coordinator acts on an event after its line is on disk.
 
 A controller that starts with an existing journal continues with a higher epoch and knows the published version. It
 ignores an incomplete last line, which a crash may leave. Compaction bounds the length of the file.
@@ -56,9 +56,10 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kin
         epoch: epoch of the event.
         round: round of the event.
         version: the round's version; for STARTED, the published version.
-        engines: engines that took part, or that serve the version.
-        detail: explanation in one line; for QUARANTINED, the incarnation of the rank in `engines`; for NOT_RESUMED,
-            the reason why that rank did not resume after all attempts.
+        engines: for ROUND_BEGAN, engines of the round; for PUBLISHED, engines that serve the version; for QUARANTINED
+            and NOT_RESUMED, the name of one rank.
+        detail: explanation in one line; for QUARANTINED, the incarnation of the rank; for NOT_RESUMED, the reason why
+            the rank did not resume after the last attempt.
         lineage: for STARTED, lineage of the run.
     """
 
@@ -79,11 +80,11 @@ class JournalSummary:
         epoch: highest epoch; 0 for none.
         round: highest round; 0 for none.
         published: highest published version; -1 for none.
-        reserved: highest version that an engine may have been told to serve; -1 for none. PUBLISHING entries count: a
-            controller that died after such an entry may have published, and no other weights may get that version.
+        reserved: highest version of a PUBLISHING or PUBLISHED entry; -1 for none. A controller that died after it wrote
+            a PUBLISHING entry may have told engines to serve the version, so no other weights may get this version.
         lineage: lineage of the run; empty before the first `Journal.start`.
-        quarantined: (worker, incarnation) of ranks that a write with an unknown outcome may still reach: the newest
-            `MAX_QUARANTINED`.
+        quarantined: (worker, incarnation) of rank processes that a write with an unknown outcome may still reach; only
+            the newest `MAX_QUARANTINED`.
     """
 
     epoch: int = 0
@@ -111,7 +112,7 @@ class JournalSummary:
                 pass
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Yield a minimal sequence of entries with this summary."""
+        """Yield a few entries from which `add` makes the same summary again."""
         at, said = (self.epoch, self.round), ((), "compacted")
         yield JournalEntry(JournalKind.STARTED, *at, self.published, *said, self.lineage)
         if self.published >= 0:
@@ -127,7 +128,7 @@ class Journal:
     """Journal file, append-only between compactions. Without a path the journal is only in memory.
 
     A compaction of a file above `COMPACT_NBYTES` writes a new file: the summary, then the newest `KEPT_ENTRIES` entries.
-    The new file is on disk before it replaces the old file, so a crash at any moment leaves one of the two.
+    The new file is on disk before it replaces the old file, so a crash leaves either the old file or the new file.
 
     Attributes:
         summary: summary of all entries.
@@ -153,13 +154,13 @@ class Journal:
         return self._file is not None
 
     def start(self) -> int:
-        """Record the start of a controller and return its epoch, above all earlier epochs.
+        """Record the start of a controller and return the controller's epoch, which is above all earlier epochs.
 
         The first start gives the run a random lineage.
 
         Raises:
-            ConfigError: the entry cannot be written, or no higher epoch exists. The journal is closed then, so that
-                another controller can open it.
+            ConfigError: the entry cannot be written, or the epoch would exceed `MAX_COUNT`. The journal is then closed,
+                so that another controller can open it.
         """
         epoch = self.summary.epoch + 1
         if epoch > MAX_COUNT:
@@ -177,9 +178,11 @@ class Journal:
     def append(self, entry: JournalEntry) -> None:
         """Write an entry to disk.
 
+        If an earlier sync has failed, entries before it may not be on disk. The method then first writes all of them to
+        a new file.
+
         Raises:
-            OSError: the entry cannot be written, or an earlier entry is doubtful and the file cannot be rewritten;
-                journal and summary are unchanged.
+            OSError: the entry or the new file cannot be written. The summary does not contain the entry then.
         """
         if self._file is not None:
             if self._file.is_doubtful:

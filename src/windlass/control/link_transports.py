@@ -1,4 +1,4 @@
-"""Transports of the links of a binding, and memory of the destinations as sources address it."""
+"""Choose a transport for each link of a binding, and give each source the addresses for this transport."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.transports.choice import LinkChoice, choose_transport, unreachable
 
 
 class LinkAddresses:
-    """Addresses of the links of a backend that has its own data path, without transports.
+    """Check of the addresses that destinations bind, for backends that send bytes without Windlass's transports.
 
     Args:
         sessions: sessions of the ranks that were connected when the binding began. A rank without a session has lost
@@ -24,7 +24,7 @@ class LinkAddresses:
 
     Attributes:
         choices: link -> its transport, with the reason for the choice.
-        strided: links with a source that can store strided elements.
+        strided: links over which the source can write strided elements.
     """
 
     def __init__(self, sessions: Mapping[str, AgentSession]) -> None:
@@ -33,13 +33,13 @@ class LinkAddresses:
         self.strided: set[Link] = set()
 
     def choose(self, links: Iterable[Link]) -> dict[str, str]:  # noqa: ARG002
-        """Give each link a transport; return destination -> reason why some source cannot write to it."""
+        """Choose a transport for each link. Return destination -> reason, for destinations that a source cannot reach."""
         return {}
 
     def find_refused(
         self, bindings: Mapping[str, DestinationBinding], sources: Iterable[str]
     ) -> dict[str, str]:
-        """Return the engine ranks that bound an address which the sources cannot use: worker -> reason."""
+        """Return engine ranks with a loopback endpoint, if a source is on another host: worker -> reason."""
         hosts = {self._sessions[worker].host for worker in sources if worker in self._sessions}
         found = {}
         for worker, binding in bindings.items():
@@ -50,19 +50,22 @@ class LinkAddresses:
         return found
 
     def narrow(self, source: str, binding: DestinationBinding) -> DestinationBinding:  # noqa: ARG002
-        """Return a binding as `source` needs it: endpoint and regions of the transport of the link."""
+        """Return the part of a destination's binding that `source` uses; without transports, the whole binding."""
         return binding
 
 
 @final
 class LinkTransports(LinkAddresses):
-    """Transport of every link, and the destination's memory as that transport addresses it."""
+    """Transports of the links, chosen from those that both ranks of a link offer in `Hello`."""
 
     def choose(self, links: Iterable[Link]) -> dict[str, str]:
-        """Give each link the fastest transport that both ends have.
+        """Choose for each link the fastest transport that source and destination have.
 
         Two ranks are on one host if their connections come from one address and their processes report the same
         host identity.
+
+        Returns:
+            Destination -> reason, for destinations that have no transport in common with a source.
         """
         wrong = {}
         for source, destination in sorted(links):
@@ -92,7 +95,7 @@ class LinkTransports(LinkAddresses):
         bindings: Mapping[str, DestinationBinding],
         sources: Iterable[str],  # noqa: ARG002
     ) -> dict[str, str]:
-        """Return the engine ranks that bound memory of other endpoints than their own."""
+        """Return engine ranks whose binding names an endpoint that is not their own: worker -> reason."""
         return {
             worker: f"{worker}: must bind memory of its own endpoints and no other rank's"
             for worker, binding in bindings.items()
@@ -100,12 +103,15 @@ class LinkTransports(LinkAddresses):
         }
 
     def owns(self, worker: str, binding: DestinationBinding) -> bool:
-        """Return whether a rank has bound only memory at its own endpoints."""
+        """Return whether a binding is of `worker` and names only endpoints that this rank offered in `Hello`."""
         owners = {binding.endpoint, *(region.endpoint for region in binding.regions)}
         return binding.worker == worker and owners <= {o.endpoint for o in self._offers(worker)}
 
     def narrow(self, source: str, binding: DestinationBinding) -> DestinationBinding:
-        """Return a binding as `source` needs it; unchanged if `source` has no link to the destination."""
+        """Return a destination's binding with only the endpoint and regions of the transport that `source` uses.
+
+        The binding is unchanged if `source` has no link to the destination.
+        """
         choice = self.choices.get((source, binding.worker))
         for offer in self._offers(binding.worker):
             if choice is not None and offer.transport == choice.transport:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import final
 
 Link = tuple[str, str]
-"""(source, destination)."""
+"""(source worker, destination worker)."""
 
 
 @final
@@ -15,10 +15,10 @@ class LinkLedger:
 
     Args:
         links: links of the plan.
-        destinations: ranks that verify although no link of the plan leads to them.
+        destinations: further ranks that must verify, although they have no link in the plan.
 
     Attributes:
-        in_flight: source that was asked to write and has not answered -> destinations.
+        in_flight: source with an unanswered write command -> destinations in the command.
     """
 
     def __init__(self, links: Iterable[Link], destinations: Iterable[str]) -> None:
@@ -48,27 +48,30 @@ class LinkLedger:
         )
 
     def ask(self, source: str, destinations: tuple[str, ...]) -> None:
-        """Record that `source` gets a command to write to `destinations`, and discard the earlier state of these links."""
+        """Record a command that `source` write to `destinations`.
+
+        The links then count as unwritten, and the destinations must verify again.
+        """
         self.in_flight[source] = destinations
         for destination in destinations:
             self._written.pop((source, destination), None)
             self._verified.discard(destination)
 
     def answered(self, source: str) -> tuple[str, ...]:
-        """Record that `source` has answered its command, and return the destinations of the command."""
+        """Record that `source` has answered its write command, and return the destinations in the command."""
         return self.in_flight.pop(source, ())
 
     def written(self, link: Link, digest: str) -> None:
-        """Record a complete link with the digest that its source reported."""
+        """Record that a link is complete, with the digest that the source reported."""
         self._written[link] = digest
         self._errors.pop(link, None)
 
     def failed(self, link: Link, error: str) -> None:
-        """Record the reason that the source gave for an incomplete link, one line."""
+        """Record in one line why the source could not complete a link."""
         self._errors[link] = error
 
     def why(self, links: Iterable[Link]) -> str:
-        """Return the first recorded reason why one of these links is incomplete; empty if there is none."""
+        """Return the error of the first of these links that has one; empty if no link has an error."""
         return next((self._errors[link] for link in links if self._errors.get(link)), "")
 
     def forget(self, links: Iterable[Link]) -> None:
@@ -81,15 +84,19 @@ class LinkLedger:
         return [d for d in destinations if d in self._links_to and d not in self._verified]
 
     def expected(self, destination: str) -> dict[str, str]:
-        """Return the digests of all links written to `destination`, by source."""
+        """Return the digests of the written links to `destination`: source -> digest."""
         links = self._links_to.get(destination, ())
         return {link[0]: self._written[link] for link in links if link in self._written}
 
     def verify(self, destination: str, mismatched: Collection[str]) -> bool:
-        """Record the answer of a destination.
+        """Record the answer of a destination to `Verify`.
+
+        Args:
+            destination: the rank that answered.
+            mismatched: sources whose digest was wrong; their links count as unwritten again.
 
         Returns:
-            False if the destination names a source that has no link to it.
+            False if a source in `mismatched` has no link to the destination; nothing is recorded then.
         """
         links = {(source, destination) for source in mismatched}
         if not links <= set(self._links_to.get(destination, ())):

@@ -61,7 +61,7 @@ class AgentLostListener(Protocol):
     """A function that is called when an agent's connection is lost."""
 
     def __call__(self, agent: Agent, reason: str, *, ended: bool) -> None:
-        """Continue without `agent`. `ended`: whether the agent's side ended the connection."""
+        """Handle the loss of `agent`. `ended`: whether the agent's process, not the controller, closed the connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class MemberEvents:
         gave_up: called when a trainer rank withdraws its announcement.
         replied: called with an agent's answer to a command.
         lost: called when an agent has lost its connection.
-        settle: called to bind engines and bring them up, as soon as no round runs.
+        settle: called when the fleet may need a new binding, or engines may be behind the published version.
         in_round: returns whether a round runs.
     """
 
@@ -98,7 +98,7 @@ class Members:
 
     Attributes:
         sessions: worker -> connection.
-        unbindable: reason why no engine can be bound and waiting does not help; else empty.
+        unbindable: reason why no engine can be bound until another agent connects; else empty.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Members:
         self.sessions: dict[str, AgentSession] = {}
         self.unbindable = ""
         self.refusals: dict[str, tuple[str, str]] = {}
-        """Refused rank -> its engine and the reason, at most `KEPT_REFUSALS`."""
+        """Name of a refused rank or engine -> engine and reason, at most `KEPT_REFUSALS`."""
         self._is_ending = False
 
     # --- callers that wait for agents --------------------------------------------------------
@@ -165,7 +165,7 @@ class Members:
         )
 
     def _check_none_refused(self, call: str, engines: Iterable[str]) -> None:
-        """Raise EngineRefused if one of the engines that the caller waits for was refused."""
+        """Raise EngineRefused if one of `engines` was refused. `call`: name of the calling method, for the message."""
         for engine, reason in self.refused():
             if engine in engines:
                 raise EngineRefused(f"{call}: engine {engine} was refused: {reason}")
@@ -200,10 +200,14 @@ class Members:
     async def admit(
         self, first: AgentFrame, socket: web.WebSocketResponse
     ) -> tuple[AgentSession, Welcome] | None:
-        """Admit an agent by its first frame. Return None for `CannotJoin`, with which an engine reports that it failed.
+        """Admit the agent that sent `first`.
+
+        Returns:
+            The agent's session, and the answer to the agent; None if `first` is `CannotJoin`, which only reports why
+            an engine cannot join.
 
         Raises:
-            MustWait: the agent may try again later.
+            MustWait: the agent is refused now, and may try again later.
             ProtocolError, PlanError: the agent is refused.
         """
         hello = check_first(first)
@@ -216,7 +220,7 @@ class Members:
             _log.warning("refused for now: %s", error)
             raise
         except (ProtocolError, PlanError) as error:
-            # If a process with this name is connected, callers that wait for it must not get this error.
+            # If another process is connected under this name, callers that wait for the engine get that process.
             if hello.role is Role.ENGINE and hello.worker not in self.sessions:
                 self._note_refusal(hello.worker, hello.group, f"{type(error).__name__}: {error}")
             raise
@@ -230,7 +234,7 @@ class Members:
         if self.refusals.get(frame.group) != (frame.group, reason):
             _log.error("engine %s cannot join: %s", frame.group, reason)
         group = self._fleet.group_of(frame.group)
-        # If all ranks of the engine are connected, the failure is that of another process with its name.
+        # If all ranks of the engine are connected, another process with the engine's name has failed.
         if group is None or not group.complete:
             self._note_refusal(frame.group, frame.group, reason)
 
@@ -243,7 +247,7 @@ class Members:
             await self.lost(old, "replaced by a newer connection of the same process")
             self._tasks.spawn(old.close())
         if hello.role is Role.TRAINER:
-            # An invalid Hello must not replace other agents.
+            # Check first, so that an agent with an invalid Hello does not replace connected agents.
             self._fleet.check(hello)
             await self._free_name(hello)
             await self._make_room(hello)
@@ -253,7 +257,7 @@ class Members:
         return session
 
     async def _free_name(self, hello: Hello) -> None:
-        """Refuse connected engines that have the name of the trainers' group."""
+        """Refuse a connected engine that has the same name as the group of a new trainer rank."""
         group = self._fleet.group_of(hello.group)
         if group is not None and group.role is Role.ENGINE:
             reason = f"{group.name!r} is the name of the trainers' group"
@@ -261,10 +265,10 @@ class Members:
             await self._send_away(group.workers, reason)
 
     async def _make_room(self, hello: Hello) -> None:
-        """Let a new trainer job replace the remaining ranks of an earlier job.
+        """Disconnect the ranks of an earlier trainer job if `hello` is from a rank of a new job.
 
-        An earlier job is not replaced if all its ranks are connected and belong to this run, or if its writes may still
-        be running. A rank that was connected to a controller before does not belong to a new job.
+        The earlier job stays if all its ranks are connected and belong to this run, or if its writes may still be
+        running. A rank with a lineage was connected to a controller before, so it is not from a new job.
         """
         if hello.lineage or self._fleet.job in {None, hello.job}:
             return
@@ -285,7 +289,10 @@ class Members:
         return writing or (job.complete and of_this_run)
 
     async def admitted(self, session: AgentSession) -> None:
-        """Log the registered memory of an agent that was welcomed, and bind and bring up engines if they are complete."""
+        """Log how much memory an admitted agent has registered, and call `MemberEvents.settle` if it has work.
+
+        It has work if all ranks of the agent's group are connected, or if a source has not answered a write.
+        """
         hello = session.agent.hello
         if hello.registered.num_regions:
             _log.info(
@@ -304,7 +311,7 @@ class Members:
         """Handle one frame of an agent.
 
         Raises:
-            Garbled: the frame may be sent only first.
+            Garbled: the frame may only be the first frame of a connection.
             ProtocolError: this agent may not send the frame.
         """
         match frame:
@@ -330,7 +337,7 @@ class Members:
             self._events.settle()
 
     async def report_to(self, trainer: Identity, report: UpdateReport) -> None:
-        """Send a trainer rank the report of its attempt, if that process is connected."""
+        """Send a report to the trainer process that announced its version, if the process is connected."""
         session = self.sessions.get(trainer[0])
         if session is None or session.agent.identity != trainer:
             # A process that connects again repeats its announcement, and then gets its report.
@@ -341,7 +348,7 @@ class Members:
             _log.warning("report of version %s: %s", report.version, error)
 
     async def probe_held(self) -> None:
-        """Send a probe to every source that has not answered a write; the answer to the probe ends the hold."""
+        """Send a probe to every source that has not answered a write; its answer shows that the write has ended."""
         for identity, round_id in self._fleet.held.items():
             session = self.sessions.get(identity[0])
             if session is not None and session.agent.identity == identity:
@@ -354,12 +361,12 @@ class Members:
         self._is_ending = True
 
     async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
-        """Remove a connection, and notify the parts that use it.
+        """Remove a connection and its agent, fail the calls that wait for the agent, and call `MemberEvents.lost`.
 
         Args:
             session: the connection; a replaced connection is ignored.
             reason: why the connection is lost.
-            ended: whether the agent's side ended the connection.
+            ended: whether the agent's process, not the controller, closed the connection.
         """
         if self.sessions.get(session.peer) is not session:
             return
@@ -375,7 +382,7 @@ class Members:
         self._changes.notify()
 
     async def refuse(self, engine: str, reason: str) -> None:
-        """Refuse a connected engine. Callers that wait for it raise EngineRefused with the reason."""
+        """Disconnect all ranks of an engine. Callers that wait for the engine raise EngineRefused with the reason."""
         group = self._fleet.group_of(engine)
         if group is not None:
             _log.error("engine %s refused: %s", engine, reason)
@@ -385,7 +392,7 @@ class Members:
     async def _send_away(self, workers: Sequence[str], reason: str) -> None:
         found = [self.sessions[worker] for worker in workers if worker in self.sessions]
         for session in found:
-            # Remove all agents from the fleet before the first wait for a connection.
+            # Remove all agents from the fleet before the first `send`, which may wait for a slow peer.
             await self.lost(session, reason)
         for session in found:
             try:
@@ -406,7 +413,13 @@ class Members:
         silent: Iterable[str],
         reasons: Mapping[str, str],
     ) -> None:
-        """Set aside the engine ranks that did not answer in a round, unless a new process has connected under the name."""
+        """Set aside the engine ranks that did not answer in a round, except ranks that have connected again since.
+
+        Args:
+            sessions: sessions of the round.
+            silent: workers that did not answer.
+            reasons: engine -> reason, from the report of the round.
+        """
         for worker in sorted(silent):
             session = sessions[worker]
             if self.sessions.get(worker) is session:
@@ -415,16 +428,16 @@ class Members:
 
     async def close(self) -> None:
         """Close every connection. Idempotent."""
-        # Close all at once, because an agent that does not answer uses its whole deadline.
+        # Close all connections at once, because an agent that does not answer delays its own until a deadline.
         closing = (session.close() for session in list(self.sessions.values()))
         await asyncio.gather(*closing, return_exceptions=True)
 
 
 def check_first(first: AgentFrame) -> Hello | CannotJoin:
-    """Check the first frame of a connection, and that the token of the connection allows it.
+    """Check the first frame of a connection, and whether the token of the connection permits the agent's role.
 
     Raises:
-        ProtocolError: the frame does not name its sender, has an invalid field, or needs another token.
+        ProtocolError: the frame is of another type, has an invalid field, or needs another token.
     """
     match first:
         case CannotJoin():
@@ -463,11 +476,11 @@ def _check_role(who: str, role: Role) -> None:
 
 
 def check_published(hello: Hello, host: str) -> None:
-    """Check the URL of an engine, to which controllers and workers send requests with a token.
+    """Check the URL that an engine reports, because the controller and rollout workers send a token to it.
 
     Args:
         hello: the engine's first frame.
-        host: address of the host that the engine has connected from; empty for the controller's host.
+        host: address from which the engine has connected; empty if the engine is on the controller's host.
 
     Raises:
         ProtocolError: the URL is not a plain address of a server, or an engine on another host gives an address that
@@ -476,7 +489,7 @@ def check_published(hello: Hello, host: str) -> None:
     if not hello.url:
         return
     try:
-        # The user decides whether the engine's own server speaks TLS.
+        # Plain HTTP is valid, because the user decides whether the engine's server uses TLS.
         check_url(hello.url, f"{hello.worker}: url", may_be_plain=True)
     except ConfigError as error:
         raise ProtocolError(str(error)) from error

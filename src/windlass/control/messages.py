@@ -46,8 +46,8 @@ class Announce(msgspec.Struct, frozen=True, tag="announce"):
 
     Attributes:
         version: version to publish.
-        attempt: number of the `announce` call in this process, from 1. The same number after a reconnection repeats
-            an announcement; a higher number replaces it.
+        attempt: number of the `announce` call in this process, from 1. After a reconnection, a rank repeats its
+            announcement with the same number. An announcement with a higher number replaces the earlier announcement.
     """
 
     version: int
@@ -55,7 +55,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce"):
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """Withdrawal of announcement `attempt`. It must not begin a round any more, because its caller stopped waiting."""
+    """Withdrawal of the announcement with this number. The controller must not begin a round for it any more."""
 
     attempt: int
 
@@ -66,11 +66,12 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """Command to a trainer: pack, cast and quantise as much as fits into the arena, and answer `Done`.
 
-    With a `period` the trainer answers `Prepared` instead, with digests of the due blocks of replicated boxes.
+    If `period` is not 0, the trainer also computes digests of the replicated boxes, for the comparison of ranks that
+    hold the same box. It then answers `Prepared`.
 
     Attributes:
         version: version that is written next.
-        turn: running number of the comparison, see `due_pieces`.
+        turn: number of earlier comparisons; selects the blocks of the boxes to compare (`due_pieces`).
         period: number of turns that compare every block once; 0 for no comparison in this round.
         non_finite: see `ControlConfig`.
     """
@@ -89,7 +90,7 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
 
 
 class Write(msgspec.Struct, frozen=True, tag="write"):
-    """Command to a trainer: write the links to these destinations and answer `Written`."""
+    """Command to a trainer: write its links to these destinations and answer `Written`."""
 
     version: int
     destinations: tuple[str, ...]
@@ -104,15 +105,19 @@ class Verify(msgspec.Struct, frozen=True, tag="verify"):
 
 
 class Apply(msgspec.Struct, frozen=True, tag="apply"):
-    """Command to a paused and verified engine: unpack, copy the shadow into place, finalise derived state."""
+    """Command to a paused engine whose bytes are verified: make them the live weights.
+
+    The engine unpacks staged data, copies the shadow copy (`staged`) into the parameters, and computes derived state.
+    """
 
     version: int
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """Command to an engine: stamp `version` on new tokens and resume, or report by `deadline_s` that it did not resume.
+    """Command to an engine: resume, and give new tokens the number `version`.
 
-    `lineage` distinguishes versions of different runs that have the same number.
+    The answer `Done` says whether the engine has resumed within `deadline_s` seconds. `lineage` distinguishes versions of
+    different runs that have the same number.
     """
 
     version: int
@@ -125,9 +130,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
     Attributes:
         reason: reason in one line.
-        mixed_weights: whether live weights may be of two versions. Then the engine stays paused; otherwise it resumes
-            with the old weights. Only the controller knows this, because an engine does not notice one-sided writes.
-        deadline_s: seconds for the engine to resume; the agent carries out no other command during that time.
+        mixed_weights: whether the engine's live weights may be of two versions. If so, the engine stays paused; if not,
+            it resumes with the old weights. The engine cannot decide this, because it does not notice one-sided writes.
+        deadline_s: seconds for the engine to resume. The agent carries out no other command before the engine has
+            resumed or the time is over.
     """
 
     reason: str
@@ -149,7 +155,7 @@ class PluginCommand(msgspec.Struct, frozen=True, tag="plugin"):
 
 
 BackendCommand = GroupCommand | RelayCommand | PluginCommand
-"""Commands of a backend to its own halves (`control.backend.TakesCommands`)."""
+"""Commands that a backend sends to its own senders and receivers (`control.backend.TakesCommands`)."""
 
 
 TrainerCommand = ConnectTrainer | ChangeLinks | Prepare | Write | Abort | BackendCommand
@@ -176,7 +182,7 @@ EngineCommand = (
 
 
 WRITING = (Write, *RELAY_WRITING)
-"""Commands whose carrying out writes into memory of other ranks."""
+"""Commands that make a rank write into memory of other ranks."""
 
 
 Command = TrainerCommand | EngineCommand
@@ -192,7 +198,7 @@ class FailureKind(StrEnum):
         FAILED: the command failed.
         UNKNOWN: the outcome of a write is unknown.
         STALE: the command has an older epoch or round than the agent has seen.
-        TIMED_OUT: the rank timed out while it waited for other members of a group.
+        TIMED_OUT: the rank timed out while it waited for other ranks to join a collective group.
     """
 
     FAILED = "failed"
@@ -205,8 +211,8 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     """Answer of a trainer rank that is ready to write.
 
     Attributes:
-        digested: `DIGESTED` rows of boxes that other ranks hold too.
-        compare_s: seconds for these digests, without the wait for earlier work on the rank's GPU.
+        digested: digests of boxes that other trainer ranks hold too, as an array of dtype `DIGESTED` in bytes.
+        compare_s: seconds that the rank computed these digests, without the wait for earlier work on its GPU.
     """
 
     digested: bytes

@@ -1,8 +1,8 @@
 """Publish requests of the trainer ranks, and the reports that answered them.
 
-A trainer repeats its request after a reconnection, and a lost connection can lose a report. The attempt number makes
-both harmless. A repeated attempt gets its report again. An announcement never counts for a later attempt; otherwise a
-round could begin while one rank already changes its weights.
+A lost connection can lose a report, so a trainer rank repeats its request after it has connected again. A repetition
+has the attempt number of the first request. If the update of this request has begun, the repetition never begins
+another round, because the rank may change its weights once it has the report. The rank gets the stored report instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class CalledUpdate:
     """Update that the controller's own process requested.
 
     Attributes:
-        copied: set once no trainer rank reads its weights any more, if all ranks send from replicas.
+        copied: set when trainer ranks begin to write. From then on, ranks that send from replicas do not read their
+            weights any more.
         report: task that returns the report of the update.
     """
 
@@ -72,8 +73,10 @@ class PublishRequests:
     def receive(self, pending: PendingPublish) -> UpdateReport | None:
         """Record an announcement as the newest request of its rank.
 
-        If the update of the newest request has begun, the method does not record a repetition of this request, but
-        returns the report of the update, or None while the update runs. It then also ignores an older attempt.
+        If the update of the newest request has begun, ignore an earlier attempt or a repetition by the same process.
+
+        Returns:
+            For a repetition, the report of its update, or None while the update runs; None for every other request.
         """
         worker = pending.trainer[0]
         known = self._newest.get(worker)
@@ -87,13 +90,16 @@ class PublishRequests:
         return None
 
     def withdraw(self, worker: str) -> None:
-        """Drop the request of a rank that has lost its connection; the rank announces again when it reconnects."""
+        """Drop the request of a rank that has lost its connection, unless the update has begun.
+
+        The rank announces its version again when it reconnects.
+        """
         if (known := self._newest.get(worker)) is not None and not known.has_begun:
             del self._newest[worker]
             self._waiting.discard(worker)
 
     def give_up(self, worker: str, attempt: int) -> PendingPublish | None:
-        """Drop a request because the caller in the trainer no longer waits for it.
+        """Drop a request because the calling thread in the trainer no longer waits for the report.
 
         Returns:
             The request; None if its update has begun, or if the rank has made a newer request.
@@ -109,7 +115,7 @@ class PublishRequests:
         return worker in self._waiting
 
     def pop_all(self, workers: Collection[str]) -> tuple[PendingPublish, ...]:
-        """Return the requests of `workers` and mark them as begun, if all of them wait; else return none."""
+        """Return the requests of `workers` and mark them as begun; return () if one of these ranks does not wait."""
         found = [self._newest[worker] for worker in workers if worker in self._newest]
         if len(found) < len(workers) or any(request.has_begun for request in found):
             return ()
@@ -119,7 +125,10 @@ class PublishRequests:
         return tuple(request.pending for request in found)
 
     def answer(self, pending: PendingPublish, report: UpdateReport) -> UpdateReport:
-        """Record the report of an ended attempt, and return it with the version and attempt of this rank."""
+        """Record the report of the update that `pending` requested, and return a copy for the rank.
+
+        The copy has the version and the attempt number of `pending`.
+        """
         answer = msgspec.structs.replace(report, version=pending.version, attempt=pending.attempt)
         known = self._newest.get(pending.trainer[0])
         if known is not None and known.pending == pending:

@@ -52,7 +52,10 @@ It forgets the oldest engines first, because most of them have left for good.
 """
 BACKOFF = Backoff(1.0, 30.0)
 MAX_ATTEMPTS = 8
-"""Maximum number of attempts for one process and one cause. The number is limited, because no round runs during an attempt."""
+"""Maximum number of attempts to bring an engine up to one version, or of commands that a rank resume.
+
+The number is limited, because no other round runs during an attempt.
+"""
 
 
 @dataclass(slots=True)
@@ -62,10 +65,10 @@ class _Attempts:
     Attributes:
         newcomer: processes of the engine.
         version: the version.
-        clean: whether the engine's weights were whole before the first attempt. If so, nothing but these attempts can
-            have written into the engine since.
-        unable: donors whose weights cannot give the engine the same bytes as the trainers would.
-        failures: donor -> number of failed attempts.
+        clean: whether the engine did not have mixed weights before the first attempt. If so, only these attempts can have
+            written into the engine since, and no trainer.
+        unable: donors from which the engine cannot get the same bytes as from the trainers.
+        failures: donor -> number of failed attempts with this donor.
         due_s: earliest time of the next attempt, on the loop's clock.
     """
 
@@ -79,11 +82,11 @@ class _Attempts:
 
 @final
 class CatchUps:
-    """Bring engines up to the published version. The methods run in the controller's event loop.
+    """Rounds that bring engines up to the published version. The methods run in the controller's event loop.
 
-    A failed attempt is repeated after a delay, with the donor that has failed least, at most `MAX_ATTEMPTS` times for a
-    version. When a rank of the engine loses its connection, the count starts again. No other round runs during an
-    attempt.
+    A failed attempt is repeated after a delay, with the donor that has failed least often. An engine gets at most
+    `MAX_ATTEMPTS` attempts for a version. When a rank of the engine loses its connection, the count starts again. No
+    other round runs during an attempt.
 
     Args:
         rounds: runs the rounds.
@@ -121,7 +124,7 @@ class CatchUps:
     # --- trainers that wait with the published weights ---------------------------------------
 
     def stands_still_if(self, holds: Callable[[], bool]) -> None:
-        """Add a condition under which all trainer ranks wait with the weights that they published last."""
+        """Add a function that returns True only while all trainer ranks wait and keep the weights that they published last."""
         self._conditions.append(holds)
 
     @property
@@ -146,7 +149,7 @@ class CatchUps:
         """Bring up engines that are behind, and bind the fleet, as soon as no round runs."""
         if self._fleet.held:
             self._tasks.spawn(self._members.probe_held())
-        # A task that still waits for the end of a round covers all changes until then.
+        # A task that still waits for the end of a round will see all changes that are made before this end.
         if not self._is_due:
             self._is_due = True
             self._tasks.spawn(self._settle())
@@ -182,7 +185,7 @@ class CatchUps:
         names = ", ".join(engine.name for engine in engines)
         _log.info("%s: the trainers send it again to %s", fleet.unserved, names)
         try:
-            # Replicas of the trainers were compared when the version was published.
+            # Boxes that several trainers hold were compared already when the version was published.
             binding = replace(await self._connector.ensure_bound(), replicated=None)
             report = await self._rounds.run_round(fleet.published, fleet.lineage, binding)
         except WindlassError as error:
@@ -288,7 +291,7 @@ class CatchUps:
         self.settle_soon()
 
     async def presume_ended(self, identity: Identity) -> None:
-        """Release the writes of a rank whose process stays away for the deadline of writes."""
+        """Wait for the deadline of writes. If the process has not connected again by then, treat its writes as ended."""
         await asyncio.sleep(self._config.deadlines.write_s)
         agent = self._fleet.find(identity[0])
         away = agent is None or agent.identity != identity
@@ -299,7 +302,7 @@ class CatchUps:
 
 @final
 class ResumeRetries:
-    """Repeat the command to resume for engine ranks that did not resume. The methods run in the controller's event loop.
+    """Repeated commands to engine ranks that did not resume. The methods run in the controller's event loop.
 
     Args:
         run: versions, journal and fleet.
@@ -329,10 +332,10 @@ class ResumeRetries:
         return len(self._retrying)
 
     def heard(self, agent: Agent, reply: Reply[Result]) -> bool:
-        """Record from a reply whether the engine generates; return whether that has changed.
+        """Record from a reply whether the engine generates; return whether this differs from the earlier record.
 
-        Every `Done` of an engine rank reports it (`Done.not_resumed`), with two exceptions: the answer to a probe, and
-        an old answer that is repeated after a welcome.
+        Every `Done` of an engine rank reports whether the engine generates (`Done.not_resumed`), with two exceptions: the
+        answer to a probe, and a stored answer that the rank repeats after it has connected again.
         """
         result = reply.result
         if not isinstance(result, Done) or agent.hello.role is not Role.ENGINE:
@@ -358,14 +361,14 @@ class ResumeRetries:
         worker = agent.hello.worker
         for num_told in range(MAX_ATTEMPTS):
             await asyncio.sleep(BACKOFF.after(num_told + 1))
-            # While a round runs, it may have paused the rank on purpose.
+            # A running round may have paused the rank on purpose, so wait for its end.
             async with self._lock:
                 again = Abort(f"go on: {agent.not_resumed}", deadline_s=self.deadline_s)
                 try:
                     session = self._members.sessions[worker]
                     await session.send(Envelope(*self._run.new_epoch(), 1, again))
                 except PeerUnreachable as error:
-                    # When the process connects again, it tells whether it generates.
+                    # When the process connects again, it reports whether it generates.
                     _log.info("%s", error)
         await asyncio.sleep(BACKOFF.after(MAX_ATTEMPTS + 1))
         reason = agent.not_resumed

@@ -13,8 +13,8 @@ class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
 
     Attributes:
         groups: for a trainer, the groups that it sends to; for an engine, its own group.
-        bindings: bindings of all members for a trainer, or of the ranks that the engine forwards to.
-        addresses: addresses of all roots for a trainer, or of the ranks that the engine forwards to.
+        bindings: for a trainer, bindings of all members of its groups; for an engine, of the ranks that it forwards to.
+        addresses: for a trainer, addresses of the roots of its groups; for an engine, of the ranks that it forwards to.
     """
 
     groups: tuple[RelayGroup, ...]
@@ -23,7 +23,10 @@ class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
 
 
 class RelayWrite(msgspec.Struct, frozen=True, tag="relay_write"):
-    """Command to a trainer: write like `Write`, but bound relay groups only at their roots; answer `Written`."""
+    """Command to a trainer: write to `destinations`, and answer `Written`.
+
+    In contrast to `Write`, a relay group gets bytes from the trainer only at the roots of its trees.
+    """
 
     version: int
     destinations: tuple[str, ...]
@@ -31,7 +34,7 @@ class RelayWrite(msgspec.Struct, frozen=True, tag="relay_write"):
 
 
 class Relay(msgspec.Struct, frozen=True, tag="relay"):
-    """Command to an engine: verify arriving chunks and forward them; answer `Relayed` at the end."""
+    """Command to an engine: verify chunks that arrive, forward them, and answer `Relayed` after the last chunk."""
 
     version: int
     deadline_s: float

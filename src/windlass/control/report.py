@@ -1,4 +1,7 @@
-"""Report of an update: its outcome and its figures. Every display of rounds shows each member of `Measure`."""
+"""Report of an update: outcome, times and bytes.
+
+The terminal, the metrics and the web page iterate over the members of `Measure`.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ TOLD_COSTS = 64
 class Measure(StrEnum):
     """A figure of a round, by its name on the wire.
 
-    A rank may report a figure several times in a round; its values are added up. The round's figure is the largest sum
-    of a rank for seconds, and the sum over all ranks for bytes.
+    A rank may report a figure several times in a round, and the controller adds these values up. A figure in seconds is
+    then the largest sum of any rank; a figure in bytes is the total of all ranks.
 
     Attributes:
         unit: "bytes" or "seconds".
@@ -63,7 +66,7 @@ class Measure(StrEnum):
         return f"{value:,.0f}"
 
     def of_ranks(self, by_rank: dict[str, float]) -> float:
-        """Return the round's figure from the sums of the ranks that reported it."""
+        """Return the round's figure. `by_rank`: rank -> sum of the values that the rank reported."""
         values = by_rank.values()
         return max(values, default=0.0) if self.unit == "seconds" else sum(values)
 
@@ -139,7 +142,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
         left_out: name -> reason, for engines that do not serve `version`: dead, with mixed weights, or joining.
         measures: name of a `Measure` -> figure of the round, for figures that were measured.
         phase_s: name of a phase -> its seconds.
-        digest_ok: whether every written range had the sender's digest on the receiving side.
+        digest_ok: False if links still failed, or still had wrong digests, after the last rewrite.
         attempt: the `Announce.attempt` that this report answers; 0 if the controller's own process requested the
             update.
         transports: name of a transport -> number of its links, if bytes travel by one-sided writes. `/v1/status` shows
@@ -227,9 +230,10 @@ def failed_report(version: int, reason: str) -> UpdateReport:
 async def report_of(
     version: Callable[[], int], round_: Coroutine[object, object, UpdateReport]
 ) -> UpdateReport:
-    """Return the report of a round, also after any exception, so that trainers do not wait until their deadline.
+    """Await a round and return its report.
 
-    The function calls `version` after a failure, because the version of a push is only known while it runs.
+    After an exception, return a failed report, so that trainers do not wait for a report until their deadline. `version`
+    is a function, because the controller learns the version of a push only while the push runs.
     """
     try:
         return await round_

@@ -64,9 +64,9 @@ class RoundRunner:
         self.lock = asyncio.Lock()
         self._driver: RoundDriver | None = None
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
-        # Digests of the links of the version that was published last.
+        # Link -> digest, of the version that trainers published last.
         self._digests: Mapping[Link, str] = {}
-        # Findings about the newest version of the trainers; see `_with_suspicions`.
+        # Number of successive unchanged versions, and whether the last version had NaN or infinity.
         self._num_unchanged = 0
         self._had_non_finite = False
 
@@ -80,12 +80,12 @@ class RoundRunner:
         self._phase_listeners.append(listener)
 
     def replied(self, session: AgentSession, reply: Reply[Result]) -> None:
-        """Pass an agent's answer to the round that runs."""
+        """Pass an agent's answer to the running round, if a round runs."""
         if self._driver is not None:
             self._driver.on_reply(session, reply)
 
     def lost(self, agent: Agent, reason: str) -> None:
-        """Report to the running round that an agent has lost its connection."""
+        """Tell the running round, if a round runs, that an agent has lost its connection."""
         if self._driver is not None:
             self._driver.post(AgentLost(agent.hello.worker, reason))
 
@@ -94,13 +94,13 @@ class RoundRunner:
     def spec_of(
         self, version: int, lineage: str, binding: Binding, *, is_new: bool = False
     ) -> RoundSpec:
-        """Return the specification of a round: the sources of a binding write a version into its engines.
+        """Return the specification of a round in which the sources of a binding write a version into its engines.
 
         Args:
             version: the version.
             lineage: the run that the version belongs to.
             binding: sources, engines and links.
-            is_new: whether trainers publish the version; otherwise engines are brought up to it.
+            is_new: whether trainers publish a new version; False if the round brings engines up to a published version.
         """
         replicated, turn, period = self._comparisons.of_round(version, binding)
         return RoundSpec(
@@ -118,7 +118,10 @@ class RoundRunner:
         )
 
     def _sent_before(self, binding: Binding) -> dict[Link, str]:
-        """Return the digests of the last version of these trainers, for links to engines that serve it."""
+        """Return link -> digest of the last published version, for links to engines that serve this version.
+
+        The result is empty if other trainer processes published the version.
+        """
         if self._fleet.published_by != binding.identities_of(binding.trainers):
             return {}
         serving = {engine.name for engine in self._fleet.routable()}
@@ -133,7 +136,8 @@ class RoundRunner:
         Args:
             spec: the round.
             binding: sources, engines and links.
-            copied: set once no trainer rank reads its weights any more, if all ranks send from replicas.
+            copied: event that is set when the round enters WRITE. From then on, ranks that send from replicas do not
+                read their weights any more.
 
         Raises:
             RoundAborted: the journal cannot be written.
@@ -154,7 +158,7 @@ class RoundRunner:
         self._driver = driver = RoundDriver(
             spec,
             binding,
-            round_id=round_id,  # the run's may grow during the round: a Hello can bring a higher epoch
+            round_id=round_id,  # not `Run.round_id`: a Hello with a higher epoch changes it during the round
             sessions=self._members.sessions,
             clock=time.perf_counter,
             on_phase=on_phase,
@@ -170,7 +174,7 @@ class RoundRunner:
         report, binding, spec = finish.report, driver.binding, driver.spec
         is_published = report.outcome is RoundOutcome.PUBLISHED
         is_new = spec.sent_before is not None
-        # A copy between engines may be of another run's version, and a job of this run may have joined since.
+        # A catch-up may have copied a version of an earlier run, and a job of this run may have joined meanwhile.
         if is_published and spec.lineage == self._run.lineage:
             self._fleet.publish(report.version, self._run.lineage)
         self._members.set_silent_aside(driver.sessions, finish.silent, report.left_out)

@@ -40,10 +40,10 @@ PHASE_TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
     Phase.PREPARE: frozenset({Phase.WRITE, Phase.DONE}),
     # Links are written again after a failure or a wrong digest. Engines without links verify nothing.
     Phase.WRITE: frozenset({Phase.WRITE, Phase.VERIFY, Phase.PAUSE, Phase.APPLY, Phase.DONE}),
-    # Engines have paused in PREPARE already in every mode but `staged`.
+    # PAUSE follows only in `staged` mode. In all other modes engines have paused in PREPARE already.
     Phase.VERIFY: frozenset({Phase.WRITE, Phase.PAUSE, Phase.APPLY, Phase.DONE}),
     Phase.PAUSE: frozenset({Phase.APPLY, Phase.DONE}),
-    # From here on the round writes nothing: the weights are live.
+    # APPLY makes the received weights live, so the round writes nothing after it has begun.
     Phase.APPLY: frozenset({Phase.PUBLISH, Phase.DONE}),
     Phase.PUBLISH: frozenset({Phase.DONE}),
     Phase.DONE: frozenset(),

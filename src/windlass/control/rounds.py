@@ -75,13 +75,13 @@ class RoundSpec:
         trainers: source workers.
         engines: engine name -> its rank workers.
         links: (source, destination) pairs of workers between which bytes are sent.
-        delivery: way in which the round delivers bytes. It has the state of one round.
+        delivery: delivery of the bytes. It stores state of this round, so each round needs a new one.
         replicated: boxes that several trainers hold and must agree about; None if this round compares nothing.
         turn: number of earlier comparisons of `replicated`; selects the pieces that this round compares.
         period: number of rounds after which every piece has been compared once.
         lineage: identity of the run that `version` belongs to.
-        sent_before: link -> its digest in the version that engines serve now, if the same trainers sent it; None if the
-            round publishes no new version.
+        sent_before: link -> digest in the version that engines serve now; empty if other trainers sent that version. None
+            if the round publishes no new version.
     """
 
     version: int
@@ -130,8 +130,8 @@ class GiveUp:
 
     Attributes:
         reason: reason for the reports and the log.
-        is_blocked: True if the controller could not record the phase that was just entered: it has not begun, and none
-            of its commands was sent. False if the trainer that drives the round has failed.
+        is_blocked: True if the controller could not record the phase that was just entered. The phase has then not begun,
+            and none of its commands was sent. False if the trainer that drives the round has failed.
     """
 
     reason: str
@@ -140,7 +140,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """End of the calls of a trainer that drives the update: it has sent all bytes of `version`."""
+    """Notice from a trainer that drives the update: the trainer has sent all bytes of `version`."""
 
     version: int
 
@@ -179,7 +179,7 @@ class Finish:
         mixed: engines with live weights that may be of two versions, quarantined or not.
         unsettled: worker that has not answered a write command -> engines that its bytes may still reach.
         silent: engine ranks that did not answer by a deadline.
-        carried: link -> bytes and seconds, for links that reported them separately.
+        carried: link -> bytes and seconds, for links that were measured one by one.
         digests: digests of the links of engines that published.
         is_unchanged: whether no byte differs from the previous version.
         non_finite: trainer parameters that contain NaN or infinity.
@@ -211,10 +211,10 @@ class _Engine:
     mixed: bool = False
 
     def end(self, outcome: EngineOutcome, reason: str = "") -> None:
-        """Give the engine an outcome. No other code changes it.
+        """Set the engine's outcome. No other code sets the outcome.
 
         Raises:
-            RuntimeError: the table lacks the transition.
+            RuntimeError: `OUTCOME_TRANSITIONS` lacks the transition.
         """
         if outcome not in OUTCOME_TRANSITIONS[self.outcome]:
             raise RuntimeError(f"engine {self.name}: {self.outcome} must not become {outcome}")
@@ -366,7 +366,7 @@ class RoundMachine:
             case Prepare(), Done() if worker not in self._digested:
                 pass
             case ((Pause() | Apply() | Publish()), Done()):
-                # `handle` has removed the command from `pending`, and these replies contain no results.
+                # Nothing is left to do: `handle` has removed the command from `pending`.
                 pass
             case _ if (found := self._delivery.answered(worker, command, result)) is not None:
                 self._on_findings(worker, found)
@@ -513,7 +513,10 @@ class RoundMachine:
             self._send_engines(Apply(self._version))
 
     def _is_unchanged(self) -> bool:
-        """Return whether engines get the bytes that they already serve; false if no engine has links to compare."""
+        """Return whether engines get the same bytes that they already serve.
+
+        An engine counts only if `sent_before` has a digest for each of its links. Without such an engine, return False.
+        """
         if self._config.unchanged is Reaction.OFF:
             return False
         before = self._spec.sent_before or {}
@@ -531,7 +534,11 @@ class RoundMachine:
         ]
 
     def _refuse_unchanged(self) -> None:
-        """End the round. Engines with links of the previous version still hold its bytes, as they have verified."""
+        """End the round, because the version changes no byte.
+
+        First leave out engines with a link that `sent_before` lacks, because their live weights may have changed. All
+        other engines have verified that they have the bytes of the previous version, so their weights are not mixed.
+        """
         reason = unchanged_reason(self._version)
         before = self._spec.sent_before or {}
         for name, engine in self._engines.items():
@@ -579,7 +586,14 @@ class RoundMachine:
     # --- endings -----------------------------------------------------------------------------
 
     def _drop(self, name: str, reason: str, *, unknown: bool = False, lost: str = "") -> None:
-        """Leave one engine out and continue the round."""
+        """Leave one engine out and continue the round.
+
+        Args:
+            name: the engine.
+            reason: reason for the report.
+            unknown: whether bytes may still arrive in the engine's memory, so that it is quarantined.
+            lost: rank that has lost its connection, to which no `Abort` is sent; empty for none.
+        """
         engine = self._engines[name]
         if engine.outcome is not EngineOutcome.ACTIVE:
             if unknown:
@@ -705,10 +719,10 @@ class RoundMachine:
         self._announce_phase()
 
     def _move(self, phase: Phase) -> None:
-        """Change the phase. No other code changes it.
+        """Set the phase. No other code sets the phase.
 
         Raises:
-            RuntimeError: the table lacks the transition.
+            RuntimeError: `PHASE_TRANSITIONS` lacks the transition.
         """
         if phase not in PHASE_TRANSITIONS[self._phase]:
             raise RuntimeError(f"phase {self._phase} must not become {phase}")

@@ -62,7 +62,7 @@ class Run:
             return f"stale version: it must be > {newest}, which was or may have been published"
         return "" if version <= MAX_COUNT else f"version must be < 2^53, got {version}"
 
-    # --- what agents say ---------------------------------------------------------------------
+    # --- reports of agents -------------------------------------------------------------------
 
     def check_past(self, hello: Hello) -> None:
         """Check the versions and round ids that an agent reports from earlier controllers.
@@ -96,10 +96,10 @@ class Run:
         """Update epoch and published version from the past that an admitted agent reports.
 
         An agent of this run that serves a reserved version proves that the version was published. A controller
-        without a journal accepts versions of another run too, but only from trainers and only before it has bound a
-        plan: an engine may come from any run.
+        without a journal also accepts versions of another run, but only before it has bound a plan, and only from
+        trainers. It does not accept them from engines, because an engine may have served an unrelated run.
         """
-        # An agent refuses every epoch below the highest that it has seen, from any controller.
+        # An agent refuses epochs below the highest that it has received from any controller.
         epoch = max(self.round_id.epoch, hello.epoch)
         self.round_id = self.round_id._replace(epoch=epoch)
         version, fleet = hello.served_version, self.fleet
@@ -119,7 +119,7 @@ class Run:
             self.reserved = -1
             self.fleet.publish(-1, self.lineage)
 
-    # --- on record ---------------------------------------------------------------------------
+    # --- entries of the journal --------------------------------------------------------------
 
     def reserve(self, version: int) -> None:
         """Record in the journal that engines may serve `version`, before any engine is told to.
@@ -145,7 +145,8 @@ class Run:
     ) -> None:
         """Append an entry, and log an error if the journal cannot be written.
 
-        The outcome cannot be undone, and the PUBLISHING entry is in the journal already.
+        The missing entry does not fail the round, because its outcome cannot be undone. After a restart, the PUBLISHING
+        entry still prevents other weights from getting the same version.
         """
         try:
             self.record(kind, version, engines, detail)

@@ -54,7 +54,7 @@ class AgentSession(Session[Command | Probe, Result]):
 
 @final
 class RankCaller:
-    """Calls many ranks at once in one round or one binding. It returns the failure of a rank as a value.
+    """Calls many ranks at once in one round or one binding. A failed call returns its error instead of raising it.
 
     Args:
         sessions: worker -> session. A process that connects later under the same name is never called.

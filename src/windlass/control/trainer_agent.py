@@ -94,7 +94,10 @@ class TrainerAgent:
                 self._is_watched = True
 
     def _note_changes(self) -> None:
-        """Record the name of a changed parameter, because locating the parameters resets what `changed` compares with."""
+        """Record the name of a parameter that has changed.
+
+        Call this before `TrainerWeights.parameters`, which resets the state that `TrainerWeights.changed` compares with.
+        """
         with self._noting:
             if self._is_watched or self._is_released:
                 self._changed_name = self._changed_name or self._changed()
@@ -124,7 +127,7 @@ class TrainerAgent:
                     self._sender.prepare(command.version)
                 replica = self._one_sided.replica
                 if replica is not None and not replica.is_taken(command.version):
-                    # The trainer did not wait for the copy, so it may have changed the weights during it.
+                    # The trainer may have changed the weights while they were copied.
                     self._note_changes()
                     self._refuse_changed()
                 return prepared
@@ -144,7 +147,8 @@ class TrainerAgent:
     def _check_version(self, version: int) -> None:
         """Check that the weights are unchanged since the trainer began to publish `version`.
 
-        The controller requests a published version again when no engine serves it any more.
+        The controller requests a published version again if no engine serves it any more. The trainer may have changed
+        its weights meanwhile.
 
         Raises:
             RoundAborted: the weights may have changed since the trainer began to publish `version`.
@@ -180,7 +184,7 @@ class TrainerAgent:
         if command.non_finite is Reaction.OFF:
             return
         if replica is not None and replica.is_taken(command.version):
-            # The replica was taken before, so the weights may belong to a later step.
+            # The replica was copied earlier, so the live weights may be of a later optimizer step.
             return
         is_refused = command.non_finite is Reaction.REFUSE
         self._non_finite = self._finite.find(everywhere=is_refused)
@@ -196,8 +200,10 @@ class TrainerAgent:
             raise RoundAborted(_too_early(self._changed_name))
 
     def _bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
-        """Bind a plan, or change its links. After an exception this rank has no binding."""
-        # After an exception in the middle of a binding, this rank must count as unbound.
+        """Bind a plan, or change links of the bound plan.
+
+        After an error this rank counts as unbound. The exception is a refused change of links: it keeps the old binding.
+        """
         before, self.bound_in = self.bound_in, 0
         offer: GroupOffer | None = None
         try:
@@ -236,7 +242,7 @@ class TrainerAgent:
         self._sender.change_links(plan, command.bindings, command.gone)
 
     def _note_read(self, plan: TransferPlan) -> None:
-        """Add the parameters that a part of a plan reads."""
+        """Record the parameters that a plan reads, and pass the indices of all recorded parameters to `read`."""
         self._read.update(np.unique(plan.ops.src_parameter).tolist())
         self._finite.bind(self._read)
         if self._note is not None:
@@ -258,7 +264,7 @@ class TrainerAgent:
             self._sender.close()
 
     def _compare(self, command: Prepare) -> Prepared:
-        """Return digests of replicated boxes; for a replica, the digests taken before the copy."""
+        """Return digests of replicated boxes; after the weights were copied, the digests from before the copy."""
         compare_s = 0.0
         replica = self._one_sided.replica
         if replica is not None and replica.is_taken(command.version):
@@ -299,7 +305,7 @@ class TrainerAgent:
         return msgspec.structs.replace(sent, links=links)
 
     def close(self) -> None:
-        """Leave groups; the one-sided sender belongs to the caller. Idempotent."""
+        """Close the digests and the backend's sender. The caller closes the one-sided sender. Idempotent."""
         self._replicated.close()
         self._leave()
 
