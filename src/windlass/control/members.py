@@ -348,7 +348,7 @@ class Members:
             _log.warning("report of version %s: %s", report.version, error)
 
     async def probe_held(self) -> None:
-        """Send a probe to every source that has not answered a write; its answer shows that the write has ended."""
+        """Send a probe to every source with an unanswered write. The answer to the probe shows that the write has ended."""
         for identity, round_id in self._fleet.held.items():
             session = self.sessions.get(identity[0])
             if session is not None and session.agent.identity == identity:
@@ -428,7 +428,7 @@ class Members:
 
     async def close(self) -> None:
         """Close every connection. Idempotent."""
-        # Close all connections at once, because an agent that does not answer delays its own until a deadline.
+        # Close all connections at once: closing the connection of an agent that does not answer lasts until a deadline.
         closing = (session.close() for session in list(self.sessions.values()))
         await asyncio.gather(*closing, return_exceptions=True)
 

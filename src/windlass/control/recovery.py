@@ -5,8 +5,8 @@ each publish, but an engine keeps its weights until the next version. The newcom
 engine that serves the version (the donor), in an ordinary round whose sources are the ranks of the donor. No other
 engine is paused, and the trainers take no part.
 
-If no engine serves the version, the trainers send it again. They can do so while they wait for rollouts: only engines
-can produce these, so the trainers still have the published weights.
+If no engine serves the version, the trainers send it again while they wait for rollouts. They still have the published
+weights, because without engines no rollouts arrive and the trainers make no step.
 
 `ResumeRetries` repeats the command to resume for engine ranks that did not resume, for example because the engine's own
 server did not answer. Their weights are whole and of one version. The repetitions end when the rank resumes, when it
@@ -168,7 +168,7 @@ class CatchUps:
             await self._bring_up(engine)
 
     async def _bring_up_from_trainers(self) -> None:
-        """Make the trainers send the published version again to all engines, if they still have its weights."""
+        """Run a round in which the trainers send the published version again, if `trainers_stand_still`."""
         fleet = self._fleet
         trainers, engines = fleet.trainers(), fleet.writable_engines()
         if fleet.published < 0 or trainers is None or not engines:
@@ -201,9 +201,8 @@ class CatchUps:
     def lost(self, agent: Agent, *, ended: bool) -> None:
         """Reset the attempts of an engine that has lost a rank.
 
-        While the lost rank may still be writing, no round writes to its destinations. If the rank's side `ended` the
-        connection and its process does not connect again within the deadline of writes, the process is presumed to have
-        ended, and its writes with it.
+        While the lost rank may still be writing, no round writes to its destinations. If an engine rank's process `ended`
+        the connection and does not connect again within the deadline of writes, the rank's writes count as ended.
         """
         attempts = self._attempts.get(agent.hello.group)
         if attempts is not None:
@@ -291,7 +290,7 @@ class CatchUps:
         self.settle_soon()
 
     async def presume_ended(self, identity: Identity) -> None:
-        """Wait for the deadline of writes. If the process has not connected again by then, treat its writes as ended."""
+        """Treat the writes of a process as ended if it does not connect again within the deadline of writes."""
         await asyncio.sleep(self._config.deadlines.write_s)
         agent = self._fleet.find(identity[0])
         away = agent is None or agent.identity != identity

@@ -13,8 +13,10 @@ class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
 
     Attributes:
         groups: for a trainer, the groups that it sends to; for an engine, its own group.
-        bindings: for a trainer, bindings of all members of its groups; for an engine, of the ranks that it forwards to.
-        addresses: for a trainer, addresses of the roots of its groups; for an engine, of the ranks that it forwards to.
+        bindings: for a trainer, bindings of all members of `groups`; for an engine, bindings of the ranks to which it
+            forwards chunks.
+        addresses: for a trainer, addresses of the roots of `groups`; for an engine, addresses of the ranks to which it
+            forwards chunks.
     """
 
     groups: tuple[RelayGroup, ...]
@@ -43,7 +45,7 @@ class Relay(msgspec.Struct, frozen=True, tag="relay"):
 class SkipUpstream(msgspec.Struct, frozen=True, tag="skip_upstream"):
     """Command to an engine in a relay: stop waiting for this upstream.
 
-    The agent carries it out as soon as it arrives. The controller does not await the answer.
+    The agent carries out this command at once, even during `Relay`. The controller does not await the answer.
     """
 
     upstream: str

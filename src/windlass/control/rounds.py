@@ -436,7 +436,7 @@ class RoundMachine:
             self._drop(self._engine_of[worker], f"{worker}: {reason}", lost=worker)
         elif worker in self._spec.trainers:
             self._lost_trainers.add(worker)
-            # After its writes a trainer is needed again only for rewrites.
+            # A trainer that has answered its write command is needed only if links must be written again.
             if self.phase is Phase.PREPARE or worker in self._links.in_flight:
                 self._give_up(f"{worker}: {reason}")
 

@@ -127,7 +127,7 @@ class TrainerAgent:
                     self._sender.prepare(command.version)
                 replica = self._one_sided.replica
                 if replica is not None and not replica.is_taken(command.version):
-                    # The trainer may have changed the weights while they were copied.
+                    # The trainer may have changed the weights during the copy.
                     self._note_changes()
                     self._refuse_changed()
                 return prepared
@@ -178,7 +178,7 @@ class TrainerAgent:
         """Look for NaN and infinity in the parameters that engines get.
 
         Raises:
-            RoundAborted: a parameter contains them, and `non_finite` is "refuse".
+            RoundAborted: a parameter contains NaN or infinity, and `non_finite` is "refuse".
         """
         replica, self._non_finite = self._one_sided.replica, ()
         if command.non_finite is Reaction.OFF:
@@ -290,7 +290,7 @@ class TrainerAgent:
     def _written(self, sent: Written) -> Written:
         """Mark links as failed if a parameter changed during the write.
 
-        Digests do not detect that: they show only that the bytes arrived as the sender read them.
+        Digests do not detect such a change, because the sender computes a digest of the bytes that it has read.
         """
         sent = msgspec.structs.replace(sent, non_finite=self._non_finite)
         if self._one_sided.replica is not None or not (name := self._changed()):
