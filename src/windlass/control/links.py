@@ -48,7 +48,7 @@ class LinkLedger:
         )
 
     def ask(self, source: str, destinations: tuple[str, ...]) -> None:
-        """Record a command that `source` write to `destinations`.
+        """Record that `source` gets a command to write to `destinations`.
 
         The links then count as unwritten, and the destinations must verify again.
         """

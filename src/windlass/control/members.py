@@ -220,7 +220,7 @@ class Members:
             _log.warning("refused for now: %s", error)
             raise
         except (ProtocolError, PlanError) as error:
-            # If another process is connected under this name, callers that wait for the engine get that process.
+            # Do not fail callers that wait for this engine if another process is already connected as this rank.
             if hello.role is Role.ENGINE and hello.worker not in self.sessions:
                 self._note_refusal(hello.worker, hello.group, f"{type(error).__name__}: {error}")
             raise

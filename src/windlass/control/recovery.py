@@ -52,7 +52,7 @@ It forgets the oldest engines first, because most of them have left for good.
 """
 BACKOFF = Backoff(1.0, 30.0)
 MAX_ATTEMPTS = 8
-"""Maximum number of attempts to bring an engine up to one version, or of commands that a rank resume.
+"""Maximum number of attempts to bring an engine up to one version, and of repeated commands to resume a rank.
 
 The number is limited, because no other round runs during an attempt.
 """

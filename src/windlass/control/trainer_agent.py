@@ -202,7 +202,7 @@ class TrainerAgent:
     def _bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
         """Bind a plan, or change links of the bound plan.
 
-        After an error this rank counts as unbound. The exception is a refused change of links: it keeps the old binding.
+        After an error this rank counts as unbound, except after a refused change of links, which changes nothing.
         """
         before, self.bound_in = self.bound_in, 0
         offer: GroupOffer | None = None
