@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,7 +137,9 @@ def render(rows: Sequence[Row], proofs: Sequence[dict[str, Any]]) -> str:
 
 
 def _proof(row: dict[str, Any]) -> str:
-    outcome = row["outcome"] if row["outcome"] == "proven" else f"{row['outcome']}: {row['detail']}"
+    outcome = row["outcome"]
+    if outcome != "proven":
+        outcome += f": {textwrap.shorten(row['detail'], 120)}"
     cells = [f"{row['engine']} {row['engine_version']}", row["case"], row["engine_ranks"]]
     cells += [row["trainer"], row["transport"], str(row["num_tensors"]), outcome]
     row_of_page = " | ".join(cell.replace("|", r"\|") for cell in cells)
