@@ -6,6 +6,7 @@ import fcntl
 import gc
 import json
 import os
+import resource
 import subprocess
 import sys
 import tracemalloc
@@ -322,6 +323,29 @@ def test_after_a_failed_sync_the_next_entry_rewrites_the_file(
     again = Journal(path)
     assert (again.summary, [*again.recent][-2:]) == (kept.summary, [entry(1), entry(4)])
     again.close()
+
+
+def test_a_file_that_cannot_be_rewritten_after_a_failed_sync_is_an_os_error(folder: Path) -> None:
+    """A round ends on an OSError of the journal. Another error would escape from the round."""
+    kept = Journal(folder / "journal")
+    kept.start()
+
+    def fails(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fdatasync", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            kept.append(entry(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            kept.append(entry(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    kept.append(entry(3))
+    kept.close()
 
 
 def test_a_file_that_is_replaced_while_it_is_opened_is_not_used(

@@ -204,7 +204,7 @@ class Journal:
         """Compact the file. After a failure the long file is still correct, and a later entry tries again."""
         try:
             file.rewrite(self._entries())
-        except (OSError, ConfigError) as error:
+        except OSError as error:
             _log.warning("journal %s is not compacted: %s", file.path, error)
 
     def close(self) -> None:

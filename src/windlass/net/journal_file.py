@@ -145,7 +145,7 @@ class JournalFile(Generic[EntryT]):
         A crash at any moment leaves either the old file or the new file.
 
         Raises:
-            OSError, ConfigError: writing failed. The file has either the old or the new entries.
+            OSError: writing failed. The file has either the old or the new entries.
         """
         self.write_replacement(entries)
         self.replace(self.nbytes)
@@ -157,13 +157,16 @@ class JournalFile(Generic[EntryT]):
         May be called from another thread.
 
         Raises:
-            OSError, ConfigError: the file cannot be written; this file is unchanged.
+            OSError: the new file cannot be opened or written; this file is unchanged.
         """
         # After a failure, the file must double before the next try.
         self._compact_at = 2 * self.nbytes
         # A process that was killed in this method may have left its replacement.
         self._replacement.unlink(missing_ok=True)
-        file = JournalFile(self._replacement, self._entry_type)
+        try:
+            file = JournalFile(self._replacement, self._entry_type)
+        except ConfigError as error:
+            raise OSError(str(error)) from error
         try:
             file.write(map(file.encode, entries))
             file.sync()

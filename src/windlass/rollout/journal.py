@@ -419,7 +419,7 @@ class RolloutJournal:
                 await asyncio.to_thread(file.write_replacement, _entries_of_state(file, upto))
                 file.replace(upto)
                 await asyncio.to_thread(file.sync)
-        except (OSError, ConfigError) as error:
+        except OSError as error:
             if not file.is_doubtful:
                 raise
             self._has_unsynced, fault = True, f"cannot be synced to disk: {error}"
