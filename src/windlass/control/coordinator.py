@@ -242,7 +242,8 @@ class Coordinator:
 
         Args:
             announced: the announcement of each rank.
-            copied: set once no trainer rank reads its weights any more, if all ranks send from replicas.
+            copied: event that is set when the round enters WRITE. Ranks that send from replicas have then copied their
+                weights.
         """
         version = max(rank.version for rank in announced)
         # One round runs at a time, and none while the controller binds the fleet.
