@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import sys
 import threading
 import weakref
 from array import array
@@ -701,6 +702,50 @@ def test_counters_of_loads_are_accepted_with_every_derived_value(
 ) -> None:
     # Capture observes some of these engines several times, and the counters differ between observations.
     require_right(tmp_path, lambda: Counting(DERIVED[derived], HOLDERS["attribute"], "load"))
+
+
+def test_a_class_without_the_name_of_its_module_is_skipped(tmp_path: Path) -> None:
+    # Classes of C extensions in SGLang have a descriptor as `__module__`.
+    odd = type("Odd", (), {"__module__": property(lambda _: "of the object")})
+
+    class Odd(Engine):
+        def start(self, checkpoint: Checkpoint) -> None:
+            super().start(checkpoint)
+            self.odd, self.kind = [odd()], odd
+
+    require_right(tmp_path, lambda: Odd(DERIVED["cast"], HOLDERS["dict"], "load"))
+
+
+@lru_cache
+def module_of(name: str) -> Any:
+    return sys.modules[name]
+
+
+def test_a_walk_does_not_enter_a_module_in_a_cache() -> None:
+    # SGLang caches `torch.cuda` in this way. From there a walk would reach `sys.modules`.
+    class Caching(Engine):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).to(module_of("torch").float32)
+
+    engine = Caching(DERIVED["cast"], HOLDERS["attribute"], "load")
+    engine.start(checkpoint_of(1))
+    engine(X)
+    assert len(reach(engine).nodes) < 100
+
+
+class LoadingItems(dict[str, object]):
+    """A dict that loads its items when it is read, like transformers' mapping of model classes."""
+
+    def items(self) -> Any:
+        raise AssertionError("the walk must not load the items")
+
+
+def test_a_walk_does_not_call_methods_of_dicts() -> None:
+    engine = Engine(DERIVED["cast"], HOLDERS["attribute"], "load")
+    engine.start(checkpoint_of(1))
+    held = engine.rows[0].w.detach().float()
+    vars(engine)["names"] = LoadingItems(a=held)
+    assert any(node.item is held for node in reach(engine).tensors)
 
 
 class Asserting(Engine):

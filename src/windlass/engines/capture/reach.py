@@ -84,7 +84,7 @@ Such an object (for example a communicator) has state that objects outside the m
 """
 _LOCKS = type(threading.Lock()), type(threading.RLock())
 """If an object has an attribute of one of these classes, other threads use the object too. See `Node.is_global`."""
-_SERVERS = ("vllm.", "sglang.")
+_SERVERS = frozenset({"vllm", "sglang", "transformers"})
 """Packages of which the walk skips objects that have a lock, because such an object belongs to the server."""
 _MADE_IN_PYTHON = 1 << 9
 """`Py_TPFLAGS_HEAPTYPE`, the flag of classes defined in Python. The walk reads only slots of these classes."""
@@ -383,6 +383,7 @@ class _Walk:
         # `id` of every object found. `Reach.nodes` keeps these objects alive, so no other object gets the same `id`.
         self._seen: set[int] = set()
         self._classes: dict[type, None] = {}
+        self._packages: set[str] = set()
 
     def begin(self, module: torch.nn.Module, path: str) -> Node:
         """Add a module of the model."""
@@ -390,6 +391,7 @@ class _Walk:
         self._seen.add(id(module))
         self._found.nodes.append(node)
         self._classes[type(module)] = None
+        self._packages.add(type(module).__module__.partition(".")[0])
         return node
 
     def of_module(self, module: Node, which: str) -> None:
@@ -447,7 +449,8 @@ class _Walk:
             case Form.MODULE | Form.OBJECT | Form.CLASS:
                 pass
             case Form.DICT:
-                self._values(node, Join.ITEM, item.items())
+                # A subclass may load or compute its items in `items`.
+                self._values(node, Join.ITEM, dict.items(item))
             case Form.SEQUENCE:
                 self._values(node, Join.ITEM, enumerate(item))
             case Form.SET:
@@ -464,6 +467,11 @@ class _Walk:
             case _:
                 self._values(node, Join.CALL, (("", value) for value in _returned(item, shape.form)))  # fmt: skip
 
+    def _is_of_server(self, kind: type) -> bool:
+        """Return whether a class with a lock is outside the packages of the model's modules, or in a server's package."""
+        package = kind.__module__.partition(".")[0]
+        return package in _SERVERS or package not in self._packages
+
     def _attributes(self, node: Node, held: Mapping[str, Any]) -> bool:
         """Add nodes for an object's attributes, and return True.
 
@@ -474,7 +482,7 @@ class _Walk:
             for value in held.values():
                 kind = type(value)
                 shape = shapes[kind] if kind in shapes else _look_at(kind)
-                of_server = shape is _LOCK and type(node.item).__module__.startswith(_SERVERS)
+                of_server = shape is _LOCK and self._is_of_server(type(node.item))
                 if shape is _SHARED_STATE or of_server:
                     self._found.nodes.remove(node)
                     return False
@@ -632,7 +640,7 @@ _OF_C = frozenset({"builtins", "itertools", "operator", "_collections"})
 _COLLECTED = 1 << 14
 """`Py_TPFLAGS_HAVE_GC`, the flag of classes whose objects may reference other objects."""
 _NO_DATA = (
-    *(type, property, staticmethod, classmethod, super, slice, BaseException),
+    *(type, types.ModuleType, property, staticmethod, classmethod, super, slice, BaseException),
     *(CodeType, FrameType, TracebackType, CoroutineType, AsyncGeneratorType),
     *(GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType),
 )  # fmt: skip
@@ -692,8 +700,12 @@ def _looked_at(kind: type) -> Any:
 
 
 @functools.cache
-def _is_foreign(module: str) -> bool:
-    return module.partition(".")[0] in _FOREIGN
+def _is_foreign(module: object) -> bool:
+    """Return whether a class or function of this `__module__` is of a package in `_FOREIGN`, or has no module's name.
+
+    In some C classes `__module__` is a descriptor for their objects.
+    """
+    return not isinstance(module, str) or module.partition(".")[0] in _FOREIGN
 
 
 def _is_apart(kind: type) -> bool:
