@@ -97,6 +97,29 @@ def test_options_that_do_not_fit_the_gpus_are_refused(
         on_gpus(monkeypatch, gpus, *options)
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("gpus", "named", "other"),
+    [("0", "pip install {}", "make engines"), ("", "make engines", "pip install")],
+    ids=["gpu", "cpu"],
+)
+def test_the_hint_for_a_missing_engine_fits_the_host(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    gpus: str,
+    named: str,
+    other: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setenv(f"WINDLASS_{kind.upper()}_VENV", str(tmp_path / "nothing"))
+    job = config("--engine", kind, "--output", str(tmp_path / "out"))
+    with pytest.raises(ConfigError) as refusal:
+        check_demo(job)
+    assert named.format(kind) in str(refusal.value)
+    assert other not in str(refusal.value)
+
+
 def test_an_engine_that_is_not_installed_is_named_before_any_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
