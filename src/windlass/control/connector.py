@@ -1,4 +1,4 @@
-"""Keep the fleet bound: after ranks have come or gone, bind the changes."""
+"""Keeps the binding of the fleet up to date: after ranks have connected or left, plans and binds their links."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from windlass.wording import counted
 
 _log = logging.getLogger(__name__)
 MAX_LATE = 2
-"""Number of missed bind deadlines that the controller allows a rank of an engine. After one more it refuses the engine."""
+"""Number of late answers to bind commands that an engine rank may give. After one more the engine is refused."""
 
 
 @final
 class Connector:
-    """Owner of the fleet's `Binding`. Its methods run in the controller's event loop, while no round runs.
+    """Owner of the fleet's `Binding`. Its methods run in the controller's event loop.
+
+    Callers of methods that bind hold `RoundRunner.lock`, so no round runs during a binding.
 
     Args:
         run: versions, journal and fleet.
@@ -42,8 +44,8 @@ class Connector:
         planner: compiles plans.
 
     Attributes:
-        binding: the present binding; if it is None, the next call binds the whole fleet.
-        binds: names of the engines that are being bound.
+        binding: the present binding; None if the whole fleet must be bound before the next round.
+        binds: names of the engines that are being bound now.
     """
 
     def __init__(
@@ -66,10 +68,10 @@ class Connector:
         self._unused: tuple[frozenset[Identity], frozenset[str] | None] = frozenset(), None
 
     async def until_enough(self) -> Binding:
-        """Wait until `min_engines` engines are connected, and bind them.
+        """Wait until `ControlConfig.min_engines` engines can be written, and return a binding of at least that many.
 
         Raises:
-            PeerTimeout: too few engines were connected by the deadline.
+            PeerTimeout: too few engines were connected within `deadlines.fleet_s`.
             WindlassError: see `FleetBinder.bind`.
         """
         needed = self._config.min_engines
@@ -78,7 +80,7 @@ class Connector:
             binding = await self.ensure_bound()
             if len(binding.engines) >= needed:
                 return binding
-            # Some engines were refused, so wait for other engines.
+            # Binding refused some engines, so wait for other engines.
 
     async def _wait_for_engines(self, needed: int) -> None:
         deadline_s = self._config.deadlines.fleet_s
@@ -96,7 +98,11 @@ class Connector:
         )
 
     async def bind_ahead(self) -> None:
-        """Bind the changes of the fleet before the next round. A failure is logged, and the next round tries again."""
+        """Bind changes of the fleet before the next round, so that the round need not do it.
+
+        Return without binding while the trainers are incomplete or no engine can be written. Log a failure; the next
+        round tries again.
+        """
         trainers = self._fleet.trainers()
         if trainers is None or not trainers.complete or not self._fleet.writable_engines():
             return
@@ -104,16 +110,18 @@ class Connector:
             await self.ensure_bound()
         except WindlassError as error:
             _log.warning("binding failed, the next round tries again: %s", error)
-            # With these errors the next round would fail in the same way.
+            # The next round would fail with the same error, so callers of `wait_for_version` get it now.
             if isinstance(error, PlanError | ConfigError):
                 self._members.unbindable = f"{type(error).__name__}: {error}"
                 self._changes.notify()
 
     async def ensure_bound(self) -> Binding:
-        """Return a binding of all connected ranks; if ranks came or went, make it first.
+        """Return a binding of the trainers and of all engines that can be written; bind changes first.
+
+        Refuse or set aside engines that do not bind, and bind without them.
 
         Raises:
-            PeerUnreachable: no complete trainer job or no complete engine is connected.
+            PeerUnreachable: no complete trainer job is connected, or no engine can be written.
             WindlassError: see `FleetBinder.bind`.
         """
         trainers, engines = self._fleet.trainers(), self._fleet.writable_engines()
@@ -136,19 +144,24 @@ class Connector:
         return self.binding
 
     async def bind_copy(self, donor: Group, newcomer: Group, planner: Planner) -> Binding:
-        """Bind one engine as the source of another engine's weights.
+        """Return a binding for a catch-up, in which one engine sends its weights to another engine.
+
+        Args:
+            donor: engine that sends.
+            newcomer: engine that receives. The fleet's binding loses this engine.
+            planner: returns the plan of the copy.
 
         Raises:
-            WindlassError: a rank did not bind.
+            EnginesUnbound: a rank of the newcomer did not bind. Ranks that were late are set aside.
+            WindlassError: see `FleetBinder.bind`.
         """
-        # The memory of the newcomer can be bound to one plan at a time.
+        # An engine rank can be bound to only one plan at a time.
         if self.binding is not None:
             self.binding = self.binding.without((newcomer.name,))
         try:
             return await self._bind(donor, (newcomer,), planner)
         except EnginesUnbound as error:
-            # An engine that cannot bind a copy from a peer may still bind with the trainers: do not refuse it, only
-            # set late ranks aside.
+            # The engine may still be able to bind the trainers' plan, so do not refuse it. Only set late ranks aside.
             await self.part_with(EnginesUnbound({}, error.late))
             raise
 
@@ -191,7 +204,10 @@ class Connector:
         return binding
 
     async def part_with(self, unbound: EnginesUnbound) -> None:
-        """Set late ranks aside until they answer, and refuse engines that declined or that were late too often."""
+        """Refuse the engines that declined to bind, and set late ranks aside until they answer a probe.
+
+        If a rank was late more than `MAX_LATE` times, refuse its engine.
+        """
         refused = unbound.refusals
         for worker, reason in unbound.late.items():
             session = self._members.sessions.get(worker)
@@ -206,7 +222,7 @@ class Connector:
             await self._members.refuse(name, reason)
 
     def drop_if_spent(self, report: UpdateReport) -> bool:
-        """Drop the binding if the backend cannot use it after a round with this report; return whether it was dropped."""
+        """Drop the binding if the backend cannot use it after this round; return whether it was dropped."""
         is_spent = self._backend.is_spent(report)
         if is_spent:
             self.binding = None
@@ -215,12 +231,12 @@ class Connector:
     # --- costs of connecting, and figures of links ---------------------------------------------
 
     def pop_costs(self) -> dict[str, BindCost]:
-        """Return the bind costs of the ranks that were bound since the last call."""
+        """Return rank -> bind cost, for ranks that were bound since the previous call."""
         costs, self._costs = self._costs, {}
         return costs
 
     def note_carried(self, carried: Mapping[Link, Carried]) -> None:
-        """Record the bytes and seconds of each link in the last round; forget links that no longer exist."""
+        """Store the bytes and seconds of each link in the last round; drop figures of links that no longer exist."""
         known = {} if self.binding is None else self.binding.transports
         both = {**self._carried, **carried}
         self._carried = {link: found for link, found in both.items() if link in known}

@@ -1,15 +1,17 @@
 """The control plane: trainers announce a version, and the coordinator publishes it.
 
-Start reading at `Coordinator._publish`, which names the steps of a publish in their order. Each step belongs to one of
-these parts. A part imports only parts above it in this list, and gets functions for calls to the parts below:
+Start reading at `Coordinator._publish`, which calls the steps of a publish in order. The steps are in these modules. A
+module imports only modules above it in this list. It calls the modules below through functions that the coordinator
+passes to it.
 
-- `run.Run`: versions, the journal, and the fleet (`fleet.Fleet`): connected ranks and their weights.
-- `members.Members`: the agents' connections.
-- `connector.Connector`: binds the fleet: plans, memory, links.
+- `run.Run`: versions, the journal, and the fleet (`fleet.Fleet`): the connected ranks and the version that each has.
+- `members.Members`: connections of the agents.
+- `connector.Connector`: makes the ranks bind a plan: memory and links.
 - `round_runner.RoundRunner`: runs rounds (`driver.RoundDriver`, `rounds.RoundMachine`).
-- `recovery.CatchUps` and `recovery.ResumeRetries`: bring up engines that are behind, and resume paused engines.
+- `recovery.CatchUps`: rounds that bring engines to the published version. `recovery.ResumeRetries`: repeated commands
+  to resume.
 
-All parts run in one event loop and share no state with rollouts.
+All of this runs in one event loop. Code for rollouts shares no state with it.
 """
 
 from __future__ import annotations
@@ -57,9 +59,9 @@ from windlass.wording import listed
 
 _log = logging.getLogger(__name__)
 MAX_ATTEMPTS_WITHOUT_ENGINES = 3
-"""Further attempts to publish a version after the processes of all engines have ended during its round."""
+"""Maximum number of further attempts to publish a version after an attempt in which all engine processes ended."""
 NAME_MISSING_S = 15.0
-"""Seconds between the log lines that name the trainer ranks that a publish waits for."""
+"""Seconds between two log lines with the names of the trainer ranks that a publish waits for."""
 
 
 @final
@@ -75,19 +77,19 @@ class Coordinator:
         config: as given.
         run: versions and the journal.
         fleet: connected agents and their weights.
-        changes: wakes coroutines that wait for the fleet or for a version.
-        tasks: tasks that end with `close`.
-        requests: publish requests of trainer ranks that wait for a round.
+        changes: condition variable for coroutines that wait for ranks or for a version.
+        tasks: background tasks, which `close` cancels.
+        requests: publish requests of the trainer ranks.
         members: connections of the agents.
         connector: bindings of the fleet.
         rounds: runs rounds.
-        catch_ups: updates engines that are behind to the published version.
-        resume_retries: repeats the command to resume for engines that did not resume.
-        reports: reports of the newest `KEPT_REPORTS` updates.
-        num_updates: number of all updates.
+        catch_ups: rounds that bring engines to the published version.
+        resume_retries: repeated commands to engine ranks that did not resume.
+        reports: reports of the newest `KEPT_REPORTS` updates, the oldest first.
+        num_updates: number of updates since the controller started, including failed updates.
 
     Raises:
-        ConfigError: the journal cannot be used.
+        ConfigError: the journal cannot be opened, read or written.
     """
 
     def __init__(
@@ -138,15 +140,15 @@ class Coordinator:
 
     @property
     def in_round(self) -> bool:
-        """Whether a round runs now."""
+        """Whether a round runs now, including pushes and catch-ups."""
         return self.rounds.driver is not None
 
     def routable(self) -> tuple[EngineInfo, ...]:
-        """Return the engines that may get traffic."""
+        """Return the engines that serve the published version and may get rollouts."""
         return self.fleet.routable()
 
     def on_update(self, listener: Callable[[UpdateReport], None]) -> None:
-        """Call `listener` in the event loop after every update."""
+        """Call `listener(report)` in the event loop after every update, even if the update failed."""
         self._update_listeners.append(listener)
 
     def on_phase(self, listener: Callable[[int, Phase], None]) -> None:
@@ -154,13 +156,15 @@ class Coordinator:
         self.rounds.on_phase(listener)
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in the event loop when engines come, go, or change version."""
+        """Call `callback` in the event loop at every change of the fleet or of the published version."""
         self.changes.subscribe(callback)
 
     # --- a publish: who asks for it ----------------------------------------------------------
 
     def _announced(self, session: AgentSession, frame: Announce) -> None:
-        """Record that a trainer rank has announced a version. The announcement of the last rank starts the publish.
+        """Record that a trainer rank has announced a version. Start the publish once all ranks have announced.
+
+        If the rank repeats an announcement whose update has ended, send it the report of that update.
 
         Raises:
             ProtocolError: the sender is not a trainer rank.
@@ -176,7 +180,7 @@ class Coordinator:
             self.tasks.spawn(self.members.report_to(session.agent.identity, report))
         elif (
             trainers.complete
-            and self.requests.num_waiting >= trainers.world_size  # saves a look at every rank
+            and self.requests.num_waiting >= trainers.world_size  # cheap test before `pop_all`
             and (announced := self.requests.pop_all(trainers.workers))
         ):
             self._stop_naming()
@@ -187,7 +191,10 @@ class Coordinator:
             self._naming = self._name_missing_later()
 
     def _gave_up(self, session: AgentSession, frame: Withdraw) -> None:
-        """End the announced version of a trainer rank that no longer waits, and tell this rank which ranks were missing."""
+        """Drop the announcement of a trainer rank that no longer waits for the report.
+
+        Unless the update has begun, send the rank a failed report that names the missing ranks.
+        """
         missing = self._missing_ranks()
         given_up = self.requests.give_up(session.peer, frame.attempt)
         if given_up is not None:
@@ -196,11 +203,14 @@ class Coordinator:
             self.tasks.spawn(self.members.report_to(session.agent.identity, report))
 
     def publish(self, version: int, *, deadline_s: float) -> CalledUpdate:
-        """Publish a version on behalf of the controller's own process, while all trainer ranks wait.
+        """Start to publish a version without announcements, and return at once.
+
+        The train controller, which runs in this process, calls this method. All trainer ranks must have prepared the
+        version (`TrainerClient.prepare_publish`) and keep their weights unchanged.
 
         Args:
-            version: the version that all ranks are prepared for (`TrainerClient.prepare_publish`).
-            deadline_s: seconds within which a rank that has lost its connection must be back.
+            version: the version to publish.
+            deadline_s: seconds to wait until all trainer ranks are connected.
         """
         copied = asyncio.Event()
         # The new task inherits the log field.
@@ -211,7 +221,7 @@ class Coordinator:
     async def _publish_connected(
         self, version: int, deadline_s: float, copied: asyncio.Event
     ) -> UpdateReport:
-        """Publish as soon as all trainer ranks are connected."""
+        """Wait until all trainer ranks are connected, then publish; return a failed report at the deadline."""
 
         def ranks() -> tuple[PendingPublish, ...]:
             trainers = self.fleet.trainers()
@@ -238,15 +248,17 @@ class Coordinator:
     async def _publish(
         self, announced: tuple[PendingPublish, ...], copied: asyncio.Event | None = None
     ) -> UpdateReport:
-        """Publish a version that all trainer ranks are ready to send; report the result to them and to the listeners.
+        """Publish a version that all trainer ranks have announced or prepared.
+
+        Send the report to the ranks, and call the listeners with it.
 
         Args:
-            announced: the announcement of each rank.
-            copied: event that is set when the round enters WRITE. Ranks that send from replicas have then copied their
-                weights.
+            announced: one request per trainer rank.
+            copied: event that is set when the round enters WRITE. By then, ranks that send from replicas have copied
+                their weights into the replicas. None without a waiter.
         """
         version = max(rank.version for rank in announced)
-        # One round runs at a time, and none while the controller binds the fleet.
+        # The lock is also held by catch-ups and while the controller binds the fleet.
         async with self.rounds.lock:
             attempts = self._attempt_until_whole(announced, version, copied)
             report = await report_of(lambda: version, attempts)
@@ -260,20 +272,22 @@ class Coordinator:
     async def _attempt_until_whole(
         self, announced: tuple[PendingPublish, ...], version: int, copied: asyncio.Event | None
     ) -> UpdateReport:
-        """Repeat an attempt after all engines have ended, or after a failure that the binding does not survive.
+        """Try to publish a version, repeat failed attempts, and return the report of the last attempt.
 
-        Trainers wait during all attempts.
+        If all engine processes ended during an attempt, repeat it up to `MAX_ATTEMPTS_WITHOUT_ENGINES` times. If the
+        backend cannot use the binding any more (`Backend.is_spent`), bind again and repeat the attempt up to
+        `ControlConfig.max_rewrites` times. Trainers keep their weights unchanged during all attempts.
         """
         report = await self._attempt(announced, version, copied)
         for _ in range(MAX_ATTEMPTS_WITHOUT_ENGINES):
             if report.outcome is RoundOutcome.PUBLISHED or not self._have_ended(report.left_out):
                 break
             _log.warning("version %s: waiting for an engine: %s", version, report.reason)
-            # The version may be reserved already, because engines may have been told to serve it.
+            # The failed attempt may have reserved the version already.
             report = await self._attempt(announced, version, copied, is_again=True)
         for _ in range(self.config.max_rewrites):
             has_ended = report.outcome is RoundOutcome.PUBLISHED or Phase.PUBLISH in report.phase_s
-            # After a refusal of unchanged bytes, another attempt would send the same bytes.
+            # With `unchanged` > 0 the bytes equal the previous version. Another attempt would be refused again.
             if not self.connector.drop_if_spent(report) or has_ended or report.unchanged:
                 return report
             _log.warning("version %s: the fleet is bound again: %s", version, report.reason)
@@ -289,12 +303,18 @@ class Coordinator:
         *,
         is_again: bool = False,
     ) -> UpdateReport:
-        """Try once to publish a version.
+        """Run one round that publishes a version, after binding the fleet if ranks have changed.
+
+        Args:
+            announced: see `_publish`.
+            version: version to publish.
+            copied: see `_publish`.
+            is_again: whether an earlier attempt may have reserved the version, so that it does not count as stale.
 
         Raises:
-            RoundAborted: ranks do not agree about the version, the version is stale, ranks have changed since they
-                announced it, or the journal cannot be written.
-            WindlassError: there are not enough engines, or the fleet cannot be bound.
+            RoundAborted: the ranks announced different versions, the version is stale, trainer ranks came or went
+                since the announcements, or the journal cannot be written.
+            WindlassError: too few engines are connected, or the fleet cannot be bound.
         """
         self._check_version(announced, version, is_again=is_again)
         binding = await self.connector.until_enough()
@@ -330,7 +350,7 @@ class Coordinator:
         raise RoundAborted(f"trainer ranks came or went since they announced: {changed}")
 
     def _have_ended(self, left_out: Collection[str]) -> bool:
-        """Return True if the round left out engines, and the processes of all bound engines have ended."""
+        """Return whether the round left out engines, and all processes of the bound engines are disconnected."""
         bound = self.connector.binding
         return (
             bool(left_out)
@@ -345,7 +365,7 @@ class Coordinator:
         )
 
     def end_update(self, report: UpdateReport) -> None:
-        """Record the report of an update, call the listeners, and start catch-ups of engines that were left out."""
+        """Store the report of an update and call the listeners. If the update left out engines, start catch-ups."""
         self.reports.append(report)
         self.num_updates += 1
         self.changes.notify()
@@ -359,7 +379,7 @@ class Coordinator:
         return asyncio.get_running_loop().call_later(NAME_MISSING_S, self._name_missing_ranks)
 
     def _name_missing_ranks(self) -> None:
-        """Log the ranks that a publish waits for, and again later while a rank waits."""
+        """Log the names of the ranks that a publish waits for. Repeat every `NAME_MISSING_S` while a rank waits."""
         self._naming = None
         if self.requests.num_waiting:
             if missing := self._missing_ranks():
@@ -372,7 +392,7 @@ class Coordinator:
             self._naming = None
 
     def _missing_ranks(self) -> str:
-        """Return the trainer ranks that have not announced a version, each with the reason; empty if all have."""
+        """Return text with the trainer ranks that have not announced, and the reasons; empty if all have announced."""
         trainers = self.fleet.trainers()
         workers = () if trainers is None else trainers.workers
         idle = [worker for worker in workers if not self.requests.is_waiting(worker)]
@@ -382,18 +402,18 @@ class Coordinator:
     # --- agents that answer and agents that go -----------------------------------------------
 
     def _replied(self, session: AgentSession, reply: Reply[Result]) -> None:
-        """Pass an agent's answer to a command on to the parts that wait for it."""
+        """Pass an agent's answer to the resume retries and to the running round."""
         if self.resume_retries.heard(session.agent, reply):
             self.changes.notify()
         self.rounds.replied(session, reply)
 
     def _lost(self, agent: Agent, reason: str, *, ended: bool) -> None:
-        """Notify the publish requests, resume retries, catch-ups and the round that an agent has lost its connection.
+        """Handle the loss of an agent's connection: drop its requests and retries, and notify the running round.
 
         Args:
             agent: the agent.
             reason: text for logs and reports.
-            ended: whether the agent's side ended the connection.
+            ended: whether the agent's process, not the controller, closed the connection.
         """
         self.requests.withdraw(agent.hello.worker)
         self.resume_retries.forget(agent.identity)
@@ -404,7 +424,7 @@ class Coordinator:
         self.catch_ups.settle_soon()
 
     async def close(self) -> None:
-        """Stop rounds and close every connection. Idempotent."""
+        """Cancel rounds and background tasks, close every connection and the journal. Idempotent."""
         self.members.expect_departures()
         await self.tasks.close()
         await self.members.close()
