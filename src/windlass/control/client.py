@@ -1,4 +1,4 @@
-"""Rank side of the session with the controller: carries out commands and announces versions."""
+"""Rank side of the session with the controller: passes commands to the rank's agent and announces versions."""
 
 from __future__ import annotations
 
@@ -44,31 +44,37 @@ _log = logging.getLogger(__name__)
 
 AGENTS_PATH = "/v1/agents"
 WITHDRAW_S = 1.0
+"""Seconds that `announce` waits, after its deadline, for the controller's answer to the withdrawal."""
 
 
 class CommandHandler(Protocol):
-    """Handler of an agent's commands. The channel calls it from one thread, in order; it may block."""
+    """Handler of the controller's commands in one rank. The channel calls it from one thread, one command at a time."""
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
-        """Carry out a command.
+        """Carry out a command, and return the answer. May block.
+
+        Args:
+            command: the command.
+            epoch: epoch of the command.
+            round_number: round of the command.
 
         Raises:
-            WindlassError: the command failed; the type of the error determines the kind of the `Failure`.
+            WindlassError: the command failed. The channel answers with a `Failure`; its kind depends on the error's type.
         """
         ...
 
 
 class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
-    """Session of a rank with the controller.
+    """Session of a rank with the controller. `Client.connect` starts it in a thread of its own.
 
     Args:
         url: the controller's address.
         token: token for the agent's role.
-        hello: builds the first frame of every connection; called in the channel's thread.
+        hello: function that returns the `Hello` of a new connection; called in the channel's thread.
         handler: carries out commands.
 
     Raises:
-        ConfigError: `url` is no URL, or no header can carry `token`.
+        ConfigError: `url` is no URL, or `token` contains characters that an HTTP header cannot have.
     """
 
     def __init__(
@@ -82,14 +88,14 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         self._hello, self._handler = hello, handler
 
     def hello(self) -> Hello:
-        """Return the Hello of this rank, with the newest epoch and round of this session and with the host."""
+        """Return the rank's `Hello`, with this host and with epoch and round of the newest command."""
         epoch, round_number = self._store.newest
         return msgspec.structs.replace(
             self._hello(), epoch=epoch, round=round_number, host=host_identity()
         )
 
     def on_frame(self, frame: Welcome | UpdateReport) -> None:
-        """Ignore `Welcome` and `UpdateReport`; only trainer ranks use them."""
+        """Ignore the frame; only trainer ranks use `Welcome` and `UpdateReport`."""
 
     def execute(self, call: Envelope[Command | Probe]) -> Result:
         if isinstance(call.command, Probe):
@@ -112,7 +118,10 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
 
 
 def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
-    """Return the kind of a failure. An unexpected error in a command that writes is UNKNOWN: bytes may still land."""
+    """Return the kind of a failure for the controller.
+
+    An unexpected error in a command that writes gives UNKNOWN, because bytes may still arrive at the destinations.
+    """
     match error:
         case TransferOutcomeUnknown():
             return FailureKind.UNKNOWN
@@ -128,7 +137,7 @@ def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Announcement of a version, with the future of its report."""
+    """Announcement of a version, and the future of its report. `frame.attempt` is 0 for a round without announcement."""
 
     frame: Announce
     report: concurrent.futures.Future[UpdateReport]
@@ -148,33 +157,36 @@ class TrainerChannel(AgentChannel):
         super().__init__(url, token, hello, handler)
         self._lock = threading.Lock()
         self.announced: Announcement | None = None
-        """Announcement that the trainer has neither withdrawn nor got the report of; None if there is none."""
-        # A withdrawn announcement is not sent again, but its report may still arrive.
+        """The newest announcement; None before the first, and after a withdrawal."""
+        # The newest withdrawn announcement. It is not sent again, but its report may still arrive.
         self._withdrawn: Announcement | None = None
         self._attempts = 0
         self._published, self._lineage, self.welcomed_by = -1, "", ""
         self.ended.add_done_callback(self._end_announcement)
 
     def announce(self, version: int, deadline_s: float) -> UpdateReport:
-        """Announce `version` and wait for the report of its round; the trainer must not change its weights before.
+        """Announce `version`, and return the report of its round.
+
+        The trainer must keep its weights unchanged until this method returns. After any exception, the announcement is
+        withdrawn, and the controller begins no round for it.
 
         Raises:
-            PeerTimeout: no report within `deadline_s`. An announcement that still waited for other ranks is
-                withdrawn. If a round had begun, it continues, and the weights must not change before the next report.
+            PeerTimeout: no report arrived within `deadline_s`. If the round has begun already, it continues. The weights
+                must then stay unchanged until the trainer gets the report of a later round.
             ProtocolError: the controller refused this agent.
             PeerUnreachable: the channel was closed.
         """
         announced = self.begin_announcement(version)
         try:
             return announced.report.result(deadline_s)
-        # After any exception, such as KeyboardInterrupt, the caller no longer waits, so withdraw the announcement.
+        # Withdraw after every exception, such as KeyboardInterrupt, because the caller no longer waits.
         except BaseException as error:
             sent = self.withdraw(announced)
             if not isinstance(error, concurrent.futures.TimeoutError):
                 raise
             reason = ""
             if sent is not None:
-                # The controller answers with the missing ranks, unless a round has begun.
+                # If no round has begun, the controller answers at once with a report that names the missing ranks.
                 concurrent.futures.wait([announced.report], WITHDRAW_S)
                 if announced.report.done():
                     report = announced.report.result()
@@ -189,7 +201,7 @@ class TrainerChannel(AgentChannel):
             ) from None
 
     def begin_announcement(self, version: int) -> Announcement:
-        """Announce a version without waiting. The future of its report is done at the end of the round.
+        """Announce a version without waiting, and return the announcement with the future of its report.
 
         Raises:
             ProtocolError: the controller refused this agent.
@@ -199,7 +211,11 @@ class TrainerChannel(AgentChannel):
         return self._await_report(Announce(version, self._attempts))
 
     def expect(self, version: int) -> concurrent.futures.Future[UpdateReport]:
-        """Return the future report of a round that the controller begins by itself, without an announcement."""
+        """Return the future of the report of a round that the controller begins without an announcement.
+
+        Raises:
+            ProtocolError, PeerUnreachable: see `begin_announcement`.
+        """
         return self._await_report(Announce(version, 0)).report
 
     def _await_report(self, frame: Announce) -> Announcement:
@@ -212,7 +228,7 @@ class TrainerChannel(AgentChannel):
         return announced
 
     def give_up_expected(self) -> None:
-        """Fail the report of an expected round, because the controller will not send it any more. Idempotent."""
+        """Set PeerUnreachable in the future of `expect`, because its report will not arrive any more. Idempotent."""
         with self._lock:
             expected = self.announced
             if expected is None or expected.frame.attempt or expected.report.done():
@@ -224,11 +240,11 @@ class TrainerChannel(AgentChannel):
             expected.report.set_exception(error)
 
     def withdraw(self, announced: Announcement) -> concurrent.futures.Future[bool] | None:
-        """Withdraw an announcement because its caller no longer waits, so that it does not begin a round.
+        """Withdraw an announcement, so that the controller begins no round for it.
 
         Returns:
-            A future that is done once the withdrawal was sent, or the connection was lost (the controller then drops
-            the announcement); None if the session has ended.
+            Future that is done once the withdrawal was sent. Its result is False if the connection was lost; the
+            controller then drops the announcement by itself. None if the session has ended.
         """
         with self._lock:
             if self.announced is announced:
@@ -246,7 +262,7 @@ class TrainerChannel(AgentChannel):
     # --- in the loop ---------------------------------------------------------------------------
 
     def hello(self) -> Hello:
-        # A controller that restarts without a journal learns the published version only from the trainers.
+        # A controller that restarts without a journal gets the published version only from this frame.
         return msgspec.structs.replace(
             super().hello(),
             served_version=self._published,
@@ -270,7 +286,7 @@ class TrainerChannel(AgentChannel):
                     announced.report.set_result(frame)
 
     async def on_connected(self) -> None:
-        """Send the announcement again, because the loss of the connection withdrew it."""
+        """Send the announcement again, because the controller drops announcements of lost connections."""
         announced = self.announced
         if announced is not None and announced.frame.attempt and not announced.report.done():
             await self.send(announced.frame)

@@ -1,7 +1,6 @@
 """Messages between the controller and an agent while a rank joins the fleet and binds a plan.
 
-They are sent when the ranks of the fleet have changed. `messages` has the messages of a round, and the frames that
-carry both kinds.
+The module `messages` defines the messages of a round, and the unions of all messages of a connection.
 """
 
 from __future__ import annotations
@@ -20,18 +19,20 @@ from windlass.transports.base import TransportOffer
 Identity = tuple[str, str]
 """Identity of a process: worker name and incarnation."""
 JOB_VARIABLE = "WINDLASS_JOB"
+"""Environment variable with the identity of this start of the trainers, see `job_of`."""
 ALLOW_UNUSED_VARIABLE = "WINDLASS_ALLOW_UNUSED"
+"""Environment variable with patterns for `Hello.allow_unused`, separated by spaces."""
 
 # --- joining -----------------------------------------------------------------------------
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """Memory that a rank has registered with its transports before it connects.
+    """Memory that a rank registered with its transports before it connected.
 
     Attributes:
         num_regions: number of memory regions.
-        nbytes: bytes of all regions, including gaps between parameters.
-        seconds: seconds that the registration took.
+        nbytes: total size of the regions, which may include gaps between parameters.
+        seconds: duration of the registration.
     """
 
     num_regions: int = 0
@@ -40,37 +41,38 @@ class Registered(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First frame of an agent.
+    """First frame of an agent after it has connected.
 
     Attributes:
         protocol_version: must equal `PROTOCOL_VERSION`.
-        worker: identity, unique in the fleet (`trainer/0`, `engine-a/1`).
-        incarnation: random per process; it distinguishes two processes with the same name.
+        worker: name GROUP/RANK, unique in the fleet (`trainer/0`, `engine-a/1`).
+        incarnation: random text of this process; it distinguishes two processes with the same name.
         role: trainer or engine.
-        group: the trainer job or the engine that this rank belongs to.
+        group: name of the engine, or of the trainers' group.
         rank: rank in the group.
         world_size: number of ranks in the group.
-        manifest: `ShardManifest.encode()`.
-        offers: one offer for each transport that the rank can use to write and to be written; at least one. No other
-            rank of the fleet has the same endpoints.
+        manifest: encoded `ShardManifest` of this rank.
+        offers: one offer per transport over which the rank can write and be written; at least one. The endpoints are
+            unique in the fleet.
         host: `host_identity()` of the rank's process.
-        url: HTTP address of the engine, sent by rank 0 of an engine, else empty.
-        served_version: version that an engine rank holds, or the published version that the controller last reported
-            to a trainer rank; -1 for none.
+        url: HTTP address of the engine's server, from rank 0 of an engine; empty from other ranks.
+        served_version: from an engine rank, the version of its weights; from a trainer rank, the newest published
+            version that a controller has reported to it; -1 for none.
         lineage: lineage of the run that `served_version` belongs to (`Publish.lineage`). A trainer rank without such a
-            version sends the lineage of its previous controller; else empty.
-        job: for a trainer rank, identity of its start: equal for all ranks of one start of the trainers, and different
+            version sends the lineage from its last `Welcome`. Empty if there is none.
+        job: from a trainer rank, identity of its job: equal for all ranks of one start of the trainers, and different
             for every other start.
-        epoch: epoch of the newest command that the agent has received; a restarted controller needs it.
+        epoch: epoch of the newest command that the agent has begun. A restarted controller raises its own epoch to at
+            least this one.
         round: round of that command.
         mixed_weights: whether the live weights may be of two versions.
         can_send: whether an engine rank can send its weights to another engine.
-        comes_to_rest: whether this rank can pause its engine and keep running requests (`PauseMode.IN_PLACE`). If rank 0
-            cannot, the host of the controller pauses the engine over the engine's own HTTP routes.
+        comes_to_rest: whether this rank can pause its engine and keep running requests (`PauseMode.IN_PLACE`). If rank
+            0 cannot, the controller's process pauses the engine over HTTP routes of the engine's server.
         not_resumed: see `Done`.
         registered: memory that an engine rank has registered.
-        allow_unused: for a trainer rank, patterns of tensors that engines need not have.
-        keep: for a trainer rank, patterns of tensors that engines keep if no trainer has them.
+        allow_unused: from a trainer rank, name patterns of trainer tensors that engines need not have.
+        keep: from a trainer rank, name patterns of engine tensors that stay as they are if no trainer has them.
     """
 
     protocol_version: int
@@ -111,15 +113,15 @@ def group_and_rank(worker: str) -> tuple[str, int]:
 
 
 def job_of(given: str, world_size: int) -> str:
-    """Return the identity of this start of the trainers.
+    """Return the identity of this trainer job, for `Hello.job`.
 
     Args:
-        given: identity that the caller gave. If it is empty, the function takes WINDLASS_JOB, or else makes a random
-            identity for a single rank.
+        given: identity from the caller. If it is empty, the identity is the value of WINDLASS_JOB. If that is empty
+            too, a single rank gets a random identity.
         world_size: number of trainer ranks.
 
     Raises:
-        ConfigError: several ranks, and neither the caller nor WINDLASS_JOB gives an identity.
+        ConfigError: there are several ranks, and both `given` and WINDLASS_JOB are empty.
     """
     job = given or environment_value(JOB_VARIABLE)
     if not job and world_size > 1:
@@ -131,7 +133,7 @@ def job_of(given: str, world_size: int) -> str:
 
 
 class CannotJoin(msgspec.Struct, frozen=True, tag="cannot_join"):
-    """First frame of an engine that cannot join, because it failed to start; sent instead of `Hello`.
+    """First frame of an engine that failed to start and therefore cannot join; sent instead of `Hello`.
 
     Attributes:
         protocol_version: must equal `PROTOCOL_VERSION`.
@@ -148,9 +150,9 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """Answer to `Hello`.
 
     Attributes:
-        epoch: epoch of the controller.
-        lineage: random identity of the run that the controller publishes. It stays the same as long as the journal
-            exists; without a journal, as long as the controller's process.
+        epoch: the controller's present epoch.
+        lineage: random identity of the controller's run. A controller that restarts with the same journal keeps the
+            lineage. Without a journal, every start of the controller makes a new lineage.
     """
 
     epoch: int
@@ -164,12 +166,12 @@ class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
     """Command to an engine rank: register memory for this plan and answer `Bound`.
 
     Attributes:
-        plan: the rank's own part of the plan.
+        plan: encoded part of the plan for this rank (`TransferPlan.encode`).
         plan_digest: digest of the whole plan.
         mode: see `ControlConfig`.
         backend: see `ControlConfig`.
-        relays: whether the rank also listens for chunks that other ranks forward.
-        kept: tensors that no trainer has and that must not change.
+        relays: whether the rank must also listen for chunks that other ranks of a relay send.
+        kept: names of tensors that no trainer has; the engine verifies that they do not change.
     """
 
     plan: bytes
@@ -185,8 +187,8 @@ class Bound(msgspec.Struct, frozen=True, tag="bound"):
 
     Attributes:
         plan_digest: digest of the bound plan.
-        binding: addresses at which sources write.
-        relay: address to which ranks connect that pass chunks on to this rank; None without relays.
+        binding: addresses that sources write to.
+        relay: address at which this rank listens for chunks of a relay; None if it is in no relay.
     """
 
     plan_digest: str
@@ -195,14 +197,18 @@ class Bound(msgspec.Struct, frozen=True, tag="bound"):
 
 
 class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
-    """Command to a trainer rank: bind the plan to these addresses; answer `Done`, or `Offered` if a group must form.
+    """Command to a source: bind the plan to these addresses.
+
+    The source is a trainer rank, or an engine rank in a catch-up. It answers `Done`, or `Offered` if its engines must
+    join a collective group, or `NotBound`.
 
     Attributes:
-        plan: the rank's own part of the plan.
+        plan: encoded part of the plan for this rank (`TransferPlan.encode`).
         plan_digest: digest of the whole plan.
-        bindings: addresses of the destinations.
+        bindings: addresses of this rank's destinations.
         backend: see `ControlConfig`.
-        replicated: `HELD` rows of boxes that other ranks hold too.
+        replicated: boxes of this rank that other trainer ranks hold too, as bytes of an array of dtype `HELD`. Empty if
+            no other rank holds a box of this rank.
     """
 
     plan: bytes
@@ -213,14 +219,16 @@ class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
 
 
 class ChangeLinks(msgspec.Struct, frozen=True, tag="change_links"):
-    """Command to a trainer rank: end some links, bind new links, and keep all others; the answers are those of `ConnectTrainer`.
+    """Command to a trainer rank: end some links, bind new links, and keep all others.
 
-    Only backends with one-sided writes get it, and only without a relay.
+    The answers are those of `ConnectTrainer`. The controller sends this command only with one-sided writes, and only if
+    no engine ranks relay.
 
     Attributes:
-        since: epoch of the last command that bound this rank, which identifies its present links.
-        gone: destinations of the links that end, including destinations that are bound again.
-        plan: the rank's own part of a plan for the new destinations; empty without new destinations.
+        since: epoch of the last command that bound this rank. The rank refuses the command if this is another epoch,
+            because it then has other links than the controller assumes.
+        gone: destinations whose links end, including destinations that are bound again.
+        plan: encoded part for this rank of the plan for the new destinations; empty without new destinations.
         bindings: addresses of the new destinations.
     """
 
@@ -231,12 +239,16 @@ class ChangeLinks(msgspec.Struct, frozen=True, tag="change_links"):
 
 
 class NotBound(msgspec.Struct, frozen=True, tag="not_bound"):
-    """Answer of a trainer rank that cannot write to these destinations: worker -> reason."""
+    """Answer of a source that cannot write to some destinations, and therefore has not bound the plan.
+
+    Attributes:
+        reasons: destination -> reason.
+    """
 
     reasons: dict[str, str]
 
 
 class Offered(msgspec.Struct, frozen=True, tag="offered"):
-    """Answer of a trainer rank that has bound the plan: its engines must join this group."""
+    """Answer of a trainer rank that has bound the plan and offers a collective group, which its engines must join."""
 
     offer: GroupOffer
