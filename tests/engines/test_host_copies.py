@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from windlass.element_ids.codes import CheckpointSpec, Codes
 from windlass.element_ids.ids import ElementIds
 from windlass.element_ids.memory import fingerprint
-from windlass.engines.capture.memory import Holding, Kind
+from windlass.engines.capture.memory import Holding, Kind, Watched
+from windlass.engines.capture.mirrors import find_mirrors
 from windlass.engines.capture.snapshot import CHUNK_NBYTES, HostCopies, Snapshot
 from windlass.layout.dtypes import DType
 
@@ -100,3 +104,72 @@ def test_a_fingerprint_depends_on_values_and_places() -> None:
     assert len(prints) == 3
     shifted = torch.cat([memory[:1], memory])[1:]
     assert fingerprint(shifted) == fingerprint(memory), "whatever it is aligned to"
+
+
+class WithHostCopies(torch.nn.Module):
+    """A model on a GPU that keeps copies of its weights, and values computed from them, on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = torch.randn(96, 64, device="cuda").bfloat16()
+        self.weight = torch.nn.Parameter(made, requires_grad=False)
+        self.norm = torch.nn.Parameter(
+            torch.randn(64, device="cuda").bfloat16(), requires_grad=False
+        )
+
+    def copied(self) -> dict[str, Any]:
+        weight = self.weight.detach().cpu()
+        return {
+            "cast": weight.float(),
+            "slice": weight[8:40].clone(),
+            "transposed": weight.float().T.contiguous(),
+            "strided": torch.empty(64, 96).T.copy_(weight),
+            "numpy": weight.float().numpy(),
+            "bits": weight.view(torch.int16).clone(),
+            "bytes": bytearray(weight.float().numpy().tobytes()),
+            "joined": torch.cat([self.norm.detach().cpu(), weight[0]]),
+        }
+
+
+def values_of(kept: Any) -> torch.Tensor:
+    if isinstance(kept, bytearray):
+        return torch.frombuffer(kept, dtype=torch.float32).clone()
+    return torch.as_tensor(kept).clone()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_copies_on_the_host_follow_weights_on_a_gpu() -> None:
+    model = WithHostCopies()
+    vars(model)["kept"] = model.copied()
+    held = Watched(model)
+    weights = [h for h in held().values() if h.kind is Kind.PARAMETER]
+    targets = [
+        *(h for h in held().values() if h.kind is not Kind.PARAMETER),
+        *held.copies().values(),
+    ]
+    found = find_mirrors(targets, weights)
+    found.require_refilled()
+    before = {name: values_of(kept) for name, kept in vars(model)["kept"].items()}
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+        for mirror in found.mirrors.values():
+            mirror.refill()
+    for name, expected in model.copied().items():
+        assert torch.equal(values_of(vars(model)["kept"][name]), values_of(expected)), name
+        assert not torch.equal(before[name], values_of(expected)), name
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("holder", [lambda t: t, lambda t: t.numpy()], ids=["tensor", "numpy"])
+def test_values_on_the_host_that_follow_from_weights_on_a_gpu_are_refused(
+    holder: Callable[[torch.Tensor], object],
+) -> None:
+    model = WithHostCopies()
+    vars(model)["kept"] = holder(model.weight.detach().cpu().float() * 1.5)
+    held = Watched(model)
+    weights = [h for h in held().values() if h.kind is Kind.PARAMETER]
+    found = find_mirrors([h for h in held().values() if h.kind is not Kind.PARAMETER], weights)
+    assert "follows from weight" in found.derived["kept"]

@@ -58,7 +58,10 @@ class EngineApi(Protocol):
         ...
 
     def resume(self, deadline_s: float) -> None:
-        """Resume generation after `pause`. Every main loop has returned from `QuiesceGate.block`, or is stuck."""
+        """Resume generation after `pause`.
+
+        The caller has released the gate, so no main loop waits in `QuiesceGate.block` any more, except a loop that hangs.
+        """
         ...
 
     def set_version(self, version: int, deadline_s: float) -> None:

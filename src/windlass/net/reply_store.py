@@ -56,7 +56,7 @@ class ReplyStore(Generic[ResultT]):
     def void(self) -> None:
         """Make `lookup` refuse calls that have arrived but not begun. Call this when the connection is lost.
 
-        The server has then left this peer out of the round of these calls, and its next call
+        The server leaves a peer out of a round if it loses the connection to this peer, so the server's next call
         belongs to a later round.
         """
         self._void = self._received

@@ -282,7 +282,7 @@ class Attempts:
 
         Raises:
             RolloutError: the workflow raised SystemExit or KeyboardInterrupt, which would end this process, or
-                raised CancelledError without a cancellation, which would look like one by the controller.
+                raised CancelledError although nobody had cancelled the attempt.
             Exception: any other exception of the workflow.
         """
         try:

@@ -158,8 +158,8 @@ class SentLinks:
         return tuple(p for name, p in self.programs.items() if name not in self.peers)
 
     def none(self) -> SentLinks:
-        """Return a copy without links but with the same `peers`, for links that are kept later."""
-        return replace(self, programs={})
+        """Return a copy that has no links."""
+        return replace(self, programs={}, peers={}, read_in_place=())
 
     def with_copies(
         self, copies: Mapping[str, LinkProgram], bindings: Mapping[str, DestinationBinding]

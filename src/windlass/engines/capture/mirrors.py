@@ -7,8 +7,8 @@ weight's rows into the tensor again. A mirror may be a cast, slice, transpositio
 If a tensor is not a mirror but correlates with a weight of the same shape, the engine has computed the tensor from the
 weight in a way that is unknown here (a product, a quantised copy). Capture then raises UnsupportedLayout.
 
-The search runs on the tensor's device. It first compares a few elements of a row, and compares the whole row only if
-these elements are equal.
+The search runs on the weights' device. A tensor on another device is copied there for the search. The search first
+compares a few elements of a row, and compares the whole row only if these elements are equal.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Part:
         if self.places is None or self.rows is None:
             self.target.copy_(self.source)
         else:
-            self.target[self.places] = self.source[self.rows].to(self.target.dtype)
+            rows = self.source[self.rows].to(self.target)
+            self.target[self.places.to(rows.device)] = rows
 
 
 @final
@@ -142,18 +143,65 @@ def find_mirrors(
             or not _varies(tensor)
         ):
             continue
-        here = [source for source in sources if source.tensor.device == tensor.device]
-        mirror = _mirror(holding, here) if tensor.is_floating_point() else None
-        if mirror is not None:
+        if (mirror := _mirror_on_any_device(holding, sources)) is not None:
             mirrors[holding.name] = mirror = replace(mirror, holder=_holder(holding))
             derived.pop(holding.name, None)
             if holding.is_copy and mirror.holder is None:
                 derived[holding.name] = f"is a copy of {mirror.sources[0]} in read-only memory"
-            elif rival := _rival(holding, mirror, here):
+            elif rival := _rival(holding, mirror, sources):
                 derived[holding.name] = f"may be a copy of {mirror.sources[0]} or of {rival}"
-        elif source := _correlated(holding, here):
+        elif source := next(
+            (
+                name
+                for found, on in _on_devices(holding, sources)
+                if (name := _correlated(found, on))
+            ),
+            None,
+        ):
             derived[holding.name] = f"follows from {source}"
     return Found(mirrors, derived | _extremes(numbers or {}, sources))
+
+
+def _mirror_on_any_device(holding: Holding, sources: Sequence[Holding]) -> Mirror | None:
+    if not holding.tensor.is_floating_point():
+        return None
+    for found, on in _on_devices(holding, sources):
+        if (mirror := _mirror(found, on)) is not None:
+            parts = (_in_memory_of(part, found.tensor, holding.tensor) for part in mirror.parts)
+            return replace(mirror, parts=tuple(parts))
+    return None
+
+
+def _on_devices(
+    holding: Holding, sources: Sequence[Holding]
+) -> Iterator[tuple[Holding, list[Holding]]]:
+    """Yield a tensor and the weights on each device that has weights, the tensor's own device first.
+
+    On another device, yield a copy of the tensor with the same strides. Skip a device without memory for two copies.
+    """
+    tensor = holding.tensor.detach()
+    by_device: dict[torch.device, list[Holding]] = {tensor.device: []}
+    for source in sources:
+        by_device.setdefault(source.tensor.device, []).append(source)
+    for device, on in by_device.items():
+        if device == tensor.device:
+            yield holding, on
+            continue
+        if device.type == "cuda" and 2 * tensor.nbytes > torch.cuda.mem_get_info(device)[0]:
+            continue
+        copy = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+        )
+        yield replace(holding, tensor=copy.copy_(tensor)), on
+
+
+def _in_memory_of(part: Part, copy: torch.Tensor, tensor: torch.Tensor) -> Part:
+    """Return a part of `copy` as the same part of `tensor`, which has the same shape and strides."""
+    if copy is tensor:
+        return part
+    at = part.target.storage_offset() - copy.storage_offset() + tensor.storage_offset()
+    view = tensor.detach().as_strided(part.target.shape, part.target.stride(), at)
+    return replace(part, target=view)
 
 
 def _readings(target: Holding, sources: Sequence[Holding]) -> Iterator[Holding]:
@@ -192,7 +240,7 @@ def _holder(holding: Holding) -> bytearray | array[Any] | None:
     return item if isinstance(item, bytearray | array) else None
 
 
-def _rival(holding: Holding, mirror: Mirror, sources: list[Holding]) -> str | None:
+def _rival(holding: Holding, mirror: Mirror, sources: Sequence[Holding]) -> str | None:
     """Return the name of a second weight that may be the mirror's source, or None.
 
     The second weight equals the source, and its name is as similar to the mirror's name as the source's name is.
@@ -208,6 +256,7 @@ def _rival(holding: Holding, mirror: Mirror, sources: list[Holding]) -> str | No
             if rival.name != name
             and rival.tensor.shape == of.tensor.shape
             and rival.tensor.dtype is of.tensor.dtype
+            and rival.tensor.device == of.tensor.device
             and _common(holding.name, rival.name) >= _common(holding.name, name)
             and torch.equal(rival.tensor, of.tensor)
         ),

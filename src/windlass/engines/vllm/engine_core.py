@@ -232,7 +232,7 @@ def is_backend_of(config: Any) -> bool:
 
 
 def _scheduler(**made_with: Any) -> object:
-    """Return `_noting` of vLLM's own scheduler. vLLM's EngineCore calls this function instead of a scheduler class."""
+    """Return vLLM's own scheduler, as a subclass that `_noting` makes. vLLM's EngineCore calls this function instead of a scheduler class."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 

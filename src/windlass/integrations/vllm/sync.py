@@ -262,7 +262,7 @@ class _Fleet:
 
         Raises:
             EngineRefused: a server cannot be updated; quotes its reason.
-            PeerUnreachable: a server could not be reached, or refused; quotes the reason.
+            PeerUnreachable: a server could not be reached, or answered the request with an error; quotes it.
             PeerTimeout: a server did not answer or join in time.
         """
         address, ends_at = self.hosted.address(Access.ENGINE), time.monotonic() + deadline_s
@@ -273,7 +273,7 @@ class _Fleet:
         infos = {}
         for name in names:
             url = self._urls[name]
-            # Find servers that do not answer at all now: they cannot report a reason later.
+            # A server that does not answer HTTP cannot report later why it did not join, so ask each server first.
             self._routes.world_size(
                 url, answer_s, listens_within_s=left_s() if are_starting else 0.0
             )
