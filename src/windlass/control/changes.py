@@ -1,4 +1,4 @@
-"""Notification of coroutines about changes, and tasks that end with the controller. Everything runs in one event loop."""
+"""Condition variable and background tasks of the controller. All code here runs in one event loop."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ _Ts = TypeVarTuple("_Ts")
 
 
 def tell(listeners: Iterable[Callable[[*_Ts], None]], *args: *_Ts) -> None:
-    """Call all listeners. An exception of one of them is logged and does not reach the others."""
+    """Call every listener with `args`. If a listener raises, log the exception and call the next listener."""
     for listener in listeners:
         try:
             listener(*args)
-        # A listener's exception must not end the round: trainers wait for their report, and engines are paused.
+        # The caller may be in a round, with paused engines and waiting trainers, and must not fail here.
         except Exception:  # noqa: BLE001
             _log.exception("listener %s", listener)
 
 
 @final
 class Changes:
-    """Condition variable of one event loop: synchronous code reports a change, and waiting coroutines check again."""
+    """Condition variable for coroutines. Any code of the event loop may call `notify`; it needs no lock.
+
+    `len` is the number of waiting coroutines.
+    """
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
@@ -40,7 +43,7 @@ class Changes:
         self._listeners.append(listener)
 
     def notify(self) -> None:
-        """Wake all waiting coroutines, so that they check their condition again, and call the listeners."""
+        """Make all waiting coroutines check their condition again, and call the listeners."""
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
@@ -49,10 +52,16 @@ class Changes:
     async def until(
         self, holds: Callable[[], bool], deadline_s: float, message: Callable[[], str]
     ) -> None:
-        """Return once `holds()` is true. `holds` is called at once and after every `notify`, and may raise.
+        """Wait until `holds()` returns True.
+
+        Args:
+            holds: function that checks the condition; called at once and after every `notify`. `until` passes its
+                exceptions on to the caller.
+            deadline_s: seconds to wait.
+            message: function that returns the text of the PeerTimeout; called at the deadline.
 
         Raises:
-            PeerTimeout: `holds()` was not true within `deadline_s`; the text of the error is `message()`.
+            PeerTimeout: `holds()` did not return True within `deadline_s`.
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -69,7 +78,7 @@ class Changes:
 
 @final
 class Tasks:
-    """Tasks of one event loop that `close` cancels, at the end of the controller."""
+    """Background tasks of the controller. `len` and iteration give the tasks that have not ended."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -82,11 +91,11 @@ class Tasks:
         return iter(self._tasks)
 
     def spawn(self, work: Coroutine[object, object, _T]) -> asyncio.Task[_T]:
-        """Run a coroutine as a task, which `close` cancels. After `close` a new task is cancelled at once."""
+        """Run a coroutine as a task that `close` cancels. After `close`, cancel the new task at once."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # Connections are closed after `close`, and the loss of a connection may spawn tasks.
+        # The controller closes its connections after `close`. A lost connection may then spawn a task.
         if self._is_closed:
             task.cancel()
         return task

@@ -59,7 +59,7 @@ class CommandHandler(Protocol):
             round_number: round of the command.
 
         Raises:
-            WindlassError: the command failed. The channel answers with a `Failure`; its kind depends on the error's type.
+            WindlassError: the command failed. The channel answers with a `Failure`, whose kind depends on the error.
         """
         ...
 
@@ -137,7 +137,10 @@ def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Announcement of a version, and the future of its report. `frame.attempt` is 0 for a round without announcement."""
+    """Announcement of a version, and the future of its report.
+
+    For a round that the controller begins without an announcement (`TrainerChannel.expect`), `frame.attempt` is 0.
+    """
 
     frame: Announce
     report: concurrent.futures.Future[UpdateReport]
@@ -171,8 +174,8 @@ class TrainerChannel(AgentChannel):
         withdrawn, and the controller begins no round for it.
 
         Raises:
-            PeerTimeout: no report arrived within `deadline_s`. If the round has begun already, it continues. The weights
-                must then stay unchanged until the trainer gets the report of a later round.
+            PeerTimeout: no report arrived within `deadline_s`. If the round has begun already, it continues. The
+                weights must then stay unchanged until the trainer gets the report of a later round.
             ProtocolError: the controller refused this agent.
             PeerUnreachable: the channel was closed.
         """

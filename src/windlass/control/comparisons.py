@@ -1,4 +1,8 @@
-"""Decide which updates compare replicated boxes between trainer ranks, so that comparing takes a fixed share of the time."""
+"""Decides which updates compare replicated boxes between trainer ranks.
+
+Several trainer ranks may hold the same box. A comparison detects that their bytes differ. It costs time, so the
+comparisons together may use only a fixed share of the update time (`ControlConfig.compare_share`).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,8 @@ class Comparison:
     """Comparison in one update.
 
     Attributes:
-        turn: running number of the comparison, see `due_pieces`.
-        is_first: whether it is the first of these trainers: it compares all boxes, and its time is not charged.
+        turn: number of published comparisons before; it selects the pieces to compare, see `due_pieces`.
+        is_first: whether it is the first comparison of these trainer processes. The first comparison covers all boxes.
     """
 
     turn: int
@@ -26,17 +30,20 @@ class Comparison:
 
 @final
 class Comparisons:
-    """Account of seconds for comparisons: a published update adds a share of its seconds, a comparison subtracts its own.
+    """Time budget for comparisons, in seconds.
 
-    The first update of a group of trainers always compares, without a charge. Each later update compares if the
-    balance covers the cheapest comparison of these trainers. So, while updates are published, the account is overdrawn
-    by at most the difference between one comparison and the cheapest one.
+    A published update adds `share` times its duration to the balance. A comparison subtracts its own duration. An
+    update compares if one of these conditions is true:
 
-    A repeated attempt to publish a version compares if the first attempt did. If an update compared and was not
-    published, the next update compares at any balance, because the ranks may have had different bytes.
+    - It is the first update of these trainer processes. Its duration changes no balance.
+    - The balance is at least the duration of the shortest comparison of these processes.
+    - The previous update compared and was not published. Its ranks may have had different bytes.
+    - `share` is 1.
+
+    A repeated attempt to publish the same version compares if the first attempt compared.
 
     Args:
-        share: share of the time of published updates, in [0, 1]; with 1 all updates compare.
+        share: share of the time of published updates that comparisons may take, in [0, 1].
     """
 
     def __init__(self, share: float) -> None:
@@ -50,11 +57,11 @@ class Comparisons:
         self._decided: Comparison | None = None
 
     def begin(self, version: int, sources: Hashable) -> Comparison | None:
-        """Decide whether the next round compares; return None if it does not.
+        """Return the comparison of the next round; None if the round compares nothing.
 
         Args:
             version: version that the round publishes.
-            sources: identity of the processes that hold the weights.
+            sources: processes of the trainer ranks. A change of `sources` resets the budget.
         """
         if sources != self._sources:
             self._sources, self._has_compared, self._must_repeat = sources, False, False
@@ -72,7 +79,10 @@ class Comparisons:
         return self._decided
 
     def of_round(self, version: int, binding: Binding) -> tuple[Replicated | None, int, int]:
-        """Return the boxes to compare in a round (None: no comparison), the turn, and the number of turns for all boxes."""
+        """Return the comparison of a round: replicated boxes, turn and period (see `due_pieces`).
+
+        The boxes are None if the round compares nothing.
+        """
         replicated = binding.replicated
         if replicated is None:
             return None, 0, 1
@@ -83,12 +93,12 @@ class Comparisons:
         return replicated, comparison.turn, period
 
     def conclude(self, *, compare_s: float, update_s: float, is_published: bool) -> None:
-        """Update the balance after the round for which `begin` was called last.
+        """Update the balance after the round of the last `begin`.
 
         Args:
-            compare_s: seconds of comparison on the slowest rank; 0 without a comparison.
+            compare_s: seconds that the slowest rank needed for the comparison; 0 without a comparison.
             update_s: seconds of the whole round.
-            is_published: whether the round published its version; only then are its seconds credited.
+            is_published: whether the round published its version. Other rounds add nothing to the balance.
         """
         compared = self._decided
         if compared is not None and not compared.is_first:
@@ -99,7 +109,7 @@ class Comparisons:
         if not is_published:
             return
         if compared is None or not compared.is_first:
-            # The first update also connects the ranks, so its seconds would credit too much.
+            # The first update also connects the ranks, so its duration is not typical.
             self._balance_s += self._share * update_s
         self._version = -1
         if compared is not None:

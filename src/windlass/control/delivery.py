@@ -1,8 +1,8 @@
-"""Delivery of a round's bytes, as the round machine sees it. No I/O.
+"""Steps of a round that depend on the backend. No I/O.
 
-`Delivery` is the usual way: each source writes its links, one by one, into memory of the engines. A backend that needs
-other steps in a round has a subclass. The machine asks it for the commands of PREPARE and WRITE, passes on the answers
-to these commands, and reports who has failed.
+The round machine (`rounds.RoundMachine`) gets the commands that write bytes from a `Delivery`. It passes the answers to
+these commands, and failures of ranks, to the delivery. `Delivery` itself is for one-sided writes: each source writes its
+links into memory of the engines. A backend with other steps has a subclass.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from windlass.planning.order import staggered
 from windlass.transfer.bindings import Carried
 
 ANSWER_S = 2.0
+"""Seconds that `reply_budget_s` reserves for an answer, but at least 10 % and at most 30 % of the deadline."""
 
 
 def reply_budget_s(deadline_s: float) -> float:
-    """Return the part of a deadline, in seconds, that a peer may use before it must answer.
+    """Return the seconds of a deadline that a peer may use for its work.
 
-    The rest is for its answer. A trainer then answers by the deadline even if an unreachable engine used up its
-    time; a missing answer would end the round for all engines.
+    The other seconds are for its answer. So a trainer answers in time even if its writes to an unreachable engine time
+    out. Without its answer, the round would end for all engines.
     """
     return deadline_s - max(0.1 * deadline_s, min(0.3 * deadline_s, ANSWER_S))
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Command that the round sends to a rank.
+    """Command that the round machine must send to a rank.
 
     Attributes:
         worker: the rank.
         command: the command.
-        expects_reply: whether the phase lasts until the rank has answered.
-        destinations: for a source, the destinations of the links that it writes; it answers with `Written`.
+        expects_reply: whether the phase waits for the rank's answer.
+        destinations: for a command that writes links, the destinations; the source answers with `Written`.
     """
 
     worker: str
@@ -55,8 +56,8 @@ class Findings:
     Attributes:
         measures: figures of the rank that answered.
         carried: link -> bytes and seconds of its writes.
-        unknown: rank that bytes may still reach -> reason.
-        orders: commands that follow.
+        unknown: rank whose memory bytes may still reach -> reason. The round quarantines its engine.
+        orders: commands that must be sent because of this answer.
     """
 
     measures: Mapping[Measure, float] = field(default_factory=dict)
@@ -66,23 +67,23 @@ class Findings:
 
 
 class Delivery:
-    """Delivery of one round: each source writes its links into memory of the engines.
+    """Delivery of one round by one-sided writes: each source writes its links into memory of the engines.
 
     Attributes:
-        reserves_in: phase that begins with the reservation of the version. If it cannot record the version, the phase does
-            not begin.
-        notices: kinds of commands that a rank still needs after the round has ended.
+        reserves_in: phase before which the controller records the version in the journal (`Run.reserve`). If this
+            fails, the phase does not begin.
+        notices: types of commands that the machine still sends after an internal error (`RoundMachine.abandon`).
     """
 
     reserves_in: ClassVar[Phase] = Phase.PUBLISH
     notices: ClassVar[tuple[type, ...]] = ()
 
     def prepare(self, engines: Collection[str]) -> tuple[Order, ...]:  # noqa: ARG002
-        """Return the commands to engine ranks in PREPARE, in addition to the machine's own."""
+        """Return commands of PREPARE to engine ranks, in addition to the machine's own commands."""
         return ()
 
     def unlinked(self, engines: Collection[str]) -> Collection[str]:  # noqa: ARG002
-        """Return the engine ranks that verify although no link leads to them."""
+        """Return the engine ranks that must verify although the plan has no link to them."""
         return ()
 
     def write(
@@ -97,11 +98,11 @@ class Delivery:
         """Return the commands that write links.
 
         Args:
-            missing: source -> destinations of its links that are not complete.
+            missing: source -> destinations of its links that are not written yet.
             ledger: state of all links.
-            active: engine ranks that are part of the round.
+            active: engine ranks that are still part of the round.
             version: version that is written.
-            deadline_s: seconds for a source's command.
+            deadline_s: seconds that a source may use for its command.
         """
         return [
             Order(source, Write(version, to, deadline_s), destinations=to)
@@ -110,42 +111,50 @@ class Delivery:
 
     @property
     def is_complete(self) -> bool:
-        """Whether WRITE may end; otherwise it lasts until `sent`."""
+        """Whether WRITE may end when all commands are answered. Otherwise it lasts until `sent`."""
         return True
 
     def sent(self) -> None:
-        """Record that the trainer, which drives the update, has sent all bytes."""
+        """Record that the trainer has sent all bytes. Called only in a push, which the trainer drives."""
 
     def changes_live(self, mode: UpdateMode) -> bool:
-        """Return whether live weights may change before they are verified."""
+        """Return whether live weights change before the engine has verified the bytes."""
         return mode is UpdateMode.IN_PLACE
 
     def survives_failure(self, phase: Phase) -> bool:  # noqa: ARG002
-        """Return whether the round continues without an engine that answers with a failure in `phase`."""
+        """Return whether a failure of one engine in `phase` leaves the round running for the other engines."""
         return True
 
     def answered(self, worker: str, command: Command, result: Result) -> Findings | None:  # noqa: ARG002
-        """Return the contents of an answer to a command of `prepare` or `write`; None if the answer does not fit."""
+        """Return the contents of an answer to a command of this delivery; None if the answer has the wrong type."""
         return None
 
     def ended(self, worker: str, command: Command) -> None:
-        """Record that an engine rank has answered `command` with a failure, or after the round has left it out."""
+        """Record that an engine rank no longer carries out `command`.
+
+        The rank has answered with a failure, or it has answered after the round left it out.
+        """
 
     def link_failed(self, link: Link) -> tuple[Order, ...]:  # noqa: ARG002
-        """Record that a source could not complete a link that it was told to write; return the commands that follow."""
+        """Record that a source could not write a link; return commands that must be sent because of it."""
         return ()
 
     def left(self, worker: str, *, lost: bool) -> tuple[Order, ...]:  # noqa: ARG002
-        """Record that an engine rank has left the round; return the commands that follow. `lost`: its process has ended."""
+        """Record that an engine rank has left the round; return commands that must be sent because of it.
+
+        `lost`: whether the rank has lost its connection.
+        """
         return ()
 
     def pop_incomplete(self) -> tuple[bool, frozenset[Link]]:
-        """Return the links that must be written again, and whether writing them again is free.
+        """Return the links that must be written again, and forget them; called when all commands of WRITE are answered.
 
-        A free repetition does not count as a rewrite.
+        Returns:
+            Whether the repetition is free, so that it does not count towards `ControlConfig.max_rewrites`; and the
+            links.
         """
         return False, frozenset()
 
     def unsettled(self) -> dict[str, tuple[str, ...]]:
-        """Return the engine ranks that may still be writing, each with the ranks that it writes to."""
+        """Return the engine ranks that may still be writing: rank -> ranks that it writes to."""
         return {}
