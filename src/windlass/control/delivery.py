@@ -1,8 +1,8 @@
 """Steps of a round that depend on the backend. No I/O.
 
 The round machine (`rounds.RoundMachine`) gets the commands that write bytes from a `Delivery`. It passes the answers to
-these commands, and failures of ranks, to the delivery. `Delivery` itself is for one-sided writes: each source writes its
-links into memory of the engines. A backend with other steps has a subclass.
+these commands, and failures of ranks, to the delivery. `Delivery` itself is for one-sided writes: each source writes
+its links into memory of the engines. A backend with other steps has a subclass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choice of the engine that brings up another engine."""
+"""Chooses the donor of a catch-up: the engine that sends its weights to an engine with an older version or none."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ def find_donor(
     trainers: Sequence[ShardManifest],
     planner: Planner,
 ) -> tuple[Group, TransferPlan] | None:
-    """Return the first engine that gives the newcomer the same bytes as the trainers would, and the plan.
+    """Find an engine from which the newcomer gets the same bytes as from the trainers.
 
-    Planning a large model takes seconds.
+    Blocks: it compiles a plan per candidate, which takes seconds for a large model.
 
     Args:
-        newcomer: the engine to bring up.
-        candidates: engines that serve the published version.
-        trainers: manifests of the trainer ranks; empty if none is connected.
+        newcomer: the engine that receives.
+        candidates: engines that serve the published version, in order of preference.
+        trainers: manifests of the trainer ranks; empty if no trainer is connected.
         planner: compiles plans.
+
+    Returns:
+        The first suitable engine, and the plan of the copy; None if no candidate is suitable.
     """
     for donor in candidates:
         if not all(agent.hello.can_send for agent in donor.agents.values()):
@@ -36,7 +39,7 @@ def find_donor(
         try:
             plan = planner(donor.manifests, newcomer.manifests)
         except PlanError:
-            # The newcomer needs a tensor that this engine does not have.
+            # This engine cannot fill a tensor of the newcomer.
             continue
         if _is_exact(plan, trainers):
             return donor, plan
@@ -46,8 +49,9 @@ def find_donor(
 def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
     """Return whether a copy by this plan gives the same bytes as a transfer from the trainers.
 
-    A cast from the trainers' dtype rounds once, as in a transfer from the trainers. Any other cast would round weights
-    that were already rounded when the donor got them.
+    A plan without casts does. A cast of a tensor does if the donor has the tensor in the trainers' dtype, because the
+    values are then rounded once, as in a transfer from the trainers. Otherwise the donor's values were already rounded
+    when it received them, and the cast would round them a second time.
     """
     casts = np.flatnonzero(plan.ops.src_dtype != plan.ops.dst_dtype)
     if not len(casts):

@@ -1,4 +1,4 @@
-"""Session of an engine rank with the controller. The engine resumes by itself when the connection is lost."""
+"""Session of an engine rank with the controller. If the connection is lost, the rank resumes its engine by itself."""
 
 from __future__ import annotations
 
@@ -19,15 +19,22 @@ from windlass.net.sockets import open_http, send_frame
 
 _log = logging.getLogger(__name__)
 WELCOME_SEQ = 0
-"""Sequence number of the reply to the welcome; the numbers of commands start at 1."""
+"""Sequence number of the reply that an engine rank sends after each `Welcome`; the numbers of commands start at 1."""
 CANNOT_JOIN_S = 10.0
+"""Deadline of `report_cannot_join` in seconds."""
 
 
 def report_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
-    """Report to the controller that an engine cannot join, so that callers that wait for it get the reason. Blocks.
+    """Report to the controller that an engine cannot join. Callers of `wait_for_fleet` then get the reason. Blocks.
+
+    Args:
+        url: the controller's address.
+        token: token for the role of an engine.
+        engine: name of the engine.
+        reason: why it cannot join.
 
     Raises:
-        PeerUnreachable: the controller did not answer within 10 s.
+        PeerUnreachable: the controller could not be reached, or did not close the connection within `CANNOT_JOIN_S`.
     """
 
     async def report() -> None:
@@ -37,7 +44,7 @@ def report_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
             http.ws_connect(url.rstrip("/") + AGENTS_PATH) as socket,
         ):
             await send_frame(socket, encode(CannotJoin(PROTOCOL_VERSION, engine, reason)))
-            # The controller closes the connection once it has read the frame.
+            # Wait until the controller closes the connection, which it does after it has read the frame.
             await socket.receive()
 
     try:
@@ -56,11 +63,11 @@ class EngineChannel(AgentChannel):
         token: see `AgentChannel`.
         hello: see `AgentChannel`.
         handler: see `AgentChannel`.
-        on_disconnect: called in the channel's thread when a welcomed connection is lost, before the first attempt to
-            connect again. If it raises, the channel calls it again at the next welcome and sends the result to the
-            controller (`Done.not_resumed`).
-        on_command: called in the channel's thread with each received command, its epoch and its round, before the
-            command waits for its turn; must not block.
+        on_disconnect: function that resumes the engine. The channel calls it when a welcomed connection is lost, before
+            it connects again. If it raises, the channel calls it again after the next `Welcome`, and reports to the
+            controller whether the engine has resumed (`Done.not_resumed`).
+        on_command: function that gets each command, its epoch and its round at arrival, while an earlier command may
+            still be running. The channel calls it in its event loop, so it must not block. None to call nothing.
     """
 
     def __init__(
@@ -85,24 +92,24 @@ class EngineChannel(AgentChannel):
             self._on_command(call.command, call.epoch, call.round)
 
     async def on_welcome(self) -> None:
-        # No command of this connection has arrived yet, so no round is open in this rank.
+        # No command of this connection has arrived yet, so no round needs this engine paused.
         if self._not_resumed:
             await self._loop.run_in_executor(self._executor, self.on_lost)
 
     async def on_connected(self) -> None:
-        """Report whether the engine generates now; replies stored earlier may be outdated."""
+        """Report whether the engine generates now, because the stored replies that were sent again may be outdated."""
         epoch, round_number = self._store.newest
         await self.send(
             Reply(epoch, round_number, WELCOME_SEQ, Done(not_resumed=self._not_resumed))
         )
 
     def on_lost(self) -> None:
-        # Commands that begin after this are refused.
+        # Wait for the running command. The channel refuses commands of this connection that have not begun.
         with self._executing:
             try:
                 self._on_disconnect()
                 self._not_resumed = ""
-            # The engine's own code may raise any exception, and the rank must connect again after it.
+            # The engine's code may raise any exception. The rank must connect again in any case.
             except Exception as error:  # noqa: BLE001
                 self._not_resumed = f"{type(error).__name__}: {error}"
                 _log.exception("on_disconnect")

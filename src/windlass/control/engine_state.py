@@ -1,7 +1,7 @@
 """States of an engine, and the transitions between them. No I/O.
 
-An engine of the fleet has one state, which `fleet.Group.move` changes. Page, terminal, metrics, events and routers show
-it, and an engine gets traffic only in the state `SERVING`.
+Every engine has one state, which only `fleet.Group.move` changes. The operations page, the terminal and the metrics
+show it. Routers send requests only to engines in the state `SERVING`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class EngineStatus(StrEnum):
 
     Attributes:
         SERVING: serves the published version and generates, so it may get traffic.
-        WAITING: is connected without a known fault, and does not have the published version yet.
+        WAITING: all ranks are connected and no fault is known, but the engine does not have the published version yet.
         INCOMPLETE: some of its ranks are not connected.
         NOT_RESUMED: has the published version, but did not resume after an update.
-        LEFT_OUT: the last round that included the engine left it out.
-        MIXED_WEIGHTS: its weights may be of two versions.
-        QUARANTINED: bytes of a write with an unknown outcome may still arrive in its memory, so no round writes it.
-        SILENT: a rank did not answer a command by its deadline.
-        GONE: no rank is connected any more.
+        LEFT_OUT: its last round left the engine out, for the reason in `EngineState.reason`.
+        MIXED_WEIGHTS: its live weights may be of two versions; it stays paused.
+        QUARANTINED: bytes of a write with an unknown outcome may still arrive in its memory, so no round writes to it.
+        SILENT: a rank did not answer a command by the deadline.
+        GONE: no rank is connected.
     """
 
     SERVING = "serving"
@@ -45,29 +45,30 @@ TRANSITIONS: Mapping[EngineStatus, frozenset[EngineStatus]] = {
     EngineStatus.NOT_RESUMED: _ALL,
     # Rounds include only complete engines, so no round leaves out an incomplete engine.
     EngineStatus.INCOMPLETE: _ALL - {EngineStatus.LEFT_OUT},
-    # The reason stays until the engine serves, also while a rank is away.
+    # An engine that was left out or silent keeps its reason while a rank is disconnected.
     EngineStatus.LEFT_OUT: _ALL - {EngineStatus.INCOMPLETE},
     EngineStatus.SILENT: _ALL - {EngineStatus.INCOMPLETE, EngineStatus.WAITING},
-    # Only a round that publishes makes the weights whole again.
+    # Only a round that publishes in the engine gives it weights of one version again.
     EngineStatus.MIXED_WEIGHTS: _ALL - {EngineStatus.LEFT_OUT, EngineStatus.INCOMPLETE},
-    # A quarantine ends when a new process replaces the rank; the other ranks may then hold other bytes than the new
-    # one. A quarantined engine may still serve, if the late write cannot reach its live weights.
+    # A quarantine ends when a new process replaces the rank. The other ranks may then hold another version than the
+    # new process, so the next state is MIXED_WEIGHTS. A quarantined engine may serve if the late write cannot reach its
+    # live weights.
     EngineStatus.QUARANTINED: _ALL
     - {EngineStatus.LEFT_OUT, EngineStatus.INCOMPLETE, EngineStatus.WAITING},
     EngineStatus.GONE: _ALL - {EngineStatus.LEFT_OUT, EngineStatus.SILENT},
 }
-"""State -> possible next states."""
+"""State -> allowed next states."""
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """State of one engine, as pages, metrics and routers get it.
+    """State of one engine, for pages, metrics and routers.
 
     Attributes:
         name: name of the engine.
         url: address of its HTTP server.
-        version: the version that the engine serves; -1 for none of this run.
-        status: its state; only `SERVING` gets traffic.
-        reason: cause of the state; empty while nothing is known to be wrong.
+        version: version of this run that all its ranks hold; -1 for none.
+        status: its state.
+        reason: cause of the state; empty if no fault is known.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Registry of the connected ranks: their weights, and the state of every engine. No I/O."""
+"""Registry of the connected ranks: the version that each group has, and the state of every engine. No I/O."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from windlass.transports.base import PeerEndpoint
 
 _log = logging.getLogger(__name__)
 MAX_REASON_LENGTH = 2000
-"""Number of characters of an engine's reason that the controller keeps."""
+"""Maximum number of characters of a text from an agent that the controller stores."""
 QUARANTINE_REASON = (
     "a write with an unknown outcome may still arrive in its memory; restart the engine"
 )
-"""Reason of a quarantined engine that no round left out."""
+"""Reason of a quarantined engine without a more precise reason."""
 PROBE_SEQ = 1 << 30
-"""Sequence number of probes, above the number of any command of a round."""
+"""Sequence number of probes; commands of a round have smaller numbers."""
 
 KEPT_JOBS = 1024
-"""Number of newest replaced trainer jobs whose ranks the fleet still refuses."""
+"""Number of newest replaced trainer jobs that the fleet remembers. It refuses their ranks."""
 
 
 class EngineInfo(NamedTuple):
@@ -52,11 +52,11 @@ class Agent:
 
     Attributes:
         hello: first message of the rank.
-        manifest: manifest of the rank.
+        manifest: decoded `Hello.manifest`.
         quarantined: whether bytes of a write with an unknown outcome may still arrive in the rank's memory.
         not_resumed: reason why the rank does not generate although the controller told it to resume; else empty.
-        silent: command that the rank did not answer by the deadline; empty after the rank has answered a probe.
-        num_late: number of bind commands that the rank has answered late since its engine last served.
+        silent: text about a command that the rank did not answer by the deadline; empty once it has answered a probe.
+        num_late: number of bind commands that the rank answered too late since a round last published in its engine.
     """
 
     hello: Hello
@@ -74,7 +74,12 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    """Write command that a source has not answered, so that its bytes may still arrive in the processes `engines`."""
+    """Write command that a source has not answered.
+
+    Attributes:
+        round_id: round of the command.
+        engines: engine processes in whose memory the bytes may still arrive.
+    """
 
     round_id: RoundId
     engines: frozenset[Identity]
@@ -84,19 +89,18 @@ class _Hold:
 class Group:
     """The ranks of one engine or of the trainer job.
 
-    An engine has one state, and only the state decides whether it gets traffic. Each rank has facts of its own (silent,
-    quarantined, not resumed), because several can be true at the same time and a state names only one. The binder and
-    the rounds decide by these facts which engines they can write.
+    The state of an engine decides whether it gets traffic. The flags of its agents (silent, quarantined, not resumed)
+    decide whether a round may write to it. Several flags can be set at the same time; the state names only one of them.
 
     Attributes:
         name: name of the group.
         role: trainer or engine.
         world_size: number of its ranks, connected or not.
         agents: rank -> agent, for connected ranks.
-        version: version that all ranks hold; -1 if they hold none, or may hold two versions.
-        lineage: lineage of the run that published the version.
-        status: state of the engine; `move` changes it.
-        reason: cause of the state; empty while nothing is known to be wrong.
+        version: version that all ranks have; -1 if they have none or different versions, or may have mixed weights.
+        lineage: lineage of the run that `version` belongs to.
+        status: state of the engine; only `move` changes it.
+        reason: cause of the state; empty if no fault is known.
     """
 
     name: str
@@ -109,10 +113,10 @@ class Group:
     reason: str = ""
 
     def move(self, status: EngineStatus, reason: str = "") -> None:
-        """Give the engine a state. No other code changes it.
+        """Set the state of the engine, and log a new reason.
 
-        A transition that `TRANSITIONS` lacks is a bug. The engine then gets the state `MIXED_WEIGHTS`, and no traffic
-        until a round publishes in it.
+        A transition that is not in `TRANSITIONS` is a bug. The engine then gets the state `MIXED_WEIGHTS`, so that it
+        gets no traffic until a round publishes in it.
         """
         if status not in TRANSITIONS[self.status]:
             reason = f"internal error: {self.status} must not become {status}"
@@ -140,7 +144,7 @@ class Group:
 
     @property
     def silent(self) -> str:
-        """Command that a rank did not answer by the deadline; empty if all ranks answer."""
+        """Text about a command that a rank did not answer by the deadline; empty if all ranks answer."""
         return next((agent.silent for agent in self.agents.values() if agent.silent), "")
 
     @property
@@ -160,28 +164,36 @@ class Group:
 
     @property
     def allow_unused(self) -> frozenset[str]:
-        """Patterns of tensors that engines need not have, from all ranks of a trainer job."""
+        """Name patterns of trainer tensors that engines need not have, from all trainer ranks."""
         return frozenset(p for agent in self.agents.values() for p in agent.hello.allow_unused)
 
     @property
     def keep(self) -> frozenset[str]:
-        """Patterns of tensors that engines keep if no trainer has them, from all ranks of a trainer job."""
+        """Name patterns of engine tensors that stay as they are if no trainer has them, from all trainer ranks."""
         return frozenset(p for agent in self.agents.values() for p in agent.hello.keep)
 
     @property
     def url(self) -> str:
-        """Address of the engine; empty for trainers."""
+        """HTTP address of the engine; empty for trainers, and while rank 0 is not connected."""
         return self.agents[0].hello.url if 0 in self.agents else ""
 
 
 class Fleet:
-    """Registry of the connected ranks. The coordinator is its only writer.
+    """Registry of the connected ranks. Only the coordinator and its parts change it.
+
+    Args:
+        quarantined: quarantined processes, from the journal.
+        published: published version, from the journal; -1 for none.
+        lineage: lineage of the run.
 
     Attributes:
-        published: the version that the fleet serves; -1 before the first. `publish` changes it.
-        published_by: processes of the trainers that published this version.
-        lineage: lineage of the run that the published version belongs to. Versions of other runs do not count.
-        job: job of the trainer ranks that are connected or were connected last; None before the first.
+        published: the published version; -1 for none. `publish` changes it.
+        published_by: trainer processes that published this version.
+        lineage: lineage of the run that the published version belongs to. Engines with a version of another lineage
+            count as engines without a version.
+        job: job of the connected trainer ranks, or of the last ones; None before the first rank.
+        quarantine_on_return: names of absent ranks that are quarantined when they connect again, the oldest first.
+        holds: source -> its unanswered write command. No round writes to the engines in a hold.
     """
 
     def __init__(
@@ -195,10 +207,8 @@ class Fleet:
         self._num_of_job = Counter[str]()
         self._quarantined = dict.fromkeys(quarantined)
         self.quarantine_on_return: dict[str, None] = {}
-        """Absent ranks that are quarantined as soon as they connect again, the oldest first."""
         self._first_epoch: int | None = None
         self.holds: dict[Identity, _Hold] = {}
-        """Trainer rank -> engines that the bytes of its unsettled writes may still reach."""
         self._num_trainers = 0
         self._trainer_group = ""
         self.job: str | None = None
@@ -207,18 +217,18 @@ class Fleet:
     # --- the state of an engine --------------------------------------------------------------
 
     def publish(self, version: int, lineage: str) -> None:
-        """Record the version that the fleet serves, -1 for none, and the run that it belongs to."""
+        """Record the published version (-1: none) and its lineage, and update the states of all engines."""
         self.published, self.lineage = version, lineage
         for engine in self.engines():
             self._update_state(engine)
 
     def note_silent(self, agent: Agent, command: str) -> None:
-        """Record the command that a rank did not answer by the deadline; empty after it has answered a probe."""
+        """Set `Agent.silent` of a rank, and update the state of its engine."""
         agent.silent = command
         self._update_state_of(agent)
 
     def note_not_resumed(self, agent: Agent, reason: str) -> None:
-        """Record why a rank does not generate although the controller told it to resume; empty if it generates."""
+        """Set `Agent.not_resumed` of a rank, and update the state of its engine."""
         agent.not_resumed = reason
         self._update_state_of(agent)
 
@@ -228,18 +238,18 @@ class Fleet:
             self._update_state(group)
 
     def _update_state(self, engine: Group) -> None:
-        """Update the state of an engine after a change of the published version or of a fact about one of its ranks."""
+        """Update the state of an engine after a change of the published version or of one of its agents."""
         if engine.role is Role.ENGINE:
             engine.move(*self._next_state(engine, engine.status, engine.reason))
 
     def _next_state(
         self, engine: Group, now: EngineStatus, reason: str
     ) -> tuple[EngineStatus, str]:
-        """Return the new state of an engine and its reason, which replace `now` and `reason`.
+        """Return the new state of an engine, and its reason.
 
         Args:
             engine: the engine.
-            now: the engine's state; after a round, the state that the engine's outcome gives.
+            now: the present state; after a round, the state that follows from the engine's outcome.
             reason: cause of `now`.
         """
         is_kept = now in {EngineStatus.MIXED_WEIGHTS, EngineStatus.QUARANTINED}
@@ -252,8 +262,8 @@ class Fleet:
         if engine.quarantined:
             return EngineStatus.QUARANTINED, reason if is_known else QUARANTINE_REASON
         if is_kept:
-            # A quarantine ends with a new process. The engine's other ranks keep their memory, so their weights and
-            # the weights of the new process may be of different versions.
+            # A quarantine ends when a new process replaces the rank. The other ranks have kept their weights, which
+            # may be of another version.
             return EngineStatus.MIXED_WEIGHTS, reason
         if is_known:
             return EngineStatus.LEFT_OUT, reason
@@ -262,13 +272,13 @@ class Fleet:
         return EngineStatus.WAITING, engine.not_resumed
 
     def _is_current(self, engine: Group) -> bool:
-        """Return whether all ranks are connected and hold exactly the published version."""
+        """Return whether all ranks are connected and have the published version."""
         holds = engine.version == self.published >= 0 and engine.lineage == self.lineage
         return holds and engine.complete
 
     @staticmethod
     def serves(engine: Group) -> bool:
-        """Return whether an engine has the published version and answers, so that other engines can copy from it."""
+        """Return whether an engine has the published version and answers commands, so that it can be a donor."""
         return engine.status in {EngineStatus.SERVING, EngineStatus.NOT_RESUMED}
 
     # --- ranks that come and go --------------------------------------------------------------
@@ -278,14 +288,14 @@ class Fleet:
         return self._agents.get(worker)
 
     def admit(self, hello: Hello) -> Agent:
-        """Register a rank.
+        """Check the Hello of a rank, and add the rank to its group.
 
         Raises:
-            ProtocolError: the rank has another protocol version, or another world size or role than its group; an engine
-                has the name of the trainers' group; the manifest or an endpoint is invalid or belongs to another
-                agent; or a trainer rank belongs to a job that was replaced.
+            ProtocolError: see `check`. Or the rank's group has another role or world size, a trainer group with another
+                name is connected, an engine has the name of the trainers' group, an endpoint belongs to another agent,
+                or the rank belongs to a trainer job that was replaced.
             MustWait: a process with this name, or ranks of another trainer job, are still connected. A dead process
-                counts as connected until its missed heartbeats end the connection.
+                counts as connected until missed heartbeats end its connection.
         """
         manifest = self.check(hello)
         if hello.role is Role.TRAINER:
@@ -316,10 +326,12 @@ class Fleet:
 
     @staticmethod
     def check(hello: Hello) -> ShardManifest:
-        """Check the fields of a Hello that need no other agent, and return its manifest.
+        """Check a Hello without regard to other agents, and return its decoded manifest.
 
         Raises:
-            ProtocolError: see `admit`.
+            ProtocolError: the protocol version is another one, the rank is not below the world size, the manifest is
+                invalid or of another worker, there is no offer, or an offer is repeated or has an endpoint of another
+                transport.
         """
         check_version(hello.protocol_version, hello.worker)
         if not 0 <= hello.rank < hello.world_size:
@@ -345,7 +357,11 @@ class Fleet:
         return manifest
 
     def replace_job(self, job: str) -> str:
-        """Make `job` the trainers' job, refuse ranks of the previous job from now on, and return the reason."""
+        """Make `job` the trainers' job and refuse ranks of the previous job from now on.
+
+        Returns:
+            Text for the ranks of the previous job that the caller disconnects.
+        """
         reason = f"job {self.job!r} was replaced by job {job!r}"
         if self.job is not None:
             self._past_jobs[self.job] = None
@@ -355,13 +371,20 @@ class Fleet:
         return reason
 
     def _check_job(self, hello: Hello) -> None:
-        """Check that all trainer ranks belong to one job; ranks of another job may hold different weights."""
+        """Check that the trainer rank belongs to the same job as the connected trainer ranks.
+
+        Ranks of two jobs may have different weights.
+
+        Raises:
+            ProtocolError: the job of the rank was replaced.
+            MustWait: ranks of another job are still connected.
+        """
         if hello.job in self._past_jobs:
             raise ProtocolError(
                 f"{hello.worker}: job {hello.job!r} was replaced by job {self.job!r}"
             )
         group = self.trainers()
-        # Ranks of a replaced job count as well until their connections have ended, one after the other.
+        # A rank of a replaced job counts until its connection has ended.
         if group is not None and self._num_of_job.keys() - {hello.job}:
             agents = group.agents.values()
             rivals = [agent.hello for agent in agents if agent.hello.job != hello.job]
@@ -381,7 +404,7 @@ class Fleet:
             del self.quarantine_on_return[hello.worker]
             self._quarantine([agent.identity] if hello.epoch else [])
         agent.quarantined = agent.identity in self._quarantined
-        # A new process with this name means that its predecessors have ended, and their writes with them.
+        # A new process has this name, so the earlier process has ended, and its writes too.
         for past in [k for k in self.holds if k[0] == hello.worker and k != agent.identity]:
             del self.holds[past]
         if hello.role is Role.TRAINER:
@@ -390,7 +413,7 @@ class Fleet:
             self._note_mesh(hello)
             if hello.job != self.job and not hello.lineage:
                 self.replace_job(hello.job)
-            # A rank with a lineage was connected before. It takes a free place and replaces no job.
+            # A rank with a lineage was connected to a controller before, so its job is not new and replaces no job.
             self.job = hello.job
         for past in [k for k in self._quarantined if k[0] == hello.worker and k != agent.identity]:
             del self._quarantined[past]
@@ -406,21 +429,21 @@ class Fleet:
         return agent
 
     def _note_mesh(self, hello: Hello) -> None:
-        """Release the holds of previous trainer ranks if the world size has changed: their processes have ended."""
+        """If the world size of the trainers has changed, drop the holds of the earlier ranks, which have ended."""
         if hello.world_size != self._num_trainers:
             for past in [k for k in self.holds if k[0].rpartition("/")[0] == hello.group]:
                 del self.holds[past]
         self._num_trainers = hello.world_size
 
     def remove(self, agent: Agent) -> Group:
-        """Remove a rank, and its group with the last rank; return the group."""
+        """Remove a rank from its group, and the group if it is empty then; return the group."""
         hello = agent.hello
         group = self._groups[hello.group]
         if group.agents.pop(hello.rank, None) is not None:
             del self._agents[hello.worker]
             self._endpoints.difference_update(offer.endpoint for offer in hello.offers)
             if hello.role is Role.TRAINER:
-                # This form of subtraction removes jobs with a count of zero.
+                # `-=` on a Counter also removes keys with a count of zero.
                 self._num_of_job -= Counter([hello.job])
         if group.agents:
             self._update_state(group)
@@ -457,7 +480,7 @@ class Fleet:
         return self._groups.get(name)
 
     def writable_engines(self) -> tuple[Group, ...]:
-        """Return the engines that a round may include: complete, answering, not quarantined, and without a hold."""
+        """Return the engines that a round may write to: complete, not silent, not quarantined, and in no hold."""
         held = frozenset[Identity]().union(*(hold.engines for hold in self.holds.values()))
         return tuple(
             g
@@ -466,7 +489,7 @@ class Fleet:
         )
 
     def quarantine(self, engines: Iterable[Identity]) -> None:
-        """Exclude these processes from all further writes."""
+        """Quarantine these processes: no round writes to them any more. Update the states of their engines."""
         self._quarantine(engines)
         for group in self._groups.values():
             for agent in group.agents.values():
@@ -479,26 +502,27 @@ class Fleet:
             del self._quarantined[next(iter(self._quarantined))]
 
     def hold(self, trainer: Identity, round_id: RoundId, engines: frozenset[Identity]) -> None:
-        """Record that `trainer` got a write command in that round and has not answered.
+        """Record that `trainer` got a write command in a round and has not answered it.
 
-        No round writes to `engines` until the trainer answers, or a new process with its name connects.
+        No round writes to the processes `engines` until the trainer answers or a new process has its name.
         """
         self.holds[trainer] = _Hold(round_id, engines)
 
     def release(self, source: Identity) -> bool:
-        """End the hold of `source`, a process that has ended; return whether there was one."""
+        """Drop the hold of a process that has ended; return whether there was a hold."""
         return self.holds.pop(source, None) is not None
 
     @property
     def held(self) -> dict[Identity, RoundId]:
-        """Trainers that have not answered a write, each with the round of that write."""
+        """Sources that have not answered a write command, each with the round of the command."""
         return {trainer: hold.round_id for trainer, hold in self.holds.items()}
 
     def settle(self, trainer: Identity, round_id: RoundId, seq: int, result: Result) -> bool:
-        """Process a late answer of a trainer; return whether it ended a hold or quarantined an engine.
+        """Process an answer that arrives after the round of its command; return whether it has changed the fleet.
 
-        A link with an unknown outcome quarantines its engine, as in an answer within the round. If the trainer answers
-        a later probe but has not answered the write, the write command was lost, because agents answer in order.
+        The answer to the write command of a hold ends the hold. A link with an unknown outcome quarantines its engine,
+        as in an answer within the round. The answer to a probe also ends the hold: agents answer in order, so a write
+        command without an answer has not reached the source.
         """
         if self._first_epoch is None or round_id[0] < self._first_epoch:
             return self._settle_for_predecessor(trainer, round_id, result)
@@ -521,14 +545,17 @@ class Fleet:
         return True
 
     def bound_since(self, epoch: int) -> None:
-        """Record the first epoch in which this controller binds; answers from earlier epochs belong to its predecessor."""
+        """Record the epoch of the first bind command. Answers with a lower epoch are for an earlier controller."""
         if self._first_epoch is None:
             self._first_epoch = epoch
 
     def _settle_for_predecessor(self, source: Identity, round_id: RoundId, result: Result) -> bool:
-        """Quarantine the engines that writes of an earlier controller's round may still reach; return whether there are any.
+        """Quarantine the engines that a write from an earlier controller's round may still reach.
 
-        A process with epoch 0 in its Hello took part in no round, so it neither wrote nor was written.
+        A process with epoch 0 in its Hello has got no command before, so it neither wrote nor was written.
+
+        Returns:
+            Whether `result` names such engines.
         """
         writer = self.find(source[0])
         if writer is None or not 0 < round_id.epoch <= writer.hello.epoch:
@@ -546,11 +573,11 @@ class Fleet:
 
     @property
     def quarantined(self) -> frozenset[Identity]:
-        """The newest `MAX_QUARANTINED` quarantined processes, to which no round writes."""
+        """The newest `MAX_QUARANTINED` quarantined processes, connected or not."""
         return frozenset(self._quarantined)
 
     def describe(self) -> list[dict[str, object]]:
-        """Return engines as `/v1/status` shows them."""
+        """Return the engines as `/v1/status` shows them."""
         return [
             {
                 "name": state.name,
@@ -570,7 +597,7 @@ class Fleet:
         ]
 
     def routable(self) -> tuple[EngineInfo, ...]:
-        """Return engines that may get traffic: they serve the published version and generate."""
+        """Return the engines in the state `SERVING`."""
         engines = filter(_is_routable, self.engines())
         return tuple(EngineInfo(g.name, g.url, g.version) for g in engines)
 
@@ -588,7 +615,7 @@ class Fleet:
         )
 
     def _held_up(self, engine: Group) -> str:
-        """Return why no round writes an engine that waits; empty if no source holds it up."""
+        """Return text with the sources in whose holds a waiting engine is; empty if there are none."""
         if engine.status is not EngineStatus.WAITING:
             return ""
         sources = sorted(s[0] for s, hold in self.holds.items() if hold.engines & engine.identities)
@@ -600,7 +627,7 @@ class Fleet:
 
     @property
     def unserved(self) -> str:
-        """Reason why no engine can answer although a version is published; empty if an engine serves it."""
+        """Text for the case that a version is published and no engine serves it; else empty."""
         if self.published < 0 or any(map(_is_routable, self.engines())):
             return ""
         return f"no engine serves version {self.published}"
@@ -609,9 +636,15 @@ class Fleet:
         return engine.version if engine.lineage == self.lineage else -1
 
     def missing(self, num_trainers: int, engines: Iterable[str]) -> dict[str, str]:
-        """Return the trainers and engines that lack ranks: by name, each with its connected ranks for a person.
+        """Return the groups that are not complete, for an error text.
 
-        A rank connects with its weights, which a process has some time after its own start.
+        Args:
+            num_trainers: expected number of trainer ranks.
+            engines: names of the expected engines.
+
+        Returns:
+            "trainers" or engine name -> text with the number of its connected ranks. The text for trainers says
+            "weights of trainers", because a trainer process connects only after it has built its model.
         """
         trainers = self.trainers()
         there = len(trainers.agents) if trainers is not None else 0
@@ -634,21 +667,21 @@ class Fleet:
         lineage: str,
         late: Iterable[Replied],
     ) -> None:
-        """Record the outcome of a round: served versions, mixed weights, quarantines, and holds.
+        """Record the outcome of a round: new versions and states of its engines, quarantines, and holds.
 
         Args:
             finish: outcome of the round.
             binding: binding that the round used.
             round_id: id of the round.
             lineage: lineage of the run that the version belongs to.
-            late: replies that arrived after the round had ended.
+            late: replies that arrived after the end of the round.
         """
         for name, outcome in finish.engines.items():
             bound = binding.identities_of(binding.engines[name])
             if outcome is EngineOutcome.QUARANTINED:
                 self.quarantine(bound)
             group = self._groups.get(name)
-            # The group may have new processes under the same names, which took no part in the round.
+            # New processes may have taken over the names of the group. They took no part in the round.
             if group is None or group.identities != bound:
                 continue
             now, reason = group.status, finish.report.left_out.get(name, "")
@@ -675,7 +708,7 @@ class Fleet:
 
 
 def signature_of(groups: Iterable[Group]) -> frozenset[Identity]:
-    """Return the processes of these groups. A binding is valid only for the processes for which it was made."""
+    """Return the processes of these groups, which identify a binding (`Binding.signature`)."""
     return frozenset[Identity]().union(*(group.identities for group in groups))
 
 
@@ -684,7 +717,7 @@ def _is_routable(engine: Group) -> bool:
 
 
 def _unknown_of(result: Result) -> set[str] | None:
-    """Return the ranks that a write with an unknown outcome may still reach; None if `result` reports no writes."""
+    """Return the ranks that a write with an unknown outcome may still reach; None if `result` is not about writes."""
     match result:
         case Relayed():
             return set(result.unknown_to)
