@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs asynchronous GRPO with an unmodified vLLM on all visible GPUs, in both update modes: trainers, engines, a rollout
-# controller and workers. A single GPU is shared. Requires Windlass's packages, and vLLM 0.24, transformers and torch 2.11 with
-# CUDA, installed or on PYTHONPATH. The script ends by itself and always writes run_demo.json, .txt and .logs.
-#   run_demo.sh RESULT_FOLDER [options of windlass demo]
+# Runs asynchronous GRPO with an unmodified vLLM or SGLang on all visible GPUs, in both update modes: trainers, engines, a rollout
+# controller and workers. A single GPU is shared. Requires Windlass's packages, and vLLM 0.24 or SGLang 0.5.16, transformers and
+# torch 2.11 with CUDA, installed or on PYTHONPATH. The script ends by itself and always writes run_demo.json, .txt and .logs.
+#   run_demo.sh RESULT_FOLDER [options of windlass demo]          (default: --engine vllm)
 # MODES="in_place staged" DEADLINE_S=260 (of one run; the first run reads vLLM from a cold disk)
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -25,15 +25,20 @@ for MODE in ${MODES:-in_place staged}; do
   rm -rf "$WORK/$MODE/versions"
 done
 python3 - "$OUT" "$WORK" "$@" <<'PYTHON'
-import datetime, importlib.metadata, json, pathlib, subprocess, sys
+import contextlib, datetime, importlib.metadata, json, pathlib, shutil, subprocess, sys
 out, work = map(pathlib.Path, sys.argv[1:3])
-names = ("torch", "vllm", "transformers")
+names = ("torch", "vllm", "sglang", "transformers")
+versions = {}
+for name in names:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions[name] = importlib.metadata.version(name)
+# A rehearsal with --device cpu has no nvidia-smi.
+ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+gpus = subprocess.run(ask, capture_output=True, text=True, check=False).stdout if shutil.which(ask[0]) else ""
 found = {
     "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    "gpus": subprocess.run(
-        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
-    ).stdout.splitlines(),
-    "versions": {n: importlib.metadata.version(n) for n in names},
+    "gpus": gpus.splitlines(),
+    "versions": versions,
     "options": sys.argv[3:],
     "runs": {},
 }

@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from windlass.cli.commands.demo import add_arguments, demo_config
+from windlass.config import PauseMode
 from windlass.control.report import Measure, RoundOutcome, UpdateReport
 from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
@@ -80,12 +81,25 @@ def test_engines_have_gpus_of_their_own_where_there_are_enough(
     assert "--kv-cache-memory-bytes" in job.engines[0].arguments
 
 
+@pytest.mark.parametrize(("gpus", "places"), [("0", "trainer-0"), ("0,1", 1)])
+def test_an_sglang_server_gets_gpus_like_a_vllm_server(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, places: object
+) -> None:
+    monkeypatch.setenv("WINDLASS_SGLANG_VENV", "/venv")
+    job = on_gpus(monkeypatch, gpus, "--engine", "sglang")
+    (engine,) = job.engines
+    assert (engine.kind, engine.num_gpus or engine.colocate_with) == ("sglang", places)
+    assert "cpu" not in engine.arguments
+    assert "SGLANG_USE_CPU_ENGINE" not in engine.environment
+    assert job.transport == "cuda_ipc"
+    assert job.update.pause_mode is PauseMode.ABORT
+
+
 @pytest.mark.parametrize(
     ("gpus", "options", "message"),
     [
         ("", (), "needs a GPU, none is visible"),
         ("0", ("--transport", "cma"), r"--transport in \['cuda_ipc'\], got 'p2p' and 'cma'"),
-        ("0", ("--engine", "sglang"), r"needs an --engine in \['vllm'\], got 'sglang'"),
         ("0", ("--engine", "embedded"), "--device must be cpu with --engine embedded"),
         ("0", ("--model", "/nowhere.json"), "--model must be a file, got '/nowhere.json'"),
     ],

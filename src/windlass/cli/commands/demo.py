@@ -28,7 +28,6 @@ from windlass.net.logs import configure_logging
 
 FOLDER = Path(jobs.__file__).parent / "demo"
 MODELS = {"cpu": "model.json", "cuda": "model_gpu.json"}
-PAUSE_MODES = {"cpu": PauseMode.ABORT, "cuda": PauseMode.IN_PLACE}
 SERVER_TRANSPORTS = {"cpu": ("cma", "mooncake"), "cuda": ("cuda_ipc",)}
 """Device -> transports that a server can use; the first one is the default."""
 MAX_NEW_TOKENS = {"embedded": 12, "server": 60}
@@ -64,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", default="in_place", choices=[m.value for m in UpdateMode])
     parser.add_argument(
         "--pause-mode", choices=[m.value for m in PauseMode],
-        help="what happens to running requests at an update (default: abort, or in_place with --device cuda)",
+        help="what happens to running requests at an update (default: abort, or in_place with --device cuda "
+        "--engine vllm)",
     )  # fmt: skip
     parser.add_argument(
         "--kill-engine-at", type=int, default=0, metavar="N",
@@ -155,10 +155,19 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
         update=replace(
             job.update,
             mode=UpdateMode(args.mode),
-            pause_mode=PauseMode(args.pause_mode or PAUSE_MODES[args.device]),
+            pause_mode=PauseMode(args.pause_mode) if args.pause_mode else _pause_mode(args),
             backend=backends[args.backend],
         ),
     )
+
+
+def _pause_mode(args: argparse.Namespace) -> PauseMode:
+    """Return the default pause mode.
+
+    SGLang gets `abort`, because answers of SGLang 0.5.16, the release that runs on GPUs, name one version for all tokens.
+    """
+    keeps = args.device == "cuda" and args.engine == "vllm"
+    return PauseMode.IN_PLACE if keeps else PauseMode.ABORT
 
 
 def _check_server_options(args: argparse.Namespace, transport: str) -> None:

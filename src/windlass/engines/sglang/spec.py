@@ -254,4 +254,12 @@ ENGINE = EngineSpec(
         *("--max-running-requests", "64"),
     ),
     cpu_environment={"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_HOST_IP": "127.0.0.1"},
+    gpu_arguments=(
+        *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
+        *("--grammar-backend", "none", "--disable-cuda-graph", "--skip-server-warmup"),
+        *("--skip-tokenizer-init", "--max-running-requests", "256"),
+        # The number of tokens limits the KV cache. The fraction only says how much of the free memory SGLang may use,
+        # and SGLang ends if another process allocates more than the rest while SGLang loads the model.
+        *("--max-total-tokens", "65536", "--mem-fraction-static", "0.5"),
+    ),
 )
