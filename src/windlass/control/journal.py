@@ -1,7 +1,8 @@
-"""Journal of the coordinator: one JSON line per event. The coordinator acts on an event after its line is on disk.
+"""Journal of the coordinator: a file with one JSON line per event.
 
-A controller that starts with an existing journal continues with a higher epoch and knows the published version. It
-ignores an incomplete last line, which a crash may leave. Compaction bounds the length of the file.
+The coordinator acts on an event once its line is on disk. A controller that starts with an existing journal continues
+with a higher epoch and knows the published version. If a crash has left an incomplete last line, the controller cuts it
+off. Compaction bounds the size of the file.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from windlass.net.messages import MAX_NAME_NBYTES
 
 _log = logging.getLogger(__name__)
 COMPACT_NBYTES = 1 << 20
-"""Size above which the journal is compacted. A round of 8 engines takes about 600 bytes."""
+"""File size in bytes above which the journal is compacted. A round of 8 engines takes about 600 bytes."""
 KEPT_ENTRIES = 256
-"""Number of newest entries that a compaction keeps unchanged, for readers of the journal."""
+"""Number of newest entries that a compaction keeps unchanged, for people who read the journal."""
 MAX_QUARANTINED = 4096
-"""Number of newest quarantined processes that the journal keeps."""
+"""Maximum number of quarantined processes in the summary of the journal; the oldest are dropped."""
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
@@ -37,7 +38,17 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_NBYTES)]
 
 
 class JournalKind(StrEnum):
-    """Kind of a journal entry."""
+    """Kind of a journal entry.
+
+    Attributes:
+        STARTED: a controller has started.
+        ROUND_BEGAN: a round begins.
+        PUBLISHING: from now on, engines may be told to serve the version.
+        PUBLISHED: a round has published its version.
+        ROUND_ENDED: a round has ended without a publication.
+        QUARANTINED: bytes of a write with an unknown outcome may still arrive in the memory of a rank.
+        NOT_RESUMED: a rank did not resume after repeated commands.
+    """
 
     STARTED = "started"
     ROUND_BEGAN = "round_began"
@@ -55,11 +66,12 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kin
         kind: kind of the event.
         epoch: epoch of the event.
         round: round of the event.
-        version: the round's version; for STARTED, the published version.
+        version: version of the round; for STARTED and NOT_RESUMED, the published version; for QUARANTINED, the reserved
+            version (`JournalSummary.reserved`).
         engines: for ROUND_BEGAN, engines of the round; for PUBLISHED, engines that serve the version; for QUARANTINED
-            and NOT_RESUMED, the name of one rank.
-        detail: explanation in one line; for QUARANTINED, the incarnation of the rank; for NOT_RESUMED, the reason why
-            the rank did not resume after the last attempt.
+            and NOT_RESUMED, the worker name of one rank.
+        detail: for ROUND_ENDED, the reason in one line; for QUARANTINED, the incarnation of the rank; for NOT_RESUMED,
+            the reason why the rank did not resume; "compacted" for other entries that a compaction has made.
         lineage: for STARTED, lineage of the run.
     """
 
@@ -74,17 +86,17 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kin
 
 @dataclass(slots=True)
 class JournalSummary:
-    """Summary of all entries, from which a starting controller continues.
+    """Summary of all entries: the state with which a controller starts.
 
     Attributes:
         epoch: highest epoch; 0 for none.
         round: highest round; 0 for none.
         published: highest published version; -1 for none.
-        reserved: highest version of a PUBLISHING or PUBLISHED entry; -1 for none. A controller that died after it wrote
-            a PUBLISHING entry may have told engines to serve the version, so no other weights may get this version.
+        reserved: highest version of a PUBLISHING or PUBLISHED entry; -1 for none. No other weights may get this
+            version, because a controller that died after a PUBLISHING entry may have told engines to serve it.
         lineage: lineage of the run; empty before the first `Journal.start`.
         quarantined: (worker, incarnation) of rank processes that a write with an unknown outcome may still reach; only
-            the newest `MAX_QUARANTINED`.
+            the newest `MAX_QUARANTINED`, the oldest first. The values are None.
     """
 
     epoch: int = 0
@@ -112,7 +124,7 @@ class JournalSummary:
                 pass
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Yield a few entries from which `add` makes the same summary again."""
+        """Yield entries that give the same summary, if `add` gets them."""
         at, said = (self.epoch, self.round), ((), "compacted")
         yield JournalEntry(JournalKind.STARTED, *at, self.published, *said, self.lineage)
         if self.published >= 0:
@@ -125,17 +137,21 @@ class JournalSummary:
 
 @final
 class Journal:
-    """Journal file, append-only between compactions. Without a path the journal is only in memory.
+    """Journal of rounds in a file, or in memory without a path.
 
-    A compaction of a file above `COMPACT_NBYTES` writes a new file: the summary, then the newest `KEPT_ENTRIES` entries.
-    The new file is on disk before it replaces the old file, so a crash leaves either the old file or the new file.
+    Entries are appended. A file above `COMPACT_NBYTES` is compacted: the journal writes a new file with the summary and
+    the newest `KEPT_ENTRIES` entries. The new file is on disk before it replaces the old file, so a crash leaves
+    either the old file or the new file.
+
+    Args:
+        path: path of the file, which is created if it does not exist; None for a journal in memory.
 
     Attributes:
         summary: summary of all entries.
-        recent: the newest entries, oldest first.
+        recent: the newest `KEPT_ENTRIES` entries, the oldest first.
 
     Raises:
-        ConfigError: the file cannot be opened, or a complete line is not an entry.
+        ConfigError: the file cannot be opened, another process has it open, or a complete line is not an entry.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -150,17 +166,18 @@ class Journal:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the journal is in a file, so that the entries outlive this process."""
+        """Whether the journal is in a file, so that its entries survive the end of this process."""
         return self._file is not None
 
     def start(self) -> int:
-        """Record the start of a controller and return the controller's epoch, which is above all earlier epochs.
+        """Record the start of a controller. If the journal is new, give the run a random lineage.
 
-        The first start gives the run a random lineage.
+        Returns:
+            The controller's epoch, which is greater than all epochs in the journal.
 
         Raises:
-            ConfigError: the entry cannot be written, or the epoch would exceed `MAX_COUNT`. The journal is then closed,
-                so that another controller can open it.
+            ConfigError: the entry cannot be written, or the epoch would exceed `MAX_COUNT`. The journal is closed then,
+                so that another controller can open the file.
         """
         epoch = self.summary.epoch + 1
         if epoch > MAX_COUNT:
@@ -176,13 +193,14 @@ class Journal:
         return epoch
 
     def append(self, entry: JournalEntry) -> None:
-        """Write an entry to disk.
+        """Write an entry to disk, and add it to the summary.
 
-        If an earlier sync has failed, entries before it may not be on disk. The method then first writes all of them to
-        a new file.
+        If an earlier sync has failed, earlier entries may not be on disk. The method then first replaces the file by a
+        new file with the summary and the newest entries.
 
         Raises:
-            OSError: the entry or the new file cannot be written. The summary does not contain the entry then.
+            OSError: the entry or the new file cannot be written. The summary does not contain the entry then, but a
+                later controller may find the entry in the file.
         """
         if self._file is not None:
             if self._file.is_doubtful:
@@ -201,14 +219,14 @@ class Journal:
         self.recent.append(entry)
 
     def _compact(self, file: JournalFile[JournalEntry]) -> None:
-        """Compact the file. After a failure the long file is still correct, and a later entry tries again."""
+        """Compact the file. Log a failure: the long file is still correct, and a later `append` tries again."""
         try:
             file.rewrite(self._entries())
         except OSError as error:
             _log.warning("journal %s is not compacted: %s", file.path, error)
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Close the file, if there is one. Entries that are appended later are only in memory. Idempotent."""
         if self._file is not None:
             self._file.close()
             self._file = None

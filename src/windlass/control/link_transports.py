@@ -1,4 +1,4 @@
-"""Choose a transport for each link of a binding, and give each source the addresses for this transport."""
+"""Chooses a transport for each link of a binding, and checks and selects the addresses that the source writes to."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from windlass.transports.choice import LinkChoice, choose_transport, unreachable
 
 
 class LinkAddresses:
-    """Check of the addresses that destinations bind, for backends that send bytes without Windlass's transports.
+    """Addresses of a new binding, for backends that do not use Windlass's transports. It chooses no transports.
 
     Args:
-        sessions: sessions of the ranks that were connected when the binding began. A rank without a session has lost
-            its connection.
+        sessions: worker -> session, for the ranks that were connected when the binding began.
 
     Attributes:
-        choices: link -> its transport, with the reason for the choice.
-        strided: links over which the source can write strided elements.
+        choices: link -> its transport and the reason for the choice; empty without transports.
+        strided: links whose source can write strided elements directly, without staging memory.
     """
 
     def __init__(self, sessions: Mapping[str, AgentSession]) -> None:
@@ -33,13 +32,24 @@ class LinkAddresses:
         self.strided: set[Link] = set()
 
     def choose(self, links: Iterable[Link]) -> dict[str, str]:  # noqa: ARG002
-        """Choose a transport for each link. Return destination -> reason, for destinations that a source cannot reach."""
+        """Choose a transport for each link.
+
+        Returns:
+            Destination -> reason, for destinations that a source cannot reach over any transport.
+        """
         return {}
 
     def find_refused(
         self, bindings: Mapping[str, DestinationBinding], sources: Iterable[str]
     ) -> dict[str, str]:
-        """Return engine ranks with a loopback endpoint, if a source is on another host: worker -> reason."""
+        """Return the engine ranks whose addresses must not be used: worker -> reason.
+
+        These are ranks with a loopback address, if a source is on another host.
+
+        Args:
+            bindings: engine rank -> addresses that it has bound.
+            sources: workers that write to these ranks.
+        """
         hosts = {self._sessions[worker].host for worker in sources if worker in self._sessions}
         found = {}
         for worker, binding in bindings.items():
@@ -50,28 +60,25 @@ class LinkAddresses:
         return found
 
     def narrow(self, source: str, binding: DestinationBinding) -> DestinationBinding:  # noqa: ARG002
-        """Return the part of a destination's binding that `source` uses; without transports, the whole binding."""
+        """Return the part of a destination's binding that `source` needs; without transports, the whole binding."""
         return binding
 
 
 @final
 class LinkTransports(LinkAddresses):
-    """Transports of the links, chosen from those that both ranks of a link offer in `Hello`."""
+    """Addresses of a new binding, and a transport for each link that both of its ranks have offered in `Hello`."""
 
     def choose(self, links: Iterable[Link]) -> dict[str, str]:
-        """Choose for each link the fastest transport that source and destination have.
+        """Choose for each link the fastest transport that source and destination have in common.
 
-        Two ranks are on one host if their connections come from one address and their processes report the same
-        host identity.
-
-        Returns:
-            Destination -> reason, for destinations that have no transport in common with a source.
+        Two ranks are on the same host if their connections come from the same address and both report the same
+        `Hello.host`.
         """
         wrong = {}
         for source, destination in sorted(links):
             here, there = self._sessions.get(source), self._sessions.get(destination)
             if here is None or there is None:
-                # The rank has lost its connection since the plan was made.
+                # A rank of the link has lost its connection, so the binding fails later.
                 continue
             same_address = here.host == there.host
             offers = here.agent.hello.offers
@@ -95,7 +102,7 @@ class LinkTransports(LinkAddresses):
         bindings: Mapping[str, DestinationBinding],
         sources: Iterable[str],  # noqa: ARG002
     ) -> dict[str, str]:
-        """Return engine ranks whose binding names an endpoint that is not their own: worker -> reason."""
+        """Return the engine ranks whose binding contains an endpoint of another rank: worker -> reason."""
         return {
             worker: f"{worker}: must bind memory of its own endpoints and no other rank's"
             for worker, binding in bindings.items()
@@ -103,14 +110,14 @@ class LinkTransports(LinkAddresses):
         }
 
     def owns(self, worker: str, binding: DestinationBinding) -> bool:
-        """Return whether a binding is of `worker` and names only endpoints that this rank offered in `Hello`."""
+        """Return whether a binding is from `worker` and has only endpoints that this rank offered in `Hello`."""
         owners = {binding.endpoint, *(region.endpoint for region in binding.regions)}
         return binding.worker == worker and owners <= {o.endpoint for o in self._offers(worker)}
 
     def narrow(self, source: str, binding: DestinationBinding) -> DestinationBinding:
-        """Return a destination's binding with only the endpoint and regions of the transport that `source` uses.
+        """Return a destination's binding with only the endpoint and the regions of the transport that `source` uses.
 
-        The binding is unchanged if `source` has no link to the destination.
+        Return the whole binding if `source` has no link to the destination.
         """
         choice = self.choices.get((source, binding.worker))
         for offer in self._offers(binding.worker):

@@ -1,4 +1,4 @@
-"""State of a round's links: written, verified, or still being written. No I/O."""
+"""State of the links of a round: which are written, verified, or being written. No I/O."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Collection, Iterable
 from typing import final
 
 Link = tuple[str, str]
-"""(source worker, destination worker)."""
+"""(source worker, destination worker): one rank sends bytes to another rank."""
 
 
 @final
 class LinkLedger:
-    """State of every link in one round.
+    """State of every link in one round. A link is written or unwritten; a destination is verified or unverified.
 
     Args:
         links: links of the plan.
-        destinations: further ranks that must verify, although they have no link in the plan.
+        destinations: ranks that must verify although the plan has no link to them.
 
     Attributes:
-        in_flight: source with an unanswered write command -> destinations in the command.
+        in_flight: source that has not answered its write command -> destinations in the command.
     """
 
     def __init__(self, links: Iterable[Link], destinations: Iterable[str]) -> None:
@@ -41,7 +41,7 @@ class LinkLedger:
     def among(
         self, sources: Collection[str], destinations: Collection[str]
     ) -> dict[str, tuple[str, ...]]:
-        """Return all links from `sources` to `destinations`, written or not."""
+        """Return the links from `sources` to `destinations`, written or not: source -> destinations."""
         destinations = frozenset(destinations)
         return _by_source(
             link for link in self._links if link[0] in sources and link[1] in destinations
@@ -50,7 +50,7 @@ class LinkLedger:
     def ask(self, source: str, destinations: tuple[str, ...]) -> None:
         """Record that `source` gets a command to write to `destinations`.
 
-        The links then count as unwritten, and the destinations must verify again.
+        The links count as unwritten and the destinations as unverified from now on.
         """
         self.in_flight[source] = destinations
         for destination in destinations:
@@ -62,25 +62,25 @@ class LinkLedger:
         return self.in_flight.pop(source, ())
 
     def written(self, link: Link, digest: str) -> None:
-        """Record that a link is complete, with the digest that the source reported."""
+        """Mark a link as written, with the digest that the source has reported."""
         self._written[link] = digest
         self._errors.pop(link, None)
 
     def failed(self, link: Link, error: str) -> None:
-        """Record in one line why the source could not complete a link."""
+        """Record the error with which a source failed to write a link. `error` is one line."""
         self._errors[link] = error
 
     def why(self, links: Iterable[Link]) -> str:
-        """Return the error of the first of these links that has one; empty if no link has an error."""
+        """Return the error of the first link with an error; empty if none of these links has an error."""
         return next((self._errors[link] for link in links if self._errors.get(link)), "")
 
     def forget(self, links: Iterable[Link]) -> None:
-        """Mark these links as unwritten, even if their sources reported them complete."""
+        """Mark these links as unwritten."""
         for link in links:
             self._written.pop(link, None)
 
     def unverified(self, destinations: Iterable[str]) -> list[str]:
-        """Return the destinations that still have to verify, in the given order."""
+        """Return the destinations in `destinations` that must still verify, in the given order."""
         return [d for d in destinations if d in self._links_to and d not in self._verified]
 
     def expected(self, destination: str) -> dict[str, str]:
@@ -93,10 +93,11 @@ class LinkLedger:
 
         Args:
             destination: the rank that answered.
-            mismatched: sources whose digest was wrong; their links count as unwritten again.
+            mismatched: sources of the links with a wrong digest. These links count as unwritten again. If there are
+                none, the destination counts as verified.
 
         Returns:
-            False if a source in `mismatched` has no link to the destination; nothing is recorded then.
+            False if a source in `mismatched` has no link to the destination. Nothing is recorded then.
         """
         links = {(source, destination) for source in mismatched}
         if not links <= set(self._links_to.get(destination, ())):
