@@ -1,9 +1,9 @@
-"""Arena: a registered memory region for packed data, at one address for its whole life.
+"""Arena: registered memory for packed data. Its address never changes.
 
-Its capacity decides when a rank packs. An arena as large as all packed data is filled before the
-engines pause. A smaller arena bounds the memory: during the writes, one half is packed while the
-other half is written. The arena is outside every pool that a trainer offloads, so offloading
-training weights never invalidates its registration.
+The size of the arena decides when a rank packs. If all packed data fits, the rank packs before the engines pause. A
+smaller arena saves memory: the rank packs during the writes, into one half of the arena while the other half is being
+written. The arena is in none of the memory pools that a trainer offloads, so it stays registered when the trainer
+offloads its weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from windlass.transports.traits import MemoryAllocator
 
 
 def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Return offsets for consecutive aligned objects of these sizes, and the total size in bytes."""
+    """Return the byte offsets of aligned objects that are stored one after another, and their total size in bytes."""
     offsets, total = [], 0
     for nbytes in sizes:
         offsets.append(total)
@@ -50,22 +50,26 @@ def memory_of(transport: OneSidedTransport) -> MemoryOps:
 
 @final
 class Arena(Closing):
-    """Registered memory. Host memory is page-aligned, zeroed and already touched; GPU memory is not cleared.
+    """Memory that is registered with a transport.
 
-    Memory: owned by the arena from construction to `close`; peers may write it during that time.
+    The arena owns the memory until `close`. Peers may write to it until then. Host memory is page-aligned and zeroed,
+    and all its pages exist; GPU memory is not cleared.
 
     Args:
-        transport: registers the memory, and allocates it if the transport has its own allocator.
-        nbytes: capacity, >= 1.
-        memory: memory to allocate in; host memory by default.
+        transport: registers the memory, and allocates host memory if it has an allocator of its own.
+        nbytes: size in bytes, >= 1.
+        memory: where to allocate; None for host memory.
 
     Attributes:
-        bytes: host memory as a uint8 array, valid until `close`; empty on a GPU.
+        address: address of the first byte.
+        nbytes: size in bytes; 0 after `close`.
+        bytes: host memory as a (nbytes,) uint8 array, valid until `close`; empty on a GPU.
+        region: registration of the memory.
 
     Raises:
         ConfigError: `nbytes` < 1.
-        TransferFailed: the GPU has not enough memory.
-        RegionError: the transport refuses to register.
+        TransferFailed: there is too little memory.
+        RegionError: the transport cannot register the memory.
     """
 
     def __init__(
@@ -82,24 +86,23 @@ class Arena(Closing):
             allocator = transport.allocator
             buffer = HostBuffer(nbytes) if allocator is None else _Allocated(allocator, nbytes)
             self.bytes = buffer.bytes
-            # Touch all pages now, because the first touch takes up to 3 s per GiB.
+            # Write to every page now, because the first access to a page is slow: up to 3 s per GiB.
             self.bytes[:: mmap.PAGESIZE] = 0
         self._buffer: Buffer | None = buffer
         self.address = buffer.address
         try:
             self.region: MemoryRegion = transport.register(self.address, nbytes)
         except BaseException:
-            # After any error the memory must be freed.
+            # Free the memory after every error, such as KeyboardInterrupt.
             self.bytes = np.empty(0, np.uint8)
             buffer.close()
             raise
 
     def close(self) -> None:
-        """Unregister and free the memory. Call this before the transport is closed. Idempotent.
+        """Unregister and free the memory. Idempotent.
 
-        Memory: no peer may write after this. The transport frees the memory as soon as none of its
-        own writes uses the memory. Views of `bytes` stay readable if the arena mapped the memory
-        itself, but not if the transport allocated it.
+        No peer may write to the memory after this call. The transport must still be open; it frees the memory once none
+        of its own writes uses it. Existing views of `bytes` stay readable, unless the transport allocated the memory.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
@@ -109,7 +112,7 @@ class Arena(Closing):
 
 @final
 class _Allocated:
-    """Host memory from a transport's own allocator, for a transport that can expose no other memory."""
+    """Host memory from the allocator of a transport that can register no other memory."""
 
     def __init__(self, allocator: MemoryAllocator, nbytes: int) -> None:
         self._allocator, self.nbytes = allocator, nbytes
@@ -125,24 +128,24 @@ class _Allocated:
 
 
 _ABANDONED: list[object] = []
-"""Memory that a write or a kernel of unknown outcome may still use; kept until the process ends."""
+"""Owners of abandoned memory, see `keep_mapped`."""
 
 
 def keep_mapped(held: object) -> None:
-    """Keep memory until the process ends, because a write or kernel of unknown outcome may still use it."""
+    """Abandon memory: keep its owner `held` until the process ends, because a late write or kernel may still use it."""
     _ABANDONED.append(held)
 
 
 @final
 class ArenaSlot:
-    """Slot for at most one arena. Not thread-safe.
+    """Holder of at most one arena, which it replaces by a larger one when needed. Not thread-safe.
 
     Args:
-        make: allocates and registers an arena of the given number of bytes.
-        limit_nbytes: maximum capacity; 0 for as much as one update needs.
+        make: function that allocates and registers an arena of the given number of bytes.
+        limit_nbytes: maximum size of the arena in bytes; 0 for as much as one update needs.
 
     Attributes:
-        arena: the current arena; None if nothing is packed.
+        arena: the current arena; None if nothing needs packing.
     """
 
     def __init__(self, make: Callable[[int], Buffer], limit_nbytes: int) -> None:
@@ -161,14 +164,14 @@ class ArenaSlot:
         return self.arena.nbytes if self.arena is not None else 0
 
     def capacity_for(self, needed_nbytes: int) -> int:
-        """Return the capacity of an arena for an update that packs `needed_nbytes`."""
+        """Return the size in bytes of the arena for an update that packs `needed_nbytes`."""
         return min(needed_nbytes, self.limit_nbytes) if self.limit_nbytes else needed_nbytes
 
     def fit(self, capacity: int) -> None:
         """Make the arena at least `capacity` bytes large; free it if `capacity` is 0.
 
         Raises:
-            RegionError: memory cannot be registered.
+            RegionError, TransferFailed: see `Arena`. There is no arena then.
         """
         if self.arena is not None and (self.arena.nbytes < capacity or not capacity):
             self.arena.close()
@@ -177,7 +180,13 @@ class ArenaSlot:
             self.arena = self._make(capacity)
 
     def abandon(self, *, renew: bool) -> None:
-        """Keep the arena's memory until the process ends, and do not use it again. With `renew`, allocate a new arena."""
+        """Keep the arena allocated until the process ends, and do not use it any more.
+
+        With `renew`, allocate a new arena of the same size.
+
+        Raises:
+            RegionError, TransferFailed: see `Arena`. There is no arena then.
+        """
         if self.arena is not None:
             nbytes = self.arena.nbytes
             keep_mapped(self.arena)

@@ -1,10 +1,8 @@
-"""Protocols that a backend implements, so that a round does not depend on how bytes travel.
+"""Protocols of a backend's two halves, and functions for the outcomes of links.
 
-A backend has a half in the trainer rank, `SenderBackend`, and a half in the engine rank,
-`ReceiverBackend`. A round calls every pair in
-the same phases. Engines always verify one digest per link. It covers the elements of the link's ops
-in plan order, in the destination's dtype. `LinkOutcome` says how a link ended; `status_of` turns an
-exception into a link status.
+A backend has a half in each trainer rank (`SenderBackend`) and a half in each engine rank (`ReceiverBackend`). Rounds
+call the halves of all backends in the same phases. The receiver verifies one digest per link. The digest covers the
+payload of the link: the elements of its ops in plan order, in the destination's dtype.
 """
 
 from __future__ import annotations
@@ -30,9 +28,8 @@ Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
 
 LINKS_AT_ONCE = 16
-"""Maximum number of links that a trainer rank writes at the same time. With fewer, ranks wait for
-the same receivers: in `python -m tools.plan --simulate`, DeepSeek-V3 on 128 to 128 ranks loses 13 %
-with 4."""
+"""Maximum number of links that a trainer rank writes at the same time. With a lower number, more ranks wait for the
+same receivers: with 4, `python -m tools.plan --simulate` is 13 % slower for DeepSeek-V3 from 128 to 128 ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +37,12 @@ class ParameterMemory:
     """Current memory of a parameter.
 
     Attributes:
-        address: address of the first element; 0 for a parameter that no link reads and whose layout
-            is no longer the one in the manifest.
-        nbytes: bytes from the first element to the end of the last.
-        storage: (address, nbytes) of the host allocation that contains the parameter, such as a
-            torch storage. It is registered once for all parameters in it. None if the allocation is
-            not known, and on a GPU, where the driver can report it.
+        address: address of the first element; 0 for a parameter that no link reads and that has another layout now than
+            in the manifest.
+        nbytes: bytes from the start of the first element to the end of the last element.
+        storage: (address, nbytes) of the host allocation that contains the parameter, such as a torch storage. All
+            parameters in one allocation share one registration. None if the allocation is unknown, and on a GPU, where
+            the driver reports the allocation.
     """
 
     address: int
@@ -54,28 +51,32 @@ class ParameterMemory:
 
 
 class SenderBackend(Protocol):
-    """Trainer half of a backend, for one rank. Called by the agent's command thread."""
+    """Half of a backend in one trainer rank. The agent calls it in the thread that carries out commands."""
 
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """Bind a plan part (`TransferPlan.parts`); return an offer if engines must join a group.
+        """Bind a plan part (`TransferPlan.parts`) to the addresses of its destinations.
+
+        Returns:
+            Offer of a collective group that the destinations must join; None if the backend needs no group.
 
         Raises:
             PlanError: the plan was made for another layout, or a destination has no binding.
+            BindingsRefused: this rank cannot write to some destinations.
             TransferError: the backend cannot get memory, a port or a folder.
         """
         ...
 
     def prepare(self, version: int) -> None:
-        """Do the work that is possible while engines still generate.
+        """Do the work that is possible while engines still generate, such as packing.
 
-        The trainer does not change the weights between this call and the end of the round.
+        The trainer keeps the weights unchanged from this call to the end of the round.
         """
         ...
 
     def write(self, version: int, destinations: Sequence[str], deadline_s: float) -> Written:
-        """Move the bytes of the links to `destinations`. Idempotent.
+        """Write the links to `destinations`, and return their outcomes and times. Idempotent.
 
         Raises:
             RoundAborted: this rank has no link to one of the destinations.
@@ -88,23 +89,26 @@ class SenderBackend(Protocol):
 
 
 class ReceiverBackend(Protocol):
-    """Engine half of a backend, for one rank. Called by the agent's command thread."""
+    """Half of a backend in one engine rank. The agent calls it in the thread that carries out commands."""
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
-        """Bind a plan part (`TransferPlan.parts`).
+        """Bind a plan part (`TransferPlan.parts`), and return the addresses that sources write to.
 
         Raises:
-            PlanError: the plan is for another layout, or needs the engine's own loader and this
-                backend cannot call it.
+            PlanError: the plan is for another layout, or needs the engine's own loader, which this backend cannot call.
         """
         ...
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the sources in `expected` (source -> digest) with another digest here, or without a link to this rank."""
+        """Compare the digests of the received bytes with `expected` (source -> digest).
+
+        Returns:
+            Sources with another digest here, or without a link to this rank; empty if everything is correct.
+        """
         ...
 
     def apply(self) -> None:
-        """Make verified bytes live, while the engine is paused. Idempotent."""
+        """Copy verified bytes that are not in the live parameters yet to them. The engine is paused. Idempotent."""
         ...
 
     def close(self) -> None:
@@ -113,7 +117,7 @@ class ReceiverBackend(Protocol):
 
 
 class RankSender(SenderBackend, Protocol):
-    """Sender of one-sided writes of a trainer rank, from which a backend makes its own half."""
+    """Sender of one-sided writes in a trainer rank. Other backends build their half from its layout and parameters."""
 
     @property
     def manifest(self) -> ShardManifest:
@@ -127,7 +131,7 @@ class RankSender(SenderBackend, Protocol):
 
 
 class RankReceiver(ReceiverBackend, Protocol):
-    """Receiver of one-sided writes of an engine rank, from which a backend makes its own half."""
+    """Receiver of one-sided writes in an engine rank. Other backends build their half from its layout and addresses."""
 
     @property
     def manifest(self) -> ShardManifest:
@@ -143,8 +147,7 @@ class RankReceiver(ReceiverBackend, Protocol):
 def status_of(error: BaseException) -> LinkStatus:
     """Return the status of a link after its write raised `error`.
 
-    An unforeseen error (a bug, no memory, an OSError) gives UNKNOWN, because only a transport's own
-    errors guarantee that no more bytes land.
+    An error that is no WindlassError gives UNKNOWN: only Windlass's own errors guarantee that no more bytes arrive.
     """
     match error:
         case PeerUnreachable():
@@ -158,15 +161,15 @@ def status_of(error: BaseException) -> LinkStatus:
 
 
 def is_unknown(error: BaseException) -> bool:
-    """Return whether bytes may still land after a write that raised `error`."""
+    """Return whether bytes may still arrive after a write that raised `error`."""
     return status_of(error) is LinkStatus.UNKNOWN
 
 
 def submit(pool: Executor, job: Callable[[*Arguments], T], /, *args: *Arguments) -> Future[T]:
-    """Submit a job like `Executor.submit`, but put an error of the submission into the returned future.
+    """Submit a job as `Executor.submit` does. If this fails, return a future with the error instead of raising it.
 
-    The caller can then still wait for jobs that it submitted before. The error says that the
-    outcome is unknown, because an executor that cannot start a thread has queued the job anyway.
+    So the caller can still wait for the jobs that it submitted before. The error is TransferOutcomeUnknown, because an
+    executor that cannot start a thread has queued the job already and may still run it.
     """
     try:
         return pool.submit(job, *args)
@@ -179,26 +182,30 @@ def submit(pool: Executor, job: Callable[[*Arguments], T], /, *args: *Arguments)
 def failed_link(
     destination: str, reason: str, status: LinkStatus = LinkStatus.FAILED
 ) -> LinkOutcome:
-    """Return the outcome of a link that failed."""
+    """Return the outcome of a link that was not written completely."""
     return LinkOutcome(destination, status, 0, "", reason)
 
 
 def failed_links(destinations: Sequence[str], reason: str) -> tuple[LinkOutcome, ...]:
-    """Return the outcomes of links that fail together, for one reason."""
+    """Return the outcomes of several links that failed for the same reason."""
     return tuple(failed_link(name, reason) for name in destinations)
 
 
 def joined_results(
     destinations: Sequence[str], begun: Future[Written], beside: Callable[[], Written]
 ) -> Written:
-    """Call `beside`, which sends some links, and wait for `begun`, a thread that sends the other links.
+    """Write some links in this thread while another thread writes the other links; return the combined result.
 
-    Return the joined result. If both raise, raise the error of unknown outcome, if there is one.
+    If both fail, raise an error after which bytes may still arrive, if there is one.
+
+    Args:
+        destinations: destinations of all links, in the order of the result.
+        begun: future of the other thread.
+        beside: function that writes links in this thread.
     """
     errors: list[BaseException] = []
     results: list[Written] = []
-    # If `beside` raises, still wait for the other thread: it must have ended before this function
-    # raises.
+    # If `beside` raises, wait for the other thread: it must not write any more after this function has raised.
     for send in (beside, begun.result):
         try:
             results.append(send())

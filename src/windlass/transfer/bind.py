@@ -1,4 +1,4 @@
-"""Bind the links of a sending rank to destinations, and check plan and bindings first."""
+"""Binds the links of a sending rank to the addresses of its destinations, after checks of plan and addresses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from windlass.transports.regions import check_inside
 def check_part(
     manifest: ShardManifest, workers: Sequence[str], digests: Sequence[str], argument: str
 ) -> int:
-    """Return the index of this rank in `workers`, the sources or the destinations of a plan.
+    """Check that a plan was made for this rank's manifest, and return the rank's index in `workers`.
 
-    `digests` has, for each of `workers`, the manifest digest for which the plan was made.
+    Args:
+        manifest: manifest of this rank.
+        workers: sources or destinations of the plan.
+        digests: one manifest digest per worker, for which the plan was made.
+        argument: "sources" or "destinations", for the error.
 
     Raises:
         PlanError: the rank is not in the plan, or the plan was made for another layout of the rank.
@@ -49,7 +53,7 @@ def bind_peers(
     bindings: Iterable[DestinationBinding],
     check: Callable[[LinkProgram, DestinationBinding], None],
 ) -> dict[str, DestinationBinding]:
-    """Return the binding of every link's destination, after `check` has accepted it.
+    """Return destination -> binding for these links, after `check(program, binding)` has accepted each binding.
 
     Raises:
         PlanError: a destination has no binding.
@@ -74,14 +78,17 @@ def bind_peers(
 def check_binding(
     program: LinkProgram, binding: DestinationBinding, *, staged: bool = True
 ) -> None:
-    """Check every address that the link will write, before any engine is paused.
+    """Check that every write of a link is inside the regions of the destination.
 
-    With `staged`, SCATTER ops are written packed, into staging memory. Without `staged`, kernels
-    store each element at its final address.
+    Args:
+        program: the link.
+        binding: addresses of the destination.
+        staged: whether ops with a place in staging memory are written there. If False, GPU kernels store each element
+            at its final address.
 
     Raises:
-        PlanError: the destination did not offer a parameter or the staging memory.
-        RegionError: bytes would land outside the regions that the destination published.
+        PlanError: the binding has no address for a parameter, or no staging memory.
+        RegionError: bytes would be written outside the destination's regions.
     """
     starts, extents = [], []
     for op in program.ops:
@@ -108,7 +115,7 @@ def check_binding(
 
 
 def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
-    """Raise `PlanError` if the destination computes another kind of digest: only one end has its weights on a GPU."""
+    """Raise `PlanError` if the destination uses another digest algorithm, because only one end has its weights on a GPU."""
     if binding.digest_kind is not kind:
         raise PlanError(
             f"connect: {binding.worker}: weights must be on GPUs at both ends or in host memory at "
@@ -118,7 +125,13 @@ def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NewLinks:
-    """Links that were just bound, by destination. `stored`: links whose bytes GPU kernels store at the destination."""
+    """Links that were bound last.
+
+    Attributes:
+        programs: destination -> link.
+        bindings: destination -> its addresses.
+        stored: those links whose bytes GPU kernels store at the destination.
+    """
 
     programs: Mapping[str, LinkProgram]
     bindings: Mapping[str, DestinationBinding]
@@ -129,16 +142,15 @@ class NewLinks:
 class SentLinks:
     """Links of a sending rank.
 
-    The transport writes the links to destinations in `peers`. GPU kernels store the bytes of all
-    other links directly into the destination's memory.
+    A link is written or stored. The transport writes the bytes of a written link. GPU kernels store the bytes of a
+    stored link directly into the destination's memory.
 
     Attributes:
-        digest_kind: kind of the digests of written links.
-        stored_by: names of the transports whose links GPU kernels store; None if kernels store all
-            links.
+        digest_kind: digest algorithm of the written links.
+        stored_by: names of the transports over which links are stored; None if all links are stored.
         programs: destination -> link, in the order of the links' places in the arena.
-        peers: destinations that the transport writes to.
-        read_in_place: indices of parameters that are sent from their own memory.
+        peers: destination -> its addresses, for written links.
+        read_in_place: indices of the parameters that written links send from the parameter's own memory.
     """
 
     digest_kind: DigestKind
@@ -158,13 +170,13 @@ class SentLinks:
         return tuple(p for name, p in self.programs.items() if name not in self.peers)
 
     def none(self) -> SentLinks:
-        """Return a copy that has no links."""
+        """Return a copy without links."""
         return replace(self, programs={}, peers={}, read_in_place=())
 
     def with_copies(
         self, copies: Mapping[str, LinkProgram], bindings: Mapping[str, DestinationBinding]
     ) -> SentLinks:
-        """Return these links plus `copies`, which the transport writes to members of relay groups."""
+        """Return these links plus `copies`: destination -> link, for members of relay groups. They are written links."""
         peers = {name: Peer.bound_to(bindings[name]) for name in copies}
         return replace(self, programs={**self.programs, **copies}, peers={**self.peers, **peers})
 
@@ -190,8 +202,7 @@ class SentLinks:
             added = {program.peer: program for program in bind_links(plan, sending=True)}
         known = bind_peers(added.values(), bindings, self._check)
         kept = {n: p for n, p in self.programs.items() if n not in gone and n not in added}
-        # A link that is bound again keeps its old place, so that the places of other links in the
-        # arena do not change.
+        # A link that is bound again keeps its position, so that the other links keep their places in the arena.
         programs = {n: p for n, p in self.programs.items() if n in kept or n in added} | added
         near = {name for name, binding in known.items() if self._is_stored(binding)}
         peers = {name: peer for name, peer in self.peers.items() if name in kept}

@@ -1,4 +1,4 @@
-"""Messages with addresses, group offers and link outcomes that ranks exchange."""
+"""Messages between ranks and controller: addresses to write to, offers of groups, and outcomes of links."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from windlass.transports.base import PeerEndpoint, RemoteRegion
 
 
 class BindingsRefused(PlanError):
-    """Some destinations offer memory that cannot be written; the other destinations are fine.
+    """Raised by a sender that cannot write to some of its destinations.
 
     Attributes:
-        reasons: destination worker -> reason, one line each.
+        reasons: destination -> reason in one line. Destinations that are not listed have no fault.
     """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
@@ -27,17 +27,18 @@ class BindingsRefused(PlanError):
 
 
 class DestinationBinding(msgspec.Struct, frozen=True):
-    """Addresses that writes to one destination rank go to.
+    """Addresses of one destination rank that sources write to.
 
     Attributes:
         worker: the destination.
-        endpoint: its transport endpoint.
-        regions: registered regions that contain every write.
-        parameter_addresses: per parameter of its manifest: address of the live parameter
-            (`in_place`) or of its shadow (`staged`).
-        staging_address: address of staging memory for scatter and loader ops; 0 without one.
+        endpoint: transport endpoint of the destination.
+        regions: registered regions of the destination. Every write must be inside them.
+        parameter_addresses: one address per parameter of the destination's manifest: of the live parameter (`in_place`)
+            or of its shadow copy (`staged`).
+        staging_address: address of staging memory, to which the payloads of ops are written that a write cannot store
+            at their final place; 0 without such ops.
         listener: address of the rank's `ProgressListener`; empty without one.
-        digest_kind: kind of digests that the rank computes.
+        digest_kind: algorithm of the rank's digests.
     """
 
     worker: str
@@ -50,14 +51,14 @@ class DestinationBinding(msgspec.Struct, frozen=True):
 
 
 class BucketPart(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive bytes of a source parameter, and their place in a broadcast.
+    """Consecutive bytes of a source parameter, and their place in the buffer of a broadcast (a bucket).
 
     Attributes:
-        name, dtype, nbytes: name, dtype and size of the whole parameter, as in its manifest.
-        parameter: index in the source's manifest.
-        start, stop: bytes [start, stop) of the parameter.
-        bucket: index of the broadcast that carries them.
-        offset: byte offset in that bucket.
+        name, dtype, nbytes: name, dtype and size in bytes of the whole parameter, as in the source's manifest.
+        parameter: index of the parameter in the source's manifest.
+        start, stop: range [start, stop) of the bytes in the parameter.
+        bucket: index of the bucket.
+        offset: byte offset in the bucket.
     """
 
     name: str
@@ -79,19 +80,19 @@ class WireTensor(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class GroupOffer(msgspec.Struct, frozen=True):
-    """Offer of one trainer rank to form a broadcast group. Its port is bound before the offer is published.
+    """Offer of a trainer rank to form a broadcast group with its destinations.
 
     Attributes:
-        name: unique name; several groups can exist at the same time.
-        members: workers in the order of their ranks in the group; the source is rank 0.
-        host, port: address of the source's rendezvous store.
-        parts: all bytes that are broadcast, in order.
-        bucket_nbytes: bytes of each broadcast.
+        name: unique name of the group.
+        members: workers of the group; the source is the first and has rank 0.
+        host, port: address of the rendezvous store, at which the source listens already.
+        parts: all bytes that the source broadcasts, in order.
+        bucket_nbytes: size in bytes of each broadcast.
     """
 
     name: str
@@ -103,12 +104,19 @@ class GroupOffer(msgspec.Struct, frozen=True):
 
     @property
     def source(self) -> str:
-        """The worker that sends to the group."""
+        """Worker that broadcasts to the group."""
         return self.members[0]
 
 
 class LinkStatus(StrEnum):
-    """Result of a link's writes. After `FAILED` no more bytes land; after `UNKNOWN` some may still land."""
+    """Result of the writes of a link.
+
+    Attributes:
+        OK: all bytes have arrived.
+        FAILED: some bytes have not arrived, and no more bytes will arrive.
+        UNREACHABLE: the source could not connect to the destination, or the destination's process has ended.
+        UNKNOWN: some bytes may still arrive.
+    """
 
     OK = "ok"
     FAILED = "failed"
@@ -124,7 +132,7 @@ class Carried(msgspec.Struct, frozen=True):
 
     @property
     def gbps(self) -> float:
-        """Rate in 10^9 bytes per second; the average for several links."""
+        """Rate in 10^9 bytes per second; 0 if no seconds were measured."""
         return self.nbytes / self.wire_s / 1e9 if self.wire_s else 0.0
 
 
@@ -133,14 +141,13 @@ class LinkOutcome(msgspec.Struct, frozen=True):
 
     Attributes:
         destination: destination worker.
-        status: how the link ended.
-        nbytes: bytes written.
-        digest: hex digest of the link's payload: its ops in plan order, each op's elements
-            row-major over `sizes`, in the destination dtype. The binding names the kind of digest.
-        error: the reason in one line if `status` is not OK; empty otherwise.
-        wire_s: seconds from the start of the link's first write to the end of its last, without
-            time spent waiting for packing; 0 if links are not written one by one, as in a
-            broadcast.
+        status: result of the writes.
+        nbytes: number of bytes written.
+        digest: hex digest of the link's payload: the ops in plan order, the elements of each op row-major over `sizes`,
+            in the destination's dtype. `DestinationBinding.digest_kind` is the algorithm. Empty unless OK.
+        error: reason in one line; empty if `status` is OK.
+        wire_s: seconds inside transport writes of this link, without waits for packing; 0 if links are not written one
+            by one, as in a broadcast.
     """
 
     destination: str
@@ -152,14 +159,14 @@ class LinkOutcome(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """Result of a write, as a trainer rank reports it.
+    """Answer of a source to a command that writes links.
 
     Attributes:
-        links: outcome of every link that was requested.
-        pack_s: seconds of packing and hashing.
-        wire_s: seconds inside transport writes.
-        register_s: seconds of registering parameters that are new or have moved.
-        non_finite: parameters that contain NaN or infinity, as far as the rank has checked.
+        links: outcomes of the links in the command.
+        pack_s: seconds of packing and hashing since the previous answer.
+        wire_s: seconds during which transport writes ran.
+        register_s: seconds of registering new and moved parameters since the previous answer.
+        non_finite: names of checked parameters that contain NaN or infinity.
     """
 
     links: tuple[LinkOutcome, ...]
@@ -170,20 +177,19 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
 
 
 class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
-    """Result of one engine rank's part in a relay.
+    """Answer of an engine rank that took part in a relay.
 
-    An upstream is a rank that writes to this one. Every upstream has ended, except those in
+    An upstream is a rank that writes to this rank. Upstreams write no more to this rank, except those in
     `unknown_from`.
 
     Attributes:
-        missing: sources without a complete link to this rank.
+        missing: sources whose links to this rank are not complete.
         unknown_from: upstreams that may still write to this rank.
-        unknown_to: engines that bytes of this rank may still reach.
-        unreached: engines that did not accept this rank; nothing was written to them.
-        nbytes: bytes passed on.
-        wire_s: seconds from the first chunk received to the last chunk passed on.
-        passed_on: engine -> bytes passed on to it, and the seconds from its first chunk to its
-            last.
+        unknown_to: engine ranks that bytes from this rank may still reach.
+        unreached: engine ranks that did not accept a connection from this rank. It has written nothing to them.
+        nbytes: number of bytes that this rank passed on.
+        wire_s: seconds from the first received chunk to the last chunk that was passed on.
+        passed_on: engine rank -> bytes passed on to it, and seconds from the first to the last of these chunks.
     """
 
     missing: tuple[str, ...]
@@ -196,7 +202,7 @@ class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
 
 
 class RelayAddress(msgspec.Struct, frozen=True):
-    """Address and secret of an engine rank that listens for a relay. The port is bound before it is published."""
+    """Address at which an engine rank listens for upstreams of a relay, and the secret that an upstream must send."""
 
     worker: str
     host: str
