@@ -56,7 +56,7 @@ class Arena(Closing):
     and all its pages exist; GPU memory is not cleared.
 
     Args:
-        transport: registers the memory, and allocates host memory if it has an allocator of its own.
+        transport: registers the memory, and allocates host memory if it has its own allocator.
         nbytes: size in bytes, >= 1.
         memory: where to allocate; None for host memory.
 
@@ -101,8 +101,8 @@ class Arena(Closing):
     def close(self) -> None:
         """Unregister and free the memory. Idempotent.
 
-        No peer may write to the memory after this call. The transport must still be open; it frees the memory once none
-        of its own writes uses it. Existing views of `bytes` stay readable, unless the transport allocated the memory.
+        No peer may write to the memory after this call. The transport must still be open; it frees the memory after
+        its own writes have ended. Existing views of `bytes` stay readable, unless the transport allocated the memory.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
@@ -171,7 +171,7 @@ class ArenaSlot:
         """Make the arena at least `capacity` bytes large; free it if `capacity` is 0.
 
         Raises:
-            RegionError, TransferFailed: see `Arena`. There is no arena then.
+            RegionError, TransferFailed: see `Arena`. The slot is empty then.
         """
         if self.arena is not None and (self.arena.nbytes < capacity or not capacity):
             self.arena.close()
@@ -185,7 +185,7 @@ class ArenaSlot:
         With `renew`, allocate a new arena of the same size.
 
         Raises:
-            RegionError, TransferFailed: see `Arena`. There is no arena then.
+            RegionError, TransferFailed: see `Arena`. The slot is empty then.
         """
         if self.arena is not None:
             nbytes = self.arena.nbytes

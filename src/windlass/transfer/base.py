@@ -147,7 +147,7 @@ class RankReceiver(ReceiverBackend, Protocol):
 def status_of(error: BaseException) -> LinkStatus:
     """Return the status of a link after its write raised `error`.
 
-    An error that is no WindlassError gives UNKNOWN: only Windlass's own errors guarantee that no more bytes arrive.
+    Errors of other classes than WindlassError give UNKNOWN, because they do not guarantee that no more bytes arrive.
     """
     match error:
         case PeerUnreachable():

@@ -115,7 +115,7 @@ def check_binding(
 
 
 def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
-    """Raise `PlanError` if the destination uses another digest algorithm, because only one end has its weights on a GPU."""
+    """Raise `PlanError` if the destination uses another digest algorithm: only one end has its weights on a GPU."""
     if binding.digest_kind is not kind:
         raise PlanError(
             f"connect: {binding.worker}: weights must be on GPUs at both ends or in host memory at "
@@ -130,7 +130,7 @@ class NewLinks:
     Attributes:
         programs: destination -> link.
         bindings: destination -> its addresses.
-        stored: those links whose bytes GPU kernels store at the destination.
+        stored: the stored links among them, see `SentLinks`.
     """
 
     programs: Mapping[str, LinkProgram]
@@ -176,7 +176,7 @@ class SentLinks:
     def with_copies(
         self, copies: Mapping[str, LinkProgram], bindings: Mapping[str, DestinationBinding]
     ) -> SentLinks:
-        """Return these links plus `copies`: destination -> link, for members of relay groups. They are written links."""
+        """Return these links and `copies`, which are written links to members of relay groups: destination -> link."""
         peers = {name: Peer.bound_to(bindings[name]) for name in copies}
         return replace(self, programs={**self.programs, **copies}, peers={**self.peers, **peers})
 

@@ -1,11 +1,8 @@
-"""The parameters of one engine rank as the destination of updates.
+"""The memory of one engine rank that an update fills: allocates it, verifies the bytes, and makes them live.
 
-This module allocates memory that peers write to, verifies the bytes, and makes them live.
-
-Bytes are written to the live parameters or to a shadow copy with the same layout. Ops that are
-strided at the destination may be written packed, into staging memory. `apply` copies everything
-that is not live yet to the live parameters. All backends use this module, for host memory and for
-GPU memory.
+An update fills the live parameters, or a shadow copy with the same layout. The payload of an op with strides at the
+destination may be received in staging memory, as contiguous bytes. `Destination.apply` copies all bytes from
+shadow copy and staging memory to the live parameters. All backends use this module, for host memory and for GPU memory.
 """
 
 from __future__ import annotations
@@ -31,14 +28,20 @@ from windlass.transports.base import MemoryRegion, OneSidedTransport, PeerEndpoi
 
 @final
 class ShadowCopy:
-    """Memory with the layout of a rank's parameters, which no engine reads. Owned by this object.
+    """Copy of a rank's parameters that no engine reads. This object owns the memory.
+
+    Args:
+        memory: memory of the live parameters.
+        manifest: manifest of the rank.
+        live: addresses of the live parameters, in manifest order; they never move.
+        allocate: function that allocates the copy; None for `memory.allocate`.
 
     Attributes:
-        buffer: the whole allocation.
-        addresses: addresses of the copies, in manifest order; the contents are undefined at first.
+        buffer: the whole allocation. Its contents are undefined at first.
+        addresses: address of each parameter's copy, in manifest order.
 
     Raises:
-        TransferFailed: there is not enough memory.
+        TransferFailed: there is too little memory.
     """
 
     def __init__(
@@ -55,10 +58,10 @@ class ShadowCopy:
         self.addresses = tuple(self.buffer.address + offset for offset in offsets)
 
     def copy_over(self) -> None:
-        """Copy every element of every shard to the live parameters and wait. Leave padding unchanged. Idempotent.
+        """Copy all elements, but not padding, to the live parameters, and wait for the end. Idempotent.
 
         Raises:
-            TransferOutcomeUnknown: kernels do not end.
+            TransferOutcomeUnknown: GPU kernels did not end within `OWN_WORK_S`.
         """
         if self._flip is None:
             self._flip = self._memory.prepare(list(self._copies()))
@@ -91,20 +94,21 @@ class ShadowCopy:
 
 @final
 class Destination:
-    """One engine rank, and the links of the plan that fill it. Used by one thread.
+    """Memory of one engine rank, and the links of the plan that fill it. Not thread-safe.
 
     Args:
+        manifest: manifest of the rank.
         live: addresses of the live parameters, in manifest order; they never move.
         memory: memory of the live parameters; None to find it from the addresses.
-        transport: registers the memory that this object allocates, so that peers can write it; None
-            if no peer writes. The caller closes it.
+        transport: transport with which this object registers the memory that it allocates, so that peers can write to
+            it. The caller closes the transport. None if no peer writes.
 
     Attributes:
-        programs: source -> link, as bound by the last `bind`.
-        addresses: addresses that parameters are written to: live, or in the shadow copy.
-        staging_address: address that staged ops are written to; 0 without staged ops.
-        digests: digests of the links over the written memory; None before `bind`.
-        late_nbytes: bytes that the last `verify` had to hash.
+        programs: source -> link, from the last `bind`.
+        addresses: addresses that the update fills, one per parameter: of the live parameter or of its shadow copy.
+        staging_address: address of the staging memory; 0 if no op uses it.
+        digests: digests of the links over the filled memory; None before `bind`.
+        late_nbytes: number of bytes that the last `verify` had to hash.
     """
 
     def __init__(
@@ -130,7 +134,7 @@ class Destination:
         """Memory of the live parameters.
 
         Raises:
-            PlanError: the parameters are in several memories.
+            PlanError: the parameters are not all on one GPU or all in host memory.
             TransportUnavailable: the kernels cannot be compiled for the GPU.
         """
         if self._memory is None:
@@ -143,20 +147,24 @@ class Destination:
 
     @property
     def regions(self) -> tuple[MemoryRegion, ...]:
-        """Registered regions of the shadow copy and the staging memory."""
+        """Registered regions of the shadow copy and of the staging memory."""
         shadow = None if self._shadow is None else self._shadow.buffer
         return tuple(b.region for b in (shadow, self._staging) if isinstance(b, Arena))
 
     def bind(self, plan: TransferPlan, *, shadow: bool, staged: bool) -> None:
-        """Bind a plan part (`TransferPlan.parts`).
+        """Bind a plan part (`TransferPlan.parts`). Allocate shadow copy and staging memory if it needs them.
 
-        Allocate the shadow copy and the staging memory if the plan needs them; later calls reuse them. With `shadow`,
-        peers write to the shadow copy, so that live memory does not change before `apply`. With `staged`, peers write
-        SCATTER ops packed, because they cannot store strided elements.
+        Later calls use the same memory again.
+
+        Args:
+            plan: the plan part.
+            shadow: whether to fill the shadow copy instead of the live parameters, which then change only in `apply`.
+            staged: whether to receive ops with strides at the destination in staging memory. False if peers can store
+                strided elements.
 
         Raises:
             PlanError: the plan is for another layout.
-            TransferFailed: there is not enough memory.
+            TransferFailed: there is too little memory.
             RegionError: memory cannot be registered.
             TransferOutcomeUnknown: earlier kernels may still run.
         """
@@ -178,14 +186,14 @@ class Destination:
         self._flip = self.memory.prepare(list(self._not_live()))
 
     def unwritten(self, endpoint: PeerEndpoint) -> DestinationBinding:
-        """Return the binding of a rank that no peer writes to."""
+        """Return a binding without addresses, for backends without one-sided writes."""
         worker = self.manifest.worker
         return DestinationBinding(worker, endpoint, (), (), digest_kind=self.digest_kind)
 
     def fill(self, ops: Iterable[tuple[BoundOp, int]]) -> PreparedCopies:
-        """Prepare the copies and casts of ops.
+        """Prepare copies (with casts) that fill this rank from memory that it can read itself.
 
-        Each op comes with the address of byte 0 of the op's source parameter.
+        `ops` contains each op with the address at which the op's source parameter begins.
         """
         return self.memory.prepare(
             [
@@ -202,13 +210,18 @@ class Destination:
     def verify(
         self, expected: Mapping[str, str], hashed: Mapping[str, str] | None = None
     ) -> tuple[str, ...]:
-        """Return the sources in `expected` (source -> digest) with another digest here, or without a link to this rank.
+        """Compare the digests of the filled memory with `expected`.
 
-        `hashed` has digests that this rank computed earlier. A digest that is not the expected
-        digest is computed again.
+        Args:
+            expected: source -> digest.
+            hashed: source -> digest that this rank computed earlier. If it is not the expected digest, this method
+                computes it again.
+
+        Returns:
+            Sources with another digest here, or without a link to this rank, in sorted order.
 
         Raises:
-            TransferOutcomeUnknown: kernels do not end.
+            TransferOutcomeUnknown: GPU kernels did not end within `OWN_WORK_S`.
         """
         found = dict(hashed or {})
         late = [s for s in expected if s in self.programs and found.get(s) != expected[s]]
@@ -218,21 +231,19 @@ class Destination:
         return tuple(sorted(s for s, digest in expected.items() if found.get(s) != digest))
 
     def apply(self) -> None:
-        """Make the written bytes live. Idempotent.
-
-        Bytes that were written to live memory are not copied.
+        """Copy the bytes in shadow copy and staging memory to the live parameters, and wait for the end. Idempotent.
 
         Raises:
-            TransferOutcomeUnknown: kernels do not end.
+            TransferOutcomeUnknown: GPU kernels did not end within `OWN_WORK_S`.
         """
         if self._flip is not None:
             self._flip.run()
             self.memory.finish(OWN_WORK_S)
 
     def close(self) -> None:
-        """Free the shadow copy and the staging memory. No peer may write after this. Idempotent.
+        """Free the shadow copy and the staging memory. No peer may write after this call. Idempotent.
 
-        Memory that kernels may still use after a missed deadline stays allocated.
+        Memory that late kernels may still use stays allocated.
         """
         self._unbind()
         if self._shadow is not None:
@@ -269,9 +280,9 @@ class Destination:
         self.programs, self.staging_address = {}, 0
 
     def _not_live(self) -> Iterator[StridedCopy]:
-        """Yield the copies that `apply` makes, from shadow and staging memory to the live parameters.
+        """Yield the copies of `apply`, from shadow copy and staging memory to the live parameters.
 
-        Padding belongs to no tensor and is left out: the shadow copy has no content for it.
+        Padding is not copied, because the shadow copy has no defined bytes for it.
         """
         is_live = self.addresses is self._live
         rows: list[tuple[int, int, int]] = []

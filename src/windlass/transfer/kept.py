@@ -1,4 +1,4 @@
-"""Engine tensors that no trainer has. Updates do not write them, and digests check that nothing else does."""
+"""Checks that engine tensors without a counterpart in the trainers stay unchanged (`keep` of `connect_trainer`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from windlass.memory.place import memory_at
 
 @final
 class KeptTensors:
-    """Digests of the tensors that an engine rank keeps.
+    """Digests of the tensors that an engine rank keeps, from the time of `bind`.
 
     Args:
-        live: addresses of the parameters, in manifest order; they never move.
+        manifest: manifest of the rank.
+        live: addresses of the live parameters, in manifest order; they never move.
     """
 
     def __init__(self, manifest: ShardManifest, live: Sequence[int]) -> None:
@@ -28,7 +29,9 @@ class KeptTensors:
         self._digests: dict[str, str] = {}
 
     def bind(self, names: Collection[str]) -> None:
-        """Set the tensors to keep. Compute digests of tensors that were not kept before.
+        """Set the names of the tensors to keep, and compute the digests of tensors that were not kept before.
+
+        Names that the rank does not have are ignored.
 
         Raises:
             TransferFailed, TransferOutcomeUnknown: see `Digests.take`.
@@ -38,7 +41,7 @@ class KeptTensors:
         self._digests = self._digests_of(held - before.keys()) | before
 
     def verify(self) -> None:
-        """Raise if a kept tensor has changed.
+        """Compute the digests again, and compare them with the digests from `bind`.
 
         Raises:
             PlanError: a kept tensor has changed.
@@ -82,7 +85,7 @@ class KeptTensors:
 
 
 def _runs(sizes: Int64Array, strides: Int64Array, itemsize: int) -> tuple[Int64Array, int]:
-    """Return the byte offsets of the contiguous runs of a strided shard, and the bytes of one run."""
+    """Return the byte offsets of the contiguous runs of a strided shard, and the size of one run in bytes."""
     if not sizes.prod():
         return np.zeros(0, np.int64), 0
     run, offsets = itemsize, np.zeros(1, np.int64)

@@ -1,10 +1,9 @@
-"""The engine's side of one-sided writes: publish the addresses that peers write, and verify the bytes.
+"""The engine's side of one-sided writes: offers addresses to peers, and verifies the bytes.
 
-`Receiver.connect` takes a plan part and returns the addresses that peers write
-(`DestinationBinding`). For each version, `Receiver.verify` takes the digests that the senders
-computed and returns the sources whose bytes differ. While bytes arrive, the receiver does nothing,
-unless the source reports the parts that its kernels have written: the receiver then hashes each
-part while later parts arrive.
+`Receiver.connect` takes a plan part and returns the addresses that peers write to (`DestinationBinding`). For each
+version, `Receiver.verify` takes the digests from the senders and returns the sources with wrong bytes. Normally
+the receiver does nothing while bytes arrive. If GPU kernels of a source store the bytes, the source reports each part
+that is complete, and the receiver hashes it while later parts arrive.
 """
 
 from __future__ import annotations
@@ -28,21 +27,25 @@ from windlass.transports.base import MemoryRegion, OneSidedTransport
 
 @final
 class Receiver:
-    """`ReceiverBackend` of `p2p`: one engine rank that peers write. Thread-safe.
+    """`ReceiverBackend` of `p2p`: an engine rank that peers write to. Thread-safe.
 
-    Mode `in_place` writes to the live parameters, `staged` to a shadow copy with the same layout.
-    Ops that are strided at the destination go to staging memory, unless peers can store strided
-    elements.
+    In mode `in_place`, peers write to the live parameters; in mode `staged`, to a shadow copy with the same layout. Ops
+    with strides at the destination are written to staging memory, unless peers can store strided elements.
 
     Args:
-        transport: the live parameters are registered with it. The caller closes it.
+        transport: transport that has registered the live parameters. The caller closes it.
+        manifest: manifest of the rank.
         addresses: addresses of the live parameters, in manifest order; they never move.
         regions: registered regions that contain every live parameter.
 
     Attributes:
-        late_nbytes: bytes that the last `verify` had to hash; all other bytes were hashed while
-            later bytes were written.
-        progress: digests of bytes that senders have announced as written; None if nothing is hashed before `verify`.
+        live_addresses: as given.
+        late_nbytes: number of bytes that the last `verify` had to hash. All other bytes were hashed during the writes.
+        progress: digests of parts that senders have reported as complete; None if nothing is hashed before `verify`.
+
+    Raises:
+        PlanError: the number of addresses differs from the manifest.
+        ManifestError: two parameters share bytes for different elements, see `refuse_shared_bytes`.
     """
 
     def __init__(
@@ -54,8 +57,8 @@ class Receiver:
     ) -> None:
         if len(addresses) != len(manifest.parameters):
             raise PlanError(
-                f"{manifest.worker}: {len(addresses)} addresses for "
-                f"{len(manifest.parameters)} parameters"
+                f"{manifest.worker}: addresses must have one entry for each of the "
+                f"{len(manifest.parameters)} parameters of the manifest, got {len(addresses)}"
             )
         refuse_shared_bytes(manifest, addresses)
         self.transport, self.manifest = transport, manifest
@@ -67,7 +70,7 @@ class Receiver:
 
     @property
     def destination(self) -> Destination:
-        """Memory that peers write. Nothing is allocated before `connect`.
+        """Memory that peers write to. `connect` allocates it.
 
         Raises:
             TransportUnavailable: the kernels cannot be compiled for the GPU.
@@ -78,15 +81,10 @@ class Receiver:
         return self._bound
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
-        """Bind a plan part (`TransferPlan.parts`).
-
-        The first call that needs the shadow copy or staging memory allocates it.
+        """Bind a plan part (`TransferPlan.parts`), and return the addresses that peers write to.
 
         Raises:
-            PlanError: the plan is for another layout, or requires the engine's own loader.
-            RegionError: memory cannot be registered.
-            TransferFailed: there is not enough memory.
-            TransferOutcomeUnknown: earlier kernels may still run.
+            PlanError, RegionError, TransferFailed, TransferOutcomeUnknown: see `Destination.bind`.
         """
         with self._lock:
             found = self.destination
@@ -111,13 +109,9 @@ class Receiver:
             )
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the sources in `expected` (source -> digest) with another digest here, or without a link to this rank.
+        """Compare the digests of the received bytes with `expected` (source -> digest); see `Destination.verify`.
 
-        If a link was hashed while it was written, this digest is compared first, and the link is
-        hashed again only if the digest differs.
-
-        Raises:
-            TransferOutcomeUnknown: kernels do not end.
+        If a link was hashed while it was written, hash it again only if that digest is not the expected digest.
         """
         with self._lock:
             hashed: dict[str, str] = {}
@@ -133,10 +127,9 @@ class Receiver:
             self.destination.apply()
 
     def close(self) -> None:
-        """Free everything that `connect` has allocated. No peer may write after this. Idempotent.
+        """Free everything that `connect` has allocated. No peer may write after this call. Idempotent.
 
-        Memory that late kernels may still use stays until the process ends. `connect` may be called
-        again.
+        Memory that late kernels may still use is abandoned. `connect` may be called again.
         """
         with self._lock:
             if self.progress is not None:
@@ -146,7 +139,7 @@ class Receiver:
                 self._bound.close()
 
     def _hash_as_written(self) -> ProgressDigests | None:
-        """Return the object that hashes while peers write; None if no peer reports written parts."""
+        """Return the object that hashes parts during the writes; None if peers of this transport report no parts."""
         mapper = self.transport.mapper
         notifies = any(offer.traits.notifies for offer in self.transport.offers())
         if mapper is not None and notifies and self.progress is None:

@@ -1,7 +1,6 @@
-"""Register memory once per allocation rather than once per parameter, because each registration takes time.
+"""Registers memory once per allocation instead of once per parameter, because each registration takes time.
 
-SGLang (`register_memory_region_v2`) and AWEX do the same: they register the segments of torch's
-caching allocator.
+SGLang (`register_memory_region_v2`) and AWEX do the same with the segments of torch's caching allocator.
 """
 
 from __future__ import annotations
@@ -26,17 +25,18 @@ _log = logging.getLogger(__name__)
 def stretches(
     spans: Iterable[Span], allocation: Callable[[int], Span | None] | None = None
 ) -> list[Span]:
-    """Return the (address, nbytes) ranges to register for some parameters. Overlapping parameters share a range.
+    """Return the (address, nbytes) ranges to register for some parameters, in address order.
 
-    With `allocation`, all parameters in one allocation share a range, which also covers the bytes between them.
+    Overlapping parameters always share a range. If `allocation` is given, all parameters in one allocation share a
+    range, which also covers the bytes between them, and adjacent parameters in unknown allocations share a range too.
 
     Args:
-        spans: (address, nbytes) of parameters.
-        allocation: returns the allocation around an address, or None if it is unknown. Parameters in unknown
-            allocations share a range if they touch. Without this argument only overlapping parameters share a range.
+        spans: (address, nbytes) of the parameters.
+        allocation: function that returns the (address, nbytes) of the allocation that contains an address, or None if
+            it is unknown.
     """
     joined: list[Span] = []
-    # End of the last range, and end of the allocation in which that range begins.
+    # End of the last range, and end of the allocation that contains its first byte (-1: unknown).
     end = room = 0
     for begin, nbytes in sorted(spans):
         if joined and (begin < end or begin + nbytes <= room or (begin == end and room < 0)):
@@ -54,14 +54,17 @@ def stretches(
 
 @final
 class RegisteredMemory:
-    """Memory that a transport reads in place, registered by allocation while parameters are in it.
+    """Registrations of the parameters that a transport reads in place, one per allocation.
 
-    An allocation is mapped and freed as a whole, so it stays registered while any parameter is in it. Parameters may
-    move within it.
+    An allocation is freed as a whole, so it stays registered while it contains a parameter. Parameters may move within
+    the allocation.
 
     Args:
-        memory: finds the allocations of GPU memory; parameters name their own host allocations.
-        by_owner: regions that the caller of `Sender` has registered; parameters inside them are not registered again.
+        worker: name of the rank, for the log.
+        transport: transport that registers.
+        memory: memory of the parameters, which finds the allocations on a GPU. In host memory,
+            `ParameterMemory.storage` is the allocation.
+        by_owner: regions that the caller has registered already. Parameters inside them are not registered again.
     """
 
     def __init__(
@@ -76,18 +79,18 @@ class RegisteredMemory:
         self._registered: dict[MemoryRegion, Span | None] = {}
         """Region -> allocation that contains it; None if the allocation is unknown."""
         self._covered: tuple[ParameterMemory, ...] | None = ()
-        """Parameters that are registered; None after an error in `cover`."""
+        """Parameters of the last successful `cover`; None after an error in `cover`."""
 
     @property
     def regions(self) -> tuple[MemoryRegion, ...]:
-        """Regions that are registered now."""
+        """Regions that this object has registered."""
         return tuple(self._registered)
 
     def cover(self, memories: Iterable[ParameterMemory]) -> float:
-        """Register the memory of these parameters. Unregister allocations that contain none of the parameters.
+        """Register the memory of these parameters. Unregister allocations that contain none of them.
 
         Returns:
-            Seconds of registering; 0 if no parameter has moved.
+            Duration in seconds; 0 if no parameter has moved since the last call.
 
         Raises:
             RegionError: memory cannot be registered.
@@ -120,7 +123,7 @@ class RegisteredMemory:
         return seconds
 
     def _wanted(self, memories: Sequence[ParameterMemory]) -> dict[Span, Span | None]:
-        """Return the ranges to register, in address order, each with its allocation."""
+        """Return range to register -> its allocation, in address order."""
         storages: dict[int, Span | None] = {}
         spans: dict[int, set[Span]] = {}
         for memory in memories:
@@ -128,8 +131,7 @@ class RegisteredMemory:
             span = memory.address, memory.nbytes
             if memory.nbytes and not (before and _holds(self._by_owner[before - 1], span)):
                 storages[memory.address] = memory.storage
-                # Do not join parameters on both sides of a region of `by_owner`, so that no new range
-                # overlaps that region.
+                # Parameters before and after a region of `by_owner` must not share a range, which would overlap it.
                 spans.setdefault(before, set()).add(span)
 
         def allocation(address: int) -> Span | None:
@@ -144,15 +146,15 @@ def _holds(outer: Span, inner: Span) -> bool:
 
 
 def _met_by(span: Span, ordered: Sequence[Span]) -> Sequence[Span]:
-    """Return the spans of `ordered` that overlap `span`. `ordered` is disjoint and sorted by address."""
+    """Return the spans in `ordered` that overlap `span`. `ordered` is sorted by address, without overlaps."""
     first = bisect_right(ordered, span[0], key=sum)
     return ordered[first : bisect_left(ordered, sum(span), key=itemgetter(0))]
 
 
 def _serves(registered: Span, around: Span | None, wanted: Span) -> bool:
-    """Return whether the existing registration of `registered` makes a registration of `wanted` unnecessary.
+    """Return whether the registration of `registered` also covers `wanted`.
 
-    This is so if `registered` is `wanted`, or if it contains `wanted` and is inside `around`, the allocation of both.
+    This is true if both are equal, or if `registered` contains `wanted` and is inside their allocation `around`.
     """
     within = around is not None and _holds(around, registered)
     return registered == wanted or (within and _holds(registered, wanted))

@@ -37,12 +37,14 @@ def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]
 
 @final
 class LocatedParameters:
-    """Locations of a rank's parameters. Every call locates the parameters again, except inside `once`.
+    """Function that returns the current memory of a rank's parameters, and checks it against the manifest.
 
-    Locating thousands of tensors takes tens of milliseconds. Only one thread at a time may use this object.
+    Locating thousands of tensors takes tens of milliseconds, so a block of `once` locates them only once. Not
+    thread-safe.
 
     Args:
-        locate: returns the memory of the (num_parameters,) parameters, in manifest order.
+        manifest: manifest of the rank.
+        locate: function that returns the memory of each parameter, in manifest order.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class LocatedParameters:
         self._kept: tuple[ParameterMemory, ...] | None = None
 
     def __call__(self) -> tuple[ParameterMemory, ...]:
-        """Return the memory of each parameter, in manifest order.
+        """Return the memory of each parameter, in manifest order. Outside `once`, every call locates them again.
 
         Raises:
             PlanError: the number or the sizes of the parameters differ from the manifest.
@@ -68,7 +70,7 @@ class LocatedParameters:
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Locate the parameters only in the first call inside the block. The parameters must not move inside the block."""
+        """Locate the parameters only once inside this block. They must not move during the block."""
         self._keeps = True
         try:
             yield
@@ -82,7 +84,7 @@ def addresses_of(located: Sequence[ParameterMemory]) -> UInt64Array:
 
 
 def refuse_transforms(worker: str, plan: TransferPlan) -> None:
-    """Raise `PlanError` for a plan that quantises, because only the one-sided sender can pack such ops."""
+    """Raise `PlanError` if the plan quantises. Only the sender of one-sided writes can quantise."""
     if plan.quantizes:
         raise PlanError(
             f"connect: {worker}: the plan quantises, and this backend sends parameters unchanged: "
@@ -92,15 +94,16 @@ def refuse_transforms(worker: str, plan: TransferPlan) -> None:
 
 @final
 class SourceMemory:
-    """Parameters of one rank, in host memory or on a GPU, and the links of the plan that carry them.
+    """Parameters of one sending rank, in host memory or on a GPU, and its links. For backends without packing.
 
     Args:
-        parameters: returns the current memory of the parameters, in manifest order; called in every
-            `locate`.
+        manifest: manifest of the rank.
+        parameters: function that returns the current memory of the parameters, in manifest order. Each `locate` calls
+            it.
 
     Attributes:
-        programs: destination -> link, as bound by the last `bind`.
-        addresses: (num_parameters,) addresses as of the last `locate`.
+        programs: destination -> link, from the last `bind`.
+        addresses: (num_parameters,) addresses from the last `locate`.
     """
 
     def __init__(
@@ -115,12 +118,11 @@ class SourceMemory:
         self._found: dict[str, str] = {}
 
     def bind(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
-        """Bind a plan part (`TransferPlan.parts`).
+        """Bind a plan part (`TransferPlan.parts`), and locate the parameters.
 
         Raises:
-            PlanError: the plan was made for another layout or quantises, or a destination has no binding.
-            BindingsRefused: parameters of a destination are in another kind of memory than the parameters of this
-                rank.
+            PlanError: the plan was made for another layout or quantises, a destination has no binding, or see `locate`.
+            BindingsRefused: only one of this rank and a destination has its parameters on a GPU.
         """
         self.close()
         check_part(self.manifest, plan.sources, plan.source_digests, "sources")
@@ -133,7 +135,11 @@ class SourceMemory:
 
     @property
     def memory(self) -> MemoryOps:
-        """Memory of the parameters; `locate` must have been called before."""
+        """Memory of the parameters.
+
+        Raises:
+            PlanError: `locate` was not called before.
+        """
         if self._memory is None:
             raise PlanError(
                 f"{self.manifest.worker}: parameters have not been located; connect first"
@@ -141,11 +147,12 @@ class SourceMemory:
         return self._memory
 
     def locate(self) -> bool:
-        """Locate the parameters again; return whether any parameter has moved.
+        """Locate the parameters again; return whether a parameter has moved since the last call.
 
         Raises:
-            PlanError: the number or the sizes of the parameters differ from the manifest, or the
-                parameters are in several memories or in another memory than before.
+            PlanError: the number or the sizes of the parameters differ from the manifest; the parameters are not all on
+                one GPU or all in host memory; or, after `bind`, they have moved to another GPU or to or from host
+                memory.
         """
         now = self._parameters()
         addresses = addresses_of(now)
@@ -162,11 +169,11 @@ class SourceMemory:
         return True
 
     def hash_links(self) -> None:
-        """Hash the payload of every link from the current parameters. Call this after `locate`.
+        """Compute and store the digest of every link from the current parameters. Call `locate` before.
 
         Raises:
-            TransferFailed: a cast overflows, or work that is queued on the GPU does not end.
-            TransferOutcomeUnknown: kernels do not end.
+            TransferFailed: a cast overflows, or other work on the GPU did not end within `OWN_WORK_S`.
+            TransferOutcomeUnknown: kernels of this method did not end within `OWN_WORK_S`.
         """
         self.memory.settle(OWN_WORK_S)
         if self._digests is None:
@@ -174,14 +181,14 @@ class SourceMemory:
         self._found = self._digests.take(self.programs, OWN_WORK_S)
 
     def delivered(self, destinations: Sequence[str]) -> tuple[LinkOutcome, ...]:
-        """Return OK outcomes, with the digests of `hash_links`, for links that have delivered all bytes."""
+        """Return outcomes with status OK and the digests from `hash_links`, for completely written links."""
         return tuple(
             LinkOutcome(name, LinkStatus.OK, self.programs[name].nbytes, self._found[name])
             for name in destinations
         )
 
     def close(self) -> None:
-        """Free the digests and drop all links. Idempotent."""
+        """Free the digests, and drop all links. Idempotent."""
         self._drop_digests()
         self.programs, self._found = {}, {}
 
