@@ -100,8 +100,8 @@ class Destination:
         manifest: manifest of the rank.
         live: addresses of the live parameters, in manifest order; they never move.
         memory: memory of the live parameters; None to find it from the addresses.
-        transport: transport with which this object registers the memory that it allocates, so that peers can write to
-            it. The caller closes the transport. None if no peer writes.
+        transport: registers the memory that this object allocates, so that peers can write to it. The caller closes it.
+            None if no peer writes.
 
     Attributes:
         programs: source -> link, from the last `bind`.

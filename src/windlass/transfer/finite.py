@@ -1,4 +1,4 @@
-"""Tensors of a trainer rank that contain NaN or infinity."""
+"""Finds parameters of a trainer rank that contain NaN or infinity."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 SAMPLE_NBYTES = 4 << 20
-"""Bytes that one update checks, unless it checks all: about a millisecond on one core. A step that
-diverges spreads over all parameters, so checking a part of them finds it."""
+"""Bytes that one update checks, unless it checks all bytes. This takes about a millisecond on one core. A diverged
+optimizer step usually affects all parameters, so a check of some parameters finds it."""
 LEAST_NBYTES, LEAST_NBYTES_OF_GPU = SAMPLE_NBYTES >> 6, SAMPLE_NBYTES >> 4
-"""Bytes that a smaller piece counts as, because each check costs a call (on a GPU, several kernels)."""
+"""Minimum number of bytes that a piece counts as, because each piece costs a call (on a GPU, several kernels)."""
 _FLOATING = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64}
 
 
@@ -41,8 +41,8 @@ class FiniteCheck:
     """Search for NaN and infinity in the parameters that engines get.
 
     Args:
-        parameters: returns the current memory of the parameters, in manifest order; called in every
-            `find`.
+        manifest: manifest of the rank.
+        parameters: function that returns the current memory of the parameters, in manifest order. Each `find` calls it.
     """
 
     def __init__(
@@ -53,25 +53,28 @@ class FiniteCheck:
         self._next = 0
 
     def bind(self, read: Collection[int]) -> None:
-        """Set the parameters to check, by index."""
+        """Set the parameters to check. `read` contains their indices in the manifest."""
         pieces = [piece for index in sorted(read) for piece in self._pieces_of(index)]
         # Sort by offset first, so that one large embedding does not delay all other parameters.
         self._pieces = sorted(
             pieces, key=lambda piece: (piece.offset // SAMPLE_NBYTES, piece.parameter)
         )
         if self._pieces:
-            # Import torch now. In a phase of an update, the import could take longer than the phase may last.
+            # Import torch now, because the import could exceed the deadline of a round's phase.
             importlib.import_module("torch")
 
     def find(self, *, everywhere: bool) -> tuple[str, ...]:
-        """Return the names of checked parameters that contain NaN or infinity.
+        """Check parameters, and return the names of those with NaN or infinity.
 
-        With `everywhere`, check all bound parameters. Otherwise check only the next `SAMPLE_NBYTES`, so that
-        successive calls reach all parameters. On a GPU, wait first for all work that this process has queued there.
+        On a GPU, first wait for all work that this process has queued there.
+
+        Args:
+            everywhere: whether to check all parameters of `bind`. If False, check only the next `SAMPLE_NBYTES`; later
+                calls continue from there, so that they reach all parameters in turn.
 
         Raises:
             PlanError: see `LocatedParameters`.
-            TransferFailed: work that this process has queued on a GPU does not end.
+            TransferFailed: work that this process has queued on a GPU did not end within `OWN_WORK_S`.
         """
         if not self._pieces:
             return ()
@@ -92,7 +95,7 @@ class FiniteCheck:
             extremes.setdefault((ordinal, dtype), []).extend((index, value) for value in found)
         bad: set[int] = set()
         for of_memory in extremes.values():
-            # Read all results of a GPU at once, because each read waits for the GPU.
+            # Read all results of a GPU and dtype at once, because each read waits for the GPU.
             is_bad = torch.stack([value for _, value in of_memory]).isfinite().logical_not()
             bad |= {
                 index for (index, _), wrong in zip(of_memory, is_bad.tolist(), strict=True) if wrong
@@ -100,7 +103,7 @@ class FiniteCheck:
         return tuple(self._manifest.parameters[index].name for index in sorted(bad))
 
     def _due(self, located: Sequence[ParameterMemory]) -> Iterator[_Piece]:
-        """Yield pieces until they reach `SAMPLE_NBYTES`, from the piece after the last piece of the previous call."""
+        """Yield the pieces that follow the last piece of the previous call, until they reach `SAMPLE_NBYTES`."""
         left = SAMPLE_NBYTES
         for _ in self._pieces:
             piece = self._pieces[self._next % len(self._pieces)]
@@ -114,7 +117,7 @@ class FiniteCheck:
                 return
 
     def _pieces_of(self, index: int) -> Iterator[_Piece]:
-        """Yield the pieces of a parameter, without padding."""
+        """Yield the pieces of a parameter, without padding; nothing if its dtype is not floating-point."""
         spec, table = self._manifest.parameters[index], self._manifest.table
         if spec.dtype not in _FLOATING:
             return

@@ -1,8 +1,8 @@
-"""Pack the ops of a link that need packing into an arena, and hash the link.
+"""Packs links into an arena, hashes them, and returns their one-sided writes.
 
-The inputs are a `LinkProgram` and the parameter addresses of both sides; the outputs are
-`WriteBatch`es for one-sided writes. The link's digest covers all ops in plan order, including
-DIRECT ops.
+Contiguous bytes that need no cast (DIRECT ops) are written from the parameter itself. The payloads of all other ops are
+packed: gathered, cast and quantised into the arena. The inputs are a `LinkProgram` and the parameter addresses of both
+ends; the outputs are `WriteBatch`es. The digest of a link covers all its ops in plan order, DIRECT ops too.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import OneSidedTransport, WriteBatch
 
 WRITE_PIECES = 4096
-"""Maximum number of pieces per transport call; it does not limit the bytes of a call."""
+"""Maximum number of pieces in a `WriteBatch`. It does not limit the bytes of the batch."""
 
 
 def packed_capacity(programs: Sequence[LinkProgram]) -> int:
-    """Return the size in bytes of an arena that can hold all packed payloads at once."""
+    """Return the size in bytes of an arena that can hold the packed payloads of all these links at once."""
     return sum(aligned(op.nbytes) for p in programs for op in p.ops if not op.is_direct)
 
 
 def batches_to(
     binding: DestinationBinding, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array
 ) -> Iterator[WriteBatch]:
-    """Yield batches of at most `WRITE_PIECES` pieces.
+    """Yield the writes to a destination in batches of at most `WRITE_PIECES` pieces.
 
-    `local`, `remote` and `nbytes` are (n,): addresses at both ends, and sizes in bytes.
+    Args:
+        binding: the destination.
+        local: (n,) addresses of the pieces in this process.
+        remote: (n,) addresses of the pieces at the destination.
+        nbytes: (n,) sizes of the pieces in bytes.
     """
     for start in range(0, len(nbytes), WRITE_PIECES):
         part = slice(start, start + WRITE_PIECES)
@@ -53,18 +57,18 @@ def batches_to(
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A destination, with its parameter addresses ready for arithmetic."""
+    """A destination. `targets` is `binding.parameter_addresses` as an array."""
 
     binding: DestinationBinding
     targets: UInt64Array
 
     @classmethod
     def bound_to(cls, binding: DestinationBinding) -> Peer:
-        """Return the peer that offers `binding`."""
+        """Return the peer of a binding."""
         return cls(binding, np.array(binding.parameter_addresses, np.uint64))
 
     def address_of(self, op: BoundOp) -> int:
-        """Return the destination address of a packed op's payload."""
+        """Return the address at the destination to which the packed payload of an op is written."""
         if op.lands:
             return self.binding.staging_address + op.staging_offset
         return self.binding.parameter_addresses[op.dst_parameter] + op.dst_offset
@@ -72,7 +76,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class PackedLink:
-    """A link that is packed and hashed."""
+    """A packed and hashed link: its writes and its digest."""
 
     batches: tuple[WriteBatch, ...]
     digest: str
@@ -80,11 +84,11 @@ class PackedLink:
 
 @dataclass(frozen=True, slots=True)
 class PackedBytes:
-    """Bytes of a link that is packed as a whole.
+    """Bytes of a link whose packed ops are all in the arena at once.
 
     Attributes:
-        pack: places of the packed ops.
-        sources: addresses of the parameters, for ops that are sent from there.
+        pack: places of the packed ops in the arena.
+        sources: (num_parameters,) addresses of the parameters, for DIRECT ops.
         digest: digest of the link.
     """
 
@@ -95,15 +99,18 @@ class PackedBytes:
 
 @final
 class Packer:
-    """Packer of one rank, with an arena in the memory of the rank's parameters. Not thread-safe.
+    """Packer of one sending rank, with an arena in the same memory as the parameters. Not thread-safe.
 
-    The prepared copies of a link are kept until a parameter or the arena moves.
+    The packer prepares the copies of a link once (`LinkPack`), and uses them until a parameter or the arena moves.
 
     Args:
-        limit_nbytes: capacity of the arena; 0 for as much as one update needs.
+        transport: transport that registers the arena.
+        memory: memory of the parameters and of the arena.
+        limit_nbytes: maximum size of the arena in bytes; 0 for as much as one update needs.
 
     Attributes:
-        slot: slot of the arena; only methods of the packer change its contents.
+        memory: as given.
+        slot: holder of the arena. Only the packer changes it.
     """
 
     def __init__(
@@ -118,7 +125,7 @@ class Packer:
 
     @property
     def sources(self) -> UInt64Array:
-        """Addresses of the parameters, in manifest order. The caller sets them before it packs or hashes."""
+        """(num_parameters,) addresses of the parameters. The caller sets them before it packs or hashes."""
         return self._sources
 
     @sources.setter
@@ -128,19 +135,21 @@ class Packer:
         self._sources = addresses
 
     def holds(self, programs: Sequence[LinkProgram]) -> bool:
-        """Return whether the packed bytes of all these links fit into the arena at once."""
+        """Return whether the packed payloads of all these links fit into the present arena at once."""
         return packed_capacity(programs) <= self.slot.nbytes
 
     def fit(self, programs: Sequence[LinkProgram], *, kept: Collection[str] = ()) -> None:
-        """Make the arena large enough for the packed bytes of these links, within the limit.
+        """Make the arena large enough for the packed payloads of these links, within `limit_nbytes`.
 
-        `kept` has destinations with links that have not changed since the last call. The prepared
-        copies of such a link stay unless the arena or the link's place in the arena changes.
+        Args:
+            programs: the links, in the order of their places in the arena.
+            kept: destinations of links that have not changed since the last call. The prepared copies of such a link
+                stay valid, unless the arena or the link's place in it changes.
 
         Raises:
             PlanError: half of the arena cannot hold the smallest unit that can be packed.
             RegionError: memory cannot be registered.
-            TransferFailed: the GPU has not enough memory.
+            TransferFailed: there is too little memory.
             TransferOutcomeUnknown: earlier kernels may still run.
         """
         # Kernels may still read memory that is freed below, so wait for them.
@@ -157,30 +166,33 @@ class Packer:
         self.slot.fit(capacity)
 
     def abandon(self, *, renew: bool = True) -> None:
-        """Never reuse or unmap the arena, because a late write may still read it. With `renew`, allocate a new arena.
+        """Abandon the arena, because a late write may still read it. With `renew`, allocate a new arena.
 
         Raises:
-            RegionError, TransferFailed: there is no memory for a new arena.
+            RegionError, TransferFailed: a new arena cannot be allocated.
         """
         try:
             if self.slot.arena is not None:
                 self._drop()
         finally:
-            # If a table cannot be freed, the arena must still be abandoned.
+            # Abandon the arena even if `_drop` fails to free a table.
             self.slot.abandon(renew=renew)
 
     def close(self) -> None:
-        """Free the arena, unless late kernels may still use it. Idempotent."""
+        """Free the arena and the prepared copies, unless late kernels may still use them. Idempotent."""
         self._drop()
         self.slot.close()
 
     def hash_links(self, programs: Sequence[LinkProgram], threads: Executor) -> dict[str, str]:
-        """Return digests of the links by peer, from the current parameters. Pack nothing.
+        """Compute the digests of these links from the current parameters, and pack nothing; return peer -> digest.
+
+        Args:
+            programs: the links.
+            threads: threads for the hashing in host memory.
 
         Raises:
-            TransferFailed: a cast overflows, or work that this process has queued on the GPU does
-                not end.
-            TransferOutcomeUnknown: kernels do not end.
+            TransferFailed: a cast overflows, or other work of this process on the GPU did not end within `OWN_WORK_S`.
+            TransferOutcomeUnknown: kernels of this method did not end within `OWN_WORK_S`.
         """
         self.memory.settle(OWN_WORK_S)
         if self._digests is None or self._hashed != tuple(programs):
@@ -191,15 +203,17 @@ class Packer:
         return self._digests.take([program.peer for program in programs], OWN_WORK_S, threads)
 
     def pack(self, program: LinkProgram, offset: int) -> tuple[LinkPack, str, int]:
-        """Pack and hash a whole link at `offset` of the arena.
+        """Pack and hash a whole link.
+
+        Args:
+            program: the link.
+            offset: byte offset of the link's place in the arena.
 
         Returns:
-            (packed parts, digest, offset of the next link).
+            (packed parts, digest, offset of the next link's place).
 
         Raises:
-            TransferFailed: a cast overflows, or work that this process has queued on the GPU does
-                not end.
-            TransferOutcomeUnknown: kernels do not end.
+            TransferFailed, TransferOutcomeUnknown: see `hash_links`.
         """
         self.memory.settle(OWN_WORK_S)
         nbytes, key = packed_capacity((program,)), (program.peer, offset)
@@ -211,16 +225,16 @@ class Packer:
         return pack, pack.pack_and_hash(OWN_WORK_S), offset + nbytes
 
     def link_to(self, peer: Peer, program: LinkProgram, pack: LinkPack, digest: str) -> PackedLink:
-        """Return the writes of a link that is packed as a whole."""
+        """Return the writes and the digest of a link that `pack` has packed."""
         packed = [_packed_batches(program, peer, turn) for turn in pack.turns]
         found = (*self._direct(program, peer), *itertools.chain.from_iterable(packed))
         return PackedLink(found, digest)
 
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
-        """Yield the writes of a link, packing into one half of the arena and then into the other.
+        """Yield the writes of a link, and pack its payload in turns into the two halves of the arena.
 
-        When the caller asks for the next batch, at most one earlier batch may be in flight. The packed bytes are not
-        hashed here, because the engine compares them with the digests of `hash_links`.
+        When the caller requests a batch, all batches but the last one must have been written, because packing
+        overwrites the other half of the arena. This method computes no digest; the link has the digest of `hash_links`.
         """
         self.memory.settle(OWN_WORK_S)
         yield from self._direct(program, peer)
@@ -236,8 +250,8 @@ class Packer:
             start, middle = self.slot.address, self.slot.address + nbytes
             places: tuple[range, ...] = (range(start, middle), range(middle, middle + nbytes))
             if nbytes < self._least(program) and self.holds((program,)):
-                # Half of the arena is too small for this link, but the whole arena is large enough. Such a link
-                # is written in turns only when it is written again.
+                # Half of the arena is too small for this link, but the whole arena is large enough. `ring` gets such a
+                # link only when it is written again.
                 places = (range(start, start + self.slot.nbytes),)
             self._packs[key] = self.memory.pack_link(program, self._sources, places)
         return self._packs[key]
@@ -258,7 +272,11 @@ class Packer:
     def _places(
         programs: Sequence[LinkProgram], names: Collection[str]
     ) -> frozenset[tuple[str, int]]:
-        """Return the keys of packs of the links to `names`: (name, offset) if packed whole, (name, -1) if in turns."""
+        """Return the keys in `_packs` of the links to `names`.
+
+        The key is (name, offset) for a link that is packed as a whole, and (name, -1) for a link that is packed in
+        turns.
+        """
         places, offset = set[tuple[str, int]](), 0
         for program in programs:
             if program.peer in names:

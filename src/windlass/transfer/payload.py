@@ -1,8 +1,8 @@
-"""A link's payload as pieces in digest order, cut into chunks. Both ends compute the same pieces.
+"""The payload of a link, divided into pieces and chunks for a relay.
 
-A piece is contiguous at the destination (in its parameter or in staging memory) and at the source
-(in a parameter or in the packed payload of its op). A chunk is the unit that an engine verifies and
-passes on. Chunk boundaries depend on the plan only.
+A piece is contiguous at the destination (in a parameter or in staging memory) and at the source (in a parameter or in
+the packed payload of its op). A chunk is a sequence of pieces that an engine verifies and passes on as a unit. Both
+ends of a link compute the same pieces and chunks, because these depend only on the plan and on the chunk size.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from windlass.planning.program import DirectRuns, LinkProgram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload(DirectRuns):
-    """Pieces in hash order. A piece has at most the bytes of a chunk and belongs to one chunk.
+    """Pieces of a link's payload, in the order in which the digest covers them. Each piece belongs to one chunk.
 
     Attributes:
-        packed: (n,) True if the source packs the op; `src_offset` then counts from the packed
-            payload.
-        lands: (n,) True if the piece goes to staging memory; `dst_offset` then counts from its
-            start.
+        packed: (n,) True if the source packs the op. `src_offset` is then an offset in the packed payload of the op.
+        lands: (n,) True if the piece is written to staging memory. `dst_offset` is then an offset in staging memory.
         chunk: (n,) chunk index, ascending from 0; no chunk is empty.
     """
 
@@ -36,7 +34,7 @@ class Payload(DirectRuns):
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks; none is empty."""
+        """Number of chunks."""
         return int(self.chunk[-1]) + 1 if len(self) else 0
 
     def pieces_of(self, chunk: int) -> slice:
@@ -45,25 +43,35 @@ class Payload(DirectRuns):
         return slice(start, stop)
 
     def digests(self, memory: MemoryOps, addresses: UInt64Array) -> ChunkDigests:
-        """Return the digests of the chunks. `addresses` has the (n,) addresses of the pieces in `memory`.
+        """Prepare the digests of the chunks.
+
+        Args:
+            memory: memory that contains the pieces.
+            addresses: (n,) addresses of the pieces.
 
         Raises:
-            TransferFailed: the GPU has no room for the tables.
+            TransferFailed: the GPU has too little memory for the tables.
         """
         start = np.searchsorted(self.chunk, np.arange(self.num_chunks + 1))
         return memory.chunk_digests(addresses, self.nbytes, start)
 
     def at(self, parameter_addresses: Sequence[int], staging_address: int) -> UInt64Array:
-        """Return the (n,) addresses of the pieces at a destination with these addresses of parameters and staging memory."""
+        """Return the (n,) addresses of the pieces at a destination.
+
+        Args:
+            parameter_addresses: addresses of the destination's parameters.
+            staging_address: address of its staging memory.
+        """
         targets = np.array(parameter_addresses, np.uint64)
         base = np.where(self.lands, np.uint64(staging_address), targets[self.dst_parameter])
         return base + self.dst_offset.astype(np.uint64)
 
 
 def payload_of(program: LinkProgram, chunk_nbytes: int) -> Payload:
-    """Return the pieces of a link, divided into chunks.
+    """Return the pieces of a link. A piece has at most `chunk_nbytes` bytes.
 
-    A chunk begins at the first piece at or after each multiple of `chunk_nbytes`.
+    The chunk of a piece is the piece's byte offset in the payload, divided by `chunk_nbytes` and rounded down. So a
+    chunk has at most about twice `chunk_nbytes` bytes.
     """
     ops = program.ops
     packed = np.array([not op.is_direct for op in ops], np.bool_)

@@ -1,4 +1,4 @@
-"""Refuse an engine rank in which two parameters store different elements in the same bytes."""
+"""Refuses an engine rank in which two parameters store different elements in the same bytes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from windlass.layout.columns import Int64Array
 from windlass.layout.manifest import ShardManifest
 
 _MOST_ELEMENTS = 1 << 20
-"""Maximum number of elements of two strided shards whose addresses are compared one by one."""
+"""Maximum number of elements in two strided shards together, for a comparison of all their addresses."""
 
 
 def refuse_shared_bytes(manifest: ShardManifest, addresses: Sequence[int]) -> None:
-    """Raise if two parameters share bytes, unless the bytes belong to the same element of both.
+    """Raise if two parameters share bytes that belong to different elements.
 
-    A view of another parameter is accepted. Tied weights under two names are also accepted: only
-    the trainer knows whether their values are equal. Large strided shards that interleave are
-    accepted without a check; if they collide, the digests of an update differ.
+    Views of another parameter are accepted, and tied weights under two names. Large strided shards with overlapping
+    address ranges are not checked. If they store different elements in the same bytes, the digests of an update differ.
 
     Args:
         manifest: manifest of the rank.
@@ -43,7 +42,7 @@ def refuse_shared_bytes(manifest: ShardManifest, addresses: Sequence[int]) -> No
 
 
 def _overlapping(manifest: ShardManifest, addresses: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of parameters with overlapping address ranges."""
+    """Yield the indices of each pair of parameters with overlapping address ranges."""
     extents = sorted(
         (address, address + parameter.nbytes, index)
         for index, (address, parameter) in enumerate(
@@ -59,9 +58,9 @@ def _overlapping(manifest: ShardManifest, addresses: Sequence[int]) -> Iterator[
 
 
 def _collide(manifest: ShardManifest, addresses: Sequence[int], row: int, other: int) -> bool:
-    """Return whether two shards store different elements in the same bytes.
+    """Return whether two shards (rows of the manifest's table) store different elements in the same bytes.
 
-    Return False if this cannot be decided cheaply.
+    Return False for large strided shards, see `_MOST_ELEMENTS`.
     """
     table = manifest.table
     bases = [addresses[int(table.parameter[r])] + int(table.offset_bytes[r]) for r in (row, other)]
@@ -86,13 +85,13 @@ def _collide(manifest: ShardManifest, addresses: Sequence[int], row: int, other:
 
 
 def _same_places(manifest: ShardManifest, bases: Sequence[int], row: int, other: int) -> bool:
-    """Return whether equal indices of both tensors are at the same address."""
+    """Return whether elements with the same index in both tensors have the same address."""
     table = manifest.table
     specs = [manifest.tensors[int(table.tensor[r])] for r in (row, other)]
     types = [manifest.parameters[int(table.parameter[r])].dtype for r in (row, other)]
     if specs[0].shape != specs[1].shape or types[0] != types[1]:
         return False
-    # The stride of a dim with a single element has no meaning: use the other shard's stride.
+    # In a dim with a single element, the stride has no meaning, so use the stride of the other shard.
     single = [table.sizes[r] == 1 for r in (row, other)]
     same = single[0] & single[1] & (table.offsets[row] == table.offsets[other])
     strides = [
@@ -111,7 +110,7 @@ def _same_places(manifest: ShardManifest, bases: Sequence[int], row: int, other:
 
 
 def _bytes_of(manifest: ShardManifest, base: int, row: int, itemsize: int) -> Int64Array:
-    """Return the addresses of all bytes of a shard."""
+    """Return the addresses of all bytes of a shard, in any order."""
     found = np.arange(itemsize, dtype=np.int64) + base
     for size, stride in zip(
         manifest.table.sizes[row].tolist(), manifest.table.strides_bytes[row].tolist(), strict=True
