@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from harness import Row, median_p95, parser, report
+from windlass.backends.xccl import CollectiveReceiver, CollectiveSender
 from windlass.config import CollectiveFabric, UpdateMode, XcclBackend
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -33,7 +34,6 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import GroupOffer
-from windlass.transfer.collective import CollectiveReceiver, CollectiveSender
 
 ROWS, COLS = 4096, 1024
 ENGINES = {CollectiveFabric.GLOO: 2, CollectiveFabric.NCCL: 1}

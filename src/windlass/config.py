@@ -251,6 +251,12 @@ class PluginBackend(msgspec.Struct, frozen=True, tag="plugin", omit_defaults=Tru
     options: dict[str, Any] = {}
 
 
+class PushBackend(msgspec.Struct, frozen=True, tag="push"):
+    """Backend of updates that trainer ranks drive themselves with `RolloutCallback`."""
+
+    name: ClassVar[str] = "push"
+
+
 @dataclass(frozen=True, slots=True)
 class BackendEntry:
     """Entry of the registry of backends; an entry point of the group `windlass.backends` refers to one.
@@ -267,7 +273,9 @@ BACKENDS: Registry[BackendEntry] = Registry(
     noun="backend",
     kind=BackendEntry,
     group="windlass.backends",
-    built_in={name: f"windlass.backends.{name}:BACKEND" for name in ("p2p", "xccl", "disk")},
+    built_in={
+        name: f"windlass.backends.{name}:BACKEND" for name in ("p2p", "xccl", "disk", "push")
+    },
 )
 
 
@@ -282,6 +290,10 @@ def find_backend(name: str) -> BackendEntry:
 
 
 UpdateBackend = P2pBackend | XcclBackend | DiskBackend | PluginBackend
+DrivenBackend = PushBackend | PluginBackend
+"""Backend of updates that trainer ranks drive themselves."""
+DRIVEN_BACKENDS: tuple[DrivenBackend, ...] = (PushBackend(),)
+"""Backends that every controller offers in addition to `ControlConfig.backend`."""
 
 
 class RouterKind(StrEnum):

@@ -20,6 +20,7 @@ from fake_agents import FakeEngineRank, engine_manifest, fake_hello
 from fake_fleet import TOKEN, FakeFleet, until
 
 import windlass
+from windlass.backends import disk
 from windlass.control.client import AgentChannel
 from windlass.control.report import RoundOutcome
 from windlass.control.session import AgentSession
@@ -29,7 +30,7 @@ from windlass.rollout import RolloutConfig, SamplingParams
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import StaticEngines
 from windlass.rollout.journal import RolloutJournal, VersionReached
-from windlass.transfer import disk, relay
+from windlass.transfer import relay
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.relay import ACCEPT_AGAIN_S, RelayReceiver
 

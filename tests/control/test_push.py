@@ -15,10 +15,10 @@ import pytest
 from fake_fleet import TOKEN, FakeFleet, until
 
 import windlass
+from windlass.backends.push_leaders import PushUpdates
 from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.control.journal import Journal, JournalEntry, JournalKind
 from windlass.control.messages import Abort, Apply, Command, Pause, Verify
-from windlass.control.push import PushUpdates
 from windlass.control.push_messages import CallbackRequest, PauseCall
 from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.round_state import Phase

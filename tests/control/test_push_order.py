@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.control.push import PushOrder
+from windlass.backends.push_leaders import PushOrder
 from windlass.errors import RoundAborted
 
 

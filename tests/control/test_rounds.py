@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from round_rules import RoundRules
 
+from windlass.backends.push_leaders import PushDelivery
 from windlass.config import (
     ControlConfig,
     PhaseDeadlines,
@@ -28,6 +29,7 @@ from windlass.control.delivery import Delivery, reply_budget_s
 from windlass.control.messages import (
     Abort,
     Apply,
+    BeginDriven,
     Command,
     Done,
     Failure,
@@ -40,8 +42,6 @@ from windlass.control.messages import (
     Verify,
     Write,
 )
-from windlass.control.push import PushDelivery
-from windlass.control.push_messages import BeginPush
 from windlass.control.report import Measure, RoundOutcome
 from windlass.control.round_state import EngineOutcome, Phase
 from windlass.control.rounds import (
@@ -832,7 +832,7 @@ def sent(script: Script, version: int = 5) -> list[Send]:
 def test_a_push_pauses_first_and_passes_the_same_phases() -> None:
     script = Script(push_spec())
     assert script.run_to(Phase.WRITE) == []
-    assert [type(s.command) for s in script.sent[:4]] == [BeginPush] * 4
+    assert [type(s.command) for s in script.sent[:4]] == [BeginDriven] * 4
     assert script.phases == [Phase.PREPARE, Phase.WRITE]
     assert script.machine.active_workers == tuple(ENGINE_OF)
     checks = sent(script)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from mesh_rank import LENGTH, Decoder, batch, mean_loss, optimizer, schedule
 
+from windlass.backends.collective_group import Rendezvous
 from windlass.errors import ConfigError
 from windlass.jobs.fsdp_engine import FsdpEngine, LossMean, ParallelSizes, micro_batches
-from windlass.transfer.collective_group import Rendezvous
 
 RANKS = str(Path(__file__).parents[1] / "support" / "mesh_rank.py")
 DEADLINE_S = 300.0

@@ -12,6 +12,7 @@ from memory_transport import GpuMemoryTransport, MemoryFabric, MemoryTransport
 from numpy_gpu import KernelTransport, numpy_gpu
 from safetensors.torch import save_file
 
+from windlass.backends.push_halves import PushReceiver
 from windlass.config import UpdateMode
 from windlass.errors import TransferFailed
 from windlass.layout.box import Box
@@ -22,7 +23,6 @@ from windlass.memory.cuda import pieces as blocks
 from windlass.memory.cuda.driver import MemoryKind
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transfer.source import SourceMemory

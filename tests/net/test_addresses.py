@@ -127,7 +127,7 @@ def test_a_liveness_listener_refuses_to_listen_on_every_address() -> None:
 
 
 def test_a_rendezvous_listens_only_on_its_address() -> None:
-    from windlass.transfer.collective_group import Rendezvous
+    from windlass.backends.collective_group import Rendezvous
 
     rendezvous = Rendezvous("127.0.0.1", 10.0)
     socket.create_connection(("127.0.0.1", rendezvous.port), 5.0).close()

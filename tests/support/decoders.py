@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from fake_agents import engine_manifest, fake_hello, trainer_manifest
 
+from windlass.backends.disk_files import DiskEntry, DiskIndex, read_index
 from windlass.control.connect_messages import Welcome
 from windlass.control.journal import Journal, JournalEntry, JournalKind
 from windlass.control.messages import (
@@ -45,7 +46,6 @@ from windlass.rollout.journal import Entry as RolloutEntry
 from windlass.rollout.journal import PersistedState, Started
 from windlass.sampling import SamplingParams
 from windlass.transfer.bindings import Written
-from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_index
 from windlass.transfer.relay import FRAMES, ChunkLanded, End, Open
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.nixl.transport import NixlKey, decode_keys, encode_keys

@@ -30,6 +30,7 @@ from windlass.control.group_messages import JoinGroups, Receive
 from windlass.control.messages import (
     Abort,
     Apply,
+    BeginDriven,
     Command,
     Done,
     Pause,
@@ -40,7 +41,7 @@ from windlass.control.messages import (
     Verify,
     Write,
 )
-from windlass.control.push_messages import BeginPush, JoinPushGroup, ReadFiles, ReceiveTensors
+from windlass.control.push_messages import JoinPushGroup, ReadFiles, ReceiveTensors
 from windlass.errors import PeerUnreachable, ProtocolError
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -228,7 +229,7 @@ class FakeEngineRank:
             case (
                 JoinGroups()
                 | Receive()
-                | BeginPush()
+                | BeginDriven()
                 | JoinPushGroup()
                 | ReceiveTensors()
                 | ReadFiles()

@@ -12,6 +12,7 @@ import pytest
 from safetensors import safe_open
 from weight_fleet import running_fleet
 
+from windlass.backends.disk_files import file_digest, read_index
 from windlass.config import (
     ControlConfig,
     DiskBackend,
@@ -21,7 +22,6 @@ from windlass.config import (
     UpdateMode,
     XcclBackend,
 )
-from windlass.transfer.disk_files import file_digest, read_index
 
 NUM_TRAINERS = 3
 DEADLINES = PhaseDeadlines(connect_s=25, write_s=8, fleet_s=20)

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from windlass.backends.collective_group import Rendezvous, TorchBroadcastGroup, join_group
+from windlass.backends.xccl import clip, cut_buckets, loads_of, signature_of_offer
 from windlass.config import CollectiveFabric
 from windlass.errors import PeerTimeout, PlanError, WindlassError
 from windlass.layout.box import Box
@@ -22,8 +24,6 @@ from windlass.net.clock import Deadline
 from windlass.planning.plan import CopyMode
 from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
 from windlass.transfer.bindings import BucketPart, GroupOffer
-from windlass.transfer.collective import clip, cut_buckets, loads_of, signature_of_offer
-from windlass.transfer.collective_group import Rendezvous, TorchBroadcastGroup, join_group
 
 MEMBERS = ("trainer/0", "engine/0", "engine/1")
 PARTS = (

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from fake_agents import engine_manifest
 
+from windlass.backends import disk_files
+from windlass.backends.disk_files import DiskIndex, read_boxes, read_index, write_shards
 from windlass.errors import TransferFailed
 from windlass.memory.host import HostMemory
-from windlass.transfer import disk_files
-from windlass.transfer.disk_files import DiskIndex, read_boxes, read_index, write_shards
 
 MANIFEST = engine_manifest("trainer/0", 1)
 

@@ -16,11 +16,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import windlass
+from windlass.backends.collective_group import Rendezvous
 from windlass.config import ControlConfig
 from windlass.errors import RoundAborted, UnsupportedLayout
 from windlass.layout.manifest import Role
 from windlass.trainers.fsdp import describe_trainer
-from windlass.transfer.collective_group import Rendezvous
 from windlass.transfer.dtensor import describe_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 import windlass
+from windlass.backends.collective_group import Rendezvous
 from windlass.config import ControlConfig, ReplicaPlace
 from windlass.errors import PlanError, UnsupportedLayout
-from windlass.transfer.collective_group import Rendezvous
 from windlass.transfer.dtensor import check_memory
 
 Step = Callable[[Model], object]

@@ -1,15 +1,48 @@
-"""Backend `disk`: trainer ranks write safetensors files to a folder, and engine ranks read them."""
+"""Backend `disk`: updates through files in a shared folder, for engines that no other backend reaches.
+
+Trainer ranks write their shards as safetensors files. Engine ranks read the boxes that they need into a
+shadow copy in both update modes, so that a torn or damaged file never changes live weights.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import final
 
+from windlass.backends.disk_files import (
+    OWNERS_FOLDER,
+    file_digest,
+    prune,
+    read_boxes,
+    read_index,
+    version_folder,
+    write_shards,
+)
 from windlass.config import BackendEntry, DiskBackend, UpdateMode
 from windlass.control.backend import OwnPathBackend
 from windlass.control.binding import Binding
 from windlass.control.delivery import Delivery
-from windlass.transfer.base import RankReceiver, RankSender, ReceiverBackend, SenderBackend
-from windlass.transfer.disk import DiskReceiver, DiskSender
+from windlass.errors import TransferFailed
+from windlass.layout.manifest import ShardManifest
+from windlass.planning.plan import TransferPlan
+from windlass.transfer.base import (
+    ParameterMemory,
+    RankReceiver,
+    RankSender,
+    ReceiverBackend,
+    SenderBackend,
+    failed_links,
+)
+from windlass.transfer.bind import check_destinations
+from windlass.transfer.bindings import DestinationBinding, GroupOffer, Written
+from windlass.transfer.destination import Destination
+from windlass.transfer.source import SourceMemory, refuse_transforms
+from windlass.transports.base import PeerEndpoint
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -39,6 +72,123 @@ class FileDelivery(Delivery):
     def changes_live(self, mode: UpdateMode) -> bool:  # noqa: ARG002
         """Return False: in both modes a torn file leaves the old weights whole."""
         return False
+
+
+@final
+class DiskSender:
+    """Trainer half."""
+
+    def __init__(
+        self,
+        config: DiskBackend,
+        manifest: ShardManifest,
+        parameters: Callable[[], Sequence[ParameterMemory]],
+    ) -> None:
+        self._config = config
+        self._folder = Path(config.folder)
+        self._source = SourceMemory(manifest, parameters)
+        self._pack_s = 0.0
+
+    def connect(
+        self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
+    ) -> GroupOffer | None:
+        self._source.bind(plan, bindings)
+        try:
+            self._folder.mkdir(OWNERS_FOLDER, parents=True, exist_ok=True)
+        except OSError as error:
+            raise TransferFailed(f"disk: {self._folder}: {error}") from error
+        return None
+
+    def prepare(self, version: int) -> None:
+        """Hash every link, and remove old versions to free space."""
+        began = time.perf_counter()
+        self._source.locate()
+        self._source.hash_links()
+        try:
+            prune(self._folder, version, self._source.manifest.worker, self._config.keep_versions)
+        except OSError as error:
+            # If the disk has really failed, `write` reports the failure.
+            _log.warning("old versions could not be removed: %s", error)
+        self._pack_s = time.perf_counter() - began
+
+    def write(
+        self,
+        version: int,
+        destinations: Sequence[str],
+        deadline_s: float,  # noqa: ARG002
+    ) -> Written:
+        """Write this rank's file, which all engines read; see `SenderBackend.write`."""
+        check_destinations(self._source.programs, destinations)
+        pack_s, self._pack_s = self._pack_s, 0.0
+        began = time.perf_counter()
+        manifest = self._source.manifest
+        addresses = tuple(self._source.addresses.tolist())
+        try:
+            write_shards(self._folder, version, manifest, addresses, self._source.memory)
+        except TransferFailed as error:
+            links = failed_links(destinations, str(error))
+        else:
+            links = self._source.delivered(destinations)
+        return Written(links, pack_s, time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Free the digests and drop all links; the files stay. Idempotent."""
+        self._source.close()
+
+
+@final
+class DiskReceiver:
+    """Engine half."""
+
+    def __init__(
+        self, config: DiskBackend, manifest: ShardManifest, addresses: Sequence[int]
+    ) -> None:
+        self._folder = Path(config.folder)
+        self._destination = Destination(manifest, addresses)
+
+    def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
+        refuse_transforms(self._destination.manifest.worker, plan)
+        self._destination.bind(plan, shadow=True, staged=False)
+        return self._destination.unwritten(PeerEndpoint("disk", str(self._folder), ""))
+
+    def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
+        """Read boxes of `expected` sources into the shadow copy. Return sources with wrong digests or unreadable files."""
+        indices, unreadable = [], []
+        for source in sorted(expected):
+            try:
+                indices.append(read_index(self._folder, version, source))
+            except TransferFailed as error:
+                _log.warning("%s", error)
+                unreadable.append(source)
+        home = version_folder(self._folder, version)
+        unreadable += read_boxes(
+            home,
+            indices,
+            self._destination.manifest,
+            self._destination.addresses,
+            self._destination.memory,
+        )
+        wrong = set(self._destination.verify(expected)) | set(unreadable)
+        for index in indices:
+            if index.worker in wrong:
+                self._explain(home / index.file, index.digest)
+        return tuple(sorted(wrong))
+
+    def apply(self) -> None:
+        self._destination.apply()
+
+    def close(self) -> None:
+        """Free the shadow copy. Idempotent."""
+        self._destination.close()
+
+    @staticmethod
+    def _explain(path: Path, expected: str) -> None:
+        try:
+            found = file_digest(path)
+        except OSError as error:
+            found = str(error)
+        blame = "the file is damaged" if found != expected else "the file is as it was written"
+        _log.warning("%s refused: digest must be %s, got %s: %s", path, expected, found, blame)
 
 
 BACKEND = BackendEntry(Disk)

@@ -1,11 +1,30 @@
-"""Backend `xccl`: every trainer rank broadcasts to the engine ranks that need its bytes."""
+"""Backend `xccl`: every trainer rank broadcasts to the engine ranks that need its bytes.
+
+Each trainer rank is the root of one group with these engine ranks. No rank gathers the model: a rank broadcasts each byte of its own shard once. Both halves use several
+buffers (`XcclBackend.num_buffers`), so that packing, broadcasting and loading overlap. An engine in
+several groups enters them in the order of the source names. All engines use this order, so that
+groups cannot deadlock. A failed group is aborted, which releases the other members; the controller
+forms a new group of the remaining members.
+
+A bucket is the content of one broadcast: raw parameter bytes. Each receiver copies its boxes out of
+the bucket with the ops of its plan part. Bytes that no engine needs are not sent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
-from windlass.config import BackendEntry, XcclBackend
+import msgspec
+import xxhash
+
+from windlass.backends.collective_group import Rendezvous, TorchBroadcastGroup, join_group
+from windlass.config import BackendEntry, UpdateMode, XcclBackend
 from windlass.control.backend import OwnPathBackend
 from windlass.control.binding import Binding
 from windlass.control.delivery import Delivery, Order
@@ -13,11 +32,40 @@ from windlass.control.group_messages import JoinGroups, Receive
 from windlass.control.links import LinkLedger
 from windlass.control.messages import Command, Result, Write
 from windlass.control.report import RoundOutcome, UpdateReport
-from windlass.errors import ProtocolError
+from windlass.errors import (
+    PlanError,
+    ProtocolError,
+    TransferError,
+    TransferFailed,
+    UnsupportedLayout,
+)
+from windlass.layout.manifest import ShardManifest
+from windlass.memory.packing import PreparedCopies, StridedCopy, aligned
+from windlass.memory.ranges import joined_ranges
+from windlass.net.clock import Deadline
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
-from windlass.transfer.base import RankReceiver, RankSender, ReceiverBackend, SenderBackend
-from windlass.transfer.collective import CollectiveReceiver, CollectiveSender
+from windlass.planning.program import BoundOp, LinkProgram
+from windlass.transfer.base import (
+    ParameterMemory,
+    RankReceiver,
+    RankSender,
+    ReceiverBackend,
+    SenderBackend,
+    failed_links,
+)
+from windlass.transfer.bind import check_destinations
+from windlass.transfer.bindings import (
+    BucketPart,
+    DestinationBinding,
+    GroupOffer,
+    Written,
+)
+from windlass.transfer.destination import Destination
+from windlass.transfer.source import SourceMemory, refuse_transforms
+from windlass.transports.base import PeerEndpoint
+
+STORE_DEADLINE_S = 60.0
 
 
 @final
@@ -29,11 +77,11 @@ class Xccl(OwnPathBackend):
 
     def sender(self, sender: RankSender, host: str) -> SenderBackend:
         """Return the root of a group."""
-        return GroupSender(self._options, sender.manifest, sender.parameters, host)
+        return CollectiveSender(self._options, sender.manifest, sender.parameters, host)
 
     def receiver(self, receiver: RankReceiver, host: str) -> ReceiverBackend:
         """Return a member of the groups of the sources."""
-        return GroupReceiver(self._options, receiver.manifest, receiver.live_addresses, host)
+        return CollectiveReceiver(self._options, receiver.manifest, receiver.live_addresses, host)
 
     def parts(self, plan: TransferPlan, *, sending: bool) -> dict[str, TransferPlan]:
         """Return parts with the names of all tensors, because the members of a group compare their name tables."""
@@ -82,9 +130,57 @@ class GroupDelivery(Delivery):
         ]
 
 
+# --- halves ---------------------------------------------------------------------------------
+
+
 @final
-class GroupSender(CollectiveSender):
-    """Trainer half."""
+class CollectiveSender:
+    """Trainer half: root of one group. `host`: this rank's address that engines can reach."""
+
+    def __init__(
+        self,
+        config: XcclBackend,
+        manifest: ShardManifest,
+        parameters: Callable[[], Sequence[ParameterMemory]],
+        host: str,
+    ) -> None:
+        self._config, self._host = config, host
+        self._source = SourceMemory(manifest, parameters)
+        self._rendezvous: Rendezvous | None = None
+        self._offer: GroupOffer | None = None
+        self._plan_tables = ""
+        self._buckets: tuple[tuple[BucketPart, ...], ...] = ()
+        self._group: TorchBroadcastGroup | None = None
+        self._packs: tuple[PreparedCopies, ...] = ()
+        self._pack_s = 0.0
+
+    def connect(
+        self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
+    ) -> GroupOffer | None:
+        """Bind a plan part; see `SenderBackend.connect`. Return None for a rank that sends nothing."""
+        self.close()
+        self._source.bind(plan, bindings)
+        programs = self._source.programs
+        if not programs:
+            return None
+        worker = self._source.manifest.worker
+        parts, sizes = cut_buckets(
+            self._source.manifest, programs.values(), self._config.bucket_nbytes
+        )
+        self._rendezvous = Rendezvous(self._host, STORE_DEADLINE_S)
+        self._plan_tables = _plan_tables(plan)
+        self._offer = GroupOffer(
+            name=f"{worker}#{os.urandom(4).hex()}",
+            members=(worker, *programs),
+            host=self._host,
+            port=self._rendezvous.port,
+            parts=parts,
+            bucket_nbytes=sizes,
+        )
+        self._buckets = tuple(
+            tuple(part for part in parts if part.bucket == bucket) for bucket in range(len(sizes))
+        )
+        return self._offer
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:  # noqa: ARG002
         """Join the group that this rank offered."""
@@ -93,10 +189,130 @@ class GroupSender(CollectiveSender):
         self.join(command.offers, command.deadline_s)
         return None
 
+    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
+        """Join the one group that this rank offered."""
+        if self._offer is None or tuple(offers) != (self._offer,):
+            raise ProtocolError(
+                f"{self._source.manifest.worker}: join: must get the group that this rank offered"
+            )
+        self._group = join_group(
+            self._offer,
+            self._source.manifest.worker,
+            fabric=self._config.fabric,
+            num_buffers=self._config.num_buffers,
+            signature=signature_of_offer(
+                self._offer, self._source.manifest.digest(), self._plan_tables
+            ),
+            host=self._host,
+            deadline=Deadline.after(deadline_s, "join"),
+            hosted=self._rendezvous,
+            gpu=self._source.memory.gpu,
+        )
+
+    def prepare(self, version: int) -> None:  # noqa: ARG002
+        """Hash every link. Prepare the copies into the buckets again if a parameter has moved."""
+        began = time.perf_counter()
+        if self._source.locate():
+            self._forget_packs()
+        if self._group is not None and not self._packs:
+            self._packs = self._prepare_packs(self._group)
+        self._source.hash_links()
+        self._pack_s = time.perf_counter() - began
+
+    def write(
+        self,
+        version: int,  # noqa: ARG002
+        destinations: Sequence[str],
+        deadline_s: float,
+    ) -> Written:
+        """Broadcast the buckets; see `SenderBackend.write`. All links succeed or fail together."""
+        check_destinations(self._source.programs, destinations)
+        deadline = Deadline.after(deadline_s, "broadcast")
+        pack_s, self._pack_s = self._pack_s, 0.0
+        began = time.perf_counter()
+        try:
+            group = _whole(self._group, self._offer, destinations)
+            packed_s = self._broadcast(group, deadline)
+        except TransferError as error:
+            reason = f"{type(error).__name__}: {error}"
+            links = failed_links(destinations, reason)
+            return Written(links, pack_s, time.perf_counter() - began)
+        wire_s = time.perf_counter() - began - packed_s
+        return Written(self._source.delivered(destinations), pack_s + packed_s, wire_s)
+
+    def close(self) -> None:
+        """Leave the group. Idempotent."""
+        if self._group is not None:
+            self._group.abort()
+        self._forget_packs()
+        self._source.close()
+        self._group = self._rendezvous = self._offer = None
+
+    def _broadcast(self, group: TorchBroadcastGroup, deadline: Deadline) -> float:
+        """Broadcast all buckets. Pack each bucket while the bucket before it is being sent.
+
+        Return the seconds spent packing.
+        """
+        packed_s = 0.0
+        for bucket, parts in enumerate(self._buckets):
+            slot = bucket % group.num_buffers
+            group.finish(slot, deadline.remaining_s)
+            began = time.perf_counter()
+            self._packs[bucket].run()
+            packed_s += time.perf_counter() - began
+            deadline.check_before_more()
+            group.start(
+                slot, parts[-1].offset + parts[-1].stop - parts[-1].start, deadline.remaining_s
+            )
+        for slot in range(group.num_buffers):
+            group.finish(slot, deadline.remaining_s)
+        group.drain(deadline.remaining_s)
+        return packed_s
+
+    def _prepare_packs(self, group: TorchBroadcastGroup) -> tuple[PreparedCopies, ...]:
+        """Prepare the copies from the parameters to the group's buffers, bucket by bucket."""
+        return tuple(
+            self._source.memory.prepare(
+                [
+                    StridedCopy.of_bytes(
+                        int(self._source.addresses[part.parameter]) + part.start,
+                        group.buffer(bucket % group.num_buffers) + part.offset,
+                        part.stop - part.start,
+                    )
+                    for part in parts
+                ],
+                beside_transfers=True,
+            )
+            for bucket, parts in enumerate(self._buckets)
+        )
+
+    def _forget_packs(self) -> None:
+        for pack in self._packs:
+            pack.close()
+        self._packs = ()
+
 
 @final
-class GroupReceiver(CollectiveReceiver):
-    """Engine half."""
+class CollectiveReceiver:
+    """Engine half: member of the groups of its sources. `host`: this rank's address that members can reach."""
+
+    def __init__(
+        self, config: XcclBackend, manifest: ShardManifest, addresses: Sequence[int], host: str
+    ) -> None:
+        self._config, self._host = config, host
+        self._destination = Destination(manifest, addresses)
+        self._source_digests: dict[str, str] = {}
+        self._plan_tables = ""
+        self._groups: dict[str, tuple[GroupOffer, TorchBroadcastGroup]] = {}
+        self._fills: dict[str, tuple[PreparedCopies, ...]] = {}
+
+    def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
+        self._leave()
+        refuse_transforms(self._destination.manifest.worker, plan)
+        self._destination.bind(plan, shadow=mode is UpdateMode.STAGED, staged=False)
+        self._source_digests = dict(zip(plan.sources, plan.source_digests, strict=True))
+        self._plan_tables = _plan_tables(plan)
+        return self._destination.unwritten(PeerEndpoint("xccl", self._host, ""))
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:  # noqa: ARG002
         """Join groups, or receive from them."""
@@ -108,6 +324,245 @@ class GroupReceiver(CollectiveReceiver):
             case _:
                 raise ProtocolError(f"a group's member cannot carry out {type(command).__name__}")
         return None
+
+    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
+        deadline = Deadline.after(deadline_s, "join")
+        worker = self._destination.manifest.worker
+        missing = sorted(set(self._destination.programs) - {offer.source for offer in offers})
+        if missing:
+            raise PlanError(f"{worker}: no group was offered by {', '.join(missing)}")
+        for offer in sorted(offers, key=lambda offer: offer.source):
+            if offer.source not in self._destination.programs or worker not in offer.members:
+                raise PlanError(f"{worker}: group {offer.name} carries nothing for this rank")
+            group = join_group(
+                offer,
+                worker,
+                fabric=self._config.fabric,
+                num_buffers=self._config.num_buffers,
+                signature=signature_of_offer(
+                    offer, self._source_digests[offer.source], self._plan_tables
+                ),
+                host=self._host,
+                deadline=deadline,
+                gpu=self._destination.memory.gpu,
+            )
+            self._groups[offer.source] = (offer, group)
+            loads = loads_of(self._destination.programs[offer.source], offer)
+            self._fills[offer.source] = tuple(
+                self._destination.fill(
+                    (load.op, group.buffer(bucket % group.num_buffers) + load.base)
+                    for load in of_bucket
+                )
+                for bucket, of_bucket in enumerate(loads)
+            )
+
+    def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
+        """Receive all groups. After a group fails, the other groups are still received."""
+        deadline = Deadline.after(deadline_s, "receive")
+        failed = []
+        for source in sorted(groups):
+            offer, group = self._groups.get(source, (None, None))
+            try:
+                self._receive(_whole(group, offer, groups[source]), source, deadline)
+            except TransferError as error:
+                failed.append(f"{source}: {error}")
+        if failed:
+            raise TransferFailed("; ".join(failed))
+
+    def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:  # noqa: ARG002
+        return self._destination.verify(expected)
+
+    def apply(self) -> None:
+        self._destination.apply()
+
+    def close(self) -> None:
+        """Leave all groups and free the shadow. Idempotent."""
+        self._leave()
+        self._destination.close()
+
+    def _receive(self, group: TorchBroadcastGroup, source: str, deadline: Deadline) -> None:
+        """Receive all buckets of one group. Unpack each bucket while the next bucket arrives."""
+        sizes, slots = self._groups[source][0].bucket_nbytes, group.num_buffers
+        fills = self._fills[source]
+        for bucket in range(min(slots, len(sizes))):
+            group.start(bucket, sizes[bucket], deadline.remaining_s)
+        for bucket, fill in enumerate(fills):
+            slot = bucket % slots
+            group.finish(slot, deadline.remaining_s)
+            fill.run()
+            if bucket + slots < len(sizes):
+                group.start(slot, sizes[bucket + slots], deadline.remaining_s)
+        group.drain(deadline.remaining_s)
+        for fill in fills:
+            fill.check()
+
+    def _leave(self) -> None:
+        for _, group in self._groups.values():
+            group.abort()
+        for fill in itertools.chain.from_iterable(self._fills.values()):
+            fill.close()
+        self._groups, self._fills = {}, {}
+
+
+def _whole(
+    group: TorchBroadcastGroup | None, offer: GroupOffer | None, destinations: Sequence[str]
+) -> TorchBroadcastGroup:
+    """Return the group; raise unless `destinations` contains every receiver of the group.
+
+    A broadcast without one of the members would never finish.
+    """
+    if group is None or offer is None:
+        raise TransferFailed("no group was formed")
+    absent = sorted(set(offer.members[1:]) - set(destinations))
+    if absent:
+        group.abort()
+        raise TransferFailed(f"group {offer.name}: {', '.join(absent)} must take part")
+    if group.broken:
+        raise TransferFailed(f"group {offer.name}: is broken")
+    return group
+
+
+def _plan_tables(plan: TransferPlan) -> str:
+    """Return the tables that are equal in all parts of one plan."""
+    tables = (plan.sources, plan.destinations, plan.source_digests, plan.destination_digests)
+    return repr(tables)
+
+
+# --- buckets --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An op, or a part of an op, whose source bytes are all in one bucket.
+
+    `base` is the offset in the bucket of byte 0 of the source parameter; it may be negative.
+    """
+
+    op: BoundOp
+    base: int
+
+
+def cut_buckets(
+    manifest: ShardManifest, programs: Iterable[LinkProgram], capacity_nbytes: int
+) -> tuple[tuple[BucketPart, ...], tuple[int, ...]]:
+    """Return the parts of all buckets in order, and the size of each bucket in bytes.
+
+    `capacity_nbytes`: maximum size of a bucket, a multiple of `ALIGNMENT`.
+    """
+    parts: list[BucketPart] = []
+    sizes: list[int] = []
+    used = capacity_nbytes
+    needed = joined_ranges(
+        (op.src_parameter, op.src_offset, op.src_offset + op.src_extent_nbytes)
+        for program in programs
+        for op in program.ops
+    )
+    for parameter, start, stop in needed:
+        spec = manifest.parameters[parameter]
+        at = start
+        while at < stop:
+            if used >= capacity_nbytes:
+                sizes.append(0)
+                used = 0
+            end = min(stop, at + capacity_nbytes - used)
+            parts.append(
+                BucketPart(
+                    spec.name,
+                    spec.dtype.value,
+                    spec.nbytes,
+                    parameter,
+                    at,
+                    end,
+                    len(sizes) - 1,
+                    used,
+                )
+            )
+            sizes[-1] = used + end - at
+            used += aligned(end - at)
+            at = end
+    return tuple(parts), tuple(sizes)
+
+
+def loads_of(program: LinkProgram, offer: GroupOffer) -> tuple[tuple[Load, ...], ...]:
+    """Return the loads of a receiver, per bucket.
+
+    Raises:
+        PlanError: the buckets do not contain every byte that the ops read, in the ops' dtype.
+    """
+    by_parameter: dict[int, list[BucketPart]] = {}
+    for part in offer.parts:
+        by_parameter.setdefault(part.parameter, []).append(part)
+    loads: list[list[Load]] = [[] for _ in offer.bucket_nbytes]
+    for op in program.ops:
+        numel = 0
+        for part in by_parameter.get(op.src_parameter, ()):
+            if part.dtype != op.src_dtype.value:
+                raise PlanError(
+                    f"group {offer.name}: dtype of {part.name!r} must be {op.src_dtype}, got {part.dtype}"
+                )
+            for piece in clip(op, part.start, part.stop):
+                loads[part.bucket].append(Load(piece, part.offset - part.start))
+                numel += math.prod(piece.sizes)
+        if numel != math.prod(op.sizes):
+            raise PlanError(
+                f"group {offer.name}: the buckets carry {numel} of {math.prod(op.sizes)} elements that "
+                f"are read from parameter {op.src_parameter} at byte {op.src_offset}"
+            )
+    return tuple(tuple(of_bucket) for of_bucket in loads)
+
+
+def clip(op: BoundOp, start: int, stop: int) -> Iterator[BoundOp]:
+    """Yield the parts of an op that read bytes in [start, stop) of its source parameter.
+
+    Raises:
+        UnsupportedLayout: `start` or `stop` is inside an element.
+    """
+    reach = op.src_extent_nbytes
+    first, last = op.src_offset, op.src_offset + reach
+    if last <= start or first >= stop:
+        return
+    if start <= first and last <= stop:
+        yield op
+        return
+    dim = max(range(len(op.sizes)), key=lambda d: op.src_strides[d] if op.sizes[d] > 1 else -1)
+    size, stride = op.sizes[dim], op.src_strides[dim]
+    if size == 1 or stride <= 0:
+        raise UnsupportedLayout(
+            f"xccl: an element at byte {first} is cut by a bucket at {start} or {stop}"
+        )
+    inner = reach - (size - 1) * stride
+    whole_from = max(-(-(start - first) // stride), 0)
+    whole_to = min((stop - inner - first) // stride, size - 1)
+    touched_from = max((start - inner - first) // stride + 1, 0)
+    touched_to = min(-(-(stop - first) // stride) - 1, size - 1)
+    if whole_from <= whole_to:
+        yield _narrow(op, dim, whole_from, whole_to - whole_from + 1)
+    for index in range(touched_from, touched_to + 1):
+        if not whole_from <= index <= whole_to:
+            yield from clip(_narrow(op, dim, index, 1), start, stop)
+
+
+def signature_of_offer(offer: GroupOffer, source_digest: str, plan: str) -> str:
+    """Return a digest that must be equal in all members of a group before its first collective.
+
+    The digest covers the offer (members, names, dtypes, sizes, order and buckets), the digest of
+    the source's manifest, and the tables that all parts of one plan have in common.
+    """
+    digest = xxhash.xxh3_128(msgspec.msgpack.encode(offer))
+    digest.update(f"{source_digest} {plan}".encode())
+    return digest.hexdigest()
+
+
+def _narrow(op: BoundOp, dim: int, index: int, count: int) -> BoundOp:
+    sizes = (*op.sizes[:dim], count, *op.sizes[dim + 1 :])
+    return replace(
+        op,
+        sizes=sizes,
+        src_sizes=sizes,
+        src_offset=op.src_offset + index * op.src_strides[dim],
+        dst_offset=op.dst_offset + index * op.dst_strides[dim],
+        nbytes=math.prod(sizes) * op.dst_dtype.itemsize,
+    )
 
 
 BACKEND = BackendEntry(Xccl)

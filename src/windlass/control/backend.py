@@ -2,6 +2,7 @@
 
 A backend is a subclass of `Backend`. Its methods have the behaviour of one-sided writes, and a subclass overrides the
 methods that differ. `backend_of` returns the backend of a setting. No other code depends on the kind of a backend.
+A backend whose updates trainer ranks drive themselves also has `routes.HasRoutes`, and uses `driven.begin`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from windlass.config import PluginBackend, UpdateBackend, find_backend
+from windlass.config import DrivenBackend, PluginBackend, UpdateBackend, find_backend
 from windlass.control.binding import Binding
 from windlass.control.connect_messages import Bound
 from windlass.control.delivery import Delivery
@@ -162,7 +163,7 @@ class OwnPathBackend(Backend):
         return None
 
 
-def backend_of(config: UpdateBackend) -> Backend:
+def backend_of(config: UpdateBackend | DrivenBackend) -> Backend:
     """Return the backend of a setting.
 
     Raises:

@@ -110,12 +110,17 @@ class Delivery:
         ]
 
     @property
-    def is_complete(self) -> bool:
-        """Whether WRITE may end when all commands are answered. Otherwise it lasts until `sent`."""
-        return True
+    def awaited(self) -> str:
+        """Reason to report if WRITE ends at its deadline before `sent`; empty if WRITE does not wait for `sent`."""
+        return ""
 
     def sent(self) -> None:
-        """Record that the trainer has sent all bytes. Called only in a push, which the trainer drives."""
+        """Record that the caller of a driven round has sent all bytes."""
+
+    @property
+    def measures(self) -> Mapping[Measure, float]:
+        """Figures of the round that no rank reports."""
+        return {}
 
     def changes_live(self, mode: UpdateMode) -> bool:
         """Return whether live weights change before the engine has verified the bytes."""

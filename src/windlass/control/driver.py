@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -44,10 +44,8 @@ class RoundDriver:
 
     Attributes:
         machine: state machine of the round.
-        version: version to publish; in a push, it is set when the last leader names it.
         deadlines: deadlines of the phases that have not begun.
         late: replies that arrived while the round was ending, which the machine has not processed.
-        measured: figures of a push, which no rank reports; `push` adds them here.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class RoundDriver:
         """
         self.machine = RoundMachine(spec)
         self.spec, self.binding = spec, binding
-        self.version, self.round_id = spec.version, round_id
+        self.round_id = round_id
         self.deadlines = spec.config.deadlines
         # A copy, because a process that connects under a known name during the round is not part of it.
         self.sessions = dict(sessions)
@@ -81,7 +79,11 @@ class RoundDriver:
         self._publishing: set[tuple[str, int]] = set()
         self._pause_s = 0.0
         self.late: tuple[Replied, ...] = ()
-        self.measured: defaultdict[Measure, float] = defaultdict(float)
+
+    @property
+    def version(self) -> int:
+        """Version to publish; -1 if it is not known yet."""
+        return self.machine.version
 
     def post(self, event: Event) -> None:
         """Queue an event."""
@@ -120,10 +122,9 @@ class RoundDriver:
         late = [self._events.get_nowait() for _ in range(self._events.qsize())]
         self.late = tuple(event for event in late if isinstance(event, Replied))
         times = {Measure.UPDATE_S: self._clock() - began, Measure.PAUSE_S: self._pause_s}
-        seen = {measure.value: value for measure, value in (self.measured | times).items()}
         report = msgspec.structs.replace(
             finish.report,
-            measures=finish.report.measures | seen,
+            measures=finish.report.measures | {m.value: s for m, s in times.items()},
             phase_s=dict(self._phase_s),
             transports=dict(Counter(self.binding.transport_of.values())),
             wire=wire_by_transport(finish.carried, self.binding.transport_of),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Protocol, assert_never, final
+from typing import Protocol, final
 
-from windlass.config import P2pBackend, PauseMode, UpdateBackend, UpdateMode
+from windlass.config import DrivenBackend, P2pBackend, PauseMode, UpdateBackend, UpdateMode
 from windlass.control.backend import Interruptible, Listens, backend_of, carry_out
 from windlass.control.connect_messages import Bound, ConnectEngine, ConnectTrainer
 from windlass.control.messages import (
     Abort,
     Apply,
+    BeginDriven,
     Command,
     Done,
     EngineCommand,
@@ -25,20 +26,12 @@ from windlass.control.messages import (
     Verify,
     Write,
 )
-from windlass.control.push_messages import (
-    BeginPush,
-    JoinPushGroup,
-    PushCommand,
-    ReadFiles,
-    ReceiveTensors,
-)
 from windlass.control.trainer_agent import TrainerAgent
 from windlass.errors import PeerUnreachable, ProtocolError, RoundAborted
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.base import ReceiverBackend
 from windlass.transfer.kept import KeptTensors
-from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 
@@ -123,8 +116,10 @@ class EngineAgent:
         self._backend: UpdateBackend = P2pBackend()
         self._receiver: ReceiverBackend = receiver
         self._kept = KeptTensors(receiver.manifest, receiver.live_addresses)
-        self._push = PushReceiver(receiver.manifest, receiver.live_addresses, host)
-        self._delivery: ReceiverBackend | PushReceiver = self._receiver
+        # Name of a driven backend -> its half. It keeps its groups between updates.
+        self._driven: dict[str, ReceiverBackend] = {}
+        # The half that receives the bytes of the current round.
+        self._delivery: ReceiverBackend = receiver
         self._hooks = hooks
         self._lock = threading.Lock()
         self._mode = UpdateMode.IN_PLACE
@@ -183,12 +178,13 @@ class EngineAgent:
                 self._publish(command.version, command.deadline_s)
             case Abort():
                 self._abort(command.deadline_s, mixed_weights=command.mixed_weights)
-            case BeginPush() | JoinPushGroup() | ReceiveTensors() | ReadFiles():
-                self._receive_push(command)
+            case BeginDriven():
+                self._choose_driven(command.backend)
+                carry_out(self._delivery, command, self._round_id)
             case ConnectTrainer() | Prepare() | Write():
                 return self._send_own(command)
             case _:
-                result = carry_out(self._receiver, command, self._round_id)
+                result = carry_out(self._delivery, command, self._round_id)
                 if result is not None:
                     return result
         return Done(not_resumed=self._not_resumed)
@@ -210,7 +206,8 @@ class EngineAgent:
 
     def close(self) -> None:
         """Leave groups, and free GPU memory. Idempotent."""
-        self._push.close()
+        for half in self._driven.values():
+            half.close()
         self._receiver.close()
         self._one_sided.close()
         if self._source is not None:
@@ -261,29 +258,18 @@ class EngineAgent:
             self._backend = backend
         self._delivery = self._receiver
 
-    def _begin_push(self) -> None:
-        """Direct commands to the receiver of pushes from now on. The next planned update binds this rank again."""
+    def _choose_driven(self, backend: DrivenBackend) -> None:
+        """Let `backend` receive bytes from now on. The next publish binds this rank again."""
         # The one-sided receiver stays open, because late writes may still arrive in its memory.
         if self._receiver is not self._one_sided:
             self._receiver.close()
             self._receiver = backend_of(self._backend).receiver(self._one_sided, self._host)
-        self._delivery = self._push
-        # A push changes no live memory before `Apply`.
+        if backend.name not in self._driven:
+            half = backend_of(backend).receiver(self._one_sided, self._host)
+            self._driven[backend.name] = half
+        self._delivery = self._driven[backend.name]
+        # A driven round changes no live memory before `Apply`.
         self._mode = UpdateMode.STAGED
-        self._push.begin()
-
-    def _receive_push(self, command: BeginPush | PushCommand) -> None:
-        match command:
-            case BeginPush():
-                self._begin_push()
-            case JoinPushGroup():
-                self._push.join_named(command.offer, command.fabric, command.deadline_s)
-            case ReceiveTensors():
-                self._push.receive_bucket(command.group, command.tensors, command.deadline_s)
-            case ReadFiles():
-                self._push.read_files(command.folder)
-            case _:
-                assert_never(command)
 
     def _publish(self, version: int, deadline_s: float) -> None:
         self.served_version, self._is_stamped = version, False

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
-from windlass.config import PauseMode, Reaction
+from windlass.config import DrivenBackend, PauseMode, Reaction
 from windlass.control.connect_messages import (
     Bound,
     CannotJoin,
@@ -26,7 +26,7 @@ from windlass.control.connect_messages import (
     Welcome,
 )
 from windlass.control.group_messages import GroupCommand
-from windlass.control.push_messages import BeginPush, PushCommand
+from windlass.control.push_messages import PushCommand
 from windlass.control.relay_messages import RELAY_WRITING, RelayCommand
 from windlass.control.report import UpdateReport
 from windlass.net.messages import Codec, Envelope, Refused, Reply
@@ -87,6 +87,15 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
 
     mode: PauseMode
     deadline_s: float
+
+
+class BeginDriven(msgspec.Struct, frozen=True, tag="begin_driven"):
+    """Command to an engine: receive the bytes of this round through `backend`, whose commands a trainer triggers.
+
+    The round binds no plan, and it changes no live weights before `Apply`.
+    """
+
+    backend: DrivenBackend
 
 
 class Write(msgspec.Struct, frozen=True, tag="write"):
@@ -154,7 +163,7 @@ class PluginCommand(msgspec.Struct, frozen=True, tag="plugin"):
     body: bytes
 
 
-BackendCommand = GroupCommand | RelayCommand | PluginCommand
+BackendCommand = GroupCommand | RelayCommand | PushCommand | PluginCommand
 """Commands that a backend sends to its own senders and receivers (`control.backend.TakesCommands`)."""
 
 
@@ -173,8 +182,7 @@ EngineCommand = (
     | Apply
     | Publish
     | Abort
-    | BeginPush
-    | PushCommand
+    | BeginDriven
     | SourceCommand
     | BackendCommand
 )

@@ -1,4 +1,4 @@
-"""Messages of a push: HTTP calls of the trainer's leaders, and the resulting commands to engines.
+"""Messages of the backend `push`: HTTP calls of the trainer's leaders, and the resulting commands to engines.
 
 The controller forwards a call that all engines must carry out to them unchanged.
 """
@@ -9,10 +9,6 @@ import msgspec
 
 from windlass.config import CollectiveFabric
 from windlass.transfer.bindings import GroupOffer, WireTensor
-
-
-class BeginPush(msgspec.Struct, frozen=True, tag="begin_push"):
-    """Command to an engine: collect the tensors of a push in a shadow copy, and change no live weights yet."""
 
 
 class JoinPushGroup(msgspec.Struct, frozen=True, tag="join_push_group"):

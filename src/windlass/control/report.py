@@ -233,7 +233,7 @@ async def report_of(
     """Await a round and return its report.
 
     After an exception, return a failed report, so that trainers do not wait for a report until their deadline. `version`
-    is a function, because the controller learns the version of a push only while the push runs.
+    is a function, because the controller learns the version of a driven round only while the round runs.
     """
     try:
         return await round_

@@ -129,14 +129,14 @@ class RoundRunner:
         return {link: digest for link, digest in self._digests.items() if link[1] in workers}
 
     def start(
-        self, spec: RoundSpec, binding: Binding, copied: asyncio.Event | None = None
+        self, spec: RoundSpec, binding: Binding, in_write: asyncio.Event | None = None
     ) -> RoundDriver:
         """Record that a round begins, and make it the running round. `finish` must follow.
 
         Args:
             spec: the round.
             binding: sources, engines and links.
-            copied: event that is set when the round enters WRITE. From then on, ranks that send from replicas do not
+            in_write: event that is set when the round enters WRITE. From then on, ranks that send from replicas do not
                 read their weights any more.
 
         Raises:
@@ -149,8 +149,8 @@ class RoundRunner:
             raise RoundAborted(f"the round cannot be recorded: {error}") from error
 
         def on_phase(phase: Phase) -> None:
-            if phase is Phase.WRITE and copied is not None:
-                copied.set()
+            if phase is Phase.WRITE and in_write is not None:
+                in_write.set()
             if phase is spec.delivery.reserves_in:
                 self._run.reserve(driver.version)
             tell(self._phase_listeners, driver.version, phase)

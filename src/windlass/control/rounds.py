@@ -6,8 +6,7 @@ that depend on how bytes travel belong to the backend: `delivery.Delivery` and i
 
     in_place:  PREPARE (trainers pack, engines pause) -> WRITE -> VERIFY -> APPLY -> PUBLISH
     staged:    PREPARE -> WRITE (engines generate) -> VERIFY -> PAUSE -> APPLY -> PUBLISH
-    push:      PREPARE (engines pause) -> WRITE (until the trainer says that all is sent)
-               -> VERIFY -> APPLY -> PUBLISH
+    driven:    PREPARE (engines pause) -> WRITE (until `Sent`) -> VERIFY -> APPLY -> PUBLISH
 
 Failures and their consequences:
 
@@ -70,7 +69,7 @@ class RoundSpec:
     """Specification of a round.
 
     Attributes:
-        version: version to publish; -1 until the trainer names it, if the trainer drives the update.
+        version: version to publish; -1 until `Sent` names it, in a driven round.
         config: mode, deadlines, rewrites.
         trainers: source workers.
         engines: engine name -> its rank workers.
@@ -131,7 +130,7 @@ class GiveUp:
     Attributes:
         reason: reason for the reports and the log.
         is_blocked: True if the controller could not record the phase that was just entered. The phase has then not begun,
-            and none of its commands was sent. False if the trainer that drives the round has failed.
+            and none of its commands was sent. False if the caller of a driven round has failed.
     """
 
     reason: str
@@ -140,7 +139,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Notice from a trainer that drives the update: the trainer has sent all bytes of `version`."""
+    """Notice of a driven round's caller (`driven.DrivenRound`): all bytes of `version` are sent."""
 
     version: int
 
@@ -287,8 +286,13 @@ class RoundMachine:
         return tuple(worker for engine in self._active() for worker in engine.workers)
 
     @property
-    def _waits_for_trainer(self) -> bool:
-        return self.phase is Phase.WRITE and not self._delivery.is_complete
+    def version(self) -> int:
+        """Version to publish; -1 if it is not known yet."""
+        return self._version
+
+    @property
+    def _awaited(self) -> str:
+        return self._delivery.awaited if self.phase is Phase.WRITE else ""
 
     def start(self) -> list[Instruction]:
         """Begin the round; return the first instructions."""
@@ -328,7 +332,7 @@ class RoundMachine:
                 self._is_blocked = event.is_blocked
                 self._give_up(event.reason)
             case Sent():
-                if self._waits_for_trainer:
+                if self._awaited:
                     self._version = event.version
                     self._delivery.sent()
             case _:
@@ -442,8 +446,8 @@ class RoundMachine:
 
     def _on_deadline(self) -> None:
         late = list(dict.fromkeys(self.waiting_for))
-        if self._waits_for_trainer:
-            self._give_up("the leaders did not continue within the session's deadline")
+        if self._awaited:
+            self._give_up(f"{self._awaited} within the session's deadline")
             return
         reason = f"no answer in phase {self.phase} by its deadline"
         trainers = [worker for worker in late if worker not in self._engine_of]
@@ -462,7 +466,7 @@ class RoundMachine:
             if not self._active() and self.phase is not Phase.PUBLISH:
                 self._finish_without_engines()
                 return
-            if self._waits_for_trainer:
+            if self._awaited:
                 return
             self._next_phase()
 
@@ -658,7 +662,8 @@ class RoundMachine:
             reason=reason,
             engines=tuple(n for n, e in engines if e.outcome is EngineOutcome.PUBLISHED),
             left_out={name: e.reason for name, e in engines if e.reason},
-            measures={m.value: m.of_ranks(values) for m, values in self._measured.items()},
+            measures={m.value: m.of_ranks(values) for m, values in self._measured.items()}
+            | {m.value: value for m, value in self._delivery.measures.items()},
             digest_ok=self._digest_ok,
         )
         self._move(Phase.DONE)

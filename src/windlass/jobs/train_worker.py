@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple, final
 
 import msgspec
 
+from windlass.backends.collective_group import Rendezvous
 from windlass.control.connect_messages import JOB_VARIABLE
 from windlass.envs import control_token, environment_value, set_values
 from windlass.errors import ConfigError
@@ -28,7 +29,6 @@ from windlass.net.rpc_client import Client
 from windlass.rollout.messages import TrainingSample, as_number, plain_integers
 from windlass.rollout.workflows import encode_value
 from windlass.sampling import SamplingParams
-from windlass.transfer.collective_group import Rendezvous
 
 _log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, final
 
 import msgspec
 
+from windlass.backends.push_halves import PushSender
 from windlass.closing import Closing
 from windlass.config import CollectiveFabric, take_name
 from windlass.control.push_messages import (
@@ -50,11 +51,9 @@ from windlass.errors import (
 from windlass.net.access import authorization
 from windlass.net.addresses import check_url, own_address
 from windlass.net.blocking_http import BlockingHttp, HttpReply
-from windlass.net.clock import Backoff, Deadline
+from windlass.net.clock import Backoff
 from windlass.trainers.client import PendingUpdate, TrainerClient, version_number
 from windlass.transfer.bindings import GroupOffer, WireTensor
-from windlass.transfer.collective_group import Rendezvous, join_group
-from windlass.transfer.push import signature_of_group, wire_offsets
 
 if TYPE_CHECKING:
     import torch
@@ -278,23 +277,18 @@ class WeightGroup:
     ) -> None:
         fabric = take_name("WeightGroup: fabric", fabric, CollectiveFabric)
         self._callback, self.name, self._deadline_s = callback, name, deadline_s
-        self._bucket_nbytes = bucket_nbytes
-        host = own_address(callback.url)
-        rendezvous = Rendezvous(host, deadline_s)
-        members = (callback.leader, *callback.engine_ranks(deadline_s=deadline_s))
-        offer = GroupOffer(name, members, host, rendezvous.port, (), (bucket_nbytes,))
-        entered = callback.init_weights_update_group(offer, fabric=fabric, deadline_s=deadline_s)
-        self._group = join_group(
-            offer,
-            callback.leader,
+        self._sender = PushSender(
+            name,
+            (callback.leader, *callback.engine_ranks(deadline_s=deadline_s)),
+            host=own_address(callback.url),
+            bucket_nbytes=bucket_nbytes,
             fabric=fabric,
-            num_buffers=1,
-            signature=signature_of_group(offer, fabric),
-            host=host,
-            deadline=Deadline.after(deadline_s, "join"),
-            hosted=rendezvous,
-            gpu=_current_gpu() if fabric is CollectiveFabric.NCCL else None,
+            deadline_s=deadline_s,
         )
+        entered = callback.init_weights_update_group(
+            self._sender.offer, fabric=fabric, deadline_s=deadline_s
+        )
+        self._sender.join(_current_gpu() if fabric is CollectiveFabric.NCCL else None)
         entered.result(deadline_s + MARGIN_S)
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -305,33 +299,18 @@ class WeightGroup:
             RoundAborted: an engine did not receive the bucket.
             TransferFailed: the broadcast failed in this process.
         """
-        from windlass.memory.torch_dtypes import dtype_of
-
-        specs = [
-            WireTensor(name, dtype_of(name, tensor), tuple(tensor.shape))
-            for name, tensor in tensors.items()
-        ]
-        offsets, nbytes = wire_offsets(specs)
-        if nbytes > self._bucket_nbytes:
-            raise ConfigError(
-                f"broadcast: bucket must be <= {self._bucket_nbytes} bytes, got {nbytes}"
-            )
-        for offset, tensor in zip(offsets, tensors.values(), strict=True):
-            self._group.put(0, offset, tensor)
         taken = self._callback.update_weights_from_distributed(
-            self.name, specs, deadline_s=self._deadline_s
+            self.name, self._sender.fill(tensors), deadline_s=self._deadline_s
         )
         try:
-            self._group.start(0, nbytes, self._deadline_s)
-            self._group.finish(0, self._deadline_s)
-            self._group.drain(self._deadline_s)
+            self._sender.send(self._deadline_s)
         finally:
             # If the engines report an error, raise it instead of this process's error (often only a broken socket).
             taken.result(self._deadline_s + MARGIN_S)
 
     def close(self) -> None:
         """Leave the process group. Idempotent."""
-        self._group.abort()
+        self._sender.close()
 
 
 def _current_gpu() -> Gpu:

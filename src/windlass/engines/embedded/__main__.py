@@ -19,13 +19,13 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from windlass.backends.collective_group import Rendezvous
 from windlass.engines.embedded.rank import run_rank
 from windlass.engines.embedded.spec import EngineSettings, arguments, settings_of
 from windlass.envs import control_token, inherited_environment
 from windlass.errors import WindlassError
 from windlass.net.addresses import own_address
 from windlass.net.logs import configure_logging
-from windlass.transfer.collective_group import Rendezvous
 
 STORE_DEADLINE_S = 300.0
 IDLE_TIMEOUT = timedelta(days=30)

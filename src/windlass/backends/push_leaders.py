@@ -1,4 +1,4 @@
-"""Push updates: leaders of the trainer drive a round themselves, call by call.
+"""Controller side of `push`: leaders of the trainer drive a round themselves, call by call.
 
     pause_generation      the first leader begins the round; engines pause (PREPARE)
     init group, update    all engines carry out one call at a time (WRITE)
@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import ClassVar, assert_never, final
 
 import msgspec
 from aiohttp import web
 
-from windlass.config import UpdateMode
-from windlass.control.binding import Binding
+from windlass.config import PushBackend, UpdateMode
+from windlass.control import driven
 from windlass.control.coordinator import Coordinator
-from windlass.control.delivery import Delivery, Findings, Order, reply_budget_s
-from windlass.control.driver import RoundDriver
-from windlass.control.fleet import signature_of
-from windlass.control.messages import Command, Done, Result
+from windlass.control.delivery import Delivery, Findings, Order
+from windlass.control.driven import DrivenRound
+from windlass.control.messages import BeginDriven, Command, Done, Result
 from windlass.control.push_messages import (
-    BeginPush,
     CallbackAnswer,
     CallbackRequest,
     ContinueCall,
@@ -40,24 +38,15 @@ from windlass.control.push_messages import (
     ReadFiles,
     ReceiveTensors,
 )
-from windlass.control.report import Measure, RoundOutcome, UpdateReport, report_of
+from windlass.control.report import Measure, RoundOutcome
 from windlass.control.round_state import Phase
-from windlass.control.rounds import GiveUp, RoundSpec, Sent
-from windlass.control.session import RankCaller, describe, failures_of
-from windlass.errors import (
-    DECODE_ERRORS,
-    PeerUnreachable,
-    ProtocolError,
-    RoundAborted,
-    WindlassError,
-)
+from windlass.control.session import describe, failures_of
+from windlass.errors import DECODE_ERRORS, ProtocolError, RoundAborted, WindlassError
 from windlass.net.messages import check_name
 
 REMEMBERED = 4096
 """Number of newest answers that the controller keeps for repeated requests."""
 MAX_CALL_S = 86400
-FIRST_CALL_SEQ = 1 << 20
-"""Sequence number of the first command of a leader, above the number of any command of the round machine."""
 
 
 @final
@@ -154,23 +143,34 @@ class PushDelivery(Delivery):
 
     def __init__(self) -> None:
         self._has_sent = False
+        self._measured = {Measure.WIRE_S: 0.0, Measure.NBYTES: 0.0}
 
     def prepare(self, engines: Collection[str]) -> tuple[Order, ...]:
         """Tell engines to collect tensors."""
-        return tuple(Order(worker, BeginPush()) for worker in engines)
+        return tuple(Order(worker, BeginDriven(PushBackend())) for worker in engines)
 
     def unlinked(self, engines: Collection[str]) -> Collection[str]:
         """Return all engine ranks: a push has no links."""
         return engines
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the trainer has sent all tensors."""
-        return self._has_sent
+    def awaited(self) -> str:
+        """The leaders' calls, until `sent`."""
+        return "" if self._has_sent else "the leaders did not continue"
 
     def sent(self) -> None:
-        """Record that the trainer has sent all tensors."""
+        """Record that the leaders have sent all tensors."""
         self._has_sent = True
+
+    @property
+    def measures(self) -> Mapping[Measure, float]:
+        """Seconds and bytes of the broadcasts, which the ranks do not report."""
+        return {measure: value for measure, value in self._measured.items() if value}
+
+    def note(self, nbytes: int, wire_s: float) -> None:
+        """Add a broadcast to `measures`."""
+        self._measured[Measure.NBYTES] += nbytes
+        self._measured[Measure.WIRE_S] += wire_s
 
     def changes_live(self, mode: UpdateMode) -> bool:  # noqa: ARG002
         """Return False: a shadow copy receives the tensors."""
@@ -181,33 +181,22 @@ class PushDelivery(Delivery):
         return phase not in {Phase.PREPARE, Phase.VERIFY}
 
     def answered(self, worker: str, command: Command, result: Result) -> Findings | None:  # noqa: ARG002
-        """Accept the answer to `BeginPush`."""
-        return Findings() if (type(command), type(result)) == (BeginPush, Done) else None
+        """Accept the answer to `BeginDriven`."""
+        return Findings() if (type(command), type(result)) == (BeginDriven, Done) else None
 
 
 @final
 class _Push:
     """One round driven by leaders: the leaders that take part, the order of their calls, and the first failure."""
 
-    def __init__(self, driver: RoundDriver, report: asyncio.Task[UpdateReport]) -> None:
-        self.driver, self.report = driver, report
+    def __init__(self, round_: DrivenRound, delivery: PushDelivery) -> None:
+        self.round, self._delivery = round_, delivery
         self.is_ending = False
         self.failure = ""
-        self._caller = RankCaller(driver.sessions, driver.round_id, FIRST_CALL_SEQ)
         self._leaders: set[str] = set()
         self._has_begun = False
         self._order: PushOrder | None = None
         self._stages: dict[str, int] = {}
-        self.is_paused: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-    async def until_paused(self) -> None:
-        """Wait until engines have paused and collect tensors.
-
-        Raises:
-            RoundAborted: an engine refused, or no engine is left.
-        """
-        if not await asyncio.shield(self.is_paused):
-            raise RoundAborted((await asyncio.shield(self.report)).reason)
 
     def join(self, leader: str, stage: int, num_stages: int) -> None:
         """Add a leader to the round. Either all leaders declare a stage, or none does.
@@ -265,13 +254,11 @@ class _Push:
         """
         if self.failure:
             raise RoundAborted(f"callback: the update has failed already: {self.failure}")
-        commands = dict.fromkeys(self.driver.machine.active_workers, command)
-        began_s = time.perf_counter()
-        results = await self._caller.call(commands, deadline_s)
+        began_s, num_ranks = time.perf_counter(), len(self.round.workers)
+        results = await self.round.call(command, deadline_s)
         if isinstance(command, ReceiveTensors):
-            measured = self.driver.measured
-            measured[Measure.WIRE_S] += time.perf_counter() - began_s
-            measured[Measure.NBYTES] += len(commands) * sum(t.nbytes for t in command.tensors)
+            nbytes = num_ranks * sum(tensor.nbytes for tensor in command.tensors)
+            self._delivery.note(nbytes, time.perf_counter() - began_s)
         if failed := failures_of(results, Done):
             raise RoundAborted("; ".join(f"{w}: {describe(r)}" for w, r in failed.items()))
 
@@ -285,12 +272,6 @@ class PushUpdates:
         self._lock = asyncio.Lock()
         self._answers: dict[str, asyncio.Task[CallbackAnswer]] = {}
         self._latest: _Push | None = None
-        coordinator.on_phase(self._on_phase)
-
-    def _on_phase(self, _version: int, phase: Phase) -> None:
-        push = self._latest
-        if push is not None and not push.is_paused.done() and phase in {Phase.WRITE, Phase.DONE}:
-            push.is_paused.set_result(phase is Phase.WRITE)
 
     def routes(self) -> list[web.RouteDef]:
         """Return the route `POST /v1/callback`."""
@@ -340,7 +321,7 @@ class PushUpdates:
             case ContinueCall():
                 await self._continue(asked.leader, call.version, deadline_s)
             case MembersCall():
-                return self._running().driver.machine.active_workers
+                return self._running().round.workers
             case JoinPushGroup() | ReceiveTensors() | ReadFiles():
                 await self._call_all(asked, call)
             case _:
@@ -348,7 +329,7 @@ class PushUpdates:
         return ()
 
     def _running(self) -> _Push:
-        if self._latest is None or self._latest.report.done():
+        if self._latest is None or self._latest.round.report.done():
             raise RoundAborted("callback: no update is under way: call pause_generation first")
         return self._latest
 
@@ -356,87 +337,30 @@ class PushUpdates:
         """Begin or join a round; return False after the end of a running round that the leader could not join."""
         async with self._lock:
             latest = self._latest
-            if latest is None or latest.report.done():
+            if latest is None or latest.round.report.done():
                 await self._begin(leader, call, deadline_s)
                 return True
-            is_writing = latest.driver.machine.phase is Phase.WRITE
-            if is_writing and not latest.is_ending:
+            if latest.round.is_writing and not latest.is_ending:
                 latest.join(leader, call.stage, call.num_stages)
                 return True
         # The engines of the ending round resume soon, so the leader must not treat them as paused.
-        await asyncio.wait({latest.report})
+        await asyncio.wait({latest.round.report})
         return False
 
     async def _begin(self, leader: str, call: PauseCall, deadline_s: float) -> None:
-        self._latest = push = _Push(*await self._begin_round(deadline_s, call.session_s))
+        delivery = PushDelivery()
+        begun = await driven.begin(
+            self._coordinator, delivery, pause_s=deadline_s, session_s=call.session_s
+        )
+        self._latest = push = _Push(begun, delivery)
         try:
-            await push.until_paused()
+            await begun.until_paused()
             push.join(leader, call.stage, call.num_stages)
         except BaseException:
             # After any exception, no leader has joined, so no leader would end the round.
             push.is_ending = True
-            push.driver.post(GiveUp("pause_generation failed"))
+            begun.give_up("pause_generation failed")
             raise
-
-    async def _begin_round(
-        self, pause_s: float, session_s: float
-    ) -> tuple[RoundDriver, asyncio.Task[UpdateReport]]:
-        """Wait for the running round, then begin a round with a Write phase that the trainer drives.
-
-        Args:
-            pause_s: seconds from now until every engine has paused or is left out.
-            session_s: seconds after that for the leaders to send all tensors.
-
-        Raises:
-            PeerUnreachable: no complete engine is connected.
-            RoundAborted: the controller cannot record the round.
-        """
-        rounds, began_s = self._coordinator.rounds, time.monotonic()
-        await rounds.lock.acquire()
-        try:
-            left_s = pause_s - (time.monotonic() - began_s)
-            spec, binding = self._spec(left_s, session_s)
-            driver = rounds.start(spec, binding)
-        except BaseException:
-            rounds.lock.release()
-            raise
-        return driver, self._coordinator.tasks.spawn(self._finish_round(driver))
-
-    def _spec(self, pause_s: float, session_s: float) -> tuple[RoundSpec, Binding]:
-        coordinator, config = self._coordinator, self._coordinator.config
-        groups = sorted(coordinator.fleet.writable_engines(), key=lambda group: group.name)
-        if not groups:
-            raise PeerUnreachable("pause_generation: no complete engine is connected")
-        # A push replaces the engines' receivers, so the next planned update must bind them again.
-        coordinator.connector.binding = None
-        engines = {group.name: group.workers for group in groups}
-        # An engine that does not pause in time is left out early enough for the leader to get its answer.
-        prepare_s = reply_budget_s(pause_s)
-        deadlines = msgspec.structs.replace(
-            config.deadlines,
-            prepare_s=prepare_s,
-            pause_s=reply_budget_s(prepare_s),
-            write_s=session_s,
-        )
-        # Engines pause while tensors arrive, although a shadow copy receives them.
-        config = msgspec.structs.replace(config, mode=UpdateMode.IN_PLACE, deadlines=deadlines)
-        spec = RoundSpec(
-            version=-1,
-            lineage=coordinator.run.lineage,
-            config=config,
-            delivery=PushDelivery(),
-            engines=engines,
-        )
-        return spec, Binding(signature=signature_of(groups), engines=engines)
-
-    async def _finish_round(self, driver: RoundDriver) -> UpdateReport:
-        rounds = self._coordinator.rounds
-        try:
-            report = await report_of(lambda: driver.version, rounds.finish(driver))
-        finally:
-            rounds.lock.release()
-        self._coordinator.end_update(report)
-        return report
 
     async def _call_all(self, asked: CallbackRequest, command: PushCommand) -> None:
         """Send one command at a time to all engines, so that all engines carry out the commands in the same order."""
@@ -451,21 +375,16 @@ class PushUpdates:
             # A separate task, because the round must end even if the caller stops waiting.
             push.is_ending = True
             self._coordinator.tasks.spawn(self._end(push, version, deadline_s))
-        report = await asyncio.shield(push.report)
+        report = await asyncio.shield(push.round.report)
         if report.outcome is not RoundOutcome.PUBLISHED:
             raise RoundAborted(f"version {version} was not published: {report.reason}")
 
     async def _end(self, push: _Push, version: int, deadline_s: float) -> None:
         async with self._lock:
             if reason := push.failure or self._coordinator.run.refusal(version):
-                push.driver.post(GiveUp(reason))
+                push.round.give_up(reason)
             else:
-                # Each of the two phases may take the deadline of the last call.
-                push.driver.version = version
-                push.driver.deadlines = msgspec.structs.replace(
-                    push.driver.deadlines, verify_s=deadline_s, apply_s=deadline_s
-                )
-                push.driver.post(Sent(version))
+                push.round.end(version, deadline_s)
 
 
 def _check(asked: CallbackRequest) -> None:

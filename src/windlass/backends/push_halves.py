@@ -1,4 +1,4 @@
-"""The engine's side of a push: the trainer sends whole tensors, and one `apply` makes them all live.
+"""Halves of the backend `push`: the trainer sends whole tensors, and one `apply` makes them all live.
 
 Whole tensors arrive by broadcast or from checkpoint files. The engine rank copies its boxes out of
 them into a shadow copy. `apply` raises unless every element of every parameter has arrived.
@@ -8,24 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 import xxhash
 
-from windlass.config import CollectiveFabric
-from windlass.errors import PlanError, ProtocolError, TransferFailed
+from windlass.backends.collective_group import Rendezvous, TorchBroadcastGroup, join_group
+from windlass.backends.disk_files import DiskEntry, DiskIndex, read_boxes
+from windlass.config import CollectiveFabric, UpdateMode
+from windlass.control.messages import BeginDriven, Command, Result
+from windlass.control.push_messages import JoinPushGroup, ReadFiles, ReceiveTensors
+from windlass.errors import ConfigError, PlanError, ProtocolError, TransferFailed
 from windlass.layout.dtypes import cast_refusal
 from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
 from windlass.memory.ops import MemoryOps
 from windlass.memory.packing import StridedCopy
 from windlass.memory.place import memory_at
 from windlass.net.clock import Deadline
+from windlass.net.messages import RoundId
+from windlass.planning.plan import TransferPlan
 from windlass.transfer.arena import aligned_offsets
-from windlass.transfer.bindings import GroupOffer, WireTensor
-from windlass.transfer.collective_group import TorchBroadcastGroup, join_group
+from windlass.transfer.bindings import DestinationBinding, GroupOffer, WireTensor
 from windlass.transfer.destination import ShadowCopy
-from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_boxes
+
+if TYPE_CHECKING:
+    import torch
+
+    from windlass.memory.cuda.gpu import Gpu
 
 
 def signature_of_group(offer: GroupOffer, fabric: CollectiveFabric) -> str:
@@ -39,8 +48,105 @@ def wire_offsets(tensors: Sequence[WireTensor]) -> tuple[tuple[int, ...], int]:
 
 
 @final
+class PushSender:
+    """Trainer half of one leader: rank 0 of a broadcast group with all engine ranks.
+
+    Args:
+        name: name of the group, unique among the groups of all leaders.
+        members: name of the leader, followed by the engine ranks.
+        host: address of this process that the engines can reach.
+        bucket_nbytes: maximum number of bytes of a bucket.
+        fabric: gloo or NCCL.
+        deadline_s: seconds to form the group.
+
+    Attributes:
+        offer: offer of the group; the engines must join it (`JoinPushGroup`) while this rank calls `join`.
+
+    Raises:
+        TransferFailed: this process cannot host the group.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        members: tuple[str, ...],
+        *,
+        host: str,
+        bucket_nbytes: int,
+        fabric: CollectiveFabric,
+        deadline_s: float,
+    ) -> None:
+        self._fabric, self._deadline_s = fabric, deadline_s
+        self._rendezvous = Rendezvous(host, deadline_s)
+        self.offer = GroupOffer(name, members, host, self._rendezvous.port, (), (bucket_nbytes,))
+        self._group: TorchBroadcastGroup | None = None
+        self._nbytes = 0
+
+    def join(self, gpu: Gpu | None) -> None:
+        """Enter the group. Kernels of `gpu` fill the bucket; None for host memory.
+
+        Raises:
+            PlanError, PeerTimeout, TransferFailed: see `join_group`.
+        """
+        self._group = join_group(
+            self.offer,
+            self.offer.source,
+            fabric=self._fabric,
+            num_buffers=1,
+            signature=signature_of_group(self.offer, self._fabric),
+            host=self.offer.host,
+            deadline=Deadline.after(self._deadline_s, "join"),
+            hosted=self._rendezvous,
+            gpu=gpu,
+        )
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> tuple[WireTensor, ...]:
+        """Copy whole tensors into the bucket; return their descriptions, for `ReceiveTensors`.
+
+        Raises:
+            ConfigError: the tensors have more bytes than a bucket.
+        """
+        from windlass.memory.torch_dtypes import dtype_of
+
+        specs = tuple(
+            WireTensor(name, dtype_of(name, tensor), tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        )
+        offsets, self._nbytes = wire_offsets(specs)
+        (limit_nbytes,) = self.offer.bucket_nbytes
+        if self._nbytes > limit_nbytes:
+            raise ConfigError(
+                f"broadcast: bucket must be <= {limit_nbytes} bytes, got {self._nbytes}"
+            )
+        for offset, tensor in zip(offsets, tensors.values(), strict=True):
+            self._joined().put(0, offset, tensor)
+        return specs
+
+    def send(self, deadline_s: float) -> None:
+        """Broadcast the bucket.
+
+        Raises:
+            TransferFailed: the broadcast failed.
+        """
+        group = self._joined()
+        group.start(0, self._nbytes, deadline_s)
+        group.finish(0, deadline_s)
+        group.drain(deadline_s)
+
+    def close(self) -> None:
+        """Leave the group. Idempotent."""
+        if self._group is not None:
+            self._group.abort()
+
+    def _joined(self) -> TorchBroadcastGroup:
+        if self._group is None:
+            raise ProtocolError(f"group {self.offer.name}: was not formed")
+        return self._group
+
+
+@final
 class PushReceiver:
-    """Receiver of one engine rank: `receive_bucket` and `read_files` receive bytes, `apply` makes them live.
+    """Engine half: `receive_bucket` and `read_files` receive bytes, `apply` makes them live.
 
     A group that was joined for one update is used again in the next.
 
@@ -65,6 +171,25 @@ class PushReceiver:
         self._missing: set[int] = set()
         self._arrived: dict[int, str] = {}
         """Row of a shard -> name under which its tensor has arrived in this update."""
+
+    def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
+        """Raise ProtocolError: a driven update has no plan."""
+        raise ProtocolError("push: a publish cannot use it; use windlass.RolloutCallback")
+
+    def carry_out(self, command: Command, round_id: RoundId) -> Result | None:  # noqa: ARG002
+        """Begin an update, or receive a part of it."""
+        match command:
+            case BeginDriven():
+                self.begin()
+            case JoinPushGroup():
+                self.join_named(command.offer, command.fabric, command.deadline_s)
+            case ReceiveTensors():
+                self.receive_bucket(command.group, command.tensors, command.deadline_s)
+            case ReadFiles():
+                self.read_files(command.folder)
+            case _:
+                raise ProtocolError(f"a push cannot carry out {type(command).__name__}")
+        return None
 
     def begin(self) -> None:
         """Begin an update with nothing received. Allocate the shadow in the first call.
