@@ -13,7 +13,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from windlass.engines.vllm.engine_core import CoreCalls
+from windlass.config import PauseMode
+from windlass.engines.vllm.engine_core import QUIESCES, CoreCalls, keep_caches_apart
+from windlass.engines.vllm.worker import VllmApi
 from windlass.errors import PeerTimeout, PeerUnreachable
 
 
@@ -45,6 +47,7 @@ class Core:
         self.weight_version = "default"
         model = SimpleNamespace(is_multimodal_model=False)
         self.vllm_config = SimpleNamespace(model_config=model)
+        self.blocked: Callable[[], int | None] = lambda: None
         self.held = threading.Event()
         self.held.set()
         self.loop, made = threading.Thread(target=self._run), threading.Event()
@@ -65,11 +68,13 @@ class Core:
     def set_weight_version(self, version: str) -> None:
         self.weight_version = version
 
-    def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[object]:
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[object, ...] = ()
+    ) -> list[object]:
         if method == "refused":
             raise ValueError("no namespace")
         self.called.append((method, args, threading.get_ident()))
-        return [None]
+        return [self.blocked()]
 
 
 @pytest.fixture
@@ -113,44 +118,97 @@ def test_a_call_to_a_stuck_loop_fails_by_its_deadline(core: Core) -> None:
         core.calls.call("windlass_quiesce", ["p"], 0.05)
 
 
+class PatchedCore(Core):
+    """Core with the patches of `keep_caches_apart`."""
+
+    def preprocess_add_request(self, request: object) -> None:
+        raise NotImplementedError
+
+    def _handle_client_request(self, kind: object, *request: object) -> None:
+        raise NotImplementedError
+
+
+class KVCacheManager:
+    """The patched part of vLLM's manager."""
+
+    def get_computed_blocks(self, request: object) -> None:
+        raise NotImplementedError
+
+
 @pytest.fixture
-def _releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Provide modules of a vLLM that stamps tokens itself (0.32)."""
-    interface, engine = (
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[PatchedCore]:
+    """Yield a core in a process with modules of a vLLM that stamps tokens itself (0.32)."""
+    interface, engine, manager = (
         ModuleType("vllm.v1.core.sched.interface"),
         ModuleType("vllm.v1.engine.core"),
+        ModuleType("vllm.v1.core.kv_cache_manager"),
     )
-    vars(interface)["PauseState"], vars(engine)["EngineCore"] = PauseState, Core
+    vars(interface)["PauseState"] = PauseState
+    vars(engine).update(EngineCore=PatchedCore, EngineCoreProc=PatchedCore)
+    vars(manager)["KVCacheManager"] = KVCacheManager
+    # vLLM defines both methods in the class that is patched.
+    for name in ("set_weight_version", "collective_rpc"):
+        monkeypatch.setattr(PatchedCore, name, vars(Core)[name], raising=False)
     places = ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched", "vllm.v1.engine")
-    for module in (*map(ModuleType, places), interface, engine):
+    for module in (*map(ModuleType, places), interface, engine, manager):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    keep_caches_apart.__wrapped__()
+    made = PatchedCore()
+    yield made
+    made.input_queue.put(None)
+    made.loop.join(10)
 
 
-@pytest.mark.usefixtures("_releases")
-def test_a_hold_begins_after_running_batches_and_ends_with_the_version(core: Core) -> None:
-    core.batch_queue += ["second", "first"]
+def test_a_hold_begins_after_running_batches_and_ends_with_the_version(
+    patched: PatchedCore,
+) -> None:
+    patched.batch_queue += ["second", "first"]
     seen = []
 
     def blocked() -> int:
-        seen.append((threading.get_ident(), core.scheduler.pause_state, core.weight_version))
+        seen.append((threading.get_ident(), patched.scheduler.pause_state, patched.weight_version))
         return 7
 
-    core.calls.hold(blocked)
-    assert core.given_out == [("first", PauseState.PAUSED_ALL), ("second", PauseState.PAUSED_ALL)]
-    assert seen == [(core.loop.ident, PauseState.PAUSED_ALL, "default")]
-    assert (core.scheduler.pause_state, core.weight_version) == (PauseState.UNPAUSED, "7")
+    patched.blocked = blocked
+    patched.calls.call(QUIESCES, ["1.1", "10.0"], None)
+    paused = [("first", PauseState.PAUSED_ALL), ("second", PauseState.PAUSED_ALL)]
+    assert patched.given_out == paused
+    assert seen == [(patched.loop.ident, PauseState.PAUSED_ALL, "default")]
+    ((_, args, _),) = patched.called
+    assert args[:2] == ("1.1", "10.0")
+    assert args[2]
+    assert (patched.scheduler.pause_state, patched.weight_version) == (PauseState.UNPAUSED, "7")
 
 
-@pytest.mark.usefixtures("_releases")
-def test_a_hold_without_a_version_leaves_the_core_unchanged(core: Core) -> None:
+def test_a_hold_without_a_version_leaves_the_core_unchanged(patched: PatchedCore) -> None:
     # The user of the engine has paused it.
-    core.scheduler.pause_state = PauseState.PAUSED_NEW
-    core.calls.hold(lambda: -1)
+    patched.scheduler.pause_state = PauseState.PAUSED_NEW
+    patched.calls.call(QUIESCES, ["1.1", "10.0"], None)
 
     def fails() -> int:
         raise ValueError("no round")
 
-    with pytest.raises(PeerUnreachable, match="vLLM's core: hold: ValueError: no round"):
-        core.calls.hold(fails)
-    assert core.scheduler.pause_state is PauseState.PAUSED_NEW
-    assert core.weight_version == "default"
+    patched.blocked = fails
+    with pytest.raises(PeerUnreachable, match="windlass_quiesce: ValueError: no round"):
+        patched.calls.call(QUIESCES, ["1.2", "10.0"], None)
+    assert patched.scheduler.pause_state is PauseState.PAUSED_NEW
+    assert patched.weight_version == "default"
+
+
+def test_only_a_block_of_the_loop_pauses_a_server_that_its_trainer_pauses(
+    patched: PatchedCore,
+) -> None:
+    api = VllmApi(None, can_block=True, stamps=False, core=patched.calls)
+    assert api.blocks(PauseMode.IN_PLACE)
+    assert not api.blocks(PauseMode.ABORT)
+    patched.blocked = lambda: 7
+    assert not api.pause(PauseMode.ABORT, 10.0)
+    api.quiesce("1.1", 10.0, block=False)
+    api.set_version(7, 10.0)
+    api.resume(10.0)
+    assert patched.called == []
+    assert not api.pause(PauseMode.IN_PLACE, 10.0)
+    api.quiesce("1.2", 10.0, block=True)
+    ((method, args, _),) = patched.called
+    assert (method, args[:2]) == (QUIESCES, ("1.2", "10.0"))
+    assert patched.weight_version == "7"

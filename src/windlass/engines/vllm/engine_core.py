@@ -147,26 +147,13 @@ class CoreCalls:
             PeerTimeout: the method did not end within `deadline_s`; it may still run.
             PeerUnreachable: the method raised.
         """
-        self._run(method, lambda core: core.collective_rpc(method, args=tuple(args)), deadline_s)
-
-    def hold(self, blocked: Callable[[], int]) -> None:
-        """Run `blocked` in the core's loop between two steps, and wait for its end. Call this from another thread.
-
-        `blocked` blocks the loop, and returns the version that the engine then serves (negative for no version).
-
-        Raises:
-            PeerUnreachable: `blocked` raised.
-        """
-        self._run("hold", lambda core: _hold(core, lambda _namespace: blocked()), None)
-
-    def _run(self, method: str, work: Callable[[Any], object], deadline_s: float | None) -> None:
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         taken = threading.Event()
 
         def run() -> None:
             taken.set()
             try:
-                work(self._core)
+                self._core.collective_rpc(method, args=tuple(args))
                 done.set_result(None)
             # Pass the error to the waiting thread, as vLLM's own calls do.
             except Exception as error:  # noqa: BLE001

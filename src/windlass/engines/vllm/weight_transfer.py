@@ -8,7 +8,7 @@
   fleet (`windlass.engines.vllm.api_server`).
 - `/update_weights`: the worker's main loop is blocked between two steps, while the agent's thread receives, verifies and
   applies a version. On a server with one rank, the agent itself blocks the loop
-  (`windlass.engines.vllm.worker.CoreApi`). This is faster, because HTTP requests wait for the API server's event loop,
+  (`windlass.engines.vllm.worker.VllmApi`). This is faster, because HTTP requests wait for the API server's event loop,
   which also streams all tokens.
 
 Methods that vLLM calls in all workers return the reason of a failure instead of raising. If a worker raises, vLLM does

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -48,15 +47,25 @@ logger = logging.getLogger(__name__)
 _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE: "keep"}
 
 
+@final
 class VllmApi:
-    """`EngineApi` that uses the routes of `VLLM_SERVER_DEV_MODE=1`.
+    """`EngineApi` of a vLLM server: blocks the main loops, or calls `/pause` if they cannot be blocked.
 
-    `can_block` and `stamps` are the results of `may_block` and `stamps_tokens`. `core` has calls into the EngineCore of
-    this process if the server has one rank; it is None if `/collective_rpc` must call the methods of several workers.
+    Args:
+        server: the server, with the routes of `VLLM_SERVER_DEV_MODE=1`. None if the trainer calls these routes to pause
+            the server and to set its version; the agent then only blocks the loops, in the mode `in_place`.
+        can_block, stamps: results of `may_block` and `stamps_tokens`.
+        core: calls into the EngineCore of this process if the server has one rank; None if `/collective_rpc` must call
+            the methods of several workers.
     """
 
     def __init__(
-        self, server: EngineHttp, *, can_block: bool, stamps: bool, core: CoreCalls | None = None
+        self,
+        server: EngineHttp | None,
+        *,
+        can_block: bool,
+        stamps: bool,
+        core: CoreCalls | None = None,
     ) -> None:
         self._server, self._can_block, self._stamps = server, can_block, stamps
         self._core = core
@@ -68,6 +77,8 @@ class VllmApi:
         Send `clear_cache=false`, because the cache is separated by version. Otherwise vLLM 0.32 would compute the KV cache
         of all kept requests again.
         """
+        if self._server is None:
+            return False
         if mode not in _MODES:
             raise ConfigError(f"vLLM: pause_mode must be one of {list(_MODES)}, got {mode}")
         self._aborts = mode is PauseMode.ABORT
@@ -78,9 +89,13 @@ class VllmApi:
 
     def blocks(self, mode: PauseMode) -> bool:
         """Return whether to block the main loops instead of calling `/pause`; see `windlass.engines.vllm.engine_core`."""
-        return mode in _MODES and self._can_block
+        modes = _MODES if self._server is not None else {PauseMode.IN_PLACE}
+        return mode in modes and self._can_block
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
+        if not block and self._server is None:
+            # `/update_weights` of the trainer blocks the loops.
+            return
         self._is_blocking = block
         try:
             blocked_s = str(deadline_s) if block else ""
@@ -90,14 +105,15 @@ class VllmApi:
             self._is_blocking = False
 
     def resume(self, deadline_s: float) -> None:
-        self._server.post("/resume", {}, deadline_s)
+        if self._server is not None:
+            self._server.post("/resume", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
         """Set the version of later tokens; see `EngineApi.set_version`.
 
         If the main loop is blocked, do nothing: `windlass_quiesce` returns the version to the EngineCore.
         """
-        if self._is_blocking:
+        if self._is_blocking or self._server is None:
             return
         if self._stamps:
             self._call("windlass_set_version", [version], deadline_s)
@@ -108,52 +124,11 @@ class VllmApi:
         if self._core is not None:
             self._core.call(method, args, deadline_s)
             return
+        if self._server is None:
+            raise ConfigError(f"vLLM: {method}: several ranks need their server's routes, got none")
         timeout = {} if deadline_s is None else {"timeout": deadline_s}
         body = {"method": method, "args": args, **timeout}
         self._server.post("/collective_rpc", body, deadline_s)
-
-
-def _own_api(worker: Worker, settings: AgentSettings) -> VllmApi:
-    """Return the `EngineApi` with which rank 0 pauses its own server. Rank 0 reads the server's key on its host."""
-    return VllmApi(
-        EngineHttp(settings.url, saved_key(settings.url)),
-        can_block=may_block(worker.parallel_config),
-        stamps=stamps_tokens(),
-        core=core_calls() if settings.world_size == 1 else None,
-    )
-
-
-@final
-class CoreApi:
-    """`EngineApi` of a server with one rank, whose EngineCore runs in the rank's process.
-
-    The agent blocks the EngineCore's loop through `CoreCalls`, without HTTP. In a pause mode other than `in_place`, the
-    trainer itself calls `/pause` and then `/update_weights`.
-    """
-
-    def __init__(self, core: CoreCalls, worker: Worker) -> None:
-        self._core, self._worker = core, worker
-
-    def pause(self, mode: PauseMode, deadline_s: float) -> bool:
-        del mode, deadline_s
-        return False
-
-    def blocks(self, mode: PauseMode) -> bool:
-        return mode is PauseMode.IN_PLACE
-
-    def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
-        def blocked() -> int:
-            block_loop(self._worker, pause_id, deadline_s)
-            return int(self._worker.windlass_engine_rank.served_version)
-
-        if block:
-            self._core.hold(blocked)
-
-    def resume(self, deadline_s: float) -> None:
-        """Do nothing, because `pause` does nothing."""
-
-    def set_version(self, version: int, deadline_s: float) -> None:
-        """Do nothing: `CoreCalls.hold` sets the version."""
 
 
 def block_loop(worker: Worker, pause_id: str, deadline_s: float) -> None:
@@ -279,11 +254,18 @@ def _carry_out(worker: Worker, order: RankOrder, rank: int) -> str:
 def _api_for(
     worker: Worker, order: RankOrder, settings: AgentSettings
 ) -> Callable[[], EngineApi] | None:
-    """Return a function that creates this rank's `EngineApi`; None if the trainer pauses the server by HTTP."""
-    if order.pauses_itself:
-        return partial(_own_api, worker, settings)
+    """Return a function that creates this rank's `EngineApi`; None if only the trainer can pause the server, by HTTP."""
     core = core_calls() if settings.world_size == 1 else None
-    return None if core is None else partial(CoreApi, core, worker)
+    if core is None and not order.pauses_itself:
+        return None
+
+    def api() -> VllmApi:
+        # Rank 0 reads the server's key on its host.
+        own = EngineHttp(settings.url, saved_key(settings.url)) if order.pauses_itself else None
+        can_block = may_block(worker.parallel_config)
+        return VllmApi(own, can_block=can_block, stamps=stamps_tokens(), core=core)
+
+    return api
 
 
 def _on_this_host(worker: Worker, settings: AgentSettings) -> AgentSettings:
