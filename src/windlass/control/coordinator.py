@@ -140,7 +140,7 @@ class Coordinator:
 
     @property
     def in_round(self) -> bool:
-        """Whether a round runs now, including pushes and catch-ups."""
+        """Whether a round runs now, including driven rounds and catch-ups."""
         return self.rounds.driver is not None
 
     def routable(self) -> tuple[EngineInfo, ...]:
