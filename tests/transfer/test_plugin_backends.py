@@ -114,7 +114,10 @@ def test_a_backend_of_another_package_has_commands_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("ravens", "must be one of disk, p2p, xccl, empty, pigeons, torn, wrong, or be added by"),
+        (
+            "ravens",
+            "must be one of disk, p2p, push, xccl, empty, pigeons, torn, wrong, or be added by",
+        ),
         ("wrong", "must be a windlass.config.BackendEntry"),
         ("torn", "NOTHING"),
         ("pigeons", "options must be lofts"),
