@@ -1,18 +1,17 @@
-"""The trainer's side of one-sided updates: packs ops that need packing, hashes links, and writes them to engines.
+"""The trainer's side of one-sided writes: packs and hashes links, and writes them to engines.
 
-`Sender.connect` takes a plan part and the destinations' bindings. For each version, `prepare` and
-then `write` are called. `write` gives `WriteBatch`es to the transport and returns a `LinkOutcome`
-for each link, with the digest that the engine must find. If a GPU maps a peer's memory, GPU kernels
-store the bytes instead (`transfer/stored_links.py`).
+`Sender.connect` takes a plan part and the addresses of the destinations. For each version, the agent calls `prepare`
+and then `write`. `write` gives `WriteBatch`es to the transport and returns a `LinkOutcome` per link, with the digest
+that the engine must find. For engines on GPUs of the same host, GPU kernels may store the bytes instead of the
+transport (`transfer/stored_links.py`).
 
-The capacity of the arena decides when ops are packed. If all packed ops fit, `prepare` packs and
-hashes them before the pause and `write` only writes. Otherwise `prepare` only hashes, and `write`
-uses the arena as a ring of two halves: it packs one half while the other is on the wire. DIRECT ops
-do not pass through the arena: they are written from the parameter itself. With a replica
-(`transfer/replica.py`), `prepare` copies their parameters too.
+The size of the arena decides when ops are packed. If the payloads of all packed ops fit, `prepare` packs and hashes
+them before the engines pause, and `write` only writes. Otherwise `prepare` only hashes, and `write` packs one half of
+the arena while it writes the other half. DIRECT ops need no packing and are written from the parameter itself. With a
+replica (`transfer/replica.py`), `prepare` copies the parameters of DIRECT ops too.
 
-Every digest describes the parameters at the time of `prepare`. If a parameter changes before a
-write or a repeated write, the engine's digest differs, and the update is not published.
+Every digest describes the parameters at the time of `prepare`. If a parameter changes before it is written, the engine
+finds another digest, and the update is not published.
 """
 
 from __future__ import annotations
@@ -65,32 +64,30 @@ _log = logging.getLogger(__name__)
 
 @final
 class Sender:
-    """Sender of one trainer rank. Any thread may call its methods; the calls run one at a time.
+    """Sender of one trainer rank, or of an engine rank in a catch-up. Thread-safe: its methods run one at a time.
 
-    Memory: the parameters must not change between `prepare` and the end of the round. With a
-    replica, `prepare` reads them and everything is sent from the copy, so they may change after
-    `prepare`.
+    Without a replica, the parameters must not change from `prepare` to the end of the round. With a replica, they may
+    change after `prepare`, which copies them; the sender then sends the copy.
 
     Args:
-        transport: writes bytes, or maps peer memory for kernels that store. The caller closes it.
-        parameters: returns the current memory of the parameters, in manifest order. It is called in
-            every `prepare` and never in `connect`, because a trainer that connects in the middle of
-            a step may have gathered its parameters.
-        arena_nbytes: capacity for packed bytes; 0 for as much as one update needs.
-        registered: regions that the caller has registered; parameters inside them are not
-            registered again.
-        replica: place of a copy of the parameters that are sent unpacked, so that parameters may
-            change and move after `prepare`; see `connect_trainer`.
-        threads: threads that write links at the same time; closed with the sender. None for new threads.
+        transport: writes the bytes, or maps memory of peers for GPU kernels that store. The caller closes it.
+        manifest: manifest of the rank.
+        parameters: function that returns the current memory of the parameters, in manifest order. `prepare` calls it.
+            `connect` does not, because a trainer may have gathered its parameters for a step at that time.
+        arena_nbytes: size of the arena for packed payloads; 0 for as much as one update needs.
+        registered: regions that the caller has registered. Parameters inside them are not registered again.
+        replica: place of the replica; see `connect_trainer`.
+        threads: threads that write links at the same time; `close` shuts them down. None for new threads.
 
     Attributes:
-        replica: the copy that is sent instead of the parameters; None without a replica.
-        packer: packed bytes, and the arena that contains them.
-        links: links to engines, as the last `connect` bound them.
+        parameters: function that returns the current memory of the parameters.
+        replica: copy of the parameters that are sent unpacked; None without a replica.
+        packer: packs links into the arena.
+        links: links of the last `connect` or `change_links`.
 
     Raises:
-        ConfigError: `arena_nbytes` is neither 0 nor at least 128, or the transport does not support
-            such a replica.
+        ConfigError: `arena_nbytes` is neither 0 nor at least 128, or the transport cannot send from the requested
+            replica.
     """
 
     def __init__(
@@ -124,7 +121,7 @@ class Sender:
         self._digests: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
         self._sent: set[str] = set()
-        # Destination -> destination of the planned link that has the same bytes.
+        # Destination of a link of `bind_copies` -> destination of the planned link with the same bytes.
         self._copy_of: dict[str, str] = {}
         self._packed: dict[str, PackedBytes] = {}
         self._pack_s = self._register_s = 0.0
@@ -141,37 +138,45 @@ class Sender:
         version: int | None = None,
         stream: int | None = None,
     ) -> None:
-        """Prepare a replica for `version`. Call this before the version is announced; see `Replica.begin`."""
+        """Begin a version, see `Replica.begin`. Call this before the trainer announces the version.
+
+        Do nothing without a replica.
+        """
         if self.replica is not None:
             with self._lock:
                 self.replica.begin(on_taken, version, stream)
 
     def reading(self) -> AbstractContextManager[object]:
-        """Return a context manager for a block that reads the weights: `end_version` waits for the block.
+        """Return a context manager for a block that reads the weights.
 
-        The trainer may free the weights after `end_version`.
+        `end_version` waits for the end of the block, because the trainer may free its weights after `end_version`.
         """
         return self._lock
 
     def end_version(self) -> None:
-        """Give up the version of `begin_version`; see `Replica.end`. Wait for a copy that is running."""
+        """End the version of `begin_version`, so that its weights are not read any more; see `Replica.end`.
+
+        Wait for a running copy. Do nothing without a replica.
+        """
         if self.replica is not None:
             with self._lock:
                 self.replica.end()
-                # Drop the packed bytes: the weights may have changed while they were copied and packed.
+                # Drop the packed payloads, because the weights may have changed while they were packed.
                 self._forget()
 
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """Bind a plan part (`TransferPlan.parts`). Allocate and register the arena.
+        """Bind a plan part (`TransferPlan.parts`) instead of all earlier links. Allocate and register the arena.
+
+        Returns:
+            None, because one-sided writes need no group.
 
         Raises:
-            PlanError: the plan was made for another layout, a destination has no binding, or a
-                replica is requested and the arena is too small for all packed ops.
-            BindingsRefused: some destinations offer memory that cannot be written, or compute
-                another kind of digest.
-            RegionError: memory cannot be registered.
+            PlanError: the plan was made for another layout, a destination has no binding, or the arena is too small:
+                with a replica, it must hold all packed payloads at once.
+            BindingsRefused: some destinations offer memory that cannot be written, or use another digest algorithm.
+            RegionError, TransferFailed: memory cannot be registered or allocated.
         """
         with self._lock:
             if self._stores is not None:
@@ -186,17 +191,16 @@ class Sender:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> None:
-        """Bind new links to some destinations and keep all other links with their prepared bytes.
+        """End some links, bind new links, and keep all others.
 
         Args:
-            plan: this rank's part of a plan for the new destinations; None without new
-                destinations.
+            plan: this rank's part of a plan for the new destinations; None without new destinations.
             bindings: bindings of the new destinations.
-            gone: destinations with links that end, including destinations that are bound again.
+            gone: destinations whose links end, including destinations that are bound again.
 
         Raises:
-            BindingsRefused: as in `connect`; nothing has changed.
-            PlanError, RegionError: as in `connect`; the caller must then call `connect`.
+            BindingsRefused: see `connect`. All links are unchanged.
+            PlanError, RegionError, TransferFailed: see `connect`. The caller must call `connect` then.
         """
         with self._lock:
             self._bind(plan, bindings, gone)
@@ -229,19 +233,21 @@ class Sender:
     def bind_copies(
         self, copies: Mapping[str, str], bindings: Mapping[str, DestinationBinding]
     ) -> tuple[LinkProgram, ...]:
-        """Bind links that bring the bytes of a planned link to further destinations, until the next `connect`.
+        """Bind links to further members of relay groups, which exist until the next `connect`.
+
+        Such a link has the same bytes as the planned link to the first member.
 
         Args:
-            copies: further destination -> destination of the planned link. Copies of other links are ignored.
-            bindings: bindings of all destinations.
+            copies: further member -> first member. Members of groups without a planned link from this rank are ignored.
+            bindings: bindings of all these members.
 
         Returns:
-            The planned links that have copies.
+            The planned links to the first members.
 
         Raises:
-            ProtocolError: GPU kernels of this rank store the links.
-            PlanError: a destination has no binding.
-            RegionError: a write would leave the published regions.
+            ProtocolError: GPU kernels of this rank store its links.
+            PlanError: a member has no binding.
+            RegionError: bytes would be written outside the regions of a member.
         """
         with self._lock:
             if self._stores is not None:
@@ -260,15 +266,18 @@ class Sender:
             return tuple(planned.values())
 
     def prepare(self, version: int | None = None) -> None:
-        """Hash every link, and pack all links if the arena can hold them at once. Send nothing.
+        """Hash every link, and pack all links if the arena can hold them at once. With a replica, copy the parameters.
 
-        `version` is the version to prepare; None for the version of the last `begin_version`.
+        Nothing is sent. If the replica has the version already, do nothing.
+
+        Args:
+            version: version to prepare; None for the version of the last `begin_version`.
 
         Raises:
             PlanError: the number or the sizes of the parameters differ from the manifest.
-            RegionError: moved parameter memory cannot be registered, or there is still no memory
-                for a new arena after the old arena was abandoned.
-            RoundAborted: a replica has no copy of this version, and the weights may have changed.
+            RegionError, TransferFailed: memory of moved parameters, or an arena in place of an abandoned one, cannot be
+                registered or allocated.
+            RoundAborted: the replica has no copy of this version, and the weights may have changed.
         """
         with self._lock:
             if self._stores is not None:
@@ -284,17 +293,17 @@ class Sender:
                 self._stores.prepare(located, replica)
             registered_s = self._pack_or_hash(located) if self._writes else 0.0
             self._pack_s = time.perf_counter() - began - registered_s
-            # The next write reports the sum of these seconds.
+            # The next `write` reports the sum since the previous `write`.
             self._register_s += registered_s
             if replica is not None:
                 replica.taken(version)
 
     def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> float:
-        """Pack or hash all links; return the seconds spent on registering parameters that are read in place."""
+        """Pack and hash all written links, or only hash them; return the seconds of registering moved parameters."""
         links = self.links
         programs = tuple(p for p in links.written if p.peer not in self._copy_of)
         if self.packer.slot.arena is None and not self.packer.holds(programs):
-            # The arena was abandoned and there was no memory for a new one; try again.
+            # The arena was abandoned, and the allocation of a new arena failed. Try again.
             self.packer.fit(programs)
         sources, registered_s = addresses_of(located), 0.0
         if self.replica is None:
@@ -317,14 +326,18 @@ class Sender:
         destinations: Sequence[str],
         deadline_s: float,
     ) -> Written:
-        """Write the links to `destinations`, in this order. Idempotent.
+        """Write the links to `destinations`, and return their outcomes and times. Idempotent.
 
-        A link that is written a second time is packed again first (except from a replica), because the arena may have
-        been overwritten or damaged. The weights must still have the digests of `prepare`.
+        The writes begin in the order of `destinations`. Trainer ranks with the same destinations should use different
+        orders; see `windlass.planning.order`. If a link is written again, it is packed again first, because the arena
+        may have been overwritten or damaged; its digest must be the same as in `prepare`. A replica is not packed
+        again. If the deadline passes before a link begins, the link is FAILED and not UNKNOWN, because none of its
+        bytes was sent.
 
-        Trainer ranks that send to the same engines should each begin with a different destination; see
-        `windlass.planning.order`. A link that could not begin before the deadline is FAILED, not UNKNOWN, because no
-        byte of the link was sent.
+        Args:
+            version: the version of `prepare`.
+            destinations: destinations of the links.
+            deadline_s: seconds until all writes must have ended.
 
         Raises:
             RoundAborted: this rank has no link to one of the destinations.
@@ -347,20 +360,20 @@ class Sender:
                 store,
             )
 
-    # --- links that the caller writes itself ---------------------------------------------------
+    # --- links of relay groups, which `RelaySource` writes --------------------------------------
 
     @property
     def memory(self) -> MemoryOps:
-        """Operations on the memory of packed bytes."""
+        """Memory of the arena."""
         return self.packer.memory
 
     @property
     def arena(self) -> Buffer | None:
-        """Memory that holds the packed bytes now; None without any."""
+        """The arena; None if nothing needs packing, or if no memory could be allocated."""
         return self.packer.slot.arena
 
     def packed(self, destination: str) -> PackedBytes | None:
-        """Return the bytes of a planned link; None if it is not packed as a whole. Valid inside `reading`."""
+        """Return the bytes of a planned link; None if it is not packed as a whole. Valid in a block of `reading`."""
         return self._packed.get(destination)
 
     def check_links(self, destinations: Sequence[str]) -> None:
@@ -368,11 +381,15 @@ class Sender:
         check_destinations(self.links.programs, destinations)
 
     def note_sent(self, destinations: Iterable[str]) -> None:
-        """Record that the caller writes the links: `write` packs them again first."""
+        """Record that the caller writes these links, so that a later `write` packs them again first."""
         self._sent.update(destinations)
 
     def failed(self, name: str, error: BaseException, arena: Buffer | None) -> LinkOutcome:
-        """Return the outcome of a link after writing it raised `error`; abandon `arena` if bytes may still land."""
+        """Return the outcome of the link to `name` after its write raised `error`.
+
+        If the error leaves the outcome of the write unknown, abandon `arena` (or the replica), which the write may
+        still read.
+        """
         status, reason = status_of(error), f"{type(error).__name__}: {error}"
         if not isinstance(error, WindlassError):
             _log.error("writing to %s failed", name, exc_info=error)
@@ -381,9 +398,9 @@ class Sender:
         return failed_link(name, reason, status)
 
     def close(self) -> None:
-        """Unregister and free all memory after a running `write` has ended. Idempotent.
+        """Wait for a running `write`, then unregister and free all memory. Idempotent.
 
-        Arenas with writes of unknown outcome stay mapped.
+        Memory that late writes or kernels may still read is abandoned.
         """
         with self._lock:
             self._pool.shutdown(wait=True)
@@ -429,7 +446,7 @@ class Sender:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop all prepared digests and packed links."""
+        """Drop the digests and the packed links of the last `prepare`."""
         self._digests, self._sent = {}, set()
         self._forget_packed()
 
@@ -437,7 +454,7 @@ class Sender:
         self._ready, self._packed, self._offsets = {}, {}, {}
 
     def _pack(self, program: LinkProgram, offset: int) -> tuple[str, int]:
-        """Pack and hash a link at `offset`; return its digest and the offset of the next link."""
+        """Pack and hash a link at byte `offset` of the arena; return its digest and the offset of the next link."""
         peer = program.peer
         pack, digest, after = self.packer.pack(program, offset)
         self._packed[peer] = PackedBytes(pack, self.packer.sources, digest)
@@ -445,7 +462,7 @@ class Sender:
         return digest, after
 
     def _copied(self, name: str) -> PackedLink | None:
-        """Return the packed link to a further destination; None if the planned link is not packed as a whole."""
+        """Return the packed link of a destination in `_copy_of`; None if its planned link is not packed as a whole."""
         packed = self._packed.get(self._copy_of[name])
         if packed is None:
             return None
@@ -453,7 +470,7 @@ class Sender:
         return self.packer.link_to(peer, program, packed.pack, packed.digest)
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
-        """Pack links that are written again. Return failed outcomes for links with changed weights."""
+        """Pack links again before they are written again. Return the outcomes of links with another digest now."""
         lost: dict[str, LinkOutcome] = {}
         if self.replica is not None:
             return lost
@@ -467,15 +484,15 @@ class Sender:
                 lost[name] = failed_link(name, reason)
         return lost
 
-    # --- whole-shard arena -------------------------------------------------------------------
+    # --- links that are packed as a whole ----------------------------------------------------
 
     def _write_ready(
         self, ready: Mapping[str, PackedLink], deadline: Deadline
     ) -> tuple[dict[str, LinkOutcome], float]:
-        """Write packed links concurrently.
+        """Write packed links at the same time.
 
-        Return the outcome of each link, and the seconds from the start of the first write to the
-        end of the last write.
+        Returns:
+            Destination -> outcome, and the seconds from the start of the first write to the end of the last write.
         """
         began, arena = time.perf_counter(), self.packer.slot.arena
         writes = {
@@ -492,12 +509,13 @@ class Sender:
         }
         return outcomes, wire_s
 
-    # --- ring --------------------------------------------------------------------------------
+    # --- links that are packed in turns, while they are written ------------------------------
 
     def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
-        """Write a link through the ring: pack one half of the arena while the other half is on the wire.
+        """Write a link through the two halves of the arena: pack one half while the other half is written.
 
-        Return the outcome, the seconds of writing and the seconds of packing.
+        Returns:
+            The outcome, the seconds of writing, and the seconds of packing.
         """
         digest = self._digests.get(self._copy_of.get(name, name))
         if digest is None:
@@ -515,7 +533,7 @@ class Sender:
                 if batch is not None:
                     in_flight = submit(self._pool, self._write_batches, (batch,), deadline)
             outcome = self._succeeded(name, digest, wire_s)
-        # After an error of one link, the outcomes of all other links must still be reported.
+        # Catch every error, because the outcomes of the other links must still be reported.
         except Exception as error:  # noqa: BLE001
             outcome = self._stopped(name, error, in_flight)
         finally:
@@ -524,9 +542,9 @@ class Sender:
         return outcome, wire_s, time.perf_counter() - began - waited
 
     def _stopped(self, name: str, error: Exception, in_flight: Future[float] | None) -> LinkOutcome:
-        """Return the outcome of a link after its packing or writing raised `error`.
+        """Return the outcome of the link to `name` after `error` in its packing or writing.
 
-        If the write that was on the wire also failed, the error of that write decides the outcome.
+        `in_flight` is the last write of the link. If it failed too, its error determines the outcome.
         """
         written = None if in_flight is None else in_flight.exception()
         if written is None and not isinstance(error, WindlassError):
@@ -534,10 +552,10 @@ class Sender:
             return failed_link(name, f"{type(error).__name__}: {error}")
         return self.failed(name, error if written is None else written, self.packer.slot.arena)
 
-    # --- both --------------------------------------------------------------------------------
+    # --- all links ---------------------------------------------------------------------------
 
     def _write_batches(self, batches: Sequence[WriteBatch], deadline: Deadline) -> float:
-        """Write batches in a thread of the pool; return the seconds of writing."""
+        """Write batches one after another; return the seconds of writing."""
         began = time.perf_counter()
         for batch in batches:
             deadline.check_before_more()
@@ -549,19 +567,17 @@ class Sender:
         return LinkOutcome(name, LinkStatus.OK, nbytes, digest, wire_s=wire_s)
 
     def _settle_doubt(self, *, renew: bool = True) -> None:
-        """Abandon the replica and the arena if a write of unknown outcome may still read them."""
+        """With a replica, abandon replica and arena if a write of unknown outcome may still read them."""
         if self.replica is not None and self.replica.in_doubt:
             try:
                 self.replica.settle(renew=renew)
             finally:
-                # Even without memory for a new replica, the arena may still be read and must
-                # be abandoned.
+                # Abandon the arena even if the allocation of a new replica fails.
                 self.packer.abandon(renew=renew)
 
     def _abandon(self, arena: Buffer | None) -> None:
         if self.replica is not None:
-            # Keep the copy for later writes of this round. `_settle_doubt` abandons the copy before the next
-            # round would overwrite it.
+            # Later writes of this round still read the copy. `_settle_doubt` abandons it before the next round.
             self.replica.in_doubt = True
             return
         if arena is not None and arena is self.packer.slot.arena:
@@ -569,5 +585,5 @@ class Sender:
             try:
                 self.packer.abandon()
             except (WindlassError, OSError, MemoryError):
-                # Report the outcome of this link anyway. Later links report that there is no arena.
+                # Without an arena, later links fail with a reason. The outcome of this link must still be reported.
                 _log.exception("%s: no memory for another arena", self.manifest.worker)

@@ -1,11 +1,11 @@
-"""Progress of written links: the writer notifies the rank that owns the memory.
+"""Notifications of written parts: a source reports each part of a link that it has written, and the engine hashes it.
 
-A one-sided write is not visible to its target. Without notifications, a rank hashes the whole
-update after the last write. With these datagrams it hashes each part while later parts are written.
-A notification that is lost, late or wrong costs only time, because a digest that was computed from
-notifications is used only if it equals the expected digest. Both processes are on one host.
+An engine rank does not notice one-sided writes. Without notifications, it hashes the whole update after the last write.
+With notifications, it hashes each part while later parts are written. A lost, late or wrong notification costs only
+time, because the engine uses a digest from notifications only if it equals the expected digest. Notifications are
+datagrams between two processes of one host.
 
-The writer uses `notify`; the written rank uses `ProgressDigests` with a `ProgressListener`.
+The source calls `notify`. The engine rank has a `ProgressDigests` with a `ProgressListener`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ from windlass.memory.cuda.links import WORDS_NBYTES, DeviceLink, read_digest
 _log = logging.getLogger(__name__)
 
 MAX_NBYTES = 4096
+"""Maximum size of a notification in bytes."""
 CLOSE_S = 5.0
 MAX_AT_ONCE = 1024
-"""Maximum number of messages per `drain`. A socket queue has fewer messages, so `drain` empties it, but
-returns even if a peer keeps sending."""
+"""Maximum number of messages that one `drain` delivers. The queue of a socket has fewer messages, so `drain` empties
+it, but it returns even if a peer sends more messages all the time."""
 
 
 class PartWritten(msgspec.Struct, frozen=True, array_like=True):
-    """Notification that pieces [start, stop) of one table of a link are in place.
+    """Notification that pieces [start, stop) of one table of a link are written.
 
     Attributes:
         source: worker that writes.
         version: version of the weights.
-        write: id of one call of `StoredLinks.write`; with a new id, hashing starts again from the
-            first piece.
-        table, start, stop: see `DeviceLink`.
+        write: random id of one call of `StoredLinks.write`. At a new id, the receiver hashes the link from its first
+            piece on.
+        table: index of the table in `DeviceLink.tables`.
+        start, stop: range of the pieces in the table.
     """
 
     source: str
@@ -55,10 +57,10 @@ class PartWritten(msgspec.Struct, frozen=True, array_like=True):
 
 
 def notify(listener: str, part: PartWritten) -> None:
-    """Send a notification to the listener at this address, without waiting for a result.
+    """Send a notification to the listener at this address. Neither wait nor raise.
 
-    A rank that has a full queue or is in another network namespace gets no notification and hashes
-    the link in `verify`.
+    If the listener's queue is full or it is in another network namespace, the notification is lost. The engine rank
+    then hashes the link in `verify`.
     """
     kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sender:
@@ -67,16 +69,17 @@ def notify(listener: str, part: PartWritten) -> None:
 
 @final
 class ProgressListener:
-    """Receiving end of notifications: an abstract Unix socket and a thread that waits for its messages.
+    """Receiving end of notifications: an abstract Unix socket, and a thread that reads from it.
 
     Args:
-        deliver: called with each message, by the thread or by `drain`, never by both at once.
+        deliver: function that gets each notification. The thread or a caller of `drain` calls it, never both at the
+            same time.
 
     Attributes:
-        address: address for the writers' `notify`.
+        address: address for `notify`.
 
     Raises:
-        OSError, RuntimeError: no socket can be opened, or no thread started.
+        OSError, RuntimeError: the socket cannot be opened, or the thread cannot be started.
     """
 
     def __init__(self, deliver: Callable[[PartWritten], None]) -> None:
@@ -95,7 +98,7 @@ class ProgressListener:
             raise
 
     def drain(self) -> None:
-        """Deliver the messages that were sent before this call."""
+        """Deliver the notifications that were sent before this call. Ignore messages that cannot be decoded."""
         with self._lock:
             for _ in range(MAX_AT_ONCE):
                 if self._closed or (message := self._next()) is None:
@@ -104,7 +107,7 @@ class ProgressListener:
                     self._deliver(self._decoder.decode(message))
 
     def close(self) -> None:
-        """Stop delivering. Idempotent."""
+        """End the thread and close the socket. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -133,7 +136,7 @@ def _name_of(listener: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """Progress of one write of a link. `num_hashed`: hashed pieces per table."""
+    """Progress of the hashing of one link. `num_hashed`: number of hashed pieces per table."""
 
     version: int
     write: str
@@ -142,14 +145,13 @@ class _Progress:
 
 @final
 class ProgressDigests:
-    """Digests of links, accumulated part by part as writers report the parts. Thread-safe.
+    """Digests of links that are computed part by part, as sources report the parts. Thread-safe.
 
     Args:
-        gpu: GPU that contains the memory; its stream runs the hashing.
+        gpu: GPU that contains the received bytes; its stream runs the hashing.
 
     Attributes:
-        listener: receiver of the writers' notifications; None if it could not be created, so that
-            `verify` hashes everything.
+        listener: receiver of notifications; None if it could not be created. `verify` then hashes everything.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -176,9 +178,9 @@ class ProgressDigests:
         self.load({})
 
     def load(self, links: Mapping[str, DeviceLink]) -> None:
-        """Set the links, by source. The tables of these links must live until the next `load`.
+        """Set the links to hash: source -> link. The caller must keep the tables of these links until the next `load`.
 
-        Free the memory for earlier links, unless late kernels may still use it.
+        Free the digests of earlier links, unless late kernels may still use them.
         """
         device = self._gpu.device
         with self._lock:
@@ -191,7 +193,7 @@ class ProgressDigests:
             self._links = dict(links)
 
     def add(self, part: PartWritten) -> None:
-        """Queue the hashing of a part. Ignore a part that does not follow the last hashed part."""
+        """Queue the hashing of a part on the GPU. Ignore a part that does not directly follow the last hashed part."""
         with self._lock:
             link = self._links.get(part.source)
             if link is None or not 0 <= part.table < len(link.tables):
@@ -199,7 +201,7 @@ class ProgressDigests:
             try:
                 self._hash(link, part)
             except TransferFailed:
-                # `verify` hashes the missing parts and reports a GPU that has failed.
+                # `verify` hashes this link and reports the failure of the GPU.
                 self._progress.pop(part.source, None)
 
     def _hash(self, link: DeviceLink, part: PartWritten) -> None:
@@ -216,7 +218,9 @@ class ProgressDigests:
             progress.num_hashed[part.table] = pieces.stop
 
     def take(self, version: int, sources: Iterable[str], deadline_s: float) -> dict[str, str]:
-        """Return digests of the completely written links of `sources`. A later call does not return the same digests.
+        """Return source -> digest, for links of `sources` that were reported as completely written in `version`.
+
+        The digests are dropped, so that a second call does not return them again.
 
         Raises:
             TransferFailed: the GPU reports an error.
