@@ -41,7 +41,8 @@ from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.net.messages import encode
 from windlass.net.server import ControlServer
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.base import ParameterMemory
 
 TOKEN = "benchmark"

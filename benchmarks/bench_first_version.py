@@ -44,7 +44,8 @@ from windlass.memory.cuda.pieces import block_tables
 from windlass.net.server import ControlServer
 from windlass.planning.plan import TransferPlan
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender

@@ -26,7 +26,8 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.cma import CmaConfig
 from windlass.transports.cuda_ipc import CudaIpcConfig

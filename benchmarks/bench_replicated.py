@@ -34,7 +34,8 @@ from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, UpdateMode
 from windlass.layout.manifest import Role
 from windlass.planning.replicated import find_replicated
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transports.cma import CmaConfig

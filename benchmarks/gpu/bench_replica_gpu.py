@@ -26,7 +26,8 @@ from tools.plan.topology import parse_topology
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transports.registry import create_transport, parse_transport
 
 TOKEN = "of a benchmark"

@@ -72,10 +72,10 @@ if TYPE_CHECKING:
     from windlass.sampling import SamplingParams as SamplingParams
     from windlass.trainers.callback import RolloutCallback as RolloutCallback
     from windlass.trainers.callback import WeightGroup as WeightGroup
-    from windlass.trainers.client import PendingUpdate as PendingUpdate
     from windlass.trainers.client import TrainerClient as TrainerClient
-    from windlass.trainers.client import TrainerWeights as TrainerWeights
     from windlass.trainers.fsdp import connect_trainer as connect_trainer
+    from windlass.trainers.pending_update import PendingUpdate as PendingUpdate
+    from windlass.trainers.weights import TrainerWeights as TrainerWeights
 
 __version__ = "0.1.0"
 

@@ -31,7 +31,8 @@ from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.layout.naming.place import Coords, Geometry, place
 from windlass.layout.naming.tables import FAMILIES
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkOutcome, LinkStatus, Written
 from windlass.transports.registry import create_transport, parse_transport

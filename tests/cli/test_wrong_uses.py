@@ -25,7 +25,7 @@ from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import OnAbort
 from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
-from windlass.trainers.client import version_number
+from windlass.trainers.pending_update import version_number
 from windlass.transports.cma import CmaTransport
 from windlass.transports.mooncake.native import MooncakeProtocol
 from windlass.transports.mooncake.transport import MooncakeConfig

@@ -14,7 +14,8 @@ import windlass
 from windlass.control.client import TrainerChannel
 from windlass.errors import ConfigError, PeerUnreachable
 from windlass.layout.manifest import Role
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.registry import create_transport, parse_transport
 

@@ -41,7 +41,8 @@ from windlass.rollout import (
     pool,
 )
 from windlass.rollout.messages import WorkerHello
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkStatus
 from windlass.transports.base import MemoryRegion, OneSidedTransport

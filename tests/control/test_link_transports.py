@@ -19,7 +19,8 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.observability.speed_of_light import SpeedOfLight
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.arena import Arena
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.auto import AutoConfig

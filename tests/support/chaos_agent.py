@@ -30,7 +30,8 @@ from chaos_weights import (
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import RoundAborted, WindlassError
 from windlass.layout.manifest import Role
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport

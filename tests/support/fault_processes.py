@@ -29,7 +29,8 @@ from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import RoundAborted
 from windlass.layout.manifest import Role
 from windlass.rollout import RolloutConfig, SamplingParams, StalenessPolicy
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport

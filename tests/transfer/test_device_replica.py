@@ -37,7 +37,8 @@ from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.links import DeviceLink
 from windlass.planning.planner import plan_transfer
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer import stored_links
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkOutcome, LinkStatus

@@ -27,8 +27,9 @@ from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import RoundAborted
 from windlass.layout.manifest import Role
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
 from windlass.trainers.fsdp import describe_trainer
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.dtensor import describe_module, parameter_addresses
 from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport

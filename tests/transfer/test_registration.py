@@ -24,8 +24,9 @@ from windlass.memory.device import CudaMemory
 from windlass.memory.host import HostMemory
 from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
 from windlass.trainers.fsdp import describe_trainer
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.dtensor import LiveTensors, describe_module, own_tensors
 from windlass.transfer.registration import RegisteredMemory, stretches

@@ -29,7 +29,8 @@ from windlass.testing.faulty_transport import Fault, FaultKind, FaultyTransport
 from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.trainers import client
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
 from windlass.transfer.receiver import Receiver

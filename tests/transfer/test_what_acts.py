@@ -16,8 +16,8 @@ from torch.nn.utils import parametrizations, prune
 from windlass.errors import PlanError, UnsupportedLayout
 from windlass.layout.manifest import ShardManifest
 from windlass.trainers import adapter_names
-from windlass.trainers.client import TrainerWeights
 from windlass.trainers.fsdp import describe_trainer
+from windlass.trainers.weights import TrainerWeights
 
 
 class Tiny(torch.nn.Module):

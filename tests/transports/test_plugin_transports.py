@@ -27,7 +27,8 @@ from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.arena import Arena
 from windlass.transfer.base import ParameterMemory
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.weights import TrainerWeights
 from windlass.transports.registry import create_transport, parse_transport, transport_names
 
 assert "file_mmap" in transport_names()

@@ -42,7 +42,9 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.net.access import Access
 from windlass.net.addresses import url_of
-from windlass.trainers.client import PendingUpdate, TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.pending_update import PendingUpdate
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.arena import Arena, memory_of
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import OneSidedTransport

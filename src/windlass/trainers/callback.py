@@ -52,7 +52,8 @@ from windlass.net.access import authorization
 from windlass.net.addresses import check_url, own_address
 from windlass.net.blocking_http import BlockingHttp, HttpReply
 from windlass.net.clock import Backoff
-from windlass.trainers.client import PendingUpdate, TrainerClient, version_number
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.pending_update import PendingUpdate, version_number
 from windlass.transfer.bindings import GroupOffer, WireTensor
 
 if TYPE_CHECKING:

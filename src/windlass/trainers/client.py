@@ -6,130 +6,34 @@ with windlass.connect_trainer(model, controller=url, token=token) as trainer:
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from windlass.closing import Closing
 from windlass.config import ReplicaPlace
 from windlass.control.client import CommandHandler, TrainerChannel
 from windlass.control.connect_messages import Hello, group_and_rank, job_of
-from windlass.control.messages import MAX_COUNT
 from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.trainer_agent import TrainerAgent
-from windlass.errors import ConfigError, PeerTimeout, RoundAborted, WindlassError
-from windlass.layout.manifest import Role, ShardManifest
+from windlass.errors import ConfigError, RoundAborted, WindlassError
+from windlass.layout.manifest import Role
 from windlass.net.addresses import check_url, own_address
 from windlass.net.messages import PROTOCOL_VERSION
-from windlass.transfer.base import ParameterMemory
-from windlass.transfer.replica import CopyTimes
+from windlass.trainers.pending_update import PendingUpdate, version_number
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 
 _log = logging.getLogger(__name__)
 MARGIN_S = 5.0
 """Seconds that the client waits beyond the deadline of `publish`, so that the controller's own error can arrive."""
-
-
-def version_number(version: int, what: str) -> int:
-    """Return `version` as a plain integer; numpy and torch integers are accepted.
-
-    Raises:
-        ConfigError: `version` is not an integer in [0, 2^53).
-    """
-    try:
-        number = operator.index(version)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ConfigError(f"{what}: version must be an integer >= 0, got {version!r}")
-    if number > MAX_COUNT:
-        raise ConfigError(f"{what}: version must be < 2^53, got {version!r}")
-    return number
-
-
-@final
-class PendingUpdate:
-    """Handle of an update, returned by `TrainerClient.publish`. `await` on this object returns the report.
-
-    Attributes:
-        version: number of the version.
-        stood_s: seconds that `publish` took.
-        copy: seconds in which `publish(copy=True)` waited for the optimizer step and copied the weights; `stood_s`
-            includes them.
-    """
-
-    def __init__(self, version: int, report: Future[UpdateReport]) -> None:
-        self.version = version
-        self.stood_s = 0.0
-        self.copy = CopyTimes()
-        self._report = report
-
-    def __await__(self) -> Generator[Any, None, UpdateReport]:
-        return asyncio.wrap_future(self._report).__await__()
-
-    def done(self) -> bool:
-        """Return whether `result` would return or raise at once."""
-        return self._report.done()
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, in any thread, as soon as `done` returns True."""
-        self._report.add_done_callback(lambda _: callback())
-
-    def result(self, *, deadline_s: float = 600.0) -> UpdateReport:
-        """Wait for the end of the round and return its report.
-
-        Raises:
-            RoundAborted: the version was not published; the message has the reason. The engines continue to serve the
-                old version.
-            PeerTimeout: the round did not end within `deadline_s` (the caller may call `result` again), or within
-                the deadline of `publish`.
-        """
-        if not wait([self._report], deadline_s).done:
-            raise PeerTimeout(
-                f"version {self.version}: the round did not end within {deadline_s} s"
-            )
-        return self._report.result()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerWeights:
-    """Description of the weights of one trainer rank, and functions that access them.
-
-    Attributes:
-        manifest: manifest of the rank. `manifest.worker` is GROUP/RANK, where GROUP is the name of the trainer job.
-        parameters: function that returns the current memory of each parameter, in manifest order.
-        read: function that the client calls with the indices of the parameters that engines receive. Other parameters
-            may change at any time, but `parameters` must return their memory, too.
-        watch: function that records the current state of the parameters, for `changed`. The client calls it in the
-            caller's thread when an update begins. None if the framework cannot record the state.
-        changed: function that returns the name of a parameter that has changed since the last call of `parameters` or
-            `watch`, or an empty text. The client calls it after it has sent parameters (but not a replica). If it
-            returns a name, the update fails.
-        make_whole: see `TrainerClient.make_whole`. None if every optimizer step leaves all parameters up to date.
-        step_stream: function that returns the CUDA stream in which the calling thread queues its optimizer steps.
-            `publish(copy=True)` waits for this stream only; if this is None, it waits for all work of the GPU.
-        allow_unused, keep: see `connect_trainer`.
-    """
-
-    manifest: ShardManifest
-    parameters: Callable[[], Sequence[ParameterMemory]]
-    read: Callable[[Collection[int]], None] | None = None
-    watch: Callable[[], None] | None = None
-    changed: Callable[[], str] = str
-    make_whole: Callable[[], None] | None = None
-    step_stream: Callable[[], int] | None = None
-    allow_unused: tuple[str, ...] = ()
-    keep: tuple[str, ...] = ()
 
 
 @final

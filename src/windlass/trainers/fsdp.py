@@ -18,8 +18,9 @@ from windlass.errors import ConfigError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import StackedRule
 from windlass.memory.cuda.driver import gpu_of
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
 from windlass.trainers.exporter import Exporter, exported_manifest
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.dtensor import (
     HeldTensor,
     LiveTensors,

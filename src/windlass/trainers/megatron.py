@@ -29,9 +29,10 @@ from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.layout.naming.place import Coords, Geometry, Placed, PlacedShard, place
 from windlass.layout.naming.rules import Family
 from windlass.layout.naming.tables import FAMILIES
-from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient
 from windlass.trainers.exporter import Exporter, add_placed, captured_export, refuse_strided
 from windlass.trainers.fsdp import connect_described
+from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.dtensor import HeldTensor, LiveTensors, check_memory, refuse_freed
 from windlass.transports.registry import TransportConfig
 
