@@ -1,10 +1,10 @@
-"""An optional copy of the parameters that a trainer rank sends unpacked.
+"""Replica: an optional copy of the parameters that a trainer rank sends unpacked.
 
-With a replica, only `prepare` reads the parameters: it packs packed ops into the packer's arena, and
-copies all other parameters that are sent. The trainer may then change, move or offload its weights.
-The parameters themselves are never registered. The cost is memory for the copy: host memory, pinned
-host memory for weights on a GPU, or GPU memory. The idea comes from the engine replica of slime PR
-1164; this replica is sharded like the trainer.
+Without a replica, a trainer must not change its weights until the round has ended. With a replica, only
+`Sender.prepare` reads the parameters: it packs ops that need packing into the arena, and copies all other parameters
+into the replica. After that the trainer may change, move or offload its weights. The parameters themselves are never
+registered. The cost is memory for the copy: host memory, GPU memory, or pinned host memory for weights on a GPU. The
+idea comes from the engine replica of slime PR 1164. This replica has only the shards of one rank.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from windlass.transports.sharing import share
 from windlass.transports.traits import MemoryType
 
 PART_NBYTES = 64 << 20
-"""Bytes that one thread copies per call; the call releases the interpreter lock."""
+"""Maximum number of bytes that a thread copies per call. The call releases the interpreter lock."""
 PCIE_ENGINE_NBYTES = 1 << 20
-"""Minimum size of a copy over PCIe that takes longer than queueing it."""
+"""Minimum size in bytes of a parameter that a copy engine of the GPU copies to pinned host memory. The copy of a
+smaller parameter over PCIe takes less time than queueing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,10 @@ class CopyTimes:
     """Times of the last copy of a replica.
 
     Attributes:
-        nbytes: bytes copied.
-        step_s: seconds of waiting for work that the trainer had already queued on its GPU; 0 in
-            host memory.
-        copy_s: seconds of the copy, including the time to build new tables.
+        nbytes: number of copied bytes.
+        step_s: seconds of waiting for GPU work that the trainer had queued before, such as an optimizer step; 0 in host
+            memory.
+        copy_s: seconds of the copy, including building new tables.
     """
 
     nbytes: int = 0
@@ -60,12 +61,16 @@ class CopyTimes:
 def replica_of(
     manifest: ShardManifest, asked: ReplicaPlace, transport: OneSidedTransport, threads: Executor
 ) -> Replica | None:
-    """Return the replica that argument `replica` of `connect_trainer` requests; None for OFF.
+    """Return the replica for the argument `replica` of `connect_trainer`; None for OFF.
 
-    AUTO chooses GPU memory if the transport can read it, and host memory otherwise.
+    Args:
+        manifest: manifest of the rank.
+        asked: place of the replica. AUTO is GPU memory if the transport sends from GPU memory, else host memory.
+        transport: transport that sends the replica.
+        threads: threads that copy in host memory.
 
     Raises:
-        ConfigError: the place does not exist, or the transport cannot send from it.
+        ConfigError: `asked` is not a place, or the transport cannot send from it.
     """
     place = take_name("replica", asked, ReplicaPlace)
     if place is ReplicaPlace.OFF:
@@ -80,7 +85,7 @@ def replica_of(
             f"replica: needs one transport for weights on a GPU, got {names}: name one of them"
         )
     if transport.mapper is not None:
-        # Kernels read the replica and store its bytes in the engine, so the replica need not be registered.
+        # GPU kernels read the replica, so it needs no registration with the transport.
         gpu = transport.mapper.gpu
         if place is ReplicaPlace.DEVICE:
             return Replica(manifest, CudaMemory(gpu).allocate, gpu, COPY_ENGINE_NBYTES)
@@ -105,14 +110,19 @@ def replica_of(
 class Replica:
     """Copy of parameters; see the module. Not thread-safe.
 
-    The tables for a GPU copy are built once and kept until a parameter or the copy moves.
+    The tables for a copy by a GPU are built once and used until a parameter or the copy moves.
 
     Args:
-        copier: a GPU, for GPU memory and pinned host memory; or threads, for host memory.
-        engine_nbytes: minimum size of parameters that a copy engine of the GPU copies.
+        manifest: manifest of the rank.
+        make: function that allocates the memory of the copy.
+        copier: threads that copy in host memory; or the GPU that copies to GPU memory or to pinned host memory.
+        engine_nbytes: minimum size in bytes of a parameter that a copy engine of the GPU copies. Kernels copy smaller
+            parameters.
 
     Attributes:
-        in_doubt: True if a write of unknown outcome may still read the copy. The copy is then not overwritten.
+        times: times of the last copy.
+        slot: holder of the memory of the copy.
+        in_doubt: whether a write of unknown outcome may still read the copy, so that the copy must not be overwritten.
     """
 
     def __init__(
@@ -127,7 +137,6 @@ class Replica:
         self._copier, self._engine_nbytes = copier, engine_nbytes
         self._gpu = None if isinstance(copier, Executor) else copier
         self.slot = ArenaSlot(make, 0)
-        """Arena that contains the copy."""
         self._step: Event | None = None
         self._ranges: tuple[bytes, bytes] = (b"", b"")
         self._copy: RangeCopy | None = None
@@ -144,7 +153,7 @@ class Replica:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copy."""
+        """Size of the copy's memory in bytes."""
         return self.slot.nbytes
 
     def begin(
@@ -153,15 +162,14 @@ class Replica:
         version: int | None = None,
         stream: int | None = None,
     ) -> None:
-        """Prepare to copy the weights of a version. Call this before the trainer announces the version.
+        """Begin a version. Call this before the trainer announces it.
 
         Args:
-            on_taken: called when the version is copied; the weights may change after that. None if the weights stay
-                unchanged until the round ends, so that they may be copied more than once.
-            version: the announced version. `prepare` for any other version raises `RoundAborted`, because the weights
-                are not those of that version. None accepts any version.
-            stream: handle of a GPU stream. The copy waits only for work that is in this stream now; None to wait for
-                all work that this process has queued.
+            on_taken: function that is called when the weights are copied and may change. None if the weights stay
+                unchanged until the end of the round, so that they may be copied several times.
+            version: number of the version. `is_taken` raises RoundAborted for any other version. None accepts all.
+            stream: handle of a GPU stream. The copy waits only for work that is in this stream now. None to wait for
+                all work that this process has queued on the GPU.
         """
         self._drop_step()
         if self._gpu is not None and stream is not None:
@@ -171,15 +179,16 @@ class Replica:
         self._taken = self._whole = False
 
     def end(self) -> None:
-        """Give up the version of `begin`. The weights may change now, so later `prepare` calls must not copy them."""
+        """End the version of `begin`. The weights may change now, so `is_taken` lets no later `prepare` copy them."""
         self._only_once = self._taken = True
         self._whole, self._on_taken, self._holds = False, None, None
 
     def is_taken(self, version: int | None = None) -> bool:
-        """Return whether the existing copy must be used because the weights may have changed.
+        """Return whether `prepare` must use the existing copy, because the weights may have changed since.
 
         Raises:
-            RoundAborted: the copy was given up, was made for other links, or is of another version.
+            RoundAborted: `version` is not the version of `begin`. Or the weights may have changed, and the copy lacks
+                parameters of new links or belongs to an ended version.
         """
         if None not in (version, self._version) and version != self._version:
             raise RoundAborted(
@@ -193,17 +202,16 @@ class Replica:
         return self._only_once and self._taken
 
     def holds(self, version: int) -> bool:
-        """Return whether the copy is complete and of this version."""
+        """Return whether the copy is complete and has this version."""
         return self._holds == version
 
     def fit(self, parameters: Sequence[int]) -> None:
-        """Allocate room for these parameters. The previous copy is lost.
+        """Allocate memory for a copy of these parameters (manifest indices). Discard the previous copy.
 
         Raises:
             RegionError: memory cannot be registered.
-            TransferFailed: the GPU has not enough memory, or the host refuses to lock so much
-                memory.
-            TransferOutcomeUnknown: kernels may still read the old copy.
+            TransferFailed: the GPU has too little memory, or the host cannot pin so much memory.
+            TransferOutcomeUnknown: late kernels may still read the previous copy.
         """
         self._whole, self._holds = False, None
         offsets, used = aligned_offsets(self._sizes[index] for index in parameters)
@@ -220,23 +228,30 @@ class Replica:
         self.slot.fit(nbytes)
 
     def take(self, sources: UInt64Array) -> UInt64Array:
-        """Copy the parameters. Return, in manifest order, the address from which to read each parameter.
+        """Copy the parameters of `fit`.
+
+        Args:
+            sources: (num_parameters,) addresses of all parameters, in manifest order.
+
+        Returns:
+            (num_parameters,) addresses to send from: in the copy for copied parameters, as given for the others.
 
         Raises:
             RegionError: see `fit`.
-            TransferFailed: GPU work that the trainer had queued did not end in time or failed, and nothing was
-                copied; or see `fit`.
-            TransferOutcomeUnknown: a copy is still running and may read the sources at any later time.
+            TransferFailed: see `fit`. Or work that the trainer had queued on the GPU failed or did not end within
+                `OWN_WORK_S`; nothing was copied then.
+            TransferOutcomeUnknown: the copy did not end within `OWN_WORK_S` and may read the parameters at any later
+                time.
         """
         self._whole, self._holds = False, None
         read = sources.copy()
         if not len(self._indices):
             return read
         if not self.slot.address:
-            # The memory was abandoned and there was no memory for a new copy; try again.
+            # The memory was abandoned, and the allocation of new memory failed. Try again.
             self._fit(self._used)
             if not self.slot.address:
-                # No memory is needed if all parameters are empty.
+                # All parameters are empty.
                 return read
         targets = self._offsets + np.uint64(self.slot.address)
         sizes = np.array([self._sizes[index] for index in self._indices], np.uint64)
@@ -252,7 +267,10 @@ class Replica:
     def _copy_by(
         self, gpu: Gpu, sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array
     ) -> float:
-        """Copy ranges and wait; return the seconds of waiting for GPU work that the trainer had queued."""
+        """Copy ranges by a GPU and wait for the end; return the seconds of waiting for work that was queued before.
+
+        `sources`, `targets` and `nbytes` are (n,): addresses, and sizes in bytes.
+        """
         began = time.perf_counter()
         step, self._step = self._step, None
         gpu.settle(OWN_WORK_S, step)
@@ -265,22 +283,25 @@ class Replica:
         try:
             self._copy.queue()
         finally:
-            # Wait also after an error: a part of the copy may still read the sources, which the trainer
-            # may change after this.
+            # Wait after an error too, because a queued part of the copy may still read the sources. The trainer may
+            # change them after this.
             gpu.finish(OWN_WORK_S)
         return step_s
 
     def taken(self, version: int | None = None) -> None:
-        """Record that all parameters are copied or packed, and call `on_taken`. The weights may change now."""
+        """Record that `version` is copied and packed completely, and call `on_taken`. The weights may change now."""
         self._taken = self._whole = True
         self._holds = version
         if self._on_taken is not None:
             self._on_taken()
 
     def settle(self, *, renew: bool = True) -> None:
-        """Abandon the memory if a write of unknown outcome may still read it.
+        """Abandon the memory of the copy if a write of unknown outcome may still read it.
 
         With `renew`, allocate new memory.
+
+        Raises:
+            RegionError, TransferFailed: see `fit`.
         """
         doubted, self.in_doubt = self.in_doubt, False
         if doubted:
@@ -290,7 +311,7 @@ class Replica:
             self.slot.abandon(renew=renew and not self._is_late)
 
     def close(self) -> None:
-        """Free the copy, unless a late kernel may still read it. Idempotent."""
+        """Free the copy, or abandon it if a late write or kernel may still read it. Idempotent."""
         self._holds = None
         self.settle(renew=False)
         if self._is_late:

@@ -1,8 +1,7 @@
-"""Digests of replicated boxes, which several ranks hold: the controller compares the digests of all ranks.
+"""Digests of replicated boxes: boxes that several trainer ranks hold. The controller compares the digests of all ranks.
 
-Each rank hashes its boxes where the parameters are, in host memory or on a GPU. A turn hashes a part
-of them. The tables for the next turn can be built right after a turn, so that the next update does
-not wait for them.
+Each rank hashes its boxes in the memory of the parameters, in host memory or on a GPU. A turn hashes a part of the
+boxes. The tables for the next turn can be built right after a turn, so that the next update does not wait for them.
 """
 
 from __future__ import annotations
@@ -27,12 +26,19 @@ from windlass.transfer.base import ParameterMemory
 
 _KINDS = tuple(DigestKind)
 BATCH_PIECES = 1 << 16
-"""Approximate number of pieces that are hashed at a time. It bounds the memory of their tables, which
-could be 16 GiB for all boxes at once."""
+"""Approximate number of pieces that are hashed at a time. It bounds the memory of their tables. Tables of all boxes
+together could have 16 GiB."""
 
 
 class _Cut(NamedTuple):
-    """Due pieces of some boxes in one memory. `addresses`: parameter index -> address."""
+    """Pieces to hash in one turn: of some boxes, in one memory.
+
+    Attributes:
+        memory: memory that contains the pieces.
+        boxes: (n,) number of each box, as in `HELD`.
+        addresses: index of each parameter with such a piece -> address of the parameter.
+        chunks: prepared digests, one per box in the order of `boxes`.
+    """
 
     memory: MemoryOps
     boxes: Int64Array
@@ -42,15 +48,16 @@ class _Cut(NamedTuple):
 
 @final
 class ReplicatedDigests:
-    """Digests of replicated boxes in one rank. Calls from several threads run one at a time.
+    """Digests of the replicated boxes of one rank. Thread-safe: its methods run one at a time.
 
     Args:
-        parameters: returns the current memory of the parameters, as `LocatedParameters` does;
-            called in every `take`.
+        manifest: manifest of the rank.
+        parameters: function that returns the current memory of the parameters, such as `LocatedParameters`. Each `take`
+            calls it.
 
     Attributes:
-        compare_s: seconds that the last `take` took, without locating parameters and without
-            waiting for GPU work that the process had queued before.
+        compare_s: duration of the last `take` in seconds, without locating parameters and without waiting for earlier
+            GPU work.
     """
 
     def __init__(
@@ -64,7 +71,7 @@ class ReplicatedDigests:
         self.compare_s = self._waited_s = 0.0
 
     def bind(self, part: bytes) -> None:
-        """Set the boxes from an encoded (n,) `HELD` table. Empty bytes mean no boxes.
+        """Set the boxes of this rank. `part` is an array of dtype `HELD` as bytes; empty for no boxes.
 
         Raises:
             ProtocolError, PlanError: see `decode_held`.
@@ -83,18 +90,18 @@ class ReplicatedDigests:
         return len(self._held)
 
     def take(self, turn: int, period: int) -> StructuredArray:
-        """Return digests of the blocks that are due in a turn; see `due_pieces`. The parameters must not change.
+        """Hash the pieces of a turn, see `due_pieces`. The parameters must not change during this call.
 
-        On a GPU, wait first for all work that this process has queued there.
+        On a GPU, first wait for all work that this process has queued there.
 
         Returns:
-            (n,) `DIGESTED`, one row for every box with a due block.
+            (n,) array of dtype `DIGESTED` with one row per box that has pieces in this turn.
 
         Raises:
             PlanError: see `LocatedParameters`.
-            TransferFailed: the GPU has no room for the tables, or work that this process has queued
-                there does not end.
-            TransferOutcomeUnknown: kernels do not end.
+            TransferFailed: the GPU has too little memory for the tables, or earlier GPU work did not end within
+                `OWN_WORK_S`.
+            TransferOutcomeUnknown: the hashing did not end within `OWN_WORK_S`.
         """
         located = self._parameters()
         with self._lock, ExitStack() as stack:
@@ -122,29 +129,29 @@ class ReplicatedDigests:
             return np.concatenate(found)
 
     def cut_ahead(self) -> None:
-        """Build the tables for the turn after the last turn, without reading parameters.
+        """Build the tables for the turn after the last turn. This reads no parameter.
 
-        The tables are used only if the parameters do not move. On a GPU, wait first for all work
-        that this process has queued there.
+        `take` uses the tables only if no parameter has moved. On a GPU, first wait for all work that this process has
+        queued there.
 
         Raises:
-            TransferFailed, TransferOutcomeUnknown: see `take`, which tries again.
+            TransferFailed, TransferOutcomeUnknown: see `take`. The next `take` builds the tables then.
         """
         with self._lock, ExitStack() as undo:
             last, self._last = self._last, None
-            # After a comparison of everything (period 1), which happens once, there is no next turn.
+            # A comparison with period 1 covers all boxes. It is the first one, and the next turn has another period.
             if last is None or last[1] == 1:
                 return
             turn, period, located = last
             cuts: list[_Cut] = []
             undo.callback(_close, cuts)
-            # If this raises, `undo` frees the tables built until then.
+            # If this raises, `undo` frees the tables that were built before.
             cuts.extend(self.cut_pieces(turn + 1, period, located))
             undo.pop_all()
             self._ahead = (turn + 1, period), cuts
 
     def close(self) -> None:
-        """Free tables on GPUs, unless late kernels may still read them. Idempotent."""
+        """Free the tables, unless late kernels may still read them. Idempotent."""
         with self._lock:
             self._drop()
 
@@ -153,7 +160,7 @@ class ReplicatedDigests:
         self._ahead, self._last = (None, []), None
 
     def _settle(self, memory: MemoryOps) -> None:
-        """Wait for GPU work with a deadline: to allocate or free tables would wait for the same work without a deadline."""
+        """Wait for earlier GPU work with a deadline, because allocating tables would wait for it without a deadline."""
         began = time.perf_counter()
         memory.settle(OWN_WORK_S)
         self._waited_s += time.perf_counter() - began
@@ -161,7 +168,7 @@ class ReplicatedDigests:
     def cut_pieces(
         self, turn: int, period: int, located: Sequence[ParameterMemory]
     ) -> Iterator[_Cut]:
-        """Yield the due pieces, for some boxes at a time."""
+        """Yield the pieces of a turn, for some boxes at a time."""
         held = self._held
         batch = np.cumsum(num_pieces(held)) // BATCH_PIECES
         for rows in np.split(held, np.flatnonzero(np.diff(batch)) + 1):
@@ -185,7 +192,7 @@ def _still_hold(cuts: Iterable[_Cut], located: Sequence[ParameterMemory]) -> boo
     return all(
         located[parameter].address == address
         and gpu_of(address)
-        # The old memory may have been freed, and the address may be in another kind of memory now.
+        # The old memory may be freed, and the same address may be in another memory now.
         == cut.memory.ordinal
         for cut in cuts
         for parameter, address in cut.addresses.items()

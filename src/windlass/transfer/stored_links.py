@@ -1,8 +1,7 @@
-"""Links of a trainer rank that GPU kernels store directly into engines on GPUs of the same host.
+"""Stored links: GPU kernels of a trainer rank store the bytes directly into engines on GPUs of the same host.
 
-There is no arena, no staging memory and no copy at either end. The kernels read the parameters in
-place, cast or quantise in registers, hash the stored bytes, and store them through NVLink into the
-engine.
+There is no arena, no staging memory and no copy at either end. The kernels read the parameters in place, cast or
+quantise in registers, hash the resulting bytes, and store them over NVLink in the engine's memory.
 """
 
 from __future__ import annotations
@@ -35,16 +34,14 @@ from windlass.transports.processes import check_alive
 
 @final
 class StoredLinks:
-    """Links that kernels store; see the module. Not thread-safe.
+    """Stored links of one rank; see the module. Not thread-safe. `name in links` tests for a prepared link.
 
-    The parameters are on the GPU, or in host memory that the GPU reads.
-
-    Memory: allocates piece tables only; pins parameters that are in pageable host memory until they
-    move.
+    The parameters are on the GPU, or in host memory, which the GPU then reads. This object pins parameters in pageable
+    host memory until they move. It allocates only tables.
 
     Args:
-        mapper: mapper of the GPU that holds the parameters or reads them; the caller closes its
-            transport.
+        mapper: maps the memory of peers for the GPU. The caller closes its transport.
+        worker: name of this rank.
 
     Attributes:
         gpu: GPU that runs the kernels.
@@ -65,7 +62,7 @@ class StoredLinks:
         return name in self._links
 
     def end(self, names: Collection[str]) -> None:
-        """End the links to these destinations. Other links do not change.
+        """End the links to these destinations, and keep all others.
 
         Raises:
             TransferOutcomeUnknown: kernels of an earlier write may still run.
@@ -79,7 +76,11 @@ class StoredLinks:
     def bind(
         self, programs: Sequence[LinkProgram], bindings: Mapping[str, DestinationBinding]
     ) -> None:
-        """Add links and map the memory of their peers. Unmap the memory of links that have ended.
+        """Add links, and map the memory of their peers. Unmap the memory of peers without a link.
+
+        Args:
+            programs: the new links.
+            bindings: bindings of their destinations.
 
         Raises:
             RegionError: a parameter of a peer is not inside one of the peer's regions.
@@ -92,12 +93,18 @@ class StoredLinks:
         self._bindings |= used
 
     def prepare(self, located: tuple[ParameterMemory, ...], replica: Replica | None) -> None:
-        """Build and upload the tables if parameters have moved. With a replica, copy the parameters into it first.
+        """Build and upload the tables of new links, and of all links if parameters have moved.
+
+        With a replica, first copy the parameters into it; the kernels then read the copy.
+
+        Args:
+            located: memory of each parameter, in manifest order.
+            replica: the replica; None without one.
 
         Raises:
             RegionError: a parameter is in the memory of another GPU.
-            TransferFailed: host memory cannot be pinned.
-            TransferOutcomeUnknown: the copy may still run.
+            TransferFailed: host memory cannot be pinned; or see `Replica.take`.
+            TransferOutcomeUnknown: the copy into the replica may still run.
         """
         if located != self._located:
             self._located = ()
@@ -111,7 +118,7 @@ class StoredLinks:
         if replica is not None:
             read = replica.take(self._reached)
             if self._sources.has_pinned:
-                # The trainer may free its memory now, so the memory must not stay pinned.
+                # The trainer may free its parameters now, so they must not stay pinned.
                 self._sources.close()
                 located = ()
         if not np.array_equal(read, self._read):
@@ -127,14 +134,19 @@ class StoredLinks:
         deadline: Deadline,
         replica: Replica | None,
     ) -> Written:
-        """Store the links to `destinations`, in this order.
+        """Store the links to `destinations` one after another, and return their outcomes and times.
 
-        With `replica`, read the copy. Without a replica, wait first for work that this process has queued on the GPU,
-        such as an optimizer step. If that work does not end before the deadline, the links are FAILED, because none
-        of their bytes was sent.
+        Without a replica, first wait for work that this process has queued on the GPU, such as an optimizer step. If
+        that work does not end by the deadline, the links are FAILED, because none of their bytes was sent.
+
+        Args:
+            version: the version of `prepare`.
+            destinations: destinations of the links.
+            deadline: deadline of all stores.
+            replica: the replica of `prepare`; None without one.
 
         Raises:
-            RoundAborted: the link of a destination is not prepared.
+            RoundAborted: the link to a destination is not prepared.
             TransferFailed: the GPU reports an error and cannot be used any more.
             TransferOutcomeUnknown: the GPU reports an error, and stores that were queued earlier may still run.
         """
@@ -162,7 +174,7 @@ class StoredLinks:
                 if name not in gone
                 for part, event in self._queue(name, version, write)
             ]
-        # After an error, stores that were queued earlier must end, or the outcome is unknown.
+        # After an error, wait for the stores that are queued already. If they do not end, the outcome is unknown.
         except Exception as error:
             end_queued(self.gpu, error, deadline.remaining_s)
             raise
@@ -175,10 +187,7 @@ class StoredLinks:
         return Written(tuple(outcomes[name] for name in destinations), 0.0, wire_s)
 
     def close(self) -> None:
-        """Free the tables, unmap the peers, and unpin host memory. Idempotent.
-
-        Memory that late kernels may still read stays until the process ends.
-        """
+        """Free the tables, unmap the peers, and unpin host memory, unless late kernels may still use them. Idempotent."""
         if not self.gpu.is_late:
             self._unload(self._links)
             self._sources.close()
@@ -186,7 +195,7 @@ class StoredLinks:
             self._mapper.keep_mapped(())
 
     def _load(self, sources: UInt64Array) -> None:
-        """Build and upload the tables of links that have none."""
+        """Build and upload the tables of links without tables. `sources`: (num_parameters,) addresses to read."""
         links: dict[str, DeviceLink] = {}
         with ExitStack() as undo:
             for peer, (program, targets) in self._programs.items():
@@ -202,10 +211,10 @@ class StoredLinks:
             self._links.pop(name).close()
 
     def _reach(self, program: LinkProgram, binding: DestinationBinding) -> UInt64Array:
-        """Return the addresses of the peer's parameters in this process, where the peer's regions are mapped.
+        """Map the peer's regions; return the (num_parameters,) addresses of the peer's parameters in this process.
 
-        Every op must stay in the region in which its parameter begins, because adjacent regions of
-        the peer are not adjacent in this process.
+        Every op must be inside the region that contains the start of its parameter, because adjacent regions of the
+        peer are not adjacent in this process.
         """
         mapped = [self._mapper.map_region(region) for region in binding.regions]
         around = []
@@ -229,7 +238,7 @@ class StoredLinks:
         return np.array(addresses, np.uint64)
 
     def _queue(self, name: str, version: int, write: str) -> list[tuple[PartWritten, Event]]:
-        """Queue the stores of a link; return each part with a GPU event that completes after its stores."""
+        """Queue the stores of a link; return each part with a GPU event, which is complete when the part is stored."""
         gpu, stream, link = self.gpu, self.gpu.stream, self._links[name]
         listens = bool(self._bindings[name].listener)
         gpu.device.clear(link.digest, WORDS_NBYTES, stream)
@@ -247,10 +256,13 @@ class StoredLinks:
         took: dict[str, float],
         deadline: Deadline,
     ) -> str:
-        """Notify the peers as parts are written; return "" or the reason why the outcome is unknown.
+        """Wait for the queued parts, and notify the peer of each part when it is stored.
 
-        Add the seconds of each link to `took`. Links are stored one after another, so the time of
-        a link begins when the previous link ends.
+        Add the seconds of each link to `took` (destination -> seconds). Links are stored one after another, so the time
+        of a link begins when the previous link ends.
+
+        Returns:
+            Reason why the outcome of the stores is unknown; empty if all parts are stored.
         """
         began = time.perf_counter()
         try:
