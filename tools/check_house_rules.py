@@ -33,15 +33,7 @@ FOREIGN_NAMES = frozenset(
 """Private names of other packages that tests need. A module of another package may be imported and used freely."""
 LEFT = Counter(
     {
-        "tests/cli/test_wrong_uses.py": 3,
-        "tests/control/test_boundaries.py": 1,
-        "tests/control/test_ended_sessions.py": 5,
         "tests/control/test_growth.py": 5,
-        "tests/control/test_replicas_agree.py": 1,
-        "tests/control/test_round_state.py": 1,
-        "tests/engines/test_embedded_engine.py": 1,
-        "tests/engines/test_sglang_block.py": 1,
-        "tests/engines/test_sglang_rank.py": 1,
         "tests/integrations/areal_run.py": 3,
         "tests/integrations/test_hosted.py": 2,
         "tests/integrations/verl_job.py": 1,
@@ -52,7 +44,6 @@ LEFT = Counter(
         "tests/support/chaos_intruders.py": 1,
         "tests/support/chaos_world.py": 4,
         "tests/support/launch_rank.py": 4,
-        "tests/support/simulated_loop.py": 2,
         "tests/support/sync_rank.py": 4,
         "tests/support/whole_rank.py": 2,
         "tests/transfer/test_device_replica.py": 1,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_engine import FakeEngine
 
 import windlass
 from windlass.config import CollectiveFabric, PauseMode, RelayShape, UpdateMode
@@ -213,12 +214,16 @@ async def test_paths_may_be_strings(tmp_path: Path) -> None:
 async def test_a_prompt_without_plain_integers_is_refused() -> None:
     """Otherwise the controller would send an undecodable batch to the worker forever."""
     policy = windlass.StalenessPolicy.unbounded(1)
-    async with RolloutController(StaticEngines(), policy) as rollouts:
+    async with (
+        FakeEngine("a") as engine,
+        RolloutController(StaticEngines([("a", engine.url, 0)]), policy) as rollouts,
+    ):
+        rollouts.run_here({})
         for prompt in ([1, 2], [True, 2], np.array([1, 2]), torch.tensor([1, 2])):
             handle = rollouts.submit(prompt, SAMPLING)  # type: ignore[arg-type]
-            record = rollouts._table.records[handle.task_id]
-            assert record.work.prompt_ids == (1, 2)
-            assert {type(token) for token in record.work.prompt_ids} == {int}
+            (rollout,) = await rollouts.wait([handle], deadline_s=60)
+            assert rollout.prompt_ids == (1, 2)
+            assert {type(token) for token in rollout.prompt_ids} == {int}
         for wrong in ("a text", [1.5], [[1, 2]], [1 << 63]):
             with pytest.raises(ConfigError, match="prompt_ids must be integers"):
                 rollouts.submit_group(wrong, 2, SAMPLING)  # type: ignore[arg-type]
@@ -255,14 +260,14 @@ async def test_a_rank_publishes_in_one_thread_at_a_time() -> None:
             with windlass.connect_trainer(
                 module, controller=controller.url, token=TOKEN
             ) as trainer:
-                with (
-                    trainer._publishing,
-                    pytest.raises(
-                        ConfigError, match="must wait until the previous update has ended"
-                    ),
+                # No engine is connected, so the update runs until its deadline.
+                pending = trainer.publish(0, wait=False, deadline_s=2.0)
+                with pytest.raises(
+                    ConfigError, match="must wait until the previous update has ended"
                 ):
                     trainer.publish(1)
-                # No engine is connected.
+                with pytest.raises(PeerTimeout):
+                    pending.result(deadline_s=30)
                 with pytest.raises(PeerTimeout):
                     trainer.publish(1, deadline_s=0.2)
 
@@ -404,9 +409,9 @@ async def test_a_publish_timeout_names_the_absent_controller_as_the_reason() -> 
         with windlass.connect_trainer(module, controller=url, token=TOKEN) as trainer:
             loop.call_soon_threadsafe(connected.set)
             assert gone.wait(30)
-            assert trainer._channel.wait_disconnected(30)
+            # The trainer notices within these seconds that the connection is closed.
             with pytest.raises(PeerTimeout, match="the controller is not connected: "):
-                trainer.publish(0, deadline_s=0.2)
+                trainer.publish(0, deadline_s=2.0)
 
     async with windlass.Controller(token=TOKEN) as controller:
         updating = asyncio.create_task(asyncio.to_thread(update, controller.url))

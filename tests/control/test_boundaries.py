@@ -185,11 +185,15 @@ async def test_a_wait_for_a_batch_ends_when_the_journal_breaks(
                     await waiting
 
 
-def test_a_channel_that_was_never_connected_leaves_no_loop_open() -> None:
+def test_a_channel_that_was_never_connected_leaves_no_loop_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.new_event_loop()
+    monkeypatch.setattr(asyncio, "new_event_loop", lambda: loop)
     hello = fake_hello(engine_manifest("a/0", 1), group="a")
     channel = AgentChannel("http://127.0.0.1:1", TOKEN, lambda: hello, FakeEngineRank("a/0", 1))
     channel.close()
-    assert channel._loop.is_closed()
+    assert loop.is_closed()
 
 
 def test_old_versions_that_cannot_be_removed_fail_no_round(

@@ -12,7 +12,7 @@ from small_pair import small_manifest
 
 import windlass
 from windlass.control.client import TrainerChannel
-from windlass.errors import ConfigError, PeerUnreachable
+from windlass.errors import ConfigError, ProtocolError
 from windlass.layout.manifest import Role
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.weights import TrainerWeights
@@ -22,7 +22,9 @@ from windlass.transports.registry import create_transport, parse_transport
 TOKEN = "t" * 32
 
 
-def connected(url: str, made_whole: list[str]) -> tuple[TrainerClient, np.ndarray]:
+def connected(
+    url: str, made_whole: list[str], *, job: str = "", world_size: int = 1
+) -> tuple[TrainerClient, np.ndarray]:
     trained = np.zeros(24, np.uint8)
     transport = create_transport(parse_transport("cma"), towards=url)
     address = int(trained.ctypes.data)
@@ -34,7 +36,13 @@ def connected(url: str, made_whole: list[str]) -> tuple[TrainerClient, np.ndarra
         make_whole=lambda: made_whole.append("whole"),
     )
     client = TrainerClient(
-        weights, transport=transport, controller=url, token=TOKEN, registered=[region]
+        weights,
+        transport=transport,
+        controller=url,
+        token=TOKEN,
+        job=job,
+        world_size=world_size,
+        registered=[region],
     )
     return client, trained
 
@@ -43,16 +51,18 @@ async def test_a_dismissed_rank_joins_a_collective_step_before_it_raises() -> No
     """The connected ranks wait in the same collective, and nothing else would end that wait."""
     made_whole: list[str] = []
     async with windlass.Controller(token=TOKEN) as controller:
-        client, _memory = await asyncio.to_thread(connected, controller.url, made_whole)
-        with client:
-            client._channel._end(PeerUnreachable("sent away"))
-            client._channel.ended = Future()
-            client._channel.ended.set_exception(PeerUnreachable("sent away"))
-            with pytest.raises(PeerUnreachable, match="sent away"):
+
+        def connect(job: str, world_size: int) -> TrainerClient:
+            return connected(controller.url, made_whole, job=job, world_size=world_size)[0]
+
+        client = await asyncio.to_thread(connect, "earlier", 2)
+        with client, await asyncio.to_thread(connect, "later", 1):
+            # The controller dismisses the rank of the earlier job, which lacks a rank.
+            with pytest.raises(ProtocolError, match="replaced by job 'later'"):
                 await asyncio.to_thread(client.publish, 0)
-            with pytest.raises(PeerUnreachable, match="sent away"):
+            with pytest.raises(ProtocolError, match="replaced by job 'later'"):
                 await asyncio.to_thread(client.prepare_publish, 1)
-            with pytest.raises(PeerUnreachable, match="sent away"):
+            with pytest.raises(ProtocolError, match="replaced by job 'later'"):
                 await asyncio.to_thread(lambda: client.publish(2, wait=False).result(deadline_s=10))
             assert made_whole == ["whole"] * 3
 
@@ -64,9 +74,8 @@ async def test_an_invalid_version_does_not_cancel_the_announcement_in_progress()
             await asyncio.to_thread(client.prepare_publish, 0)
             with pytest.raises(ConfigError, match="prepare_publish: version must be"):
                 await asyncio.to_thread(client.prepare_publish, -1)
-            under_way = client._channel.announced
-            assert under_way is not None
-            assert not under_way.report.done()
+            with pytest.raises(ConfigError, match="version 1 must wait until the previous update"):
+                await asyncio.to_thread(client.publish, 1)
 
 
 async def test_an_interrupted_caller_withdraws_its_announcement(

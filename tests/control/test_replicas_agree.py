@@ -169,7 +169,9 @@ async def test_later_rounds_compare_a_sample_that_changes(monkeypatch: pytest.Mo
     modules = [model(1) for _ in range(2)]
     async with running(modules) as fleet:
         assert await fleet.publish(0) == ""
-        found = replicated.find_replicated([t._sender.manifest for t in fleet.trainers])
+        found = replicated.find_replicated(
+            [describe_module(m, f"trainer/{rank}", Role.TRAINER) for rank, m in enumerate(modules)]
+        )
         turns = found.period(sum(p.nbytes for p in modules[0].parameters()) // 2)
         assert turns > 4
         weight = modules[1].get_parameter("0.weight").data

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from windlass.engines.engine_rank import RankHooks
+from windlass.engines import engine_rank
 from windlass.engines.rank_reports import RankReports
 from windlass.engines.sglang import hook
 from windlass.engines.sglang.orders import Digests, Quiesce
+from windlass.engines.spec import AgentSettings
 from windlass.errors import UnsupportedLayout, WindlassError
 
 RANK, WORLD_SIZE = 1, 2
@@ -58,9 +59,12 @@ def test_error_before_an_update_refuses_the_pause_and_does_not_end_the_loop(
         raise error
 
     rank = hook.SglangRank()
-    settings: Any = SimpleNamespace()
-    captured: Any = SimpleNamespace(look=look)
-    rank.engine_rank._first = settings, captured, RankHooks(None, rank.engine_rank.gate, None)
+    settings = AgentSettings(
+        name="engine", controller="http://c", transport="cma", url="", checkpoint="", world_size=1
+    )
+    captured: Any = SimpleNamespace(unplaced=(), buffer_nbytes=0, seconds={}, look=look)
+    monkeypatch.setattr(engine_rank, "freeze_heap", lambda: None)
+    rank.engine_rank.capture(settings, 0, lambda: captured)
     monkeypatch.setattr(hook, "this_rank", rank)
     monkeypatch.setattr(hook, "own_rank", lambda: 0)
     order = msgspec.json.encode(Quiesce("1.1", "namespace", blocked_s)).decode()

@@ -24,7 +24,7 @@ from chaos_weights import (
     values,
 )
 from memory_transport import MemoryTransport
-from simulated_loop import run_in_loop
+from simulated_loop import OneThread
 from simulated_network import SimulatedHost
 
 from windlass.control.client import TrainerChannel
@@ -434,10 +434,7 @@ def _conversation(
         )
 
     common = (process.world.url, TOKEN, hello, handler)
-    channel = (
-        TrainerChannel(*common)
-        if engine is None
-        else EngineChannel(*common, on_disconnect=engine.on_disconnect)
-    )
-    run_in_loop(channel, process.world.loop)
-    return channel
+    thread, loop = OneThread(), process.world.loop
+    if engine is None:
+        return TrainerChannel(*common, executor=thread, loop=loop)
+    return EngineChannel(*common, on_disconnect=engine.on_disconnect, executor=thread, loop=loop)

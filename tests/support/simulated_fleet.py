@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from chaos_processes import Inline
 from memory_transport import MemoryFabric, MemoryTransport
-from simulated_loop import SimulatedLoop, run_in_loop
+from simulated_loop import OneThread, SimulatedLoop
 from simulated_network import Meter, SimulatedHost, SimulatedNetwork
 
 from tools.plan.families import ModelSpec
@@ -166,13 +166,18 @@ class _Rank:
                 job="this start",
             )
 
-        common = (fleet.url, TOKEN, hello)
+        common, thread = (fleet.url, TOKEN, hello), OneThread()
         self.channel = (
-            TrainerChannel(*common, TrainerAgent(sender))
+            TrainerChannel(*common, TrainerAgent(sender), executor=thread, loop=fleet.loop)
             if engine is None
-            else EngineChannel(*common, engine, on_disconnect=engine.on_disconnect)
+            else EngineChannel(
+                *common,
+                engine,
+                on_disconnect=engine.on_disconnect,
+                executor=thread,
+                loop=fleet.loop,
+            )
         )
-        run_in_loop(self.channel, fleet.loop)
 
     def start(self) -> None:
         self.host.spawn(self.channel.run())

@@ -18,10 +18,9 @@ from typing import Any, TypeVar, TypeVarTuple, final
 
 from simulated_network import SimulatedNetwork, SimulatedServer
 
-from windlass.control.client import AgentChannel
 from windlass.errors import ConfigError
 
-__all__ = ["OneThread", "SimulatedLoop", "run_in_loop"]
+__all__ = ["OneThread", "SimulatedLoop"]
 
 ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")
@@ -33,12 +32,6 @@ class OneThread(concurrent.futures.Executor):
 
     def __init__(self) -> None:
         self.busy_until_s = 0.0
-
-
-def run_in_loop(channel: AgentChannel, loop: asyncio.AbstractEventLoop) -> None:
-    """Run a channel that has not started in `loop`, and its commands in a simulated thread."""
-    channel._loop.close()
-    channel._loop, channel._executor, channel._owns_executor = loop, OneThread(), False
 
 
 class _Jump:

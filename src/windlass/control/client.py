@@ -72,6 +72,8 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         token: token for the agent's role.
         hello: function that returns the `Hello` of a new connection; called in the channel's thread.
         handler: carries out commands.
+        executor: see `Client`.
+        loop: see `Client`.
 
     Raises:
         ConfigError: `url` is no URL, or `token` contains characters that an HTTP header cannot have.
@@ -83,8 +85,11 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         token: str,
         hello: Callable[[], Hello],
         handler: CommandHandler,
+        *,
+        executor: concurrent.futures.Executor | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(url, AGENTS_PATH, token, CONTROLLER_FRAMES)
+        super().__init__(url, AGENTS_PATH, token, CONTROLLER_FRAMES, executor=executor, loop=loop)
         self._hello, self._handler = hello, handler
 
     def hello(self) -> Hello:
@@ -156,8 +161,11 @@ class TrainerChannel(AgentChannel):
         token: str,
         hello: Callable[[], Hello],
         handler: CommandHandler,
+        *,
+        executor: concurrent.futures.Executor | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(url, token, hello, handler)
+        super().__init__(url, token, hello, handler, executor=executor, loop=loop)
         self._lock = threading.Lock()
         self.announced: Announcement | None = None
         """The newest announcement; None before the first, and after a withdrawal."""

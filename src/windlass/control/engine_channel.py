@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import final
 
 import aiohttp
@@ -68,6 +69,8 @@ class EngineChannel(AgentChannel):
             controller whether the engine has resumed (`Done.not_resumed`).
         on_command: function that gets each command, its epoch and its round at arrival, while an earlier command may
             still be running. The channel calls it in its event loop, so it must not block. None to call nothing.
+        executor: see `Client`.
+        loop: see `Client`.
     """
 
     def __init__(
@@ -79,8 +82,10 @@ class EngineChannel(AgentChannel):
         *,
         on_disconnect: Callable[[], None],
         on_command: Callable[[Command, int, int], None] | None = None,
+        executor: Executor | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(url, token, hello, handler)
+        super().__init__(url, token, hello, handler, executor=executor, loop=loop)
         self._on_disconnect, self._on_command = on_disconnect, on_command
         self._not_resumed = ""
 
