@@ -1,20 +1,23 @@
 """Relay: engines pass the chunks that they receive on to other engines.
 
-A one-sided write is not visible to the process that owns the memory. The writer therefore
-announces each written chunk over one TCP connection per round. The first frame names the round and
-carries the secret of the receiving engine. The receiver answers with one byte if it takes part in
-the round, and the writer writes nothing before this answer. The last frame is `End`; after it the
-writer writes nothing more. A connection without `End` ends when the writer's process ends.
+Engine ranks that need the same bytes form a relay group (`planning/relay.py`). The chunks of a link are divided into
+stripes, and each stripe has a tree of members. Trainers write the chunks of a stripe only to the root of its tree.
+Every member writes the chunks on to its children in the tree. The plan has a link to the first member of each group;
+the links to the other members have the same ops, packed payloads and digest. If a link is still incomplete after the
+relay, the trainer writes it directly.
 
-A trainer writes only to the roots of a group: each root gets the chunks of its stripes. The plan
-has a link to one member of each group; the links to the other members have the same ops, packed
-bytes and digest. After a relay, a trainer completes incomplete links by writing to the members
-directly.
+An engine rank does not notice one-sided writes, so a writer announces each chunk that it has written, over one TCP
+connection per round:
 
-An engine accepts a chunk when the bytes in its memory have the digest that the trainer computed.
-Only then does it write the chunk to the next engines, by one-sided writes from its own memory. Only
-writers that the listener has accepted write to this rank, and `RelayNode.run` returns when each of
-them has ended or timed out. Its result therefore names the writers that may still write.
+1. The writer sends `Open` with the round and the secret of the receiver. The receiver answers with one byte if it takes
+   part in the round. The writer writes nothing before this answer.
+2. After each chunk the writer sends `ChunkLanded` with the digest that the trainer computed. The receiver hashes the
+   chunk in its memory. Only if the digest is right, it writes the chunk to its children, by one-sided writes.
+3. The writer sends `End`, and writes nothing more. If a connection ends without `End`, the writer's process has ended
+   or has closed it, and writes nothing more either.
+
+Only accepted writers write to a rank. `RelayNode.run` returns when each of them has ended or has timed out. So its
+result names all ranks that may still write to this rank.
 """
 
 from __future__ import annotations
@@ -76,11 +79,18 @@ _log = logging.getLogger(__name__)
 
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct(">I")
-"""Length prefix of every frame."""
+"""Length in bytes of the frame that follows."""
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """First frame: secret of the receiver, name of the writer, epoch and round."""
+    """First frame of a writer.
+
+    Attributes:
+        token: secret of the receiver (`RelayAddress.token`).
+        upstream: worker name of the writer.
+        epoch: epoch of the round.
+        round: number of the round.
+    """
 
     token: str
     upstream: str
@@ -89,7 +99,13 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class ChunkLanded(msgspec.Struct, frozen=True, tag="chunk"):
-    """Announcement that a chunk of the link from `source` is in place; `digest` is the source's digest."""
+    """Announcement that a chunk is written.
+
+    Attributes:
+        source: trainer rank; its link to this engine rank contains the chunk.
+        chunk: index of the chunk in the link's payload.
+        digest: digest of the chunk, as `source` has computed it.
+    """
 
     source: str
     chunk: int
@@ -97,13 +113,13 @@ class ChunkLanded(msgspec.Struct, frozen=True, tag="chunk"):
 
 
 class StripeEnd(msgspec.Struct, frozen=True, tag="stripe_end"):
-    """Announcement that this writer sends no more chunks of a stripe."""
+    """Announcement that the writer writes no more chunks of a stripe."""
 
     stripe: int
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """Last frame of a writer in a round; `unknown`: some of its bytes may still land."""
+    """Last frame of a writer in a round. `unknown`: whether some of its bytes may still arrive."""
 
     unknown: bool = False
 
@@ -117,18 +133,23 @@ FRAMES: Codec[Frame] = Codec(Frame, "relay: frame", max_nbytes=4096)
 MAX_CONNECTIONS = 4096
 ACCEPT_AGAIN_S = 0.1
 OPEN_S = 10.0
-"""Seconds within which a client must send its first frame, so that a client without the token cannot
-occupy a connection for longer."""
+"""Seconds within which a client must send its first frame. A client without the secret can occupy a connection only for
+so long."""
 CLOSE_S = 10.0
 
 
 @final
 class RelaySender:
-    """Writer's end of one connection.
+    """Writer's end of one connection. The constructor connects, and waits until the receiver accepts the writer.
+
+    Args:
+        address: address of the receiver.
+        upstream: worker name of the writer.
+        round_id: the round.
+        deadline: deadline of all work on this connection.
 
     Raises:
-        PeerUnreachable: no process listens at the address, or the peer does not take part in this
-            round.
+        PeerUnreachable: no process listens at the address, or the receiver takes no part in this round.
     """
 
     def __init__(
@@ -168,9 +189,9 @@ class RelaySender:
             raise PeerUnreachable(f"relay: cannot send to {self._peer}: {error}") from error
 
     def end(self, *, unknown: bool) -> None:
-        """Send `End`, after which this writer writes nothing more, and close the connection."""
-        # If the frame is lost, the receiver sees the end of the connection, and the controller gets
-        # `unknown` with the result of the round.
+        """Send `End`, and close the connection. The caller must not write to the receiver after this."""
+        # If the frame is lost, the receiver notices the end of the connection, and the controller gets `unknown` with
+        # the result of this rank.
         with contextlib.closing(self), contextlib.suppress(PeerUnreachable):
             self.send(End(unknown))
 
@@ -196,16 +217,19 @@ async def _read_frame(stream: asyncio.StreamReader) -> Frame:
 
 
 class Ended(Enum):
-    """Events of a round that are not frames."""
+    """Events of a round that are not frames.
+
+    Attributes:
+        DISCONNECTED: a connection ended without `End`. Bytes in the operating system of the writer may still arrive.
+        INTERRUPTED: this rank must take no further part in the round.
+    """
 
     DISCONNECTED = auto()
-    """A connection ended without `End`; bytes in the writer's operating system may still arrive."""
     INTERRUPTED = auto()
-    """The round is over for this rank."""
 
 
 RelayEvents = queue.SimpleQueue[tuple[str, ChunkLanded | StripeEnd | End | Ended]]
-"""Queue of (upstream, frame or `Ended`); see `RelayReceiver`."""
+"""Queue of the events of a round: (upstream, frame or `Ended`). The upstream of INTERRUPTED is empty."""
 
 
 @dataclass(slots=True)
@@ -218,15 +242,17 @@ class _Round:
 
 @final
 class RelayReceiver:
-    """Listener of one engine rank, from construction to `close`. Thread-safe.
+    """Listener of one engine rank, with a thread that reads from the writers. Thread-safe.
 
-    A writer is accepted if it sends the right secret, and names the newest round or a later one,
-    which `end` has not closed. The events of a round contain one `End` or `DISCONNECTED` for every
-    accepted writer.
+    It accepts a writer that sends the right secret, and a round that is not older than the newest `begin` and not
+    closed by `end`. Every accepted writer adds one `End` or `DISCONNECTED` to the events of its round.
 
     Args:
         worker: this rank.
         host: address to bind; the system chooses the port.
+
+    Attributes:
+        address: address and secret for writers.
     """
 
     def __init__(self, worker: str, host: str) -> None:
@@ -245,7 +271,7 @@ class RelayReceiver:
         self._thread.start()
 
     def begin(self, round_id: RoundId) -> RelayEvents:
-        """Return the queue of a round's events, including events before this call. End older rounds."""
+        """Return the events of a round, including events before this call. Drop older rounds."""
         with self._lock:
             self._oldest = max(self._oldest, round_id)
             for older in [found for found in self._rounds if found < round_id]:
@@ -253,19 +279,22 @@ class RelayReceiver:
             return self._rounds[round_id].events
 
     def joined(self, round_id: RoundId) -> frozenset[str]:
-        """Return the writers that were accepted into the round until now."""
+        """Return the writers that were accepted in the round before this call."""
         with self._lock:
             return frozenset(self._rounds[round_id].joined)
 
     def end(self, round_id: RoundId) -> frozenset[str]:
-        """Accept no more writers into the round; return the accepted writers."""
+        """Accept no more writers in the round; return the accepted writers."""
         with self._lock:
             of_round = self._rounds[round_id]
             of_round.closed = True
             return frozenset(of_round.joined)
 
     def refuse(self, round_id: RoundId, upstream: str) -> None:
-        """Refuse `upstream` in the round, and add its `End` to the events. Do nothing if `upstream` is already accepted."""
+        """Do not accept `upstream` in the round, and add an `End` of it to the events.
+
+        Do nothing if `upstream` is accepted already.
+        """
         with self._lock:
             if round_id < self._oldest:
                 return
@@ -275,7 +304,7 @@ class RelayReceiver:
                 of_round.events.put((upstream, End()))
 
     def interrupt(self, round_id: RoundId) -> None:
-        """Wake the thread that reads the events of the round."""
+        """Add INTERRUPTED to the events of the round, so that `RelayNode.run` returns."""
         with self._lock:
             if round_id >= self._oldest:
                 self._rounds[round_id].events.put(("", Ended.INTERRUPTED))
@@ -302,8 +331,7 @@ class RelayReceiver:
                 try:
                     accepted, _ = await self._loop.sock_accept(self._listener)
                 except OSError:
-                    # With too many open files the listener stays readable, so accepting again at
-                    # once would spin.
+                    # If too many files are open, `sock_accept` fails again at once, so wait.
                     num_open.release()
                     await asyncio.sleep(ACCEPT_AGAIN_S)
                     continue
@@ -322,7 +350,7 @@ class RelayReceiver:
                         writer.write(ACCEPTED)
                         last = await self._follow(stream, opened.upstream, events)
                     finally:
-                        # The writer's process has ended or has given up, so it writes nothing more.
+                        # The writer's process has ended or has closed the connection, so it writes nothing more.
                         events.put((opened.upstream, last))
             finally:
                 writer.close()
@@ -354,25 +382,32 @@ class RelayReceiver:
             return of_round.events
 
 
-# --- writers of chunks: trainers, and engines that pass them on ----------------------------------
+# --- writers of chunks: trainer ranks, and engine ranks that pass chunks on -----------------------
 
 WRITES_AT_ONCE = 4
-"""Maximum number of concurrent chunk writes to one engine, so that the next chunk is on the wire while
-earlier ones are acknowledged."""
+"""Maximum number of concurrent chunk writes to one engine rank. With several, a write runs while the acknowledgement of
+an earlier write is on its way."""
 
 
 @final
 class ChunkWriter:
-    """Writer of chunks to one engine in one round. It announces each chunk after writing it.
+    """Writer of chunks to one engine rank in one round. It writes each chunk and then announces it.
 
-    It has its own threads and connects in one of them. After the first error it writes nothing
-    more.
+    It has its own threads, and connects in one of them. After the first error it writes nothing more.
+
+    Args:
+        transport: transport that writes.
+        worker: name of the writing rank.
+        binding: memory of the engine rank.
+        address: relay listener of the engine rank.
+        round_id: the round.
+        deadline: deadline of all writes.
 
     Attributes:
-        errors: errors in order of time.
-        unreached: True if the engine did not accept this rank; nothing was written to it.
-        first_s, last_s: times (`time.perf_counter`) at which the first write began and the last
-            write ended; 0 without chunks.
+        errors: errors in the order of their occurrence.
+        unreached: whether the engine rank did not accept this writer. Nothing was written to it then.
+        first_s: time (`time.perf_counter`) at the start of the first write; 0 without a write.
+        last_s: time at the end of the last write; 0 without a write.
     """
 
     def __init__(
@@ -394,13 +429,20 @@ class ChunkWriter:
 
     @property
     def is_unknown(self) -> bool:
-        """True if bytes may still land."""
+        """Whether bytes of this writer may still arrive."""
         return any(is_unknown(error) for error in self.errors)
 
     def write(
         self, payload: Payload, local: UInt64Array, remote: UInt64Array, landed: ChunkLanded
     ) -> None:
-        """Queue the write of a chunk from (n,) `local` to (n,) `remote` addresses."""
+        """Queue the write of a chunk.
+
+        Args:
+            payload: pieces and chunks of the link.
+            local: (n,) addresses of all pieces in this process.
+            remote: (n,) addresses of all pieces at the engine rank.
+            landed: announcement to send after the write; it names the chunk.
+        """
 
         def write(sender: RelaySender) -> None:
             pieces, deadline = payload.pieces_of(landed.chunk), self._deadline
@@ -417,16 +459,15 @@ class ChunkWriter:
         self._submit(write)
 
     def end_stripe(self, stripe: int) -> None:
-        """Queue the announcement that a stripe has ended, after the writes that are already queued."""
+        """Queue the frame `StripeEnd`. It is sent after all work that is queued already."""
         self._submit(lambda sender: sender.send(StripeEnd(stripe)), last=True)
 
     def end(self) -> None:
-        """Queue the `End` frame, after the writes that are already queued."""
+        """Queue the frame `End`. It is sent after all work that is queued already."""
         earlier = tuple(self._jobs)
 
         def end() -> None:
-            # The earlier jobs began before this one, each in its own thread, so this wait cannot
-            # block them.
+            # The pool begins jobs in their order, so all earlier jobs have begun. This wait cannot block them.
             wait(earlier)
             lost = any(job.exception() is not None for job in earlier)
             if self._sender is not None:
@@ -435,7 +476,7 @@ class ChunkWriter:
         self._jobs.append(submit(self._pool, end))
 
     def close(self) -> Carried:
-        """Wait for all queued work; return the bytes written and the seconds from the first write to the last."""
+        """Wait for all queued work. Return the bytes written, and the seconds from the first to the last write."""
         self._pool.shutdown(wait=True)
         failed = [error for job in self._jobs if (error := job.exception()) is not None]
         for error in failed:
@@ -446,7 +487,7 @@ class ChunkWriter:
         return Carried(self._nbytes, max(self.last_s - self.first_s, 0.0))
 
     def _submit(self, job: Callable[[RelaySender], None], *, last: bool = False) -> None:
-        """Queue a job. Skip the job after an error of an earlier job.
+        """Queue a job. It is skipped if an earlier job has failed.
 
         With `last`, the job waits for all earlier jobs. Otherwise it waits only for the connection.
         """
@@ -459,8 +500,7 @@ class ChunkWriter:
             try:
                 job(self._sender)
             except BaseException as error:
-                # Later jobs are skipped after this error. The peer then lacks chunks and reports the link
-                # as incomplete.
+                # `run` skips later jobs after this error. The engine rank then reports the link as incomplete.
                 self.errors.append(error)
                 if not isinstance(error, TransferError):
                     raise
@@ -481,12 +521,18 @@ def _at(payload: Payload, binding: DestinationBinding) -> UInt64Array:
 
 @final
 class GroupWrite:
-    """A relay group, as seen by a trainer rank.
+    """Link of a trainer rank to a relay group: all members get the same bytes.
+
+    Args:
+        group: the group.
+        program: the planned link to the first member.
+        bindings: member -> its memory.
+        addresses: root -> its relay listener.
 
     Attributes:
-        leader: first member; the plan contains the link to it.
-        roots: members that trainers write to during a relay.
-        digest: digest of the link to any member; empty while nothing is packed.
+        leader: first member, to which the plan has a link.
+        roots: members that this rank writes to during a relay.
+        digest: digest of the link; empty while the link is not packed.
 
     Raises:
         PlanError: a root has no address.
@@ -512,11 +558,15 @@ class GroupWrite:
         self._chunks: tuple[str, ...] = ()
 
     def keep(self, memory: MemoryOps, packed: PackedBytes | None) -> None:
-        """Hash the chunks of the link after it was packed, and keep their addresses.
+        """Hash the chunks of the packed link, and store the digests and the addresses of the pieces.
+
+        Args:
+            memory: memory of the parameters and of the arena.
+            packed: bytes of the link; None if it is not packed as a whole.
 
         Raises:
-            TransferFailed: the GPU has no room for the tables.
-            TransferOutcomeUnknown: kernels do not end.
+            TransferFailed: the GPU has too little memory for the tables.
+            TransferOutcomeUnknown: the hashing did not end within `OWN_WORK_S`.
         """
         if packed is None:
             self.digest = ""
@@ -537,7 +587,7 @@ class GroupWrite:
         self.digest = packed.digest
 
     def close(self) -> None:
-        """Free the hash tables. Idempotent."""
+        """Free the tables of the digests. Idempotent."""
         self.digest = ""
         hashes, self._hashes = self._hashes, None
         if hashes is not None:
@@ -551,17 +601,20 @@ class GroupWrite:
         round_id: RoundId,
         deadline: Deadline,
     ) -> Carried:
-        """Write the chunks of a root's stripes, a few at a time.
+        """Write the chunks of the stripes of `root` to it, and wait for the end.
 
-        If nothing is packed, send the root only `End`.
+        If the link is not packed, send only `End`.
+
+        Returns:
+            The bytes written, and the seconds from the first to the last write.
 
         Raises:
             TransferError: the root was not reached, or a write failed.
-            TransferOutcomeUnknown: bytes may still land.
+            TransferOutcomeUnknown: bytes may still arrive at the root.
         """
         digests, roots = self._chunks if self.digest else (), self._group.roots()
         if root not in {roots[chunk % len(roots)] for chunk in range(self._payload.num_chunks)}:
-            # The root expects no chunk of this trainer, so its relay may have ended already.
+            # No stripe of this root has a chunk, so the root does not wait for this rank and may have ended its round.
             return Carried(0, 0.0)
         binding = self._bindings[root]
         address, remote = self._addresses[root], _at(self._payload, binding)
@@ -579,13 +632,13 @@ class GroupWrite:
 
 @final
 class RelaySource:
-    """Relay groups of a trainer rank. Any thread may call its methods; the calls run one at a time.
+    """Relay groups of a trainer rank. Thread-safe: its methods run one at a time.
 
     Args:
-        sender: packs the links to the groups, and writes all links that are not relayed.
+        sender: sender of the rank. It packs the links to the groups, and writes all other links.
 
     Attributes:
-        groups: destination -> its group.
+        groups: member -> its group, for all members of the groups that this rank has a link to.
     """
 
     def __init__(self, sender: Sender) -> None:
@@ -598,12 +651,17 @@ class RelaySource:
         bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> None:
-        """Bind links to all members of the groups to whose first member the sender has a link.
+        """Bind links to all members of these groups. Ignore groups to which the plan has no link from this rank.
+
+        Args:
+            groups: the groups.
+            bindings: memory of all members.
+            addresses: relay listeners of the roots.
 
         Raises:
-            ProtocolError: GPU kernels of this rank store the links.
+            ProtocolError: GPU kernels of this rank store its links.
             PlanError: a member has no binding, or a root has no address.
-            RegionError: a write would leave the published regions.
+            RegionError: bytes would be written outside the regions of a member.
         """
         roots = {address.worker: address for address in addresses}
         known = {binding.worker: binding for binding in bindings}
@@ -615,7 +673,7 @@ class RelaySource:
                 self.groups |= dict.fromkeys(group.members, relayed)
 
     def prepare(self) -> None:
-        """Hash the chunks of all groups, after the sender has packed the links.
+        """Hash the chunks of all groups. Call this after `Sender.prepare`.
 
         Raises:
             TransferFailed, TransferOutcomeUnknown: see `GroupWrite.keep`.
@@ -630,14 +688,15 @@ class RelaySource:
     def write(
         self, round_id: RoundId, version: int, destinations: Sequence[str], deadline_s: float
     ) -> Written:
-        """Write to the roots of all groups, while the sender writes the links that are not relayed.
+        """Write to the roots of all groups. At the same time, the sender writes the links to other destinations.
 
-        For a member that this rank does not write, the outcome is OK once its digest is known. The member itself
-        reports whether its bytes arrived.
+        For a member below the roots, the outcome is OK if the digest of the link is known. The member itself
+        reports in `Relayed` whether the bytes have arrived.
 
         Raises:
             RoundAborted: this rank has no link to one of the destinations.
-            TransferOutcomeUnknown: bytes may still land, and there is no outcome per link.
+            TransferOutcomeUnknown: bytes may still arrive at any destination.
+            WindlassError: see `Sender.write`.
         """
         deadline = Deadline.after(deadline_s, "write")
         with self._sender.reading(), ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-relay") as threads:
@@ -690,34 +749,35 @@ class RelaySource:
         return LinkOutcome(name, LinkStatus.OK, own.nbytes, digest, wire_s=own.wire_s)
 
     def close(self) -> None:
-        """Free the hash tables and unbind all groups. Idempotent."""
+        """Free the tables of the digests, and unbind all groups. Idempotent."""
         for relayed in self.groups.values():
             relayed.close()
         self.groups = {}
 
 
-# --- an engine rank that takes part --------------------------------------------------------------
+# --- an engine rank in a relay --------------------------------------------------------------------
 
 
 TIMEOUT_SPREAD = 0.25
-"""Difference between the timeouts of the first and the last rank of a stripe, as a fraction of the
-relay's time."""
+"""Maximum difference between the timeouts of the ranks of a stripe, as a fraction of the relay's deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundGroup:
-    """Binding of this rank to a relay group, used in every round.
+    """Binding of this rank to its relay group.
 
     Attributes:
         payloads: source -> payload of its link.
         local: source -> addresses of the pieces in this rank.
-        digests: source -> digests of the chunks in this rank.
-        upstream: per stripe: member that writes to this rank; empty if trainers do.
-        children: per stripe: members that this rank passes chunks on to.
-        timeout_shares: per stripe: fraction of the relay's deadline that this rank waits. Ranks
-            closer to the root time out first, so that a rank that only waits for a stalled rank is
-            not reported as stalled.
-        bindings, addresses: child -> its memory and its relay listener.
+        digests: source -> prepared digests of the chunks in this rank.
+        upstream: per stripe, the member that writes to this rank; empty if this rank is the root, so that trainers
+            write.
+        children: per stripe, the members that this rank passes chunks on to.
+        timeout_shares: per stripe, the fraction of the relay's deadline that this rank waits. A rank closer to the root
+            times out earlier, and then notifies its children. With equal timeouts, every rank below a stalled rank
+            would report its own upstream as stalled.
+        bindings: child -> its memory.
+        addresses: child -> its relay listener.
         remote: child -> source -> addresses of the pieces in the child.
     """
 
@@ -739,7 +799,14 @@ class BoundGroup:
 
 @final
 class RelayRound:
-    """State of one round: chunks that are still expected, and writers to the children."""
+    """State of one round in a rank: the chunks that it still waits for, and the writers to its children.
+
+    Args:
+        receiver: receiver of the rank.
+        bound: the relay group.
+        round_id: the round.
+        deadline: deadline of the relay.
+    """
 
     def __init__(
         self, receiver: Receiver, bound: BoundGroup, round_id: RoundId, deadline: Deadline
@@ -778,11 +845,11 @@ class RelayRound:
 
     @property
     def waits(self) -> bool:
-        """True while more chunks are expected."""
+        """Whether the rank still waits for chunks."""
         return bool(self._left)
 
     def on_chunk(self, upstream: str, landed: ChunkLanded) -> None:
-        """Verify a chunk. If its digest is right, pass the chunk on to the children."""
+        """Verify an announced chunk. If its digest is right, pass the chunk on to the children."""
         key = landed.source, landed.chunk
         left = self._left.get(upstream)
         if left is None or key not in left:
@@ -790,7 +857,7 @@ class RelayRound:
         self._first_s = self._first_s or time.perf_counter()
         found = self._bound.digests[landed.source].take([landed.chunk], OWN_WORK_S)
         self._last_s = time.perf_counter()
-        # Remove the chunk only now: if hashing raises, the chunk must stay in the missing chunks.
+        # Remove the chunk only now, because it must count as missing if `take` raises.
         left.discard(key)
         if not left:
             del self._left[upstream]
@@ -805,19 +872,19 @@ class RelayRound:
 
     @property
     def timeout_s(self) -> float:
-        """Seconds until the next timeout of a writer."""
+        """Seconds until the next upstream times out."""
         return min(self._deadlines[writer].remaining_s for writer in self._left)
 
     def expire(self, joined: Collection[str]) -> None:
-        """Stop waiting for writers that have timed out.
+        """Stop waiting for upstreams that have timed out.
 
-        A timed-out writer in `joined`, the accepted writers, may still be writing.
+        `joined` contains the accepted writers. If one of them times out, it may still be writing.
         """
         for writer in [w for w in self._left if not self._deadlines[w].remaining_s]:
             self.on_end(writer, unknown=writer in joined)
 
     def on_stripe_end(self, upstream: str, stripe: int) -> None:
-        """Record that an upstream sends no more chunks of a stripe, and tell the children of that stripe."""
+        """Record that an upstream writes no more chunks of a stripe. If chunks are missing, notify the children."""
         num_stripes = len(self._bound.upstream)
         left = self._left.get(upstream, set())
         gone = {key for key in left if key[1] % num_stripes == stripe}
@@ -837,18 +904,18 @@ class RelayRound:
         self.on_end(upstream, unknown=False)
 
     def on_end(self, upstream: str, *, unknown: bool) -> None:
-        """Record that an upstream writes nothing more. With `unknown`, its last bytes may still land."""
+        """Record that this rank no longer waits for an upstream. `unknown`: whether its bytes may still arrive."""
         for stripe in self._stripes_of.get(upstream, ()):
             self.on_stripe_end(upstream, stripe)
         if unknown:
             self._unknown.add(upstream)
 
     def finish(self, joined: Collection[str]) -> tuple[Relayed, frozenset[str]]:
-        """Wait for all writes to children, send them `End`, and return the result; see `RelayNode.run`.
+        """Send `End` to all children after the queued writes, wait for it, and return the result; see `RelayNode.run`.
 
-        `joined` has the writers that were accepted.
+        `joined` contains the accepted writers.
         """
-        # An accepted writer that has not ended may still be writing.
+        # If this rank still waits for an accepted writer, the writer may still be writing.
         self._unknown |= set(self._left) & set(joined)
         self._missing |= {source for left in self._left.values() for source, _ in left}
         children = self._children
@@ -870,11 +937,12 @@ class RelayRound:
 
 @final
 class RelayNode:
-    """Relay part of one engine rank. The agent's command thread calls `run`; any thread may call other methods.
+    """Member of a relay group in one engine rank.
+
+    One thread calls `run`. During `run`, any thread may call `refuse` and `interrupt`.
 
     Args:
-        receiver: owner of the memory that upstreams write and that is passed on. Its transport
-            writes to the children.
+        receiver: receiver of the rank. Upstreams write to its memory, and its transport writes to the children.
         host: address at which upstreams can reach this rank.
     """
 
@@ -898,11 +966,16 @@ class RelayNode:
         bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> None:
-        """Bind a group. Call this after `Receiver.connect`, with the same plan for every member.
+        """Bind the rank to a group instead of its earlier group. Call this after `Receiver.connect`.
+
+        Args:
+            group: the group. All its members have bound the same plan part.
+            bindings: memory of the children.
+            addresses: relay listeners of the children.
 
         Raises:
-            PlanError: a child has no binding or no address, or this rank is not in the group.
-            RegionError: a write would leave the published regions.
+            PlanError: this rank is not in the group, or a child has no binding or no address.
+            RegionError: bytes would be written outside the regions of a child.
         """
         worker = self._receiver.manifest.worker
         if worker not in group.members:
@@ -946,9 +1019,9 @@ class RelayNode:
         """Take part in a round until every link to this rank is complete or cannot become complete.
 
         Returns:
-            The result, and the upstreams whose connection ended without `End`. With a TCP
-            transport, the operating system of such an upstream may still send bytes, so the caller
-            must fence this rank's memory before relying on it.
+            The result for the controller, and the upstreams that disconnected without `End`. With a TCP transport, the
+            operating system of such an upstream may still send bytes. The caller must therefore call the transport's
+            `fence` before it uses this rank's memory.
 
         Raises:
             PlanError: no group is bound.
@@ -980,7 +1053,7 @@ class RelayNode:
                         break
                     case _:
                         assert_never(event)
-        # After any error, the controller still needs the state of this round's writes.
+        # Catch every error, because the controller needs the state of the writes in any case.
         except Exception:  # noqa: BLE001
             _log.exception("%s: failed in the relay", self._receiver.manifest.worker)
         finally:
@@ -989,18 +1062,18 @@ class RelayNode:
         return ended
 
     def refuse(self, round_id: RoundId, upstream: str) -> None:
-        """Refuse writes of `upstream` in the round, because `upstream` takes no part in the round."""
+        """Do not accept `upstream` in the round, and do not wait for it; see `RelayReceiver.refuse`."""
         if self._listener is not None:
             self._listener.refuse(round_id, upstream)
 
     def interrupt(self, round_id: RoundId | None = None) -> None:
-        """Make the running `run` return, or the `run` of `round_id` as soon as it begins."""
+        """Make `run` of `round_id` return, now or as soon as it begins. None is the round that runs now."""
         round_id = self._running if round_id is None else round_id
         if self._listener is not None and round_id is not None:
             self._listener.interrupt(round_id)
 
     def close(self) -> None:
-        """Stop listening and free all tables. `run` must have ended. Idempotent."""
+        """Stop listening, and free all tables. `run` must have ended. Idempotent."""
         with self._lock:
             self._unbind()
             if self._listener is not None:

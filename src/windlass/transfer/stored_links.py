@@ -174,7 +174,7 @@ class StoredLinks:
                 if name not in gone
                 for part, event in self._queue(name, version, write)
             ]
-        # After an error, wait for the stores that are queued already. If they do not end, the outcome is unknown.
+        # After an error, wait for the stores that are queued already.
         except Exception as error:
             end_queued(self.gpu, error, deadline.remaining_s)
             raise
@@ -187,7 +187,7 @@ class StoredLinks:
         return Written(tuple(outcomes[name] for name in destinations), 0.0, wire_s)
 
     def close(self) -> None:
-        """Free the tables, unmap the peers, and unpin host memory, unless late kernels may still use them. Idempotent."""
+        """Free the tables, unmap the peers, unpin host memory, unless late kernels may still use them. Idempotent."""
         if not self.gpu.is_late:
             self._unload(self._links)
             self._sources.close()
