@@ -1,13 +1,10 @@
-"""Find which boxes of which checkpoint tensors a rank's part of a parameter becomes when the model is saved.
+"""Finds the boxes of checkpoint tensors that a rank's part of a parameter becomes when the model is saved.
 
-The framework's own save conversion (take apart, rename, join) runs on tensors without elements.
-These tensors record, through views, copies and concatenations, which elements of the parameters
-become which elements of the saved tensors.
-
-transformers 5 renames modules and fuses tensors when it loads a checkpoint, and reverts that when
-it saves one (`core_model_loading.revert_weight_conversion`, with the table of
-`conversion_mapping`). This module calls that function, so it needs no second table of
-architectures. Stacked parameters of other frameworks are taken apart by a `StackedRule`.
+A model may have other parameters than its checkpoint has tensors. transformers 5 renames modules and fuses tensors when
+it loads a checkpoint, and reverts this when it saves one (`core_model_loading.revert_weight_conversion`). This module
+calls that function with tensors that have no elements (`_Watched`). They record which elements of the parameters become
+which elements of the saved tensors, through views, copies and concatenations. So Windlass needs no table of
+architectures. For stacked parameters of other frameworks, a `StackedRule` describes the checkpoint tensors.
 """
 
 from __future__ import annotations
@@ -33,12 +30,11 @@ from windlass.layout.naming.place import PlacedShard
 from windlass.layout.naming.stacked import StackedRule
 
 MAX_PIECES = 1 << 16
-"""Maximum number of boxes per tensor. The row permutation for a rotary embedding makes one box per two
-rows."""
+"""Maximum number of boxes per tensor. The row permutation for a rotary embedding makes one box per two rows."""
 
 
 WRAPPER_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""Prefixes that torch.compile, activation checkpointing and FSDP1 insert into names."""
+"""Parts that torch.compile, activation checkpointing and FSDP1 insert into the names of parameters."""
 
 
 def without_marks(name: str) -> str:
@@ -56,25 +52,28 @@ _MARKS = re.compile(
 
 
 def without_peft(name: str) -> str:
-    """Return a name without `WRAPPER_MARKS` and the parts that PEFT inserts before a base."""
+    """Return a name without `WRAPPER_MARKS` and without the parts that PEFT inserts into the names of a base."""
     return _MARKS.sub("", name)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor itself. `to_local` would return an alias of a parameter (torch 2.13)."""
+    """Return the tensor object that contains this rank's elements; for a plain tensor, the tensor itself.
+
+    `DTensor.to_local` returns another object for a parameter (torch 2.13).
+    """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def transformers_model(module: torch.nn.Module, *, inside: bool = False) -> torch.nn.Module | None:
-    """Return the transformers 5 model inside the wrappers of `module`; None if there is no such model.
+    """Return the transformers 5 model inside the wrappers of `module`; None if it is another kind of module.
 
-    With `inside`, also search the submodules of `module`, for example for the base of a PEFT model.
+    With `inside`, search the submodules of `module` too, for example for the base of a PEFT model.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None or "transformers.core_model_loading" not in sys.modules:
         return None
     unwrapped = _unwrapped(module)
-    # `modules()` yields a module before its children.
+    # `modules()` yields a module before its children, so the outermost model is found first.
     for child in unwrapped.modules() if inside else (unwrapped,):
         if isinstance(child, transformers.PreTrainedModel):
             return cast("torch.nn.Module", child)
@@ -92,10 +91,9 @@ class HeldPart:
     """This rank's part of a parameter.
 
     Attributes:
-        name: name of the tensor: the parameter's name in the bare module, or the result of
-            `name_map`.
+        name: name of the parameter without `WRAPPER_MARKS`, or the result of `name_map` for it.
         shape, dtype: shape and dtype of the whole parameter.
-        box: elements of the parameter that this rank holds.
+        box: elements of the parameter that this rank has.
         strides: strides of the local memory, in elements.
     """
 
@@ -109,10 +107,15 @@ class HeldPart:
 def saved_parts(
     model: torch.nn.Module, held: Sequence[HeldPart], owner: Sequence[int]
 ) -> list[list[PlacedShard]]:
-    """Return, for each part, the boxes of saved tensors that it contains; offsets and strides in elements.
+    """Return, for each part, the boxes of saved tensors that it contains.
 
-    `model` is a transformers model, sharded or not, with the tensor names of the parts. `owner` is
-    the (num_held,) index of the first part of the same parameter; tied weights have several parts.
+    Args:
+        model: transformers model, sharded or not. The parts have the names of its tensors.
+        held: parts of all parameters. A tied parameter has one part per name.
+        owner: (num_held,) index of the first part of the same parameter.
+
+    Returns:
+        One list of boxes per part. Offsets and strides are in elements.
 
     Raises:
         UnsupportedLayout: the conversion fails, or it computes values instead of moving them.
@@ -121,7 +124,7 @@ def saved_parts(
     once = [part for index, part in enumerate(held) if owner[index] == index]
     found = _reverted(model, once)
     if len(once) < len(held):
-        # transformers saves tied weights under one name, so convert again for their other names.
+        # transformers saves a tied weight under one of its names only, so convert again with all names.
         found = {**_reverted(model, held), **found}
     return [found[part.name] for part in held]
 
@@ -145,13 +148,12 @@ def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, lis
 
 
 def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
-    """Return the boxes of checkpoint tensors that a part contains, like `saved_parts`.
+    """Return the boxes of checkpoint tensors that a part contains, by the first matching rule.
 
-    The first matching rule applies. Without a matching rule, the parameter is a checkpoint tensor
-    of the same name.
+    If no rule matches, the parameter is a checkpoint tensor of the same name. Offsets and strides are in elements.
 
     Raises:
-        ManifestError: the parameter does not have three dims, or its rows cannot be divided evenly.
+        ManifestError: a rule matches, and the parameter does not have three dims or its rows cannot be divided evenly.
     """
     for rule in rules:
         layer = rule.match(part.name)
@@ -174,7 +176,10 @@ def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
 
 
 def placed_pieces(saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, PlacedShard]]:
-    """Yield the pieces of saved tensors, each with the name of its source parameter."""
+    """Yield (name of the parameter, box of a saved tensor) for each piece of these tensors.
+
+    `saved`: name of a saved tensor -> `_Watched` tensor.
+    """
     for name, tensor in saved.items():
         for piece in cast("_Watched", tensor).pieces:
             shape, view = tuple(tensor.shape), piece.view
@@ -195,9 +200,10 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _bare(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
-    """Return a copy of the module tree with the same tensors and with the classes before `fully_shard`.
+    """Return a copy of the module tree with the same tensors, without wrappers.
 
-    transformers finds conversions by class name, and FSDP2 replaces the class of a module.
+    The copies have the classes from before `fully_shard`, because transformers finds conversions by class name, and
+    FSDP2 replaces the class of a module. `made`: `id` of a module -> its copy.
     """
     module = _unwrapped(module)
     if id(module) not in made:
@@ -214,7 +220,14 @@ def _bare(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box of a tensor, and its memory: `view`, on the meta device, is a view of this rank's part of `source`."""
+    """A box of a `_Watched` tensor, and the elements of a parameter that become this box.
+
+    Attributes:
+        source: name of the parameter.
+        box: the box in the `_Watched` tensor.
+        view: tensor on the meta device, a view of this rank's part of the parameter. Its offset and strides locate the
+            elements.
+    """
 
     source: str
     box: Box
@@ -222,7 +235,10 @@ class _Piece:
 
 
 class _Watched(torch.Tensor):
-    """A tensor without elements that records from which source elements it is made. No operator changes it in place."""
+    """A tensor without elements. It records the parameter elements that it consists of, in `pieces`.
+
+    It accepts operators that only move elements (`_FOLLOWED`), but not in place, and refuses all other operators.
+    """
 
     pieces: list[_Piece]
 
@@ -243,7 +259,11 @@ class _Watched(torch.Tensor):
         return follow(*args, **(kwargs or {}))
 
     def like(self, shape: Sequence[int], pieces: Iterable[_Piece]) -> _Watched:
-        """Return a tensor of the same dtype with this shape and these pieces."""
+        """Return a tensor of the same dtype with this shape and these pieces.
+
+        Raises:
+            UnsupportedLayout: there are more than `MAX_PIECES` pieces.
+        """
         kept = list(itertools.islice(pieces, MAX_PIECES + 1))
         if len(kept) > MAX_PIECES:
             raise UnsupportedLayout(
@@ -259,10 +279,7 @@ def _made(shape: tuple[int, ...], dtype: torch.dtype, pieces: list[_Piece]) -> _
 
 
 def watched(part: HeldPart) -> _Watched:
-    """Return a tensor that stands for a whole parameter.
-
-    The tensor follows operators that move elements, and refuses all other operators.
-    """
+    """Return a `_Watched` tensor in place of a whole parameter. Its only piece is this rank's part."""
     if not part.box.numel:
         return _made(part.shape, part.dtype, [])
     view = torch.empty_strided(part.box.sizes, part.strides, dtype=part.dtype, device="meta")
@@ -274,7 +291,7 @@ def _same(tensor: _Watched, *_: object, **__: object) -> _Watched:
 
 
 def _with(values: Sequence[int], dim: int, *others: int, num_dims: int = 1) -> tuple[int, ...]:
-    """Return `values` with `others` in place of the `num_dims` values from `dim` on."""
+    """Return `values` with `others` in place of the `num_dims` values that begin at index `dim`."""
     return (*values[:dim], *others, *values[dim + num_dims :])
 
 
@@ -385,7 +402,8 @@ def _regrouped(
 ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Divide the old and the new dims into the smallest groups with equal numbers of elements.
 
-    Return (first old dim, old sizes, new sizes) of each group.
+    Returns:
+        (index of the first old dim, old sizes, new sizes) of each group.
     """
     groups = []
     end = other_end = 0
@@ -406,9 +424,10 @@ def _regrouped(
 def _reflowed(
     piece: _Piece, dim: int, old: tuple[int, ...], new: tuple[int, ...]
 ) -> Iterator[_Piece]:
-    """Yield parts of the piece with other dims: dims of sizes `new` replace the dims of sizes `old` from `dim` on.
+    """Yield the parts of a piece in a reshaped tensor: sizes `new` replace the sizes `old` that begin at dim `dim`.
 
-    The piece is cut along the old dims until each part is a box, and a view, in both shapes.
+    A piece may not be a box of the new shape, or torch may have no view of it in this shape. Cut it along an old dim
+    then, and yield the parts.
     """
     offsets, sizes, num_dims = piece.box.offsets, piece.box.sizes, len(old)
     low, held = offsets[dim : dim + num_dims], sizes[dim : dim + num_dims]
@@ -417,7 +436,7 @@ def _reflowed(
         start = sum(i * step for i, step in zip(low, contiguous_strides(old, 1), strict=True))
         found = _box_of_range(start, math.prod(held), new)
         with suppress(RuntimeError):
-            # torch has no view of dims that do not follow each other in memory.
+            # torch raises if it cannot merge these dims into a view.
             if found is not None:
                 view = piece.view.view(_with(sizes, dim, *found.sizes, num_dims=num_dims))
                 at = _with(offsets, dim, *found.offsets, num_dims=num_dims)
@@ -431,7 +450,7 @@ def _reflowed(
 
 
 def _box_of_range(start: int, count: int, shape: tuple[int, ...]) -> Box | None:
-    """Return elements [start, start + count) of a row-major array as a box; None if they are not a box."""
+    """Return elements [start, start + count) of a row-major array as a box; None if they do not form a box."""
     offsets, sizes = list[int](), list[int]()
     for size in reversed(shape):
         start, at = divmod(start, size)
@@ -466,5 +485,5 @@ _FOLLOWED: Mapping[object, Callable[..., object]] = {
     _aten.view.default: _reshaped,
     _aten._unsafe_view.default: _reshaped,
 }
-"""Operators that only move elements. Shapes are tracked as if every tensor were contiguous, so that
-all reshaping is a view."""
+"""Operator that only moves elements -> function that moves the pieces. All `_Watched` tensors count as contiguous, so
+that every reshape is a view."""

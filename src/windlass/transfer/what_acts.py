@@ -1,8 +1,11 @@
-"""Refuse parameters whose values are not the values that the model computes with, or that it saves.
+"""Refuses parameters with other values than the values that the model computes with or saves.
 
-A PEFT layer adds an adapter to its base, `modules_to_save` replaces the base by a trained copy, a parametrisation computes
-the weight from other parameters, and hooks of `state_dict` change what a checkpoint contains. If only the parameter itself is
-published, engines would serve another model.
+If such a parameter is published, engines serve another model than the trainer trains. There are four cases:
+
+- A PEFT layer adds an adapter to its base. The base is the original layer inside the PEFT layer.
+- `modules_to_save` of PEFT uses a trained copy of a module instead of the original module.
+- A parametrisation, weight norm or pruning computes the weight from other parameters.
+- A hook or an override of `state_dict` changes the values that a checkpoint contains.
 """
 
 from __future__ import annotations
@@ -27,16 +30,19 @@ _DICTS = (torch.nn.ModuleDict, torch.nn.ParameterDict)
 
 
 def refuse_unmerged(modules: Sequence[torch.nn.Module], published: Collection[str]) -> None:
-    """Raise if engines would lack what a PEFT layer adds to its base.
+    """Raise if the published parameters lack an adapter of a PEFT layer. Do nothing if PEFT is not imported.
+
+    An adapter may be left out if it changes no value, such as a LoRA adapter with a `lora_B` of zeros.
 
     Args:
         modules: the trainer's modules.
-        published: names of the parameters that engines get, without the marks of wrappers.
+        published: names of the parameters that engines get, without `WRAPPER_MARKS`.
 
     Raises:
-        PlanError: a published base lacks an active adapter that is neither merged nor published; an adapter is published
-            and another active or merged adapter is not; or the scale of a published adapter is not that of its
-            configuration; or an adapter is merged into a base that the model also uses without the adapter. LoRA adapters that add nothing (`lora_B` is 0) may be left out.
+        PlanError: one of these cases. A base is published, and an active adapter is neither merged nor published. An
+            adapter is merged into a published base that is tied to another layer without this adapter. An adapter is
+            published without its base, and another active or merged adapter is not published, or the adapter's scale is
+            another one than in its configuration.
     """
     if "peft" not in sys.modules:
         return
@@ -54,15 +60,15 @@ def refuse_unmerged(modules: Sequence[torch.nn.Module], published: Collection[st
 
 
 def refuse_kept(module: torch.nn.Module, published: Collection[str], keep: Sequence[str]) -> None:
-    """Raise if engines keep the base of a PEFT layer that is trained.
+    """Raise if engines would keep the old values of a base although its adapter is trained.
 
     Args:
         module: the trainer's module.
-        published: names of the parameters that engines get, without the marks of wrappers.
-        keep: patterns (`fnmatch`) of the engine tensors that keep their values.
+        published: names of the parameters that engines get, without `WRAPPER_MARKS`.
+        keep: `fnmatch` patterns of engine tensors that keep their values.
 
     Raises:
-        PlanError: a pattern matches a base whose adapter is trained, and neither of them is published.
+        PlanError: a pattern matches a base with a trained adapter, and neither base nor adapter is published.
     """
     if "peft" not in sys.modules or not keep:
         return
@@ -79,13 +85,14 @@ def refuse_kept(module: torch.nn.Module, published: Collection[str], keep: Seque
 
 @dataclass(frozen=True, slots=True)
 class _PeftLayer:
-    """A layer with adapters.
+    """A PEFT layer.
 
     Attributes:
-        prefix: path of the layer, with a dot at its end unless it is empty.
+        prefix: path of the layer in the module, with a dot at its end unless it is empty.
         layer: the layer.
-        kind: name of the child that has the base.
-        bases: all names of the base's parameters, without the marks of wrappers.
+        kind: name of the child module that is the base: `base_layer`, or `original_module` for `modules_to_save`.
+        bases: all names of the base's parameters, without `WRAPPER_MARKS`. A tied parameter also has names outside of
+            the layer.
     """
 
     prefix: str
@@ -95,30 +102,30 @@ class _PeftLayer:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters that act in a forward pass or are merged."""
+        """Names of the adapters that are active in a forward pass or merged into the base."""
         active = () if self.layer.disable_adapters else self.layer.active_adapters
         return tuple(dict.fromkeys((*active, *self.merged)))
 
     @property
     def merged(self) -> tuple[str, ...]:
-        """Names of the merged adapters."""
+        """Names of the adapters that are merged into the base."""
         return tuple(vars(self.layer).get("merged_adapters", ()))
 
     def base_in(self, published: Collection[str]) -> str | None:
-        """Return the first published name of the base; None if it is not published."""
+        """Return the first published name of a base's parameter; None if the base is not published."""
         return next((name for name in self.bases if name in published), None)
 
     def own(self, adapter: str) -> dict[str, torch.Tensor]:
-        """Return the parameters of an adapter, by name without the marks of wrappers."""
+        """Return the parameters of an adapter: name in the module, without `WRAPPER_MARKS` -> parameter."""
         found = _parameters_of(self.layer, adapter)
         return {without_marks(self.prefix + name): parameter for name, parameter in found}
 
     def adapters_in(self, published: Collection[str]) -> list[str]:
-        """Return the names of the adapters that are published."""
+        """Return the names of the adapters with a published parameter."""
         return [a for a in self.adapters if any(name in published for name in self.own(a))]
 
     def adds_nothing(self, adapter: str) -> bool:
-        """Return whether the layer's values are the same without the adapter."""
+        """Return whether the layer computes the same without the adapter."""
         own = dict(_parameters_of(self.layer, adapter))
         before = self.layer._modules.get("trainable_tokens_original")
         if before is not None and adapter in before:
@@ -128,22 +135,22 @@ class _PeftLayer:
         return not own or _adds_nothing(own)
 
     def is_trained(self) -> bool:
-        """Return whether an adapter that acts has a parameter that is trained."""
+        """Return whether an active or merged adapter has a parameter with `requires_grad`."""
         return any(p.requires_grad for adapter in self.adapters for p in self.own(adapter).values())
 
     def own_bases(self) -> list[str]:
-        """Return the names of the base's parameters in this layer."""
+        """Return the names of the base's parameters inside this layer."""
         return [
             name for name in self.bases if name.startswith(without_marks(self.prefix + self.kind))
         ]
 
     def merged_parameters(self) -> set[int]:
-        """Return the `id` of each parameter of merged adapters that change the base."""
+        """Return the `id` of each parameter of the merged adapters, except adapters that add nothing."""
         found = (self.own(a).values() for a in self.merged if not self.adds_nothing(a))
         return {id(parameter) for parameters in found for parameter in parameters}
 
     def names_without_peft(self) -> set[str]:
-        """Return the names that the base's parameters have in the model without PEFT."""
+        """Return the possible names of the base's parameters in the model without PEFT."""
         names = (without_peft(name) for name in self.bases)
         return {
             shorter for name in names for shorter in (name, name.removeprefix("base_model.model."))
@@ -163,7 +170,7 @@ def _peft_layers(top: torch.nn.Module) -> Iterator[_PeftLayer]:
         )
         if kind:
             parameters = cast("torch.nn.Module", children[kind]).parameters()
-            # A tied base may be published under the name of a parameter outside of the layer.
+            # Include names outside of the layer, because a tied base may be published under such a name.
             bases = tuple(name for p in parameters for name in names[id(p)])
             yield _PeftLayer(f"{path}." if path else "", layer, kind, bases)
 
@@ -190,9 +197,9 @@ def _refuse_base(layer: _PeftLayer, base: str, published: Collection[str]) -> No
 
 
 def _refuse_tied(layer: _PeftLayer, base: str, merged: Mapping[str, set[int]]) -> None:
-    """Raise if an adapter is merged into a tied base, but does not act wherever the model uses the base.
+    """Raise if an adapter is merged into a base that is tied to a parameter without this adapter.
 
-    `merged` has the result of `merged_parameters` by name of a base.
+    `merged`: name of each base's parameter -> `merged_parameters` of its layer.
     """
     here = layer.merged_parameters()
     other = next((name for name in layer.bases if merged.get(name, set()) != here), None)
@@ -205,7 +212,11 @@ def _refuse_tied(layer: _PeftLayer, base: str, merged: Mapping[str, set[int]]) -
 
 
 def _refuse_others(layer: _PeftLayer, published: Collection[str]) -> None:
-    """Raise if engines, which add one adapter to a base of their own, would lack another adapter or have another scale."""
+    """Raise if engines with the published adapters would compute other values than the trainer.
+
+    Such engines add the published adapters to their own base. They lack every other active or merged adapter, and they
+    use the scale from the configuration.
+    """
     served = layer.adapters_in(published)
     for adapter in layer.adapters:
         if adapter not in served and not layer.adds_nothing(adapter):
@@ -225,7 +236,7 @@ def _refuse_others(layer: _PeftLayer, published: Collection[str]) -> None:
 
 
 def _scales(layer: Any, adapter: str) -> tuple[float, float]:
-    """Return the scale of a LoRA adapter, and the scale by its rank and alpha; 1 for both if it has none."""
+    """Return the present scale of a LoRA adapter and the scale from its rank and alpha; (1, 1) for other adapters."""
     held = vars(layer)
     if any(adapter not in held.get(name, ()) for name in ("scaling", "r", "lora_alpha")):
         return 1.0, 1.0
@@ -236,7 +247,7 @@ def _scales(layer: Any, adapter: str) -> tuple[float, float]:
 
 
 def _parameters_of(layer: Any, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of one adapter in a PEFT layer, by name in the layer."""
+    """Yield name in the layer and parameter, for each parameter of one adapter in a PEFT layer."""
     for container in dict.fromkeys(layer.adapter_layer_names):
         held = layer._modules.get(container)
         if not isinstance(held, _DICTS) or adapter not in held:
@@ -257,14 +268,14 @@ def _adds_nothing(own: Mapping[str, torch.Tensor]) -> bool:
 def refuse_originals(
     module: torch.nn.Module, published: Mapping[str, tuple[str, torch.Tensor]]
 ) -> None:
-    """Raise if a parameter is published under the name of a tensor that the model computes from it, such as by weight norm.
+    """Raise if `name_map` gives a parameter the name of a tensor that the module computes from it (weight norm).
 
     Args:
         module: the trainer's module.
-        published: name in the module -> name in the checkpoint and tensor.
+        published: name in the module -> name in the checkpoint, and tensor.
 
     Raises:
-        UnsupportedLayout: `name_map` gives an original the name of the computed tensor. The message names both.
+        UnsupportedLayout: a parameter has the name of the computed tensor.
     """
     originals = dict(_originals(module))
     owners = {
@@ -290,14 +301,17 @@ def refuse_originals(
 
 
 def _originals(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
-    """Yield the id of each parameter inside a parametrisation or norm of torch, and the name of the computed attribute."""
+    """Yield the `id` of each parameter from which torch computes an attribute, and the name of the attribute.
+
+    torch does this in parametrisations, pruning, weight norm and spectral norm.
+    """
     for child in module.modules():
         chains = child._modules.get("parametrizations")
         if isinstance(chains, torch.nn.ModuleDict):
             for attribute, chain in chains.items():
                 yield from ((id(tensor), attribute) for tensor in chain.parameters())
-        # Pruning and the older weight_norm and spectral_norm are hooks. Before the first step, `weight` may share its
-        # original's memory.
+        # Pruning and the older weight_norm and spectral_norm are forward hooks. Before the first forward pass, the
+        # computed attribute may share the memory of its original.
         for hook in child._forward_pre_hooks.values():
             if type(hook).__module__.startswith("torch.nn.utils."):
                 attribute = str(vars(hook).get("name") or vars(hook).get("_tensor_name"))
@@ -307,12 +321,13 @@ def _originals(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def _computes(owner: torch.nn.Module, attribute: str, original: torch.Tensor) -> bool:
-    """Return whether an attribute that is no parameter, buffer or module is a tensor with memory of its own."""
+    """Return whether an attribute is a computed tensor: not registered, and with other memory than `original`."""
     if any(attribute in held for held in (owner._parameters, owner._buffers, owner._modules)):
         return False
     value = vars(owner).get(attribute)
     if value is None and isinstance(getattr(type(owner), attribute, None), property):
-        with torch.no_grad(), suppress(Exception):  # the property of any class
+        # A property of a user's class may raise any exception.
+        with torch.no_grad(), suppress(Exception):
             value = getattr(owner, attribute)
     return isinstance(value, torch.Tensor) and _apart(value, original)
 
@@ -323,16 +338,16 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def refuse_rewritten(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise if `state_dict` of the module gives other values than the published tensors.
+    """Raise if `module.state_dict()` returns other values than the published tensors have.
 
-    Calls `state_dict` only if a hook or a module class that is not torch's may change its values.
+    Call `state_dict` only if the module has a hook of `state_dict`, or a class that overrides it, outside of torch.
 
     Args:
         module: the trainer's module.
-        tensors: published tensors by name in the module.
+        tensors: name in the module -> published tensor.
 
     Raises:
-        UnsupportedLayout: a hook changes the values of a published tensor. The message names the tensor.
+        UnsupportedLayout: a published tensor has other values in `state_dict`.
     """
     children = [*module.modules()]
     if not any(map(_rewrites, children)) or any(
