@@ -1,17 +1,16 @@
-"""Describe the part of a torch module that this rank holds, in checkpoint coordinates, without communication.
+"""Describes the part of a torch module that this rank has, as boxes of checkpoint tensors. No communication.
 
-The input is a module with plain parameters or DTensors; the output is a `ShardManifest`. Trainers
-(FSDP2, tensor parallel, or both) and tensor-parallel engines use it.
+The input is a module with plain parameters or DTensors; the output is a `ShardManifest`. Trainers with FSDP2, tensor
+parallelism or both use it, and tensor-parallel engines.
 
-FSDP2 over tensor parallelism needs care: the mesh is (fsdp, tp), the placements are
-`(_StridedShard(0), Shard(0))`, and tp cut the tensor first and fsdp cut each part again. This
-module replays the cuts in their original order, which gives one contiguous range per
-dim, also for uneven sizes. Reading the placements from left to right gives a wrong range without an
-error.
+FSDP2 over tensor parallelism needs care. The mesh is (fsdp, tp) and the placements are `(_StridedShard(0), Shard(0))`:
+tp cuts the tensor first, and then fsdp cuts each part. This module repeats the cuts in this order, which gives one
+contiguous range per dim, even for uneven sizes. Reading the placements from left to right would give a wrong range
+without an error.
 
-A rank's part along a mesh axis is its rank in that axis' process group and not its position in the
-mesh: FSDP2, tensor parallel and `full_tensor` use the group rank. torch sorts the ranks of a group,
-so the two differ if the ranks of the mesh do not ascend.
+Along a mesh axis, a rank has the part with the number of its rank in the axis' process group, not of its position in
+the mesh: FSDP2, tensor parallelism and `full_tensor` use the group rank. torch sorts the ranks of a group, so the two
+numbers differ if the ranks of the mesh do not ascend.
 """
 
 from __future__ import annotations
@@ -63,24 +62,27 @@ from windlass.transfer.what_acts import refuse_unmerged
 
 _log = logging.getLogger(__name__)
 _FLAT_PARAMETER = "_flat_param"
-"""Name of FSDP1's parameter that contains all parameters of a module."""
+"""Name of the parameter in which FSDP1 stores all parameters of a module."""
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the memory that this rank holds: the local part of a DTensor, or the tensor itself."""
+    """Return this rank's elements as a plain tensor without gradient: the local part of a DTensor, or the tensor."""
     return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) -> HeldPart:
-    """Describe this rank's part of `parameter`, under `name`. Not collective.
+    """Describe this rank's part of a parameter. Not collective. The part is empty if the mesh lacks this rank.
 
-    A DTensor on a mesh without this rank has an empty part. `by_fsdp` says whether FSDP2 cut the parameter: FSDP2
-    cuts uneven strided shards differently from all other parts of torch.
+    Args:
+        name: name for the description and for errors.
+        parameter: plain tensor or DTensor.
+        by_fsdp: whether FSDP2 cut the parameter. FSDP2 cuts uneven strided shards in another way than the rest of
+            torch.
 
     Raises:
-        UnsupportedLayout: a placement is not a plain part of the tensor (Partial), no order of the cuts explains the
-            split factor of a strided shard, or torch interprets a strided shard in two ways.
-        ManifestError: the described part and the local memory differ in shape.
+        UnsupportedLayout: a placement is neither shard nor replica; no order of the cuts explains the split factor of a
+            strided shard; or torch distributes and gathers the parameter in two different ways.
+        ManifestError: the described part and the local tensor differ in shape.
     """
     local = local_tensor(parameter)
     shape = tuple(parameter.shape)
@@ -90,7 +92,7 @@ def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) ->
         box = Box((0,) * len(shape), (0,) * len(shape))
     else:
         box = _box_of(name, parameter, by_fsdp=by_fsdp)
-    # Do not compare an empty part: torch gives it a shape that differs from the box.
+    # Do not compare an empty part, because torch gives it another shape than the box.
     if box.sizes != tuple(local.shape) and (box.numel or local.numel()):
         raise ManifestError(
             f"parameter {name!r}: the local shard must be {box} of {shape}, got shape "
@@ -102,14 +104,14 @@ def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) ->
 
 
 def _is_off_mesh(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is on a mesh without this rank."""
+    """Return whether the tensor is a DTensor on a mesh that lacks this rank."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
 def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
     mesh = tensor.device_mesh
     cuts = _cut_order(name, tensor)
-    # If FSDP2 made the only cut, the rank order along other axes has no effect on this part.
+    # If FSDP2 makes the only cut, the order of ranks along other axes has no effect on this part.
     alone = by_fsdp and sum(map(len, cuts.values())) == 1
     if mesh.ndim > 1 and cuts and not alone and not _is_in_order(mesh):
         raise UnsupportedLayout(
@@ -121,8 +123,8 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
     for dim, axes in cuts.items():
         for axis in axes:
             rank, parts = mesh.get_local_rank(axis), mesh.size(axis)
-            # torch gives a rank the part at its group rank, but computes the next cut from the part at
-            # its mesh position. If all parts have the same size, the next cut is the same.
+            # torch gives a rank the part with its group rank, but computes the next cut from the size of the part with
+            # its mesh position. These sizes are equal if the dim is cut evenly.
             is_by_fsdp = by_fsdp and axis == axes[-1]
             is_turned = rank != places[axis]
             if len(axes) > 1 and not is_by_fsdp and is_turned and sizes[dim] % parts:
@@ -147,7 +149,7 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
 
 @functools.lru_cache(maxsize=16)
 def _is_in_order(mesh: DeviceMesh) -> bool:
-    """Return whether, along each axis, ranks at the same mesh position have the same group rank."""
+    """Return whether along each mesh axis, all ranks with the same position have the same group rank."""
     for axis in range(mesh.ndim):
         numbers = mesh.mesh.argsort(dim=axis).argsort(dim=axis).transpose(0, axis).flatten(1)
         if (numbers != numbers[:, :1]).any():
@@ -156,10 +158,15 @@ def _is_in_order(mesh: DeviceMesh) -> bool:
 
 
 def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
-    """Return, per tensor dim, the mesh axes that cut the dim, in the order of the cuts."""
+    """Return tensor dim -> mesh axes that cut the dim, in the order of the cuts.
+
+    Raises:
+        UnsupportedLayout: a placement is neither shard nor replica, or no order of the cuts explains the split factor
+            of a strided shard.
+    """
     orders: dict[int, list[int]] = {}
     strided = any(isinstance(placement, _StridedShard) for placement in tensor.placements)
-    # Go from right to left: a split factor counts the parts that axes to the right have made.
+    # Read placements from right to left, because a split factor is the number of parts from axes to its right.
     for axis, placement in reversed([*enumerate(tensor.placements)]):
         if isinstance(placement, (Shard, _StridedShard)):
             factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
@@ -185,9 +192,9 @@ def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
 
 
 def _read_in_turn(tensor: DTensor, dim: int, axes: Sequence[int]) -> Int64Array:
-    """Return the indices of `dim` that this rank gets if placements are applied from left to right.
+    """Return the (n,) indices of `dim` that this rank gets from `distribute_tensor`.
 
-    `distribute_tensor` applies placements in this order. A strided shard divides the indices into
+    `distribute_tensor` applies placements from left to right. For a strided shard, it divides the indices into
     `split_factor` parts and gives each rank a share of every part.
     """
     held = np.arange(tensor.shape[dim])
@@ -209,11 +216,11 @@ class HeldTensor:
     """A parameter or persistent buffer of a module.
 
     Attributes:
-        name: name in the module.
-        tensor_name: name of the checkpoint tensor.
+        name: name in the module, with the parts that wrappers insert.
+        tensor_name: name without the parts that wrappers insert, or the result of `name_map` for it.
         tensor: the parameter or buffer; a DTensor if it is sharded.
-        by_fsdp: True if it is in a module that FSDP2 shards.
-        is_buffer: True if it is a buffer.
+        by_fsdp: whether it is in a module that FSDP2 shards.
+        is_buffer: whether it is a buffer.
     """
 
     name: str
@@ -224,27 +231,31 @@ class HeldTensor:
 
 
 NameMap = Callable[[str], str | None]
-"""Function from a name in the bare module to the checkpoint's name; None leaves the tensor out."""
+"""Function from a name in the module without wrappers to the name in the checkpoint. It returns None to leave the
+tensor out."""
 
 
 def held_tensors(
     module: torch.nn.Module, name_map: NameMap | None = None, *, role: Role | None = None
 ) -> list[HeldTensor]:
-    """Return the tensors of this rank that a checkpoint of `module` would contain, each under all of its names.
+    """Return the tensors of `module` on this rank that a checkpoint would contain: parameters and persistent buffers.
 
-    Names are names of the bare module, without the prefixes of `torch.compile`, activation checkpointing, FSDP1 and
-    `DistributedDataParallel`. Parameters on a mesh without this rank are left out. FSDP2 modules that still hold
-    gathered parameters after a forward pass are resharded first (local, no communication), because the optimizer
-    steps the shards and not the gathered copy.
+    A tensor with several names has one entry per name. Parameters on a mesh that lacks this rank are left out. If FSDP2
+    modules still have gathered parameters after a forward pass, they are resharded first (local, no communication),
+    because the optimizer steps the shards and not the gathered copies.
 
-    With role TRAINER, buffers that cannot be sent (complex, sparse, without memory) are left out, because few engines
-    need them; an engine that needs such a buffer reports it as missing. Without a role nothing is checked, which is
-    only allowed for tensors that were described before.
+    Args:
+        module: the module.
+        name_map: function that gets names without the parts from `torch.compile`, activation checkpointing, FSDP1 and
+            `DistributedDataParallel`, see `NameMap`. None keeps these names.
+        role: TRAINER leaves out buffers that cannot be sent (complex, sparse, without memory). Few engines need such a
+            buffer, and an engine that needs it reports it as missing. None checks no tensor; the caller has described
+            the tensors before.
 
     Raises:
         ConfigError: `module` is not a module, or `name_map` returned something other than a name or None.
         UnsupportedLayout: see `check_memory`; or FSDP1 has cut the parameters of a module.
-        PlanError: code has changed a gathered copy of a parameter in place.
+        PlanError: a gathered copy of a parameter was changed in place.
     """
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -281,10 +292,10 @@ def held_tensors(
 
 
 def _refuse_cut_by_fsdp1(path: str, wrapper: FullyShardedDataParallel) -> None:
-    """Raise for an FSDP1 module unless its parameters are gathered now.
+    """Raise for an FSDP1 module, unless its parameters are whole now. `path`: path of the module, for the error.
 
     Raises:
-        UnsupportedLayout: the parameters are ranges of a flat parameter, and torch does not record which ranges.
+        UnsupportedLayout: the parameters are ranges of a flat parameter; torch does not record the ranges.
     """
     handle = wrapper._handle
     if handle is None or handle._training_state is HandleTrainingState.SUMMON_FULL_PARAMS:
@@ -300,10 +311,10 @@ def _refuse_cut_by_fsdp1(path: str, wrapper: FullyShardedDataParallel) -> None:
 
 
 def _can_be_sent(held: HeldTensor, role: Role) -> bool:
-    """Return whether a tensor can be described; raise if a required tensor cannot.
+    """Return whether a tensor can be sent. False only for buffers of a trainer.
 
     Raises:
-        UnsupportedLayout: see `check_memory` and `dtype_of`.
+        UnsupportedLayout: another tensor cannot be sent, see `check_memory` and `dtype_of`.
     """
     try:
         check_memory(held.name, held.tensor)
@@ -317,7 +328,10 @@ def _can_be_sent(held: HeldTensor, role: Role) -> bool:
 
 
 def _bare(name: str, parallel: Sequence[str]) -> str:
-    """Return a name without the parts that wrappers insert. `parallel`: prefixes of DDP modules, inner ones first."""
+    """Return a name without the parts that wrappers insert.
+
+    `parallel`: prefixes of the modules inside `DistributedDataParallel` modules, the longest first.
+    """
     for prefix in parallel:
         if name.startswith(prefix):
             name = prefix.removesuffix("module.") + name.removeprefix(prefix)
@@ -325,12 +339,12 @@ def _bare(name: str, parallel: Sequence[str]) -> str:
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raise if a tensor's memory does not contain its elements; `name` is for the message.
+    """Raise if the memory of a tensor does not contain its elements. `name`: name of the tensor, for the error.
 
     Raises:
-        UnsupportedLayout: the tensor is lazy, on the meta device, sparse, a placeholder of
-            DeepSpeed ZeRO-3, or of a subclass that consists of other tensors; or it has torch's
-            negative or conjugate bit, so that its memory contains other values.
+        UnsupportedLayout: the tensor is lazy, on the meta device, sparse, a placeholder of DeepSpeed ZeRO-3, or of a
+            subclass without its own memory; or it has torch's negative or conjugate bit, so that its memory contains
+            other values.
     """
     if is_lazy(tensor):
         raise UnsupportedLayout(
@@ -358,7 +372,7 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_freed(name: str, local: torch.Tensor) -> None:
-    """Raise `PlanError` if the storage of a tensor has been freed, for example by offloading."""
+    """Raise `PlanError` if the memory of a local tensor was freed, for example by offloading."""
     if _is_freed(local):
         raise PlanError(f"parameter {name!r}: its memory is freed; load it back before publishing")
 
@@ -377,7 +391,7 @@ def _has_memory(local: torch.Tensor) -> bool:
 
 
 def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that a checkpoint contains, each under all of its names."""
+    """Yield name and buffer for each persistent buffer, once per name of the buffer."""
     for path, child in module.named_modules(remove_duplicate=False):
         for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
             if name not in child._non_persistent_buffers_set:
@@ -394,25 +408,23 @@ def describe_module(
 ) -> ShardManifest:
     """Return the manifest of a module's parameters and persistent buffers on this rank. Not collective.
 
-    A tensor with several names (tied weights) is described under its first name; the other names
-    become aliases. A transformers model is described in the form that transformers saves (renamed,
-    and with fused tensors taken apart), unless `stacked` is given. `name_map` is applied first.
-    A tensor is then renamed and taken apart if its mapped name is a name in the transformers model,
-    so `name_map` may remove the prefixes of a PEFT model or of the caller's own wrapper.
+    A tensor with several names (tied weights) is described under its first name, and the other names become aliases.
+    Without `stacked`, a transformers model is described in the form that transformers saves: with other names, and with
+    the single tensors in place of fused ones (`saved_parts`). `name_map` is applied first. With a `name_map`, this
+    conversion covers the tensors with a mapped name that exists in the transformers model. So `name_map` may remove the
+    prefixes of a PEFT model or of the caller's own wrapper.
 
     Args:
-        module: any module, wrapped or not; its parameters may be DTensors.
-        worker: identity of this rank.
+        module: any module, with or without wrappers; its parameters may be DTensors.
+        worker: worker name of this rank.
         role: trainer or engine.
-        name_map: function from name to checkpoint name, None for a tensor to leave out; identity
-            when omitted.
-        stacked: rules for parameters that contain several checkpoint tensors, by mapped name;
-            `TRANSFORMERS_EXPERTS` when omitted.
+        name_map: see `NameMap`; None keeps all names.
+        stacked: rules for parameters that contain several checkpoint tensors, by mapped name; None for the conversion
+            of transformers and `TRANSFORMERS_EXPERTS`.
 
     Raises:
-        ConfigError: see `held_tensors`; or two different parameters have one name.
-        UnsupportedLayout, ManifestError: see `held_tensors`, `local_shard`, `saved_parts` and
-            `unstack`.
+        ConfigError: see `held_tensors`; or two different parameters get the same name.
+        UnsupportedLayout, ManifestError: see `held_tensors`, `local_shard`, `saved_parts` and `unstack`.
     """
     builder = ManifestBuilder(worker, role)
     held_here = held_tensors(module, name_map, role=role)
@@ -443,7 +455,7 @@ def describe_module(
         gaps = max(nbytes - parts[index].box.numel * dtype.itemsize, 0)
         builder.add_parameter(held.name, nbytes=nbytes, dtype=dtype, padding_nbytes=gaps)
         for placed in boxes[index]:
-            # Several parts may form one tensor only if transformers has converted them.
+            # Two parameters may be parts of the same tensor only if transformers has converted them.
             if index not in converted and owners.setdefault(placed.tensor, held.name) != held.name:
                 _refuse_one_name(
                     [(placed.tensor, name) for name in (owners[placed.tensor], held.name)]
@@ -462,10 +474,10 @@ def describe_module(
 def _converted(
     module: torch.nn.Module, parts: Sequence[HeldPart], owner: Sequence[int], *, by_name: bool
 ) -> dict[int, list[PlacedShard]]:
-    """Return index of part -> boxes, for parts that a transformers model saves in another form.
+    """Return index of a part -> its boxes, for the parts of a transformers model; see `saved_parts`.
 
-    With `by_name`, convert only parts with the name of a tensor in the model. A `name_map` has
-    already converted all other parts.
+    With `by_name`, convert only parts with the name of a tensor in the model. The `name_map` gives the other parts
+    their checkpoint names.
     """
     model = transformers_model(module, inside=by_name)
     if model is None:
@@ -473,16 +485,16 @@ def _converted(
     known = names_in(model) if by_name else None
     chosen = [i for i, part in enumerate(parts) if known is None or part.name in known]
     at = {index: place for place, index in enumerate(chosen)}
-    # For tied weights, `name_map` may have renamed only the first name. Then `chosen` lacks the owner of the
-    # other parts, and each part is its own owner.
+    # `name_map` may have renamed only the first name of a tied weight. `chosen` then lacks the owner of the other
+    # parts, and each of these parts counts as its own owner.
     owners = [at.get(owner[index], place) for place, index in enumerate(chosen)]
     return dict(zip(chosen, saved_parts(model, [parts[i] for i in chosen], owners), strict=True))
 
 
 def _refuse_one_name(names: Iterable[tuple[str, str]]) -> None:
-    """Raise ConfigError if two parameters have one name, because the planner would treat them as copies.
+    """Raise `ConfigError` if two parameters have the same tensor name, because the planner would treat them as copies.
 
-    `names` has pairs of tensor name and parameter name.
+    `names`: pairs of tensor name and parameter name.
     """
     first: dict[str, str] = {}
     for tensor, parameter in names:
@@ -496,7 +508,7 @@ def _refuse_one_name(names: Iterable[tuple[str, str]]) -> None:
 def parameter_addresses(
     module: torch.nn.Module, name_map: NameMap | None = None
 ) -> tuple[int, ...]:
-    """Return current addresses in the order of `describe_module`'s parameters."""
+    """Return the current addresses of an engine's parameters, in the order of the manifest from `describe_module`."""
     held = own_tensors(module, name_map, role=Role.ENGINE)
     return tuple(local_tensor(one.tensor).data_ptr() for one in held)
 
@@ -504,7 +516,7 @@ def parameter_addresses(
 def own_tensors(
     module: torch.nn.Module, name_map: NameMap | None = None, *, role: Role | None = None
 ) -> list[HeldTensor]:
-    """Return `held_tensors` with one entry per tensor: one for each of `describe_module`'s parameters."""
+    """Return `held_tensors` with only the first entry of each tensor: the parameters of the manifest, in order."""
     own: dict[int, HeldTensor] = {}
     for held in held_tensors(module, name_map, role=role):
         own.setdefault(id(held.tensor), held)
@@ -513,11 +525,12 @@ def own_tensors(
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """State of tensors at one time.
+    """State of tensors at one time, for the detection of changes.
 
     Attributes:
-        tensors: address of each tensor, and how often torch operators have written to it.
-        merged: `id` of each PEFT layer that has merged adapters, and the names of the adapters.
+        tensors: per tensor, its address and the number of writes that torch has counted; (0, 0) for tensors that
+            engines do not get.
+        merged: `id` of each PEFT layer with merged adapters, and the names of these adapters.
     """
 
     tensors: Sequence[tuple[int, int]] = ()
@@ -525,9 +538,9 @@ class _State:
 
 
 def _merged(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the id of each PEFT layer that has merged adapters, and the adapters' names.
+    """Yield the `id` of each PEFT layer with merged adapters, and the names of these adapters.
 
-    PEFT merges through `Tensor.data`, and torch does not count such writes.
+    PEFT merges by writes to `Tensor.data`, which torch does not count.
     """
     if "peft" not in sys.modules:
         return
@@ -541,14 +554,15 @@ def _merged(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[int, tuple[str
 class LiveTensors:
     """Tensors of modules that were described in a manifest.
 
-    Every update finds the tensors again and compares them with the description. A parameter may move, be registered
-    again, or change its place in the module's order. If engines get a parameter (`read`), its name, dtype, shape,
+    Every update looks up the tensors again, and compares them with the description. A parameter may move, be another
+    tensor object, or change its place in the module. If engines get a parameter (`read`), its name, dtype, shape,
     strides and this rank's part must not change. A lookup costs some microseconds per module and less per tensor,
-    unless a module has changed. This object keeps no tensor alive.
+    unless a module has changed. This object stores no reference to a tensor. Thread-safe.
 
     Args:
-        walk: finds the tensors again, each once.
-        held: the described tensors, in manifest order; the current result of `walk` when omitted.
+        modules: the modules.
+        walk: function that returns all tensors of the modules, each once.
+        held: the described tensors, in manifest order; None for the result of `walk` now.
 
     Raises:
         UnsupportedLayout, ManifestError: see `local_shard`.
@@ -562,7 +576,7 @@ class LiveTensors:
     ) -> None:
         self._modules, self._walk = tuple(modules), walk
         held = walk() if held is None else held
-        # Use bare names: a module may get or lose a wrapper such as `torch.compile`.
+        # Use names without wrappers, because a module may get or lose a wrapper such as `torch.compile` later.
         self._parts = {
             _bare(one.name, ()): local_shard(one.name, one.tensor, by_fsdp=one.by_fsdp)
             for one in held
@@ -581,7 +595,7 @@ class LiveTensors:
         self._lock = threading.Lock()
 
     def read(self, indices: Collection[int]) -> None:
-        """Set the tensors that engines get, by manifest index. All other tensors may change in any way."""
+        """Set the manifest indices of the tensors that engines get. All other tensors may change in any way."""
         with self._lock:
             new = [index for index in indices if not self._is_read[index]]
             self._is_read = [index in indices for index in range(len(self._names))]
@@ -592,11 +606,14 @@ class LiveTensors:
                 self._watched = replace(self._watched, tensors=watched)
 
     def locate(self) -> tuple[ParameterMemory, ...]:
-        """Return the memory of each tensor in manifest order; the same objects if no tensor has moved.
+        """Return the memory of each tensor, in manifest order; the same tuple as before if no tensor has moved.
+
+        FSDP2 modules are resharded first. Later calls of `changed` compare with the state of now.
 
         Raises:
-            PlanError: tensors are missing or new, or a tensor that engines get has changed its
-                layout or has no memory.
+            PlanError: a tensor that engines get is missing, has another layout or has no memory; or the modules have a
+                new parameter.
+            UnsupportedLayout: see `check_memory`.
         """
         with self._lock:
             tensors = self._find()
@@ -608,7 +625,7 @@ class LiveTensors:
                     refuse_freed(self._names[index], local)
                 if address != self._addresses[index]:
                     self._addresses[index] = address
-                    # Look up all storages again: a tensor at its old address may have a new storage.
+                    # Look up all storages again, because a tensor with its old address may have a new storage.
                     self._located = ()
                 locals_here.append(local)
             if not self._located:
@@ -617,10 +634,10 @@ class LiveTensors:
             return self._located
 
     def _as_described(self, index: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the local part of a tensor; None for a changed tensor that engines do not get.
+        """Return the local part of a tensor; None if engines do not get the tensor and it has changed or is freed.
 
         Raises:
-            UnsupportedLayout, PlanError: a tensor that engines get has changed.
+            UnsupportedLayout, PlanError: engines get the tensor, and its layout has changed.
         """
         is_same = tensor is not None and _signature(tensor) == self._signatures[index]
         if self._is_read[index] and tensor is not None:
@@ -632,9 +649,10 @@ class LiveTensors:
         return local_part(tensor)
 
     def watch(self) -> None:
-        """Record the state of the tensors, for `changed`; `locate` records the state too.
+        """Record the state of the tensors. Later calls of `changed` compare with it.
 
-        Unlike `locate`, this method does not reshard FSDP2 modules and does not check tensors.
+        In contrast to `locate`, this method does not check the layout of tensors, and it reshards FSDP2 modules only if
+        a module has changed.
 
         Raises:
             PlanError: see `refuse_unmerged`.
@@ -647,12 +665,11 @@ class LiveTensors:
             refuse_unmerged(self._modules, {name for name, is_read in names if is_read})
 
     def changed(self) -> str:
-        """Return the name of the first tensor that was written to or moved since `locate` or `watch`; "" if none was.
+        """Return the name of the first tensor that has changed since the last `locate` or `watch`, or an empty text.
 
-        torch counts the writes of torch operators. torch does not count writes through `Tensor.data`, by numpy, or by
-        foreign kernels. Of these writes, only PEFT's merging and unmerging of adapters is detected. The tensors are
-        looked up again, because a stored reference, even a weak one, would make torch refuse to move a module's
-        tensors (`Module.to`, `torch.utils.swap_tensors`).
+        A tensor has changed if it has moved or if torch has counted a write to it. torch counts writes of its
+        operators. It does not count writes to `Tensor.data`, by numpy, or by kernels of other libraries. Of these, this
+        method detects only merging and unmerging of PEFT adapters.
         """
         with self._lock:
             if not self._watched.tensors:
@@ -674,9 +691,9 @@ class LiveTensors:
         return _State(counts, frozenset(_merged(self._modules)))
 
     def _name_in(self, merged: Collection[tuple[int, tuple[str, ...]]]) -> str:
-        """Return the name of a tensor in one of these PEFT layers.
+        """Return the name of a described tensor in one of these PEFT layers, for an error.
 
-        If a layer has no described tensor, return its path; if no layer is found, "of adapters".
+        Return the path of the layer if it has no described tensor, and "of adapters" if the layer was removed.
         """
         layers = {layer for layer, _ in merged}
         for module in self._modules:
@@ -688,14 +705,21 @@ class LiveTensors:
         return "of adapters"
 
     def _now(self) -> list[torch.Tensor | None]:
-        """Return the tensors in manifest order; leave gathered FSDP2 modules as they are."""
+        """Return the tensors in manifest order. Reshard FSDP2 modules only if a module has changed; see `_find`."""
         keys, tensors = _registered(self._modules, reshards=False)
         if self._positions and keys == self._registered[0]:
             return _at(self._positions, tensors)
         return self._find()
 
     def _find(self) -> list[torch.Tensor | None]:
-        """Return the tensors in manifest order; None for a removed tensor that engines do not get."""
+        """Return the tensors in manifest order; None for a removed tensor that engines do not get.
+
+        Do not store the tensors: a reference, even a weak one, would make torch refuse to move a module's tensors
+        (`Module.to`, `torch.utils.swap_tensors`).
+
+        Raises:
+            PlanError: a tensor that engines get is missing, or the modules have a new parameter.
+        """
         keys, tensors = _registered(self._modules)
         identities = [id(tensor) for tensor in tensors]
         if self._positions and self._registered == (keys, identities):
@@ -747,7 +771,7 @@ class LiveTensors:
 
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a value that is cheap to compare. Two tensors with equal signatures have the same layout."""
+    """Return a value that is cheap to compare. Tensors with equal values have the same layout."""
     local = local_part(tensor)
     spec = tensor._spec if isinstance(tensor, DTensor) else None
     if local.layout is not torch.strided:
@@ -770,10 +794,9 @@ def _memory_of(local: torch.Tensor | None, nbytes: int) -> ParameterMemory:
 
 
 def _num_writes(tensor: torch.Tensor) -> int:
-    """Return how often torch has changed a tensor in place.
+    """Return the number of in-place changes of a tensor that torch has counted.
 
-    torch counts optimizer steps in the version of a DTensor, and other writes in the version of its
-    local tensor.
+    torch counts optimizer steps in the version of a DTensor, and other writes in the version of its local tensor.
     """
     local = local_part(tensor)
     found = 0 if local.is_inference() else local._version
@@ -783,13 +806,13 @@ def _num_writes(tensor: torch.Tensor) -> int:
 def _registered(
     modules: Sequence[torch.nn.Module], *, reshards: bool = True
 ) -> tuple[list[str], list[torch.Tensor]]:
-    """Return names and tensors of all modules, in an order that depends on the modules alone.
+    """Return names and tensors of all modules, in an order that depends only on the modules.
 
-    FSDP2 modules are resharded first. Without `reshards`, FSDP2 modules stay gathered, and the
-    returned tensors are the shards.
+    The names are the keys of parameters, buffers and child modules in each module. FSDP2 modules are resharded first.
+    Without `reshards`, they stay gathered, and the returned tensors are the shards nevertheless.
 
     Raises:
-        PlanError: code has changed a gathered copy of a parameter that must be resharded.
+        PlanError: a gathered copy of a parameter was changed in place.
     """
     keys: list[str] = []
     tensors: list[torch.Tensor] = []
@@ -817,7 +840,7 @@ def _registered(
 
 
 def _gathered(module: FSDPModule) -> list[tuple[torch.Tensor | None, FSDPParam]]:
-    """Return the gathered parameters of this FSDP2 module, each with the tensor that replaces its shard."""
+    """Return the gathered parameters of this FSDP2 module: the tensor in place of the shard, and the parameter."""
     return [
         (one._module_info.module._parameters.get(one._module_info.param_name), one)
         for group in _groups_of(module)
@@ -827,18 +850,17 @@ def _gathered(module: FSDPModule) -> list[tuple[torch.Tensor | None, FSDPParam]]
 
 
 def _groups_of(module: FSDPModule) -> Sequence[Any]:
-    """Return the parameter groups of an FSDP2 module: any number since torch 2.12, at most one before."""
+    """Return the parameter groups of an FSDP2 module: any number since torch 2.12, at most one in older releases."""
     state = vars(module._get_fsdp_state())
     one = state.get("_fsdp_param_group")
     return state.get("_fsdp_param_groups") or ([] if one is None else [one])
 
 
 def _reshard(module: FSDPModule) -> None:
-    """Replace gathered parameters by their shards.
+    """Replace the gathered parameters of an FSDP2 module by their shards.
 
     Raises:
-        PlanError: code has changed a gathered copy in place, and its shard does not have the
-            change.
+        PlanError: a gathered copy was changed in place, and its shard lacks the change.
     """
     for _, parameter in _gathered(module):
         if parameter.sharded_state is ShardedState.UNSHARDED:
@@ -847,7 +869,7 @@ def _reshard(module: FSDPModule) -> None:
 
 
 def _refuse_changed(module: FSDPModule, parameter: FSDPParam) -> None:
-    """Raise `PlanError` if code has changed the gathered copy of a parameter, and the copy differs from the shard."""
+    """Raise `PlanError` if the gathered copy of a parameter was changed in place and differs from the shard."""
     if not _num_writes(parameter._unsharded_param):
         return
     place = parameter._module_info
@@ -859,8 +881,7 @@ def _refuse_changed(module: FSDPModule, parameter: FSDPParam) -> None:
         box = local_shard(name, shard, by_fsdp=True).box
         ranges = zip(box.offsets, box.sizes, strict=True)
         part = whole[tuple(slice(start, start + size) for start, size in ranges)]
-        # Compare the values, because the counter includes changes that were dropped when the parameter was
-        # gathered again.
+        # Compare the values, because the counter of writes includes changes that a later gathering has overwritten.
         if not part.numel() or torch.equal(part, local_tensor(shard).to(part.device, part.dtype)):
             return
     raise PlanError(
@@ -870,7 +891,7 @@ def _refuse_changed(module: FSDPModule, parameter: FSDPParam) -> None:
 
 
 def _reach(local: torch.Tensor) -> int:
-    """Return the bytes from the first element to the end of the last element."""
+    """Return the number of bytes from the start of the first element to the end of the last element."""
     if not local.numel():
         return 0
     steps = zip(local.shape, local.stride(), strict=True)
