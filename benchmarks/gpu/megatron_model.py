@@ -220,17 +220,6 @@ def build_latent(config: Mapping[str, Any], tp: int, ep: int) -> torch.nn.Module
     return module
 
 
-def without_cuda() -> None:
-    """Make Megatron-core build models on a CPU, as in the tests."""
-    import sys
-    from pathlib import Path
-
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests/support"))
-    from cpu_shim import install
-
-    install()
-
-
 def train_step(model: torch.nn.Module, vocab: int, learning_rate: float) -> float:
     """Run forward, backward and a plain SGD step on 64 tokens; return the loss. TP ranks must call this together.
 

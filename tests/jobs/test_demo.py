@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from demos import check_demo, run_demo
-from needs import need_transport
+from needs import need_package, need_transport
 from slurm_cluster import missing_reason, slurm_cluster
 
 STEPS = 8
@@ -63,6 +63,8 @@ def demos_of_the_tutorial() -> list[str]:
 def test_the_demo_of_the_tutorial_runs(tmp_path: Path, options: str) -> None:
     if "mooncake" in options:
         need_transport("mooncake")
+    if "megatron" in options:
+        need_package("megatron")
     check_demo(run_demo(tmp_path, *options.split(), steps=FEW_STEPS), FEW_STEPS)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from msgspec import structs
+from needs import need_package
 
-from windlass.cli.commands.demo import add_arguments, demo_config
+from windlass.cli.commands.demo import FOLDER, MODELS, add_arguments, demo_config
 from windlass.config import PauseMode
 from windlass.control.report import Measure, RoundOutcome, UpdateReport
 from windlass.errors import ConfigError
@@ -141,6 +144,48 @@ def test_an_engine_that_is_not_installed_is_named_before_any_start(
     job = config("--engine", "sglang", "--output", str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="WINDLASS_SGLANG_VENV must name an environment"):
         check_demo(job)
+
+
+def test_a_megatron_trainer_is_another_script_of_the_same_job() -> None:
+    fsdp, megatron = config(), config("--trainer", "megatron")
+    assert Path(megatron.trainer.script).name == "megatron_trainer.py"
+    assert Path(megatron.trainer.script).exists()
+    assert structs.replace(megatron, trainer=fsdp.trainer) == fsdp
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"model_type": "mistral"}, r"model_type must be one of \['llama', 'qwen2', 'qwen3'\]"),
+        ({"attention_bias": True}, "attention_bias must be False, got True"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type must be 'default', got 'linear'",
+        ),
+    ],
+)
+def test_models_that_megatron_cannot_train_are_refused(
+    tmp_path: Path, changed: dict[str, object], reason: str
+) -> None:
+    need_package("megatron")
+    model = json.loads((FOLDER / MODELS["cpu"]).read_text())
+    (tmp_path / "model.json").write_text(json.dumps({**model, **changed}))
+    job = config("--trainer", "megatron", "--model", str(tmp_path / "model.json"))
+    with pytest.raises(
+        ConfigError,
+        match=f"--trainer megatron cannot train this --model: {reason}.*; use --trainer",
+    ):
+        check_demo(job)
+    check_demo(config("--model", str(tmp_path / "model.json")))
+
+
+def test_a_megatron_trainer_without_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "megatron" else find(name)
+    )
+    with pytest.raises(ConfigError, match=r"--trainer megatron needs Megatron-core: `pip install"):
+        check_demo(config("--trainer", "megatron"))
 
 
 def test_a_demo_deletes_only_the_output_of_an_earlier_demo(tmp_path: Path) -> None:

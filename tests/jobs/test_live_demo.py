@@ -1,4 +1,4 @@
-"""The demo with live, unmodified vLLM servers: rollout controller, worker and updates together.
+"""The demo with live, unmodified servers of vLLM and SGLang: rollout controller, worker and updates together.
 
 With `WINDLASS_VLLM_OWN_VERSIONS=1`, vLLM 0.32 answers and pauses like 0.24, the release that runs on GPUs.
 """
@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 from demos import check_demo, run_demo
+from needs import need_package
 from servers import VENVS
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif(
-        not (VENVS["vllm"] / "bin/python").exists(),
-        reason=f"vLLM is not installed: {VENVS['vllm']}",
-    ),
-]
+pytestmark = pytest.mark.engines
+STEPS = 8
+
+
+def need_engine(kind: str) -> None:
+    """Skip the test unless an environment has the engine."""
+    if not (VENVS[kind] / "bin/python").exists():
+        pytest.skip(f"{kind} is not installed: {VENVS[kind]}")
 
 
 @pytest.mark.parametrize(
@@ -26,16 +28,36 @@ pytestmark = [
 def test_every_answer_of_a_live_vllm_names_the_versions_that_made_it(
     tmp_path: Path, own_versions: str, mode: str
 ) -> None:
+    need_engine("vllm")
     measured = run_demo(
         tmp_path,
         *("--engine", "vllm", "--mode", mode),
-        steps=8,
+        steps=STEPS,
         environment={"WINDLASS_VLLM_OWN_VERSIONS": own_versions},
     )
-    check_demo(measured, 8, ["engine-a"])
+    check_demo(measured, STEPS, ["engine-a"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--engine", "sglang"),
+        ("--engine", "sglang", "--trainer", "megatron"),
+        ("--engine", "vllm", "--trainer", "megatron"),
+    ],
+    ids=" ".join,
+)
+def test_every_answer_names_the_versions_that_made_it(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    need_engine(options[1])
+    if "megatron" in options:
+        need_package("megatron")
+    check_demo(run_demo(tmp_path, *options, steps=STEPS), STEPS, ["engine-a"])
 
 
 def test_a_vllm_server_killed_during_an_update_serves_the_last_version(tmp_path: Path) -> None:
+    need_engine("vllm")
     measured = run_demo(tmp_path, "--engine", "vllm", "--kill-engine-at", "3", steps=6)
     check_demo(measured, 6)
     assert any("was published without engine-b" in str(event) for event in measured["events"])  # type: ignore[attr-defined]

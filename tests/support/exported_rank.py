@@ -64,7 +64,7 @@ class Row:
 def run(rank: int, world_size: int, rows: list[Row], folder: str) -> None:
     torch.set_num_threads(1)
     install_te(*UNUSED)
-    from cpu_shim import install, without_cuda_tensors
+    from windlass.jobs.megatron_cpu import install, without_cuda_tensors
 
     install()
     store = f"file://{folder}/store"
@@ -84,7 +84,7 @@ def publish(rank: int, world_size: int, row: Row, url: str, token: str, folder: 
     """Save what the converter exports in `folder`, and publish version 1 from its description."""
     torch.set_num_threads(1)
     install_te(*UNUSED)
-    from cpu_shim import install, without_cuda_tensors
+    from windlass.jobs.megatron_cpu import install, without_cuda_tensors
 
     install()
     store = f"file://{folder}/../store"

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cpu_shim import install, without_cuda_tensors
 from hf_settings import spec_of
 from megatron_rank import Case, build, checkpoint, fill, start_parallel
 from real_step import RealTraining
+
+from windlass.jobs.megatron_cpu import install, without_cuda_tensors
 
 NUM_TOKENS = 16
 

@@ -3,16 +3,16 @@ checkpoint of transformers."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_shim import install, name_te_gemm, without_cuda_tensors
 from hf_settings import spec_of
 from safetensors.torch import load_file
+
+from windlass.jobs.megatron_cpu import name_te_gemm
 
 LR, NORM = 0.02, 0.5
 
@@ -20,9 +20,7 @@ LR, NORM = 0.02, 0.5
 def main(folder: Path, layout: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     device = layout.pop("device", "cpu")
-    if device == "cpu":
-        install()
-    else:
+    if device != "cpu":
         name_te_gemm()
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
@@ -73,8 +71,7 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
         # The test's engine is in host memory.
         publish_to_fleet=device == "cpu",
     )  # fmt: skip
-    with without_cuda_tensors() if device == "cpu" else contextlib.nullcontext():
-        run_train_worker(engine)
+    run_train_worker(engine)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def run(rank: int, world_size: int, cases: list[Case], folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
     )
-    from cpu_shim import install
+    from windlass.jobs.megatron_cpu import install
 
     install()
     from megatron.core import parallel_state

@@ -37,7 +37,7 @@ def run_trained(rank: int, world_size: int, rows: list[Trained], folder: str) ->
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    from cpu_shim import install, without_cuda_tensors
+    from windlass.jobs.megatron_cpu import install, without_cuda_tensors
 
     install()
     with without_cuda_tensors():

@@ -170,11 +170,12 @@ class Megatron:
 
     def __init__(self, kind: str, layout: Mapping[str, Any]) -> None:
         sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
-        from cpu_shim import install, without_cuda_tensors
         from hf_settings import spec_of
         from megatron_rank import Case, all_tensors, checkpoint, fill
         from megatron_rank import build as build_megatron
         from real_step import RealTraining
+
+        from windlass.jobs.megatron_cpu import install, without_cuda_tensors
 
         install()
         from megatron.core import parallel_state

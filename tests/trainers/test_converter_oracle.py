@@ -58,7 +58,7 @@ LAYERS = {
 
 @pytest.fixture(scope="module")
 def process_group() -> object:
-    from cpu_shim import install
+    from windlass.jobs.megatron_cpu import install
 
     install()
     store = dist.HashStore()  # type: ignore[attr-defined]

@@ -174,10 +174,11 @@ class MegatronRank(TrainerRank):
     def __init__(self, rank: int, device: int, world: int, store: str, model: str) -> None:
         import megatron_model
 
+        from windlass.jobs.megatron_cpu import install
         from windlass.trainers.megatron import describe_megatron_trainer
 
         if device < 0:
-            megatron_model.without_cuda()
+            install()
         self.begin(rank, device, world, store)
         config = json.loads((Path(model) / "config.json").read_text())
         self.family, self.vocab = config["model_type"], config["vocab_size"]

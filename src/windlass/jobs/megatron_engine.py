@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -35,6 +36,7 @@ from windlass.jobs.fsdp_engine import (
     micro_batches,
     start_process_group,
 )
+from windlass.jobs.megatron_cpu import install, without_cuda_tensors
 from windlass.jobs.train_worker import TrainContext, TrainEngine
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.exporter import Exporter
@@ -80,7 +82,8 @@ class MegatronEngine(TrainEngine):
         micro_batch_size: number of sequences in every micro-batch, needed in the same cases as `seq_length`.
         seed: seed of pipeline stage 0; stage N uses `seed + 100 * N`, as Megatron's scripts do.
         backend: backend of torch.distributed.
-        device: torch device of the model; "cuda" is the first GPU that this rank sees.
+        device: torch device of the model; "cuda" is the first GPU that this rank sees. With "cpu", `setup` replaces
+            Megatron's calls of CUDA in this process (`windlass.jobs.megatron_cpu`).
         publish_to_fleet: whether to connect to the controller's fleet.
         transport: see `connect_megatron_trainer`.
         replica: see `connect_megatron_trainer`.
@@ -143,6 +146,7 @@ class MegatronEngine(TrainEngine):
         self._lr_schedule: OptimizerParamScheduler | None = None
         self._num_steps = 0
         self._client: TrainerClient | None = None
+        self._on_cpu = ExitStack()
 
     @property
     def chunks(self) -> Sequence[DistributedDataParallel]:
@@ -151,6 +155,9 @@ class MegatronEngine(TrainEngine):
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
         config = self._config
+        if self._device.type == "cpu":
+            install()
+            self._on_cpu.enter_context(without_cuda_tensors())
         start_process_group(context, self._backend, self._device)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -334,3 +341,4 @@ class MegatronEngine(TrainEngine):
         if dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+        self._on_cpu.close()

@@ -30,6 +30,8 @@ FOLDER = Path(jobs.__file__).parent / "demo"
 MODELS = {"cpu": "model.json", "cuda": "model_gpu.json"}
 SERVER_TRANSPORTS = {"cpu": ("cma", "mooncake"), "cuda": ("cuda_ipc",)}
 """Device -> transports that a server can use; the first one is the default."""
+TRAINERS = {"fsdp": "trainer.py", "megatron": "megatron_trainer.py"}
+"""Kind of trainer -> script of its ranks."""
 MAX_NEW_TOKENS = {"embedded": 12, "server": 60}
 """Kind of engine -> most tokens of an answer that fit into the context after a prompt of four tokens."""
 SCHEDULERS: Mapping[str, KnownScheduler] = {
@@ -48,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="cpu", choices=[*MODELS],
         help="where trainers and engines compute; cuda takes all GPUs that are visible (default cpu)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trainer", default="fsdp", choices=[*TRAINERS],
+        help="fsdp: FSDP2 shards over the ranks; megatron: Megatron-core's tensor parallelism (default fsdp)",
     )  # fmt: skip
     parser.add_argument("--backend", default="p2p", choices=["p2p", "xccl", "disk"])
     parser.add_argument(
@@ -147,7 +153,11 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
         output_dir=str(folder),
         transport=transport,
         scheduler=SCHEDULERS.get(args.scheduler) or PluginSchedulerConfig(args.scheduler),
-        trainer=replace(trainer, arguments=(model, str(folder / "versions"), seed, args.device)),
+        trainer=replace(
+            trainer,
+            script=str(FOLDER / TRAINERS[args.trainer]),
+            arguments=(model, str(folder / "versions"), seed, args.device),
+        ),
         engines=engines,
         rollout=replace(
             rollout, sampling=replace(rollout.sampling, max_new_tokens=args.max_new_tokens)

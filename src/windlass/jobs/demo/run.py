@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import shutil
 import sys
 import time
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import msgspec
 import torch
@@ -88,6 +89,23 @@ def engine_install(kind: str) -> str:
     return "`make engines` first"
 
 
+MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Values of `model_type` that `megatron_trainer.py` can train."""
+
+
+def megatron_refusal(config: Any) -> str:
+    """Return why `megatron_trainer.py` cannot train the model of a transformers configuration; empty if it can."""
+    if config.model_type not in MEGATRON_FAMILIES:
+        return f"model_type must be one of {list(MEGATRON_FAMILIES)}, got {config.model_type!r}"
+    if (rope_type := config.rope_parameters.get("rope_type", "default")) != "default":
+        return f"rope_type must be 'default', got {rope_type!r}"
+    values = config.to_dict()
+    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if values.get(name):
+            return f"{name} must be False, got {values[name]}"
+    return ""
+
+
 def check_demo(config: LaunchConfig) -> None:
     """Check the demo's configuration; change nothing on disk.
 
@@ -103,14 +121,24 @@ def check_demo(config: LaunchConfig) -> None:
             f"{server.python} does not exist; {engine_install(server.kind)}"
         )
     check_options(config)
+    is_megatron = Path(config.trainer.script).stem == "megatron_trainer"
+    if is_megatron and importlib.util.find_spec("megatron") is None:
+        raise ConfigError(
+            "demo: --trainer megatron needs Megatron-core: `pip install --no-deps megatron-core==0.16.1 packaging`; "
+            "or use --trainer fsdp"
+        )
     try:
-        build_model(Path(config.trainer.arguments[0]))
+        model = build_model(Path(config.trainer.arguments[0]))
     # The user's configuration may raise any error in transformers.
     except Exception as error:
         raise ConfigError(
             f"demo: --model must be the configuration of a causal LM of transformers, got "
             f"{config.trainer.arguments[0]}: {type(error).__name__}: {error}"
         ) from error
+    if is_megatron and (reason := megatron_refusal(model.config)):
+        raise ConfigError(
+            f"demo: --trainer megatron cannot train this --model: {reason}; use --trainer fsdp"
+        )
 
 
 def prepare_server(config: LaunchConfig) -> None:

@@ -38,34 +38,33 @@ def build_model(config: Path) -> torch.nn.Module:
     return model
 
 
-def token_logprobs(
-    model: torch.nn.Module, prompt_ids: torch.Tensor, output_ids: torch.Tensor
-) -> torch.Tensor:
-    """Return log-probabilities (B, T) of outputs (B, T) after prompts (B, P), in float32."""
-    tokens = torch.cat([prompt_ids, output_ids], dim=1)
-    logits = model(tokens[:, :-1]).logits[:, prompt_ids.shape[1] - 1 :].float()
-    chosen: torch.Tensor = logits.log_softmax(-1).gather(2, output_ids[..., None])[..., 0]
-    return chosen
+def tokens_of(samples: Sequence[TrainingSample], device: torch.device) -> torch.Tensor:
+    """Return the token ids (B, P + T) of prompts and answers, which have equal lengths in all samples."""
+    return torch.tensor([s.prompt_ids + s.output_ids for s in samples], device=device)
 
 
-def grpo_loss(model: torch.nn.Module, samples: Sequence[TrainingSample]) -> torch.Tensor:
+def grpo_loss(logits: torch.Tensor, samples: Sequence[TrainingSample]) -> torch.Tensor:
     """Return the clipped policy-gradient loss with group-normalised advantages (GRPO, arXiv:2402.03300).
 
     The ratio divides the model's probability by the engine's, so it corrects tokens that older versions generated.
+
+    Args:
+        logits: logits (B, P + T or P + T - 1, V) of the model for `tokens_of(samples)`.
+        samples: B samples.
     """
-    device = next(model.parameters()).device
-    prompts = torch.tensor([s.prompt_ids for s in samples], device=device)
+    device, num_prompt = logits.device, len(samples[0].prompt_ids)
     outputs = torch.tensor([s.output_ids for s in samples], device=device)
     behaviour = torch.tensor([s.logprobs for s in samples], device=device)
     advantages = torch.tensor(_advantages(samples), device=device)[:, None]
-    ratio = (token_logprobs(model, prompts, outputs) - behaviour).exp()
+    following = logits[:, num_prompt - 1 :][:, : outputs.shape[1]].float().log_softmax(-1)
+    ratio = (following.gather(2, outputs[..., None])[..., 0] - behaviour).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     return -torch.minimum(ratio * advantages, clipped * advantages).mean()
 
 
-def _learning_rate(model: torch.nn.Module) -> float:
-    width = model.get_parameter("model.embed_tokens.weight").shape[1]
-    return LEARNING_RATE * min(1.0, OF_HIDDEN_SIZE / width)
+def learning_rate(hidden_size: int) -> float:
+    """Return Adam's learning rate for a model of this width."""
+    return LEARNING_RATE * min(1.0, OF_HIDDEN_SIZE / hidden_size)
 
 
 def _advantages(samples: Sequence[TrainingSample]) -> list[float]:
@@ -102,12 +101,16 @@ def make_engine(
     def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
         # At the beginning of a step, the model has the weights of the newest published version.
         _save_version(model, versions_dir / f"{next(versions)}.safetensors")
-        return grpo_loss(model, [sample for group in groups for sample in group])
+        samples = [sample for group in groups for sample in group]
+        tokens = tokens_of(samples, next(model.parameters()).device)
+        return grpo_loss(model(tokens[:, :-1]).logits, samples)
 
     return FsdpEngine(
         model=lambda: build_model(config),
         optimizer=lambda model: torch.optim.AdamW(
-            model.parameters(), lr=_learning_rate(model), weight_decay=0.0
+            model.parameters(),
+            lr=learning_rate(model.get_parameter("model.embed_tokens.weight").shape[1]),
+            weight_decay=0.0,
         ),
         loss=loss,
         units=lambda model: list(model.get_submodule("model.layers").children()),

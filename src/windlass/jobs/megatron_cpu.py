@@ -1,7 +1,7 @@
-"""Patches that let Megatron-core build models without a CUDA device. Tests only.
+"""Replacements for CUDA calls of Megatron-core, so that it builds and trains models on a CPU.
 
-When Megatron builds mixtures of experts, it asks for the current device, streams and random
-states. None of these changes a weight.
+Megatron-core 0.16.1 asks for the current CUDA device, for streams and for random states of CUDA, and creates some tensors
+on CUDA devices. The replacements answer with the CPU. They change no weight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Stream:
-    """A stream that is always done."""
+    """Stream, or event, that is always done: work on a CPU ends before the call returns."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -25,7 +25,10 @@ class _Stream:
 
 
 def install() -> None:
-    """Patch this process."""
+    """Replace the functions of `torch.cuda` in this process. Idempotent.
+
+    Call this function only in a process that computes on a CPU: it cannot use a GPU afterwards.
+    """
     cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     cuda.Stream = _Stream  # type: ignore[assignment,misc]
@@ -37,7 +40,7 @@ def install() -> None:
     cuda.set_device = lambda *_: None
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
-    cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment]
+    cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.multi_latent_attention as latent
 
@@ -75,13 +78,13 @@ def without_cuda_tensors() -> Iterator[None]:
     """Let Megatron's schedules and optimizers use CUDA devices and CUDA types inside the block."""
     kind = torch.Tensor.type
 
-    def as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return kind(tensor, *args, **kwargs)
         name = str(kind(tensor))
         return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
 
-    torch.Tensor.type = as_on_cuda  # type: ignore[method-assign,assignment]
+    torch.Tensor.type = _as_on_cuda  # type: ignore[method-assign,assignment]
     try:
         with _OnCpu():
             yield
