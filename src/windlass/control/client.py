@@ -230,6 +230,11 @@ class TrainerChannel(AgentChannel):
         return self._await_report(Announce(version, 0)).report
 
     def _await_report(self, frame: Announce) -> Announcement:
+        """Make an announcement the present one, and send it unless its `attempt` is 0.
+
+        Raises:
+            ProtocolError, PeerUnreachable: the session has ended.
+        """
         with self._lock:
             if self.ended.done():
                 self.ended.result()

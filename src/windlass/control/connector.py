@@ -172,6 +172,17 @@ class Connector:
         planner: Planner,
         held: Binding | None = None,
     ) -> Binding:
+        """Make sources and engines bind a plan, in a new epoch.
+
+        Args:
+            sources: trainers; in a catch-up, the donor.
+            engines: engines to bind.
+            planner: compiles the plan.
+            held: present binding. Engines without a change stay bound if the backend supports this.
+
+        Raises:
+            WindlassError: see `FleetBinder.bind`.
+        """
         known, unused = self._unused
         round_id = self._run.new_epoch()
         self._run.has_bound, self._members.unbindable = True, ""

@@ -67,6 +67,7 @@ def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
 def _dtypes_of(
     manifests: Sequence[ShardManifest], names: Collection[str]
 ) -> set[tuple[str, DType]]:
+    """Return (tensor, dtype) for each of these tensors and each dtype in which the manifests have it."""
     found: set[tuple[str, DType]] = set()
     for manifest in manifests:
         dtypes = {parameter.name: parameter.dtype for parameter in manifest.parameters}

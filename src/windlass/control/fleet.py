@@ -394,6 +394,7 @@ class Fleet:
             )
 
     def _insert(self, hello: Hello, manifest: ShardManifest) -> Agent:
+        """Add an admitted rank to its group. End the quarantines and holds of earlier processes with its name."""
         group = self._groups.setdefault(
             hello.group, Group(hello.group, hello.role, hello.world_size, {})
         )

@@ -76,6 +76,7 @@ class ShadowCopy:
         self.buffer.close()
 
     def _copies(self) -> Iterable[StridedCopy]:
+        """Yield one copy per shard, from the shadow copy to the live parameter."""
         positions = {p.name: i for i, p in enumerate(self._manifest.parameters)}
         for shard in self._manifest.shards():
             position = positions[shard.parameter]

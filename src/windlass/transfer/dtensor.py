@@ -109,6 +109,11 @@ def _is_off_mesh(tensor: torch.Tensor) -> bool:
 
 
 def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
+    """Return the box of a DTensor that this rank has, by repeating the cuts in their order.
+
+    Raises:
+        UnsupportedLayout: see `local_shard`.
+    """
     mesh = tensor.device_mesh
     cuts = _cut_order(name, tensor)
     # If FSDP2 makes the only cut, the order of ranks along other axes has no effect on this part.
@@ -755,6 +760,11 @@ class LiveTensors:
                     _refuse_cut_by_fsdp1(path, child)
 
     def _compare(self, index: int, tensor: torch.Tensor) -> None:
+        """Compare a tensor with its description. Store the new signature if only that has changed.
+
+        Raises:
+            UnsupportedLayout, PlanError: the layout of the tensor has changed.
+        """
         name = self._names[index]
         check_memory(name, tensor)
         if tuple(tensor.shape) != self._parts[name].shape:

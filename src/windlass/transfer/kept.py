@@ -56,6 +56,7 @@ class KeptTensors:
             )
 
     def _digests_of(self, names: Collection[str]) -> dict[str, str]:
+        """Return name -> digest of the present bytes, for tensors of this rank."""
         if not names:
             return {}
         manifest, table = self._manifest, self._manifest.table

@@ -244,6 +244,7 @@ class Packer:
             yield from _packed_batches(program, peer, parts)
 
     def _in_turns(self, program: LinkProgram) -> LinkPack:
+        """Return the prepared copies of a link that is packed in turns into the two halves of the arena."""
         key = program.peer, -1
         if key not in self._packs:
             nbytes = self.slot.nbytes // 2 & -ALIGNMENT

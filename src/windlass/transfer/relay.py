@@ -324,6 +324,7 @@ class RelayReceiver:
             self._loop.run_until_complete(self._serving)
 
     async def _serve(self) -> None:
+        """Accept connections until cancelled, at most `MAX_CONNECTIONS` at a time."""
         async with asyncio.TaskGroup() as connections:
             num_open = asyncio.Semaphore(MAX_CONNECTIONS)
             while True:
@@ -339,6 +340,7 @@ class RelayReceiver:
                 connection.add_done_callback(lambda _: num_open.release())
 
     async def _read(self, accepted: socket.socket) -> None:
+        """Read one connection to its end. Add the frames and the end of an accepted writer to the events of its round."""
         with accepted, contextlib.suppress(OSError, EOFError, ProtocolError):
             stream, writer = await asyncio.open_connection(sock=accepted)
             try:
@@ -358,6 +360,11 @@ class RelayReceiver:
 
     @staticmethod
     async def _follow(stream: asyncio.StreamReader, upstream: str, events: RelayEvents) -> End:
+        """Add the frames of an accepted writer to the events, and return its `End`.
+
+        Raises:
+            ProtocolError, OSError, EOFError: see `_read_frame`.
+        """
         while True:
             frame = await _read_frame(stream)
             if isinstance(frame, End):
@@ -369,6 +376,7 @@ class RelayReceiver:
             events.put((upstream, frame))
 
     def _let_in(self, frame: Open) -> RelayEvents | None:
+        """Return the events of the round that a writer names in `Open`; None if the writer is not accepted."""
         if not hmac.compare_digest(frame.token.encode(), self.address.token.encode()):
             return None
         round_id = RoundId(frame.epoch, frame.round)
@@ -741,6 +749,7 @@ class RelaySource:
     def _outcome(
         self, name: str, digest: str, written: Future[Carried] | None, arena: Buffer | None
     ) -> LinkOutcome:
+        """Return the outcome of the link to a member. `written`: future of `GroupWrite.write_root`, for a root."""
         if written is not None and (lost := written.exception()) is not None:
             return self._sender.failed(name, lost, arena)
         if not digest:

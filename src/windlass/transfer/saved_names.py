@@ -130,6 +130,11 @@ def saved_parts(
 
 
 def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, list[PlacedShard]]:
+    """Run the conversion of transformers on these parts; return name of a part -> boxes of saved tensors.
+
+    Raises:
+        UnsupportedLayout: see `saved_parts`.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     try:

@@ -211,6 +211,7 @@ class Sender:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> None:
+        """Bind the links of `plan`, end the links to `gone`, and keep all others; see `connect` and `change_links`."""
         links, new = self.links.changed(self.manifest, plan, bindings, gone)
         if self._stores is not None:
             self._stores.end({*gone, *new.programs})
@@ -416,6 +417,7 @@ class Sender:
     # --- links -------------------------------------------------------------------------------
 
     def _write(self, destinations: Sequence[str], deadline: Deadline) -> Written:
+        """Write the links to `destinations` over the transport; see `write`."""
         pack_s, self._pack_s = self._pack_s, 0.0
         register_s, self._register_s = self._register_s, 0.0
         lost = self._pack_again(name for name in destinations if name in self._sent)
@@ -576,6 +578,7 @@ class Sender:
                 self.packer.abandon(renew=renew)
 
     def _abandon(self, arena: Buffer | None) -> None:
+        """Abandon memory that a write of unknown outcome may still read: the replica, else `arena` if it is still used."""
         if self.replica is not None:
             # Later writes of this round still read the copy. `_settle_doubt` abandons it before the next round.
             self.replica.in_doubt = True

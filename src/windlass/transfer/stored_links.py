@@ -278,6 +278,7 @@ class StoredLinks:
         return ""
 
     def _is_gone(self, name: str) -> str:
+        """Return the reason why the process of a destination has ended; empty if it runs, or if this is unknown."""
         with suppress(OSError):
             # An OSError, such as too many open files, does not prove that the peer has ended.
             try:
@@ -287,6 +288,7 @@ class StoredLinks:
         return ""
 
     def _outcome(self, name: str, gone: str, late: str, wire_s: float) -> LinkOutcome:
+        """Return the outcome of a link. `gone`: why the peer has ended. `late`: why the outcome is unknown. Else empty."""
         link = self._links[name]
         if gone or (gone := self._is_gone(name)):
             return failed_link(name, gone, LinkStatus.UNREACHABLE)

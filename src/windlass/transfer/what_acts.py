@@ -158,6 +158,7 @@ class _PeftLayer:
 
 
 def _peft_layers(top: torch.nn.Module) -> Iterator[_PeftLayer]:
+    """Yield the PEFT layers of a module that have a base."""
     names: dict[int, list[str]] = {}
     for name, parameter in top.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(without_marks(name))
@@ -176,6 +177,11 @@ def _peft_layers(top: torch.nn.Module) -> Iterator[_PeftLayer]:
 
 
 def _refuse_base(layer: _PeftLayer, base: str, published: Collection[str]) -> None:
+    """Raise if a published base lacks an adapter.
+
+    Raises:
+        PlanError: an active adapter is neither merged nor published, and changes the values of the layer.
+    """
     for adapter in layer.adapters:
         own = layer.own(adapter)
         if (

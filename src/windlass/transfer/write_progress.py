@@ -205,6 +205,7 @@ class ProgressDigests:
                 self._progress.pop(part.source, None)
 
     def _hash(self, link: DeviceLink, part: PartWritten) -> None:
+        """Queue the hashing of a part if it directly follows the last hashed part, or begins a new write."""
         gpu, words = self._gpu, self._words[part.source]
         progress = self._progress.get(part.source)
         if progress is None or (progress.version, progress.write) != (part.version, part.write):
