@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection
 from typing import final
 
@@ -18,6 +17,7 @@ from windlass.control.connect_messages import (
     NotBound,
     Offered,
 )
+from windlass.control.held_weights import HeldWeights
 from windlass.control.messages import (
     Abort,
     Command,
@@ -32,8 +32,8 @@ from windlass.errors import ConfigError, ProtocolError, RoundAborted, WindlassEr
 from windlass.layout.naming.patterns import said
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
-from windlass.transfer.base import SenderBackend, failed_link
-from windlass.transfer.bindings import BindingsRefused, GroupOffer, LinkStatus, Written
+from windlass.transfer.base import SenderBackend
+from windlass.transfer.bindings import BindingsRefused, GroupOffer, Written
 from windlass.transfer.finite import FiniteCheck
 from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transfer.sender import Sender
@@ -51,6 +51,9 @@ class TrainerAgent:
         read: see `TrainerWeights`.
         watch: see `TrainerWeights`.
         changed: see `TrainerWeights`.
+
+    Attributes:
+        held: weights of the version that the trainer publishes now.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class TrainerAgent:
         changed: Callable[[], str] = str,
     ) -> None:
         self._one_sided, self._host = sender, host
-        self._note, self._watch, self._changed = read, watch, changed
+        self._note, self.held = read, HeldWeights(sender, watch, changed)
         self._backend: UpdateBackend = P2pBackend()
         self._sender: SenderBackend = sender
         self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
@@ -73,38 +76,6 @@ class TrainerAgent:
         self.bound_in = 0
         """Epoch in which this rank was bound last; 0 if its binding is incomplete."""
         self._digested: tuple[Prepare, bytes] | None = None
-        self._version: int | None = None
-        self._is_released = self._is_watched = False
-        # Name of a parameter that has changed since this rank began to publish its version.
-        self._changed_name = ""
-        self._noting = threading.Lock()
-
-    def hold(self, version: int) -> None:
-        """Accept commands for `version`; the trainer keeps its weights unchanged from now until `release`."""
-        self._version = version
-        with self._noting:
-            self._is_released = self._is_watched = False
-            self._changed_name = ""
-
-    def watch(self) -> None:
-        """Detect changes of the weights from now on; called in the trainer's thread, after `hold`."""
-        if self._watch is not None:
-            with self._noting:
-                self._watch()
-                self._is_watched = True
-
-    def _note_changes(self) -> None:
-        """Record the name of a parameter that has changed.
-
-        Call this before `TrainerWeights.parameters`, which resets the state that `TrainerWeights.changed` compares with.
-        """
-        with self._noting:
-            if self._is_watched or self._is_released:
-                self._changed_name = self._changed_name or self._changed()
-
-    def release(self) -> None:
-        """Record that the trainer no longer waits for a round, so that it may change its weights now."""
-        self._is_released = True
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         """Carry out a command; see `CommandHandler.handle`.
@@ -118,8 +89,8 @@ class TrainerAgent:
             case ConnectTrainer() | ChangeLinks():
                 return self._bind(command, epoch)
             case Prepare():
-                self._note_changes()
-                self._check_version(command.version)
+                self.held.note_changes()
+                self.held.check_version(command.version)
                 with self._one_sided.reading(), self._one_sided.parameters.once():
                     # Compare and check first: after `prepare` has taken the replica, the weights may change.
                     prepared = self._compare(command) if command.period else Done()
@@ -128,8 +99,8 @@ class TrainerAgent:
                 replica = self._one_sided.replica
                 if replica is not None and not replica.is_taken(command.version):
                     # The trainer may have changed the weights during the copy.
-                    self._note_changes()
-                    self._refuse_changed()
+                    self.held.note_changes()
+                    self.held.refuse_changed()
                 return prepared
             case Write():
                 write = self._sender.write
@@ -143,36 +114,6 @@ class TrainerAgent:
                 result = carry_out(self._sender, command, RoundId(epoch, round_number))
                 return self._written(result) if isinstance(result, Written) else result or Done()
         return Done()
-
-    def _check_version(self, version: int) -> None:
-        """Check that the weights are unchanged since the trainer began to publish `version`.
-
-        The controller requests a published version again if no engine serves it any more. The trainer may have changed
-        its weights meanwhile.
-
-        Raises:
-            RoundAborted: the weights may have changed since the trainer began to publish `version`.
-        """
-        if self._version not in {None, version}:
-            raise RoundAborted(
-                f"prepare: version must be {self._version}, the version of this rank's weights, got {version}"
-            )
-        replica = self._one_sided.replica
-        if (
-            replica is not None
-            and (not self._is_released or replica.holds(version))
-            and replica.is_taken(version)
-        ):
-            return
-        if not self._is_released:
-            self._refuse_changed()
-            return
-        if self._changed_name:
-            raise RoundAborted(
-                f"prepare: the weights have changed since this rank published version {version}; "
-                "publish again"
-            )
-        self._one_sided.begin_version(version=version)
 
     def _check_finite(self, command: Prepare) -> None:
         """Look for NaN and infinity in the parameters that engines get.
@@ -193,11 +134,6 @@ class TrainerAgent:
                 f"version {command.version}: {said(self._non_finite)} of this rank contain NaN or infinity; step with "
                 "finite gradients, or publish them all the same by ControlConfig(non_finite='warn')"
             )
-
-    def _refuse_changed(self) -> None:
-        """Raise RoundAborted if a parameter has changed since this rank began to publish."""
-        if self._changed_name:
-            raise RoundAborted(_too_early(self._changed_name))
 
     def _bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
         """Bind a plan, or change links of the bound plan.
@@ -234,7 +170,7 @@ class TrainerAgent:
             )
         plan = TransferPlan.decode(command.plan) if command.plan else None
         if plan is None:
-            self._note_changes()
+            self.held.note_changes()
         else:
             self._note_read(plan)
         if not isinstance(self._sender, ChangesLinks):
@@ -247,7 +183,7 @@ class TrainerAgent:
         self._finite.bind(self._read)
         if self._note is not None:
             self._note(self._read | self._replicated.read)
-        self._note_changes()
+        self.held.note_changes()
 
     def _choose(self, backend: UpdateBackend) -> None:
         if backend == self._backend:
@@ -288,30 +224,9 @@ class TrainerAgent:
             _log.debug("the next comparison could not be prepared: %s", error)
 
     def _written(self, sent: Written) -> Written:
-        """Mark links as failed if a parameter changed during the write.
-
-        Digests do not detect such a change, because the sender computes a digest of the bytes that it has read.
-        """
-        sent = msgspec.structs.replace(sent, non_finite=self._non_finite)
-        if self._one_sided.replica is not None or not (name := self._changed()):
-            return sent
-        reason = _too_early(name)
-        links = tuple(
-            failed_link(link.destination, reason)
-            if link.status in (LinkStatus.OK, LinkStatus.FAILED)
-            else link
-            for link in sent.links
-        )
-        return msgspec.structs.replace(sent, links=links)
+        return self.held.checked(msgspec.structs.replace(sent, non_finite=self._non_finite))
 
     def close(self) -> None:
         """Close the digests and the backend's sender. The caller closes the one-sided sender. Idempotent."""
         self._replicated.close()
         self._leave()
-
-
-def _too_early(name: str) -> str:
-    return (
-        f"parameter {name!r} changed while its version was published; step the optimizer and take merged adapters out "
-        "once the update has ended, or publish with `copy=True` (`replica='auto'`)"
-    )

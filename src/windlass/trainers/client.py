@@ -241,11 +241,11 @@ class TrainerClient(Closing):
                 f"{what}: version {number} must wait until the previous update has ended; call `result` of its "
                 "PendingUpdate first"
             )
-        self._agent.hold(number)
+        self._agent.held.hold(number)
         try:
             # Call this collective before any check that can raise, or the other ranks would wait in the collective.
             self.make_whole()
-            self._agent.watch()
+            self._agent.held.watch()
             if self._channel.ended.done():
                 self._channel.ended.result()
             find_stream = None if copied is None else self._weights.step_stream
@@ -260,7 +260,7 @@ class TrainerClient(Closing):
                 else partial(self._channel.announce, number, deadline_s)
             )
         except BaseException:
-            self._agent.release()
+            self._agent.held.release()
             self._publishing.release()
             raise
         return partial(self._end, number, until_over, copied)
@@ -286,7 +286,7 @@ class TrainerClient(Closing):
         finally:
             if copied is not None and not copied.is_set():
                 self._sender.end_version()
-            self._agent.release()
+            self._agent.held.release()
             self._publishing.release()
 
     def leave(self) -> None:
