@@ -47,10 +47,11 @@ from windlass.control.report import (
     report_of,
     told_to_trainers,
 )
-from windlass.control.round_runner import RoundRunner, num_by_pattern
+from windlass.control.round_runner import RoundRunner
 from windlass.control.round_state import Phase
 from windlass.control.run import Run
 from windlass.control.session import AgentSession
+from windlass.control.suspicions import num_by_pattern
 from windlass.errors import PeerTimeout, ProtocolError, RoundAborted
 from windlass.net.logs import log_fields
 from windlass.net.messages import Reply

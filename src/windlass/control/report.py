@@ -9,7 +9,8 @@ import heapq
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from enum import StrEnum
-from typing import Self
+from math import inf
+from typing import Self, final
 
 import msgspec
 
@@ -69,6 +70,35 @@ class Measure(StrEnum):
         """Return the round's figure. `by_rank`: rank -> sum of the values that the rank reported."""
         values = by_rank.values()
         return max(values, default=0.0) if self.unit == "seconds" else sum(values)
+
+
+@final
+class Figures:
+    """Figures that ranks report during a round.
+
+    Attributes:
+        carried: link -> bytes and seconds, for links that were measured one by one.
+    """
+
+    def __init__(self) -> None:
+        self._by_rank: dict[Measure, dict[str, float]] = {}
+        self.carried: dict[Link, Carried] = {}
+
+    def measure(self, measure: Measure, worker: str, value: float) -> None:
+        """Add a figure of a rank. A value that is not finite and positive counts as 0."""
+        values = self._by_rank.setdefault(measure, {})
+        values[worker] = values.get(worker, 0.0) + (value if 0 < value < inf else 0.0)
+
+    def carry(self, link: Link, nbytes: int, wire_s: float) -> None:
+        """Add bytes that a link carried, and the seconds that it took."""
+        if nbytes > 0 and 0 < wire_s < inf:
+            before = self.carried.get(link, Carried(0, 0.0))
+            self.carried[link] = Carried(before.nbytes + nbytes, before.wire_s + wire_s)
+
+    def of_round(self, others: Mapping[Measure, float]) -> dict[str, float]:
+        """Return `UpdateReport.measures`. `others`: figures that no rank has reported."""
+        found = {m: m.of_ranks(values) for m, values in self._by_rank.items()}
+        return {measure.value: value for measure, value in (found | dict(others)).items()}
 
 
 class RoundOutcome(StrEnum):

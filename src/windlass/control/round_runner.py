@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import final
-
-import msgspec
 
 from windlass.config import ControlConfig
 from windlass.control.backend import Backend
@@ -24,11 +22,11 @@ from windlass.control.members import Members
 from windlass.control.messages import Result
 from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.round_state import Phase
-from windlass.control.rounds import AgentLost, Finish, RoundSpec, unchanged_reason
+from windlass.control.rounds import AgentLost, RoundSpec
 from windlass.control.run import Run
 from windlass.control.session import AgentSession
+from windlass.control.suspicions import Suspicions
 from windlass.errors import RoundAborted
-from windlass.layout.naming.patterns import patterns_of, said
 from windlass.net.messages import Reply
 
 _log = logging.getLogger(__name__)
@@ -64,11 +62,7 @@ class RoundRunner:
         self.lock = asyncio.Lock()
         self._driver: RoundDriver | None = None
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
-        # Link -> digest, of the version that trainers published last.
-        self._digests: Mapping[Link, str] = {}
-        # Number of successive unchanged versions, and whether the last version had NaN or infinity.
-        self._num_unchanged = 0
-        self._had_non_finite = False
+        self._suspicions = Suspicions()
 
     @property
     def driver(self) -> RoundDriver | None:
@@ -126,7 +120,7 @@ class RoundRunner:
             return {}
         serving = {engine.name for engine in self._fleet.routable()}
         workers = {w for name, own in binding.engines.items() if name in serving for w in own}
-        return {link: digest for link, digest in self._digests.items() if link[1] in workers}
+        return self._suspicions.sent_before(workers)
 
     def start(
         self, spec: RoundSpec, binding: Binding, in_write: asyncio.Event | None = None
@@ -185,10 +179,12 @@ class RoundRunner:
                 compare_s=report.compare_s, update_s=report.update_s, is_published=is_published
             )
         if is_new:
-            report = self._with_suspicions(report, finish)
+            report = self._suspicions.add_to(
+                report, unchanged=finish.is_unchanged, non_finite=finish.non_finite
+            )
         if is_published:
             if is_new:
-                self._digests = finish.digests
+                self._suspicions.digests = finish.digests
                 self._fleet.published_by = binding.identities_of(binding.trainers)
             self._connector.note_carried(finish.carried)
             self._run.record_outcome(JournalKind.PUBLISHED, report.version, report.engines)
@@ -203,28 +199,3 @@ class RoundRunner:
             RoundAborted: the journal cannot be written.
         """
         return await self.finish(self.start(self.spec_of(version, lineage, binding), binding))
-
-    def _with_suspicions(self, report: UpdateReport, finish: Finish) -> UpdateReport:
-        """Add signs of a mistake in the trainer to the report: unchanged bytes, and NaN or infinity.
-
-        Log a warning for the first of several successive versions with the same sign.
-        """
-        self._num_unchanged = self._num_unchanged + 1 if finish.is_unchanged else 0
-        if self._num_unchanged == 1 and report.outcome is RoundOutcome.PUBLISHED:
-            _log.warning("%s", unchanged_reason(report.version))
-        found = finish.non_finite
-        if found and not self._had_non_finite:
-            _log.warning(
-                "version %d: %s of the trainers contain NaN or infinity",
-                report.version,
-                said(found),
-            )
-        self._had_non_finite = bool(found)
-        return msgspec.structs.replace(
-            report, unchanged=self._num_unchanged, non_finite=num_by_pattern(found)
-        )
-
-
-def num_by_pattern(names: Collection[str]) -> dict[str, int]:
-    """Return patterns that match these names, each with the number of names that it matches."""
-    return {pattern: len(of) for pattern, of in patterns_of(sorted(names)).items()}

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from math import inf
 from typing import assert_never
 
 import numpy as np
@@ -52,13 +51,14 @@ from windlass.control.messages import (
     Verified,
     Verify,
 )
-from windlass.control.report import Measure, RoundOutcome, UpdateReport
+from windlass.control.report import Figures, Measure, RoundOutcome, UpdateReport
 from windlass.control.round_state import (
     OUTCOME_TRANSITIONS,
     PHASE_TRANSITIONS,
     EngineOutcome,
     Phase,
 )
+from windlass.control.suspicions import is_unchanged, unchanged_reason
 from windlass.errors import ProtocolError
 from windlass.planning.replicated import DIGESTED, Replicated, decode_digested
 from windlass.transfer.bindings import Carried, LinkOutcome, LinkStatus, Written
@@ -220,15 +220,6 @@ class _Engine:
         self.outcome, self.reason = outcome, reason
 
 
-def unchanged_reason(version: int) -> str:
-    """Return the message for a version that changes nothing."""
-    return (
-        f"version {version} changes nothing: every byte equals the previous version; does the optimizer step these "
-        "parameters (not a copy of them, nor a frozen base under adapters), are adapters merged before the update, "
-        "and is the learning rate large enough that steps are not lost by rounding to the weights' dtype?"
-    )
-
-
 class RoundMachine:
     """State machine of one round. Call `start` once, then `handle` for every event until it returns `Finish`.
 
@@ -260,8 +251,7 @@ class RoundMachine:
         self._rewrites_left = spec.config.max_rewrites
         self._wrote = False
         self._digest_ok = True
-        self._measured: dict[Measure, dict[str, float]] = {}
-        self._carried: dict[Link, Carried] = {}
+        self._figures = Figures()
         self._non_finite: set[str] = set()
         self._out: list[Instruction] = []
 
@@ -396,12 +386,12 @@ class RoundMachine:
         except ProtocolError as error:
             self._on_failure(trainer, command, Failure(FailureKind.FAILED, str(error)))
         else:
-            self._measure(Measure.COMPARE_S, trainer, prepared.compare_s)
+            self._figures.measure(Measure.COMPARE_S, trainer, prepared.compare_s)
 
     def _on_written(self, trainer: str, written: Written) -> None:
-        self._measure(Measure.WIRE_S, trainer, written.wire_s)
-        self._measure(Measure.PACK_S, trainer, written.pack_s)
-        self._measure(Measure.REGISTER_S, trainer, written.register_s)
+        self._figures.measure(Measure.WIRE_S, trainer, written.wire_s)
+        self._figures.measure(Measure.PACK_S, trainer, written.pack_s)
+        self._figures.measure(Measure.REGISTER_S, trainer, written.register_s)
         self._non_finite.update(written.non_finite)
         asked = self._links.answered(trainer)
         for link in written.links:
@@ -411,8 +401,8 @@ class RoundMachine:
     def _on_link(self, trainer: str, link: LinkOutcome) -> None:
         worker = link.destination
         engine = self._engine_of[worker]
-        self._measure(Measure.NBYTES, trainer, link.nbytes)
-        self._carry((trainer, worker), link.nbytes, link.wire_s)
+        self._figures.measure(Measure.NBYTES, trainer, link.nbytes)
+        self._figures.carry((trainer, worker), link.nbytes, link.wire_s)
         match link.status:
             case LinkStatus.OK:
                 self._links.written((trainer, worker), link.digest)
@@ -428,9 +418,9 @@ class RoundMachine:
 
     def _on_findings(self, worker: str, found: Findings) -> None:
         for measure, value in found.measures.items():
-            self._measure(measure, worker, value)
+            self._figures.measure(measure, worker, value)
         for link, carried in found.carried.items():
-            self._carry(link, carried.nbytes, carried.wire_s)
+            self._figures.carry(link, carried.nbytes, carried.wire_s)
         self._order(found.orders)
         for reached, reason in found.unknown.items():
             self._drop(self._engine_of[reached], reason, unknown=True)
@@ -517,18 +507,10 @@ class RoundMachine:
             self._send_engines(Apply(self._version))
 
     def _is_unchanged(self) -> bool:
-        """Return whether engines get the same bytes that they already serve.
-
-        An engine counts only if `sent_before` has a digest for each of its links. Without such an engine, return False.
-        """
         if self._config.unchanged is Reaction.OFF:
             return False
-        before = self._spec.sent_before or {}
-        sent = [
-            dict(pairs) for engine in self._engines.values() if (pairs := self._sent_to(engine))
-        ]
-        known = [links for links in sent if links.keys() <= before.keys()]
-        return bool(known) and all(links.items() <= before.items() for links in known)
+        sent = [dict(self._sent_to(engine)) for engine in self._engines.values()]
+        return is_unchanged(sent, self._spec.sent_before or {})
 
     def _sent_to(self, engine: _Engine) -> list[tuple[Link, str]]:
         return [
@@ -662,8 +644,7 @@ class RoundMachine:
             reason=reason,
             engines=tuple(n for n, e in engines if e.outcome is EngineOutcome.PUBLISHED),
             left_out={name: e.reason for name, e in engines if e.reason},
-            measures={m.value: m.of_ranks(values) for m, values in self._measured.items()}
-            | {m.value: value for m, value in self._delivery.measures.items()},
+            measures=self._figures.of_round(self._delivery.measures),
             digest_ok=self._digest_ok,
         )
         self._move(Phase.DONE)
@@ -677,7 +658,7 @@ class RoundMachine:
                     for source, destinations in writing.items()
                 },
                 silent=frozenset(self._silent),
-                carried=self._carried,
+                carried=self._figures.carried,
                 digests=dict(
                     pair
                     for engine in self._engines.values()
@@ -688,15 +669,6 @@ class RoundMachine:
                 non_finite=frozenset(self._non_finite),
             )
         )
-
-    def _measure(self, measure: Measure, worker: str, value: float) -> None:
-        values = self._measured.setdefault(measure, {})
-        values[worker] = values.get(worker, 0.0) + (value if 0 < value < inf else 0.0)
-
-    def _carry(self, link: Link, nbytes: int, wire_s: float) -> None:
-        if nbytes > 0 and 0 < wire_s < inf:
-            before = self._carried.get(link, Carried(0, 0.0))
-            self._carried[link] = Carried(before.nbytes + nbytes, before.wire_s + wire_s)
 
     # --- small things ------------------------------------------------------------------------
 

@@ -1,0 +1,81 @@
+"""Signs of a mistake in the trainer: a version that changes no byte, and parameters with NaN or infinity."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import final
+
+import msgspec
+
+from windlass.control.links import Link
+from windlass.control.report import RoundOutcome, UpdateReport
+from windlass.layout.naming.patterns import patterns_of, said
+
+_log = logging.getLogger(__name__)
+
+
+def unchanged_reason(version: int) -> str:
+    """Return the message for a version that changes nothing."""
+    return (
+        f"version {version} changes nothing: every byte equals the previous version; does the optimizer step these "
+        "parameters (not a copy of them, nor a frozen base under adapters), are adapters merged before the update, "
+        "and is the learning rate large enough that steps are not lost by rounding to the weights' dtype?"
+    )
+
+
+def is_unchanged(sent: Sequence[Mapping[Link, str]], before: Mapping[Link, str]) -> bool:
+    """Return whether engines get the same bytes that they already serve.
+
+    An engine counts only if `before` has a digest for each of its links. Without such an engine, return False.
+
+    Args:
+        sent: for each engine, link -> digest of the bytes that were sent.
+        before: link -> digest in the version that engines serve now.
+    """
+    known = [links for links in sent if links and links.keys() <= before.keys()]
+    return bool(known) and all(links.items() <= before.items() for links in known)
+
+
+def num_by_pattern(names: Collection[str]) -> dict[str, int]:
+    """Return patterns that match these names, each with the number of names that it matches."""
+    return {pattern: len(of) for pattern, of in patterns_of(sorted(names)).items()}
+
+
+@final
+class Suspicions:
+    """Signs in the versions of one run, in the order in which they are published.
+
+    Attributes:
+        digests: link -> digest, of the version that trainers published last.
+    """
+
+    def __init__(self) -> None:
+        self.digests: Mapping[Link, str] = {}
+        self._num_unchanged = 0
+        self._had_non_finite = False
+
+    def sent_before(self, workers: Collection[str]) -> dict[Link, str]:
+        """Return `RoundSpec.sent_before`. `workers`: ranks of engines that serve the version of `digests`."""
+        return {link: digest for link, digest in self.digests.items() if link[1] in workers}
+
+    def add_to(
+        self, report: UpdateReport, *, unchanged: bool, non_finite: Collection[str]
+    ) -> UpdateReport:
+        """Add the signs in one version to its report.
+
+        Log a warning for the first of several successive versions with the same sign.
+        """
+        self._num_unchanged = self._num_unchanged + 1 if unchanged else 0
+        if self._num_unchanged == 1 and report.outcome is RoundOutcome.PUBLISHED:
+            _log.warning("%s", unchanged_reason(report.version))
+        if non_finite and not self._had_non_finite:
+            _log.warning(
+                "version %d: %s of the trainers contain NaN or infinity",
+                report.version,
+                said(non_finite),
+            )
+        self._had_non_finite = bool(non_finite)
+        return msgspec.structs.replace(
+            report, unchanged=self._num_unchanged, non_finite=num_by_pattern(non_finite)
+        )
