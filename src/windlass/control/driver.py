@@ -14,9 +14,10 @@ import msgspec
 
 from windlass.config import PhaseDeadlines
 from windlass.control.binding import Binding
-from windlass.control.messages import Pause, Publish, Result
-from windlass.control.report import Measure, wire_by_transport
+from windlass.control.messages import Result
+from windlass.control.report import wire_by_transport
 from windlass.control.round_state import Phase
+from windlass.control.round_times import RoundTimes
 from windlass.control.rounds import (
     AgentLost,
     DeadlinePassed,
@@ -68,16 +69,10 @@ class RoundDriver:
         self.deadlines = spec.config.deadlines
         # A copy, because a process that connects under a known name during the round is not part of it.
         self.sessions = dict(sessions)
-        self._clock = clock
         self._on_phase = on_phase
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
-        self._phase_began = 0.0
-        self._phase: Phase | None = None
-        self._phase_s: dict[str, float] = {}
-        self._pause_began: dict[str, float] = {}
-        self._publishing: set[tuple[str, int]] = set()
-        self._pause_s = 0.0
+        self._times = RoundTimes(clock)
         self.late: tuple[Replied, ...] = ()
 
     @property
@@ -93,9 +88,7 @@ class RoundDriver:
         """Queue a reply if it belongs to this round and comes from a session of this round."""
         worker = session.peer
         if reply.round_id == self.round_id and self.sessions.get(worker) is session:
-            if (worker, reply.seq) in self._publishing and worker in self._pause_began:
-                paused_s = self._clock() - self._pause_began[worker]
-                self._pause_s = max(self._pause_s, paused_s)
+            self._times.answered(worker, reply.seq)
             self.post(Replied(worker, reply.seq, reply.result))
 
     async def run(self) -> Finish:
@@ -114,18 +107,16 @@ class RoundDriver:
         return finish
 
     async def _run(self) -> Finish:
-        began = self._clock()
         finish = await self._carry_out(self._next(self.machine.start))
         while finish is None:
             finish = await self._carry_out(self._handle(await self._events.get()))
         self._leave_phase()
         late = [self._events.get_nowait() for _ in range(self._events.qsize())]
         self.late = tuple(event for event in late if isinstance(event, Replied))
-        times = {Measure.UPDATE_S: self._clock() - began, Measure.PAUSE_S: self._pause_s}
         report = msgspec.structs.replace(
             finish.report,
-            measures=finish.report.measures | {m.value: s for m, s in times.items()},
-            phase_s=dict(self._phase_s),
+            measures=finish.report.measures | self._times.measures(),
+            phase_s=self._times.phase_s,
             transports=dict(Counter(self.binding.transport_of.values())),
             wire=wire_by_transport(finish.carried, self.binding.transport_of),
         )
@@ -168,10 +159,7 @@ class RoundDriver:
 
     async def _send(self, send: Send) -> None:
         session = self.sessions.get(send.worker)
-        if isinstance(send.command, Pause):
-            self._pause_began.setdefault(send.worker, self._clock())
-        elif isinstance(send.command, Publish):
-            self._publishing.add((send.worker, send.seq))
+        self._times.sent(send.worker, send.seq, send.command)
         try:
             if session is None:
                 raise PeerUnreachable(f"{send.worker}: not connected")  # noqa: TRY301
@@ -184,7 +172,7 @@ class RoundDriver:
         self._leave_phase()
         _log.debug("phase %s", phase.value)
         self._on_phase(phase)
-        self._phase, self._phase_began = phase, self._clock()
+        self._times.enter(phase)
         self._timer = asyncio.get_running_loop().call_later(
             _deadline_of(phase, self.deadlines), self.post, DeadlinePassed(entry)
         )
@@ -193,10 +181,7 @@ class RoundDriver:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._phase is not None:
-            passed_s = self._clock() - self._phase_began
-            self._phase_s[self._phase] = self._phase_s.get(self._phase, 0.0) + passed_s
-            self._phase = None
+        self._times.leave()
 
 
 def _deadline_of(phase: Phase, deadlines: PhaseDeadlines) -> float:
