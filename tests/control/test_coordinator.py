@@ -1087,7 +1087,7 @@ async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_o
 async def test_publish_names_the_trainer_ranks_that_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("windlass.control.coordinator.NAME_MISSING_S", 0.05)
+    monkeypatch.setattr("windlass.control.publish_requests.NAME_MISSING_S", 0.05)
     missing = "trainer/2 (not connected); trainer/1 (has not called publish)"
     async with FakeFleet(quick(), num_trainers=3) as rig:
         for index in range(2):
@@ -1108,7 +1108,7 @@ async def test_publish_does_not_name_ranks_that_are_a_few_seconds_late(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The time starts at the first announcement of this version, not of an earlier version."""
-    monkeypatch.setattr("windlass.control.coordinator.NAME_MISSING_S", 2.0)
+    monkeypatch.setattr("windlass.control.publish_requests.NAME_MISSING_S", 2.0)
     async with FakeFleet(quick()) as rig:
         await rig.start({"a": 1})
         await rig.publish(0)

@@ -36,6 +36,7 @@ from windlass.control.messages import Announce, Result, Withdraw
 from windlass.control.publish_requests import (
     KEPT_REPORTS,
     CalledUpdate,
+    MissingRanks,
     PendingPublish,
     PublishRequests,
 )
@@ -61,8 +62,6 @@ from windlass.wording import listed
 _log = logging.getLogger(__name__)
 MAX_ATTEMPTS_WITHOUT_ENGINES = 3
 """Maximum number of further attempts to publish a version after an attempt in which all engine processes ended."""
-NAME_MISSING_S = 15.0
-"""Seconds between two log lines with the names of the trainer ranks that a publish waits for."""
 
 
 @final
@@ -131,8 +130,7 @@ class Coordinator:
             self.run, self.members, self.tasks, self.rounds.lock, config.deadlines
         )
         self.requests = PublishRequests()
-        # Logs the trainer ranks that a publish waits for.
-        self._naming: asyncio.TimerHandle | None = None
+        self._missing = MissingRanks(self.fleet, self.requests)
         self._update_listeners: list[Callable[[UpdateReport], None]] = []
         self.num_updates = 0
         self.reports: deque[UpdateReport] = deque(maxlen=KEPT_REPORTS)
@@ -184,19 +182,19 @@ class Coordinator:
             and self.requests.num_waiting >= trainers.world_size  # cheap test before `pop_all`
             and (announced := self.requests.pop_all(trainers.workers))
         ):
-            self._stop_naming()
+            self._missing.stop()
             # The new task inherits the log field.
             with log_fields(version=frame.version):
                 self.tasks.spawn(self._publish(announced))
-        elif self._naming is None:
-            self._naming = self._name_missing_later()
+        else:
+            self._missing.name_later()
 
     def _gave_up(self, session: AgentSession, frame: Withdraw) -> None:
         """Drop the announcement of a trainer rank that no longer waits for the report.
 
         Unless the update has begun, send the rank a failed report that names the missing ranks.
         """
-        missing = self._missing_ranks()
+        missing = self._missing.text()
         given_up = self.requests.give_up(session.peer, frame.attempt)
         if given_up is not None:
             report = failed_report(given_up.version, f"it waited for {missing}" if missing else "")
@@ -281,7 +279,13 @@ class Coordinator:
         """
         report = await self._attempt(announced, version, copied)
         for _ in range(MAX_ATTEMPTS_WITHOUT_ENGINES):
-            if report.outcome is RoundOutcome.PUBLISHED or not self._have_ended(report.left_out):
+            bound = self.connector.binding
+            if (
+                report.outcome is RoundOutcome.PUBLISHED
+                or not report.left_out
+                or bound is None
+                or not self.fleet.has_lost_all(bound)
+            ):
                 break
             _log.warning("version %s: waiting for an engine: %s", version, report.reason)
             # The failed attempt may have reserved the version already.
@@ -350,21 +354,6 @@ class Coordinator:
             return
         raise RoundAborted(f"trainer ranks came or went since they announced: {changed}")
 
-    def _have_ended(self, left_out: Collection[str]) -> bool:
-        """Return whether the round left out engines, and all processes of the bound engines are disconnected."""
-        bound = self.connector.binding
-        return (
-            bool(left_out)
-            and bound is not None
-            and all(self._has_ended(bound, name) for name in bound.engines)
-        )
-
-    def _has_ended(self, bound: Binding, name: str) -> bool:
-        engine = self.fleet.group_of(name)
-        return engine is None or engine.identities.isdisjoint(
-            bound.identities_of(bound.engines[name])
-        )
-
     def end_update(self, report: UpdateReport) -> None:
         """Store the report of an update and call the listeners. If the update left out engines, start catch-ups."""
         self.reports.append(report)
@@ -373,32 +362,6 @@ class Coordinator:
         tell(self._update_listeners, report)
         if report.left_out:
             self.catch_ups.settle_soon()
-
-    # --- trainer ranks that a publish waits for ----------------------------------------------
-
-    def _name_missing_later(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(NAME_MISSING_S, self._name_missing_ranks)
-
-    def _name_missing_ranks(self) -> None:
-        """Log the names of the ranks that a publish waits for. Repeat every `NAME_MISSING_S` while a rank waits."""
-        self._naming = None
-        if self.requests.num_waiting:
-            if missing := self._missing_ranks():
-                _log.warning("publish waits for %s", missing)
-            self._naming = self._name_missing_later()
-
-    def _stop_naming(self) -> None:
-        if self._naming is not None:
-            self._naming.cancel()
-            self._naming = None
-
-    def _missing_ranks(self) -> str:
-        """Return text with the trainer ranks that have not announced, and the reasons; empty if all have announced."""
-        trainers = self.fleet.trainers()
-        workers = () if trainers is None else trainers.workers
-        idle = [worker for worker in workers if not self.requests.is_waiting(worker)]
-        reasons = ((self.fleet.away(), "not connected"), (idle, "has not called publish"))
-        return "; ".join(f"{listed(names)} ({reason})" for names, reason in reasons if names)
 
     # --- agents that answer and agents that go -----------------------------------------------
 
@@ -429,5 +392,5 @@ class Coordinator:
         self.members.expect_departures()
         await self.tasks.close()
         await self.members.close()
-        self._stop_naming()
+        self._missing.stop()
         self.run.journal.close()

@@ -476,6 +476,14 @@ class Fleet:
         """Return the engines with at least one connected rank, complete or not."""
         return tuple(g for g in self._groups.values() if g.role is Role.ENGINE)
 
+    def has_lost_all(self, binding: Binding) -> bool:
+        """Return whether all processes of the engines of `binding` are disconnected."""
+        found = ((self.group_of(name), own) for name, own in binding.engines.items())
+        return all(
+            engine is None or engine.identities.isdisjoint(binding.identities_of(own))
+            for engine, own in found
+        )
+
     def group_of(self, name: str) -> Group | None:
         """Return the group with this name, or None."""
         return self._groups.get(name)

@@ -8,6 +8,7 @@ another round, because the rank may change its weights once it has the report. T
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import final
@@ -15,10 +16,16 @@ from typing import final
 import msgspec
 
 from windlass.control.connect_messages import Identity
+from windlass.control.fleet import Fleet
 from windlass.control.report import UpdateReport
+from windlass.wording import listed
+
+_log = logging.getLogger(__name__)
 
 KEPT_REPORTS = 1024
 """Number of newest update reports that a coordinator keeps."""
+NAME_MISSING_S = 15.0
+"""Seconds between the log lines that name the trainer ranks that a publish waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,3 +141,43 @@ class PublishRequests:
         if known is not None and known.pending == pending:
             known.report = answer
         return answer
+
+
+@final
+class MissingRanks:
+    """Trainer ranks that a publish waits for. While a rank waits, the log names the others.
+
+    Args:
+        fleet: connected ranks.
+        requests: requests of the trainer ranks.
+    """
+
+    def __init__(self, fleet: Fleet, requests: PublishRequests) -> None:
+        self._fleet, self._requests = fleet, requests
+        self._timer: asyncio.TimerHandle | None = None
+
+    def text(self) -> str:
+        """Return text with the trainer ranks that have not announced, and the reasons; empty if all have announced."""
+        trainers = self._fleet.trainers()
+        workers = () if trainers is None else trainers.workers
+        idle = [worker for worker in workers if not self._requests.is_waiting(worker)]
+        reasons = ((self._fleet.away(), "not connected"), (idle, "has not called publish"))
+        return "; ".join(f"{listed(names)} ({reason})" for names, reason in reasons if names)
+
+    def name_later(self) -> None:
+        """Log the missing ranks after `NAME_MISSING_S`, and again every `NAME_MISSING_S` while a rank waits. Idempotent."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(NAME_MISSING_S, self._name)
+
+    def stop(self) -> None:
+        """Log nothing until the next `name_later`. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _name(self) -> None:
+        self._timer = None
+        if self._requests.num_waiting:
+            if missing := self.text():
+                _log.warning("publish waits for %s", missing)
+            self.name_later()
