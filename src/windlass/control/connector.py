@@ -68,7 +68,9 @@ class Connector:
         self._unused: tuple[frozenset[Identity], frozenset[str] | None] = frozenset(), None
 
     async def until_enough(self) -> Binding:
-        """Wait until `ControlConfig.min_engines` engines can be written, and return a binding of at least that many.
+        """Wait until at least `ControlConfig.min_engines` engines are writable and bound; return the binding.
+
+        An engine is writable if a round may write to it (`Fleet.writable_engines`).
 
         Raises:
             PeerTimeout: too few engines were connected within `deadlines.fleet_s`.
@@ -98,10 +100,10 @@ class Connector:
         )
 
     async def bind_ahead(self) -> None:
-        """Bind changes of the fleet before the next round, so that the round need not do it.
+        """Bind changes of the fleet before the next round, so that the round begins sooner.
 
-        Return without binding while the trainers are incomplete or no engine can be written. Log a failure; the next
-        round tries again.
+        Do nothing while the trainers are incomplete or no engine is writable. Log a failure; the next round tries
+        again.
         """
         trainers = self._fleet.trainers()
         if trainers is None or not trainers.complete or not self._fleet.writable_engines():
@@ -116,12 +118,12 @@ class Connector:
                 self._changes.notify()
 
     async def ensure_bound(self) -> Binding:
-        """Return a binding of the trainers and of all engines that can be written; bind changes first.
+        """Return a binding of the trainers and of all writable engines; bind changes first.
 
-        Refuse or set aside engines that do not bind, and bind without them.
+        Refuse or set aside engines that do not bind, and bind the other engines.
 
         Raises:
-            PeerUnreachable: no complete trainer job is connected, or no engine can be written.
+            PeerUnreachable: no complete trainer job is connected, or no engine is writable.
             WindlassError: see `FleetBinder.bind`.
         """
         trainers, engines = self._fleet.trainers(), self._fleet.writable_engines()

@@ -314,7 +314,8 @@ class Coordinator:
             announced: see `_publish`.
             version: version to publish.
             copied: see `_publish`.
-            is_again: whether an earlier attempt may have reserved the version, so that it does not count as stale.
+            is_again: whether an earlier attempt may have reserved the version. The version then does not count as
+                stale.
 
         Raises:
             RoundAborted: the ranks announced different versions, the version is stale, trainer ranks came or went

@@ -56,7 +56,7 @@ class Findings:
     Attributes:
         measures: figures of the rank that answered.
         carried: link -> bytes and seconds of its writes.
-        unknown: rank whose memory bytes may still reach -> reason. The round quarantines its engine.
+        unknown: rank -> reason why bytes may still arrive in its memory. The round quarantines its engine.
         orders: commands that must be sent because of this answer.
     """
 
@@ -127,7 +127,7 @@ class Delivery:
         return mode is UpdateMode.IN_PLACE
 
     def survives_failure(self, phase: Phase) -> bool:  # noqa: ARG002
-        """Return whether a failure of one engine in `phase` leaves the round running for the other engines."""
+        """Return whether the round continues for the other engines after a failure of one engine in `phase`."""
         return True
 
     def answered(self, worker: str, command: Command, result: Result) -> Findings | None:  # noqa: ARG002

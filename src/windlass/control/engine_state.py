@@ -66,7 +66,7 @@ class EngineState(msgspec.Struct, frozen=True):
     Attributes:
         name: name of the engine.
         url: address of its HTTP server.
-        version: version of this run that all its ranks hold; -1 for none.
+        version: version of this run that the engine has (`Group.version`); -1 for none.
         status: its state.
         reason: cause of the state; empty if no fault is known.
     """

@@ -78,7 +78,7 @@ class _Hold:
 
     Attributes:
         round_id: round of the command.
-        engines: engine processes in whose memory the bytes may still arrive.
+        engines: engine processes; the bytes may still arrive in their memory.
     """
 
     round_id: RoundId
@@ -89,15 +89,17 @@ class _Hold:
 class Group:
     """The ranks of one engine or of the trainer job.
 
-    The state of an engine decides whether it gets traffic. The flags of its agents (silent, quarantined, not resumed)
-    decide whether a round may write to it. Several flags can be set at the same time; the state names only one of them.
+    The state of an engine decides whether it gets traffic. Its agents have flags of their own: silent, quarantined, not
+    resumed. No round writes to an engine with a silent or quarantined agent. Several flags can be set at the same time,
+    and the state names only one of them.
 
     Attributes:
         name: name of the group.
         role: trainer or engine.
         world_size: number of its ranks, connected or not.
         agents: rank -> agent, for connected ranks.
-        version: version that all ranks have; -1 if they have none or different versions, or may have mixed weights.
+        version: lowest version of its ranks; -1 if a rank has no version, has a version of another lineage or may have
+            mixed weights.
         lineage: lineage of the run that `version` belongs to.
         status: state of the engine; only `move` changes it.
         reason: cause of the state; empty if no fault is known.
@@ -330,8 +332,8 @@ class Fleet:
 
         Raises:
             ProtocolError: the protocol version is another one, the rank is not below the world size, the manifest is
-                invalid or of another worker, there is no offer, or an offer is repeated or has an endpoint of another
-                transport.
+                invalid or of another worker, the offers are empty, or an offer is repeated or has an endpoint of
+                another transport.
         """
         check_version(hello.protocol_version, hello.worker)
         if not 0 <= hello.rank < hello.world_size:
@@ -527,11 +529,14 @@ class Fleet:
         return {trainer: hold.round_id for trainer, hold in self.holds.items()}
 
     def settle(self, trainer: Identity, round_id: RoundId, seq: int, result: Result) -> bool:
-        """Process an answer that arrives after the round of its command; return whether it has changed the fleet.
+        """Process an answer that arrives after the round of its command.
 
         The answer to the write command of a hold ends the hold. A link with an unknown outcome quarantines its engine,
         as in an answer within the round. The answer to a probe also ends the hold: agents answer in order, so a write
         command without an answer has not reached the source.
+
+        Returns:
+            Whether the answer has ended a hold or quarantined an engine.
         """
         if self._first_epoch is None or round_id[0] < self._first_epoch:
             return self._settle_for_predecessor(trainer, round_id, result)
@@ -624,7 +629,7 @@ class Fleet:
         )
 
     def _held_up(self, engine: Group) -> str:
-        """Return text with the sources in whose holds a waiting engine is; empty if there are none."""
+        """Return why no round writes to a waiting engine: text with the sources that hold it; empty without a hold."""
         if engine.status is not EngineStatus.WAITING:
             return ""
         sources = sorted(s[0] for s, hold in self.holds.items() if hold.engines & engine.identities)
@@ -636,7 +641,7 @@ class Fleet:
 
     @property
     def unserved(self) -> str:
-        """Text for the case that a version is published and no engine serves it; else empty."""
+        """Error text if a version is published and no engine serves it; else empty."""
         if self.published < 0 or any(map(_is_routable, self.engines())):
             return ""
         return f"no engine serves version {self.published}"

@@ -124,7 +124,7 @@ class JournalSummary:
                 pass
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Yield entries that give the same summary, if `add` gets them."""
+        """Yield entries from which `add` makes an equal summary."""
         at, said = (self.epoch, self.round), ((), "compacted")
         yield JournalEntry(JournalKind.STARTED, *at, self.published, *said, self.lineage)
         if self.published >= 0:
