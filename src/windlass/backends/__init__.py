@@ -1,4 +1,4 @@
-"""Update backends: the contract, and `p2p`, `xccl` and `disk`.
+"""Update backends: the contract, and `p2p`, `xccl`, `disk` and `push`.
 
 To add a backend, subclass `Backend` and register `BackendEntry(YourBackend)` as an entry point of the group
 `windlass.backends`.
