@@ -20,8 +20,6 @@ FOREIGN_NAMES = frozenset(
         *("_asdict", "_replace"),
         # asyncio: the simulation runs and measures the callbacks of a loop.
         *("_context", "_run", "_protocol"),
-        # ctypes: the only way from `byref(x)` back to `x`, for a fake library.
-        "_obj",
         # aiohttp: the connection below a WebSocket, which the tests make deaf or cut.
         "_response",
         # torch: parts of a module or a DTensor for which it has no public name, and a kernel that takes time.

@@ -516,7 +516,7 @@ def batch_copy(piece: int, pieces: Any, stream: Any) -> Callable[[], None]:
             ctypes.byref(attributes),
             ctypes.byref(first),
             ctypes.c_size_t(1),
-            stream.handle,
+            ctypes.c_void_p(stream.handle),
         )
         assert code == 0, code
 

@@ -2,59 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from recorded_driver import THEIRS, RecordedDriver
 
 from windlass.errors import TransferFailed
 from windlass.memory.cuda import driver
-from windlass.memory.cuda.driver import Device, Event, Stream
-
-THEIRS = 1000
-"""Context of the thread's own GPU. GPU i of this library has context i + 1."""
-
-
-class Library:
-    """Driver with the contexts of one thread. Every other call records the current context."""
-
-    def __init__(self) -> None:
-        self.contexts = [THEIRS]
-        self.called: list[tuple[str, int]] = []
-        self.failing = ""
-
-    def cuDevicePrimaryCtxRetain(self, context: Any, device: ctypes.c_int) -> int:  # noqa: N802
-        context._obj.value = device.value + 1
-        return 0
-
-    def cuDeviceGet(self, device: Any, ordinal: int) -> int:  # noqa: N802
-        device._obj.value = ordinal
-        return 0
-
-    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:  # noqa: N802
-        self.contexts[-1] = context.value or 0
-        return 0
-
-    def cuCtxPushCurrent_v2(self, context: ctypes.c_void_p) -> int:  # noqa: N802
-        self.contexts.append(context.value or 0)
-        return 0
-
-    def cuCtxPopCurrent_v2(self, context: Any) -> int:  # noqa: N802
-        context._obj.value = self.contexts.pop()
-        return 0
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        def call(*_: Any) -> int:
-            self.called.append((name, self.contexts[-1]))
-            return 1 if name == self.failing else 0
-
-        return call
+from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES, Device, Event, Stream
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    found = Library()
+def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedDriver:
+    found = RecordedDriver()
     monkeypatch.setattr(driver, "driver", lambda: found)
     return found
 
@@ -69,29 +29,39 @@ def stream_and_event(device: Device) -> None:
 CALLS: dict[str, Callable[[Device], object]] = {
     "cuEventRecord": lambda device: device.record(12345),
     "cuEventSynchronize": stream_and_event,
-    "cuStreamDestroy_v2": stream_and_event,
+    "cuStreamDestroy": stream_and_event,
     "cuCtxSynchronize": Device.synchronize,
-    "cuMemAlloc_v2": lambda device: device.allocate(64),
-    "cuMemFree_v2": lambda device: device.free(64),
-    "cuMemGetAddressRange_v2": lambda device: device.allocation(64),
+    "cuMemAlloc": lambda device: device.allocate(64),
+    "cuMemFree": lambda device: device.free(64),
+    "cuMemGetAddressRange": lambda device: device.allocation(64),
     "cuIpcGetMemHandle": lambda device: device.export(64),
-    "cuMemHostRegister_v2": lambda device: device.pin(4096, 4096),
+    "cuIpcOpenMemHandle": lambda device: device.open(bytes(IPC_HANDLE_NBYTES)),
+    "cuIpcCloseMemHandle": lambda device: device.close_handle(64),
+    "cuMemHostRegister": lambda device: device.pin(4096, 4096),
+    "cuMemHostGetDevicePointer": lambda device: device.device_pointer(4096),
+    "cuMemHostUnregister": lambda device: device.unpin(4096),
+    "cuMemcpyAsync": lambda device: device.copy(4096, 8192, 64, Stream(device)),
+    "cuMemsetD8Async": lambda device: device.clear(4096, 64, Stream(device)),
     "cuModuleLoadData": lambda device: device.load(b""),
+    "cuLaunchKernel": lambda device: device.launch(object(), 1, 32, (), 0),
     "cuStreamSynchronize": lambda device: device.download(64, 16, Stream(device)),
+    "cuMemcpyDtoH": lambda device: device.download(64, 16),
     "cuCtxEnablePeerAccess": lambda device: device.enable_peer(Device(0)),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_runs_on_its_own_gpu_and_keeps_the_current_gpu(library: Library, name: str) -> None:
+def test_a_call_runs_on_its_own_gpu_and_keeps_the_current_gpu(
+    recorded: RecordedDriver, name: str
+) -> None:
     CALLS[name](Device(1))
-    assert (name, 2) in library.called
-    assert library.contexts == [THEIRS]
+    assert (name, 2) in [(called, context) for called, context, _ in recorded.calls]
+    assert recorded.contexts == [THEIRS]
 
 
-def test_a_failed_call_keeps_the_current_gpu(library: Library) -> None:
-    library.failing = "cuEventRecord"
-    with pytest.raises(TransferFailed, match="cuEventRecord failed with 1"):
+def test_a_failed_call_keeps_the_current_gpu(recorded: RecordedDriver) -> None:
+    recorded.failing = "cuEventRecord"
+    with pytest.raises(TransferFailed, match="cuEventRecord failed with 1: as the test wants"):
         Device(1).record(12345)
-    assert ("cuEventRecord", 2) in library.called
-    assert library.contexts == [THEIRS]
+    assert ("cuEventRecord", 2) in [(called, context) for called, context, _ in recorded.calls]
+    assert recorded.contexts == [THEIRS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from memory_transport import GpuMemoryTransport, MemoryFabric, MemoryTransport
 from numpy_gpu import KernelTransport, numpy_gpu
+from recorded_driver import RecordedDriver
 
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
@@ -407,33 +408,22 @@ def test_pageable_parameters_are_not_locked_after_their_copy(
 def test_neither_the_copy_nor_a_digest_waits_in_the_stream_of_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    called: list[tuple[str, tuple[Any, ...]]] = []
-
-    class Library:
-        """Recorder of the driver's calls."""
-
-        def __getattr__(self, name: str) -> Callable[..., int]:
-            def call(*arguments: Any) -> int:
-                called.append((name, arguments))
-                return 0
-
-            return call
-
-    monkeypatch.setattr(driver, "driver", Library)
+    recorded = RecordedDriver()
+    monkeypatch.setattr(driver, "driver", lambda: recorded)
     device = driver.Device(0)
     event, stream = device.record(STREAM), driver.Stream(device)
-    stream.handle.value = 99
-    (recorded,) = [arguments for name, arguments in called if name == "cuEventRecord"]
-    assert recorded[1].value == STREAM
-    called.clear()
+    stream.handle = 99
+    (arguments,) = [found for name, _, found in recorded.calls if name == "cuEventRecord"]
+    assert arguments[1] == STREAM
+    recorded.calls.clear()
     event.wait()
-    assert [name for name, _ in called] == [
-        "cuCtxPushCurrent_v2", "cuEventSynchronize", "cuCtxPopCurrent_v2", "cuEventDestroy_v2"
+    assert recorded.names == [
+        "cuCtxPushCurrent", "cuEventSynchronize", "cuCtxPopCurrent", "cuEventDestroy"
     ]  # fmt: skip
-    called.clear()
+    recorded.calls.clear()
     assert device.download(4096, 16, stream) == bytes(16)
-    assert [(name, arguments[-1].value) for name, arguments in called[1:-1]] == [
-        ("cuMemcpyDtoHAsync_v2", 99), ("cuStreamSynchronize", 99)
+    assert [(name, arguments[-1]) for name, _, arguments in recorded.calls[1:-1]] == [
+        ("cuMemcpyDtoHAsync", 99), ("cuStreamSynchronize", 99)
     ]  # fmt: skip
 
 

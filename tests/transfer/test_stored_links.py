@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
 import pytest
 from numpy_gpu import KernelTransport
+from recorded_driver import RecordedDriver
 
 from windlass.config import UpdateMode
 from windlass.errors import RoundAborted, TransferFailed, TransferOutcomeUnknown
@@ -243,22 +244,11 @@ def test_tables_are_not_freed_under_a_running_write(
 def test_an_upload_is_complete_before_a_kernel_of_another_stream_can_read_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    called: list[str] = []
-
-    class Library:
-        """Recorder of the driver's calls."""
-
-        def __getattr__(self, name: str) -> Callable[..., int]:
-            def call(*_: object) -> int:
-                called.append(name)
-                return 0
-
-            return call
-
-    monkeypatch.setattr(driver, "driver", Library)
+    recorded = RecordedDriver()
+    monkeypatch.setattr(driver, "driver", lambda: recorded)
     Device(0).upload(4096, b"table")
-    queued = [name for name in called if not name.startswith("cuCtx")]
-    assert queued[-2:] == ["cuMemcpyHtoD_v2", "cuStreamSynchronize"]
+    queued = [name for name in recorded.names if not name.startswith("cuCtx")]
+    assert queued[-2:] == ["cuMemcpyHtoD", "cuStreamSynchronize"]
 
 
 def test_a_wait_for_other_gpu_work_has_a_deadline() -> None:

@@ -361,8 +361,7 @@ class TorchBroadcastGroup:
         if self._gpu is None:
             return torch.cuda.device(self._ordinal)
         device = torch.device("cuda", self._ordinal)
-        handle = self._gpu.stream.handle.value or 0
-        stream = torch.cuda.ExternalStream(handle, device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.ExternalStream(self._gpu.stream.handle, device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(stream)
 

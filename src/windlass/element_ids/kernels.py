@@ -34,7 +34,7 @@ class Kernels:
         self._on = device
         source = resources.files("windlass.element_ids").joinpath("kernels.cu").read_text()
         self._module = self._device.load(compile_source(source, self._device.architecture))
-        self._functions: dict[str, ctypes.c_void_p] = {}
+        self._functions: dict[str, object] = {}
 
     def fingerprint(self, words: torch.Tensor) -> int:
         """Return the fingerprint of int64 words (n,), as `memory.fingerprint` computes it."""
@@ -96,7 +96,7 @@ class Kernels:
             self._functions[name] = self._device.function(self._module, name)
         most = self._device.num_multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
         grid = max(1, min(most, -(-numel // _BLOCK)))
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device.ordinal).cuda_stream)
+        stream = torch.cuda.current_stream(self._device.ordinal).cuda_stream
         self._device.launch(self._functions[name], grid, _BLOCK, arguments, stream)
 
 

@@ -141,7 +141,7 @@ class Kernels:
         )
         source = resources.files("windlass.memory.cuda").joinpath("put.cu").read_text()
         self._module = device.load(compile_source(source, device.architecture))
-        self._functions: dict[str, ctypes.c_void_p] = {}
+        self._functions: dict[str, object] = {}
 
     def put(
         self,
