@@ -108,7 +108,10 @@ class ReceiverBackend(Protocol):
         ...
 
     def apply(self) -> None:
-        """Copy verified bytes that are not in the live parameters yet to them. The engine is paused. Idempotent."""
+        """Copy the verified bytes to the live parameters, unless they are there already. Idempotent.
+
+        The engine is paused during this call.
+        """
         ...
 
     def close(self) -> None:
@@ -147,7 +150,7 @@ class RankReceiver(ReceiverBackend, Protocol):
 def status_of(error: BaseException) -> LinkStatus:
     """Return the status of a link after its write raised `error`.
 
-    Errors of other classes than WindlassError give UNKNOWN, because they do not guarantee that no more bytes arrive.
+    Every exception of another class than WindlassError gives UNKNOWN, because bytes may still arrive after it.
     """
     match error:
         case PeerUnreachable():
@@ -196,7 +199,7 @@ def joined_results(
 ) -> Written:
     """Write some links in this thread while another thread writes the other links; return the combined result.
 
-    If both fail, raise an error after which bytes may still arrive, if there is one.
+    If both fail, raise the error after which bytes may still arrive (`is_unknown`), else the error of this thread.
 
     Args:
         destinations: destinations of all links, in the order of the result.

@@ -125,7 +125,7 @@ def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NewLinks:
-    """Links that were bound last.
+    """New links from one call of `SentLinks.changed`.
 
     Attributes:
         programs: destination -> link.

@@ -340,7 +340,7 @@ class RelayReceiver:
                 connection.add_done_callback(lambda _: num_open.release())
 
     async def _read(self, accepted: socket.socket) -> None:
-        """Read one connection to its end. Add the frames and the end of an accepted writer to the events of its round."""
+        """Read one connection to its end. Add frames and end of an accepted writer to the events of its round."""
         with accepted, contextlib.suppress(OSError, EOFError, ProtocolError):
             stream, writer = await asyncio.open_connection(sock=accepted)
             try:

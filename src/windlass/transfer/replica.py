@@ -179,7 +179,7 @@ class Replica:
         self._taken = self._whole = False
 
     def end(self) -> None:
-        """End the version of `begin`. The weights may change now, so `is_taken` lets no later `prepare` copy them."""
+        """End the version of `begin`. The weights may change now, so `is_taken` raises RoundAborted from now on."""
         self._only_once = self._taken = True
         self._whole, self._on_taken, self._holds = False, None, None
 

@@ -331,9 +331,9 @@ class Sender:
 
         The writes begin in the order of `destinations`. Trainer ranks with the same destinations should use different
         orders; see `windlass.planning.order`. If a link is written again, it is packed again first, because the arena
-        may have been overwritten or damaged; its digest must be the same as in `prepare`. A replica is not packed
-        again. If the deadline passes before a link begins, the link is FAILED and not UNKNOWN, because none of its
-        bytes was sent.
+        may have been overwritten or damaged; its digest must be the same as in `prepare`. With a replica, nothing is
+        packed again. If the deadline passes before a link begins, the link is FAILED and not UNKNOWN, because none of
+        its bytes was sent.
 
         Args:
             version: the version of `prepare`.
@@ -578,7 +578,7 @@ class Sender:
                 self.packer.abandon(renew=renew)
 
     def _abandon(self, arena: Buffer | None) -> None:
-        """Abandon memory that a write of unknown outcome may still read: the replica, else `arena` if it is still used."""
+        """Abandon memory that a write of unknown outcome may still read: the replica, else `arena` if still used."""
         if self.replica is not None:
             # Later writes of this round still read the copy. `_settle_doubt` abandons it before the next round.
             self.replica.in_doubt = True

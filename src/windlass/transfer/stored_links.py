@@ -288,7 +288,7 @@ class StoredLinks:
         return ""
 
     def _outcome(self, name: str, gone: str, late: str, wire_s: float) -> LinkOutcome:
-        """Return the outcome of a link. `gone`: why the peer has ended. `late`: why the outcome is unknown. Else empty."""
+        """Return the outcome of a link. `gone`: why the peer has ended, or empty. `late`: why its end is unknown."""
         link = self._links[name]
         if gone or (gone := self._is_gone(name)):
             return failed_link(name, gone, LinkStatus.UNREACHABLE)
