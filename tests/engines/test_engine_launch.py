@@ -96,6 +96,7 @@ def test_attach_makes_a_running_server_join_another_controller(
             url=server.url,
             serves_own_weights=False,
             deadline_s=7.0,
+            model="/m",
         )
     ]
     assert {name.lower(): value for name, value in server.headers[0].items()}[

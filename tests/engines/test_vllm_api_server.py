@@ -135,6 +135,14 @@ def test_adapter_of_the_options_must_be_in_a_folder_that_peft_saved(
     engine = SimpleNamespace(vllm_config=config)
     order = JoinOrder("c", name="a", url="u")
     assert settings_of(engine, order).world_size == 2
+    same = msgspec.structs.replace(order, model=f"{tmp_path}/.")
+    assert settings_of(engine, same).world_size == 2
+    other = msgspec.structs.replace(order, model="/models/other")
+    with pytest.raises(
+        ConfigError,
+        match=r"--model must be .*, the model of the server that joins, got /models/other",
+    ):
+        settings_of(engine, other)
     note_adapters([SimpleNamespace(name="tuned", path="/nowhere")])
     try:
         with pytest.raises(ConfigError, match="--lora-modules tuned: /nowhere must contain"):

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from http import HTTPStatus
+from pathlib import Path
 from typing import final
 
 import msgspec
@@ -45,6 +46,7 @@ class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         url: address at which peers reach the server; empty for the address that the server listens on.
         serves_own_weights: see `AgentSettings`.
         deadline_s: see `AgentSettings.join_deadline_s`; 0 for the time that the size of the checkpoint takes.
+        model: checkpoint folder that the server must have; empty for any.
     """
 
     controller: str
@@ -54,9 +56,21 @@ class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str = ""
     serves_own_weights: bool = True
     deadline_s: float = 0.0
+    model: str = ""
 
     def __repr__(self) -> str:
         return f"JoinOrder({self.controller!r}, {self.transport!r})"
+
+    def check_model(self, folder: Path) -> None:
+        """Check that `folder`, the checkpoint folder of the server, is the folder of the order.
+
+        Raises:
+            ConfigError: it is another folder.
+        """
+        if self.model and Path(self.model).resolve() != folder.resolve():
+            raise ConfigError(
+                f"--model must be {folder}, the model of the server that joins, got {self.model}"
+            )
 
 
 @final

@@ -368,6 +368,7 @@ def _order_join(args: argparse.Namespace, server: str, url: str, token: str = ""
         url=url,
         serves_own_weights=False,
         deadline_s=deadline_s,
+        model=str(Path(args.model).resolve()),
     )
     with BlockingHttp(server, {KEY_HEADER: key}, to_controller=False) as http:
         # The ranks capture their layouts within one deadline, and join within another one.

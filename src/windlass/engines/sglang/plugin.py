@@ -334,6 +334,7 @@ class SglangMember(Member):
 
         model = given.model_path, given.revision, given.download_dir
         checkpoint = checkpoint_folder("--model-path", *model)
+        order.check_model(checkpoint)
         _require_followed(given, checkpoint)
         settings = AgentSettings(
             name=order.name,

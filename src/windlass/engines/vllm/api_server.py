@@ -130,8 +130,8 @@ def settings_of(engine: Any, order: JoinOrder) -> AgentSettings:
     """Return the settings of a join; see `AgentSettings`. Each rank sets the folder of its own model.
 
     Raises:
-        ConfigError: the server has several adapters, or an adapter and several replicas, or this host does not have the
-            model; see also `adapter_of`.
+        ConfigError: the server has several adapters, an adapter and several replicas, or another model than the order;
+            or this host does not have the model; see also `adapter_of`.
         UnsupportedLayout: see `adapter_of`.
     """
     # Import here, because this module imports torch.
@@ -139,6 +139,7 @@ def settings_of(engine: Any, order: JoinOrder) -> AgentSettings:
 
     model = engine.vllm_config.model_config
     folder = checkpoint_folder("--model", model.model, model.revision)
+    order.check_model(folder)
     world_size = engine.vllm_config.parallel_config.world_size_across_dp
     adapter = adapter_of(_Served.adapter, "--lora-modules")
     if adapter is not None:
