@@ -274,8 +274,8 @@ class RolloutController:
         would then stop admitting rollouts.
 
         Raises:
-            RolloutError: this process did not deliver the result, or has delivered 4096 results since, or the
-                caller has declined the result already.
+            RolloutError: the result was not delivered by this process, is not among the 4096 newest results, or
+                was declined before.
         """
         found = result.rollouts if isinstance(result, RolloutGroup) else (result,)
         self._life.decline([rollout.task_id for rollout in found])
@@ -404,10 +404,10 @@ class RolloutController:
 
     @property
     def failed_alike(self) -> int:
-        """Number of rollouts that failed since the last accepted answer, if further attempts would fail too.
+        """Number of rollouts that failed since the last accepted answer and that another attempt would not help.
 
-        Such a rollout failed because an engine refused the request, or because the workflow kept raising the
-        same exception.
+        These are rollouts whose request an engine refused, and rollouts whose workflow raised the same exception
+        `max_same_errors` times in a row.
         """
         return self._life.failed_alike
 
@@ -440,8 +440,8 @@ class RolloutController:
     def acknowledge(self, task_ids: Iterable[str]) -> None:
         """Record that the caller has stored these rollouts, so that no later process delivers them. Idempotent.
 
-        One task id acknowledges the whole group of the task. Unknown ids are ignored. A restarted controller
-        may run a rollout again that the caller has stored already; this call ends such a rollout.
+        One task id acknowledges the whole group of the task. Unknown ids are ignored. After a restart, the
+        controller may run a rollout again although the caller has stored its result. This call ends the rollout.
 
         Raises:
             RolloutError: the journal cannot be written.
@@ -505,7 +505,7 @@ class RolloutController:
         return isinstance(worker, RemoteWorker) and worker.is_connected
 
     def set_version(self, version: int) -> None:
-        """Set the trainer's version. `StalenessPolicy.on_stale` decides about rollouts that are now too old.
+        """Set the trainer's version. `StalenessPolicy.on_stale` decides about rollouts that are too old for it.
 
         The controller itself calls this with the newest version that a routable engine serves.
         """
@@ -646,7 +646,7 @@ class RolloutController:
         return parked or slots > MAX_ASSIGNMENTS_PER_DISPATCH
 
     def _usable_engines(self) -> list[EngineTarget]:
-        """Return the routable engines, without engines more than `max_staleness` versions behind the newest one."""
+        """Return the routable engines that are at most `max_staleness` versions behind the newest engine."""
         routable = self._engines.routable()
         newest = max((version for _, _, version in routable), default=-1)
         return [
@@ -658,7 +658,7 @@ class RolloutController:
     def _unpark(self) -> None:
         """Move parked records to the front of the dispatch queue.
 
-        For each workflow, move at most as many records as the workers that know the workflow have free slots.
+        For each workflow, move at most one record per free slot of the workers that know the workflow.
         """
         for workflow, records in self._table.parked.items():
             room = sum(w.free_slots for w in self._workers.values() if w.can_run(workflow))
@@ -699,7 +699,7 @@ class RolloutController:
 def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
     """Return token ids as Python integers; raise `ConfigError` for ids that a worker could not decode.
 
-    The controller would send a task with such an id again and again, because the worker never receives it.
+    A worker never reports a task that it cannot decode as received, so the controller would resend the task for ever.
     """
     try:
         tokens = tuple([int(operator.index(each)) for each in prompt_ids])

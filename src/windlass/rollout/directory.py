@@ -51,11 +51,11 @@ class StaticEngines:
 
 
 class EngineChoice:
-    """Chooses the least loaded engine, or the engine that has cached a prompt's prefix if it is not much busier.
+    """Chooses the engine that has cached a prompt's prefix, unless the least loaded engine is much less busy.
 
     Args:
-        slack: largest difference between the attempts on the engine that has the prefix and the attempts on
-            the least loaded engine. Above this difference the least loaded engine is chosen.
+        slack: largest number of attempts that the engine with the cached prefix may run more than the least loaded
+            engine. Above this number, the least loaded engine is chosen.
     """
 
     def __init__(self, slack: int) -> None:

@@ -94,7 +94,7 @@ async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> Attempt
         async with asyncio.timeout(task.deadline_s):
             return await progress.run(session)
     except TimeoutError as error:
-        # A socket may raise TimeoutError too (ETIMEDOUT). The reason is right for both, because no answer arrived.
+        # A socket may raise TimeoutError too (ETIMEDOUT). The text is right in both cases: no answer arrived.
         reason = f"no answer within {task.deadline_s:.3f} s"
         raise progress.failure(reason) from error
     except (aiohttp.ClientError, OSError, PeerUnreachable, *DECODE_ERRORS) as error:
@@ -102,7 +102,7 @@ async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> Attempt
 
 
 class AttemptProgress:
-    """Tokens of a running attempt, and the calls that add to them."""
+    """Tokens of a running attempt, and the requests that generate more tokens."""
 
     def __init__(self, task: RolloutTask) -> None:
         self.task = task

@@ -33,7 +33,7 @@ from windlass.rollout.workflows import encode_value
 logger = logging.getLogger(__name__)
 RECHECK_PATH_S = 0.05
 """Seconds between two checks that the path still names the open file. A check before each write would be slow:
-it takes longer than the write, and each rollout causes four writes."""
+a check takes longer than a write, and each rollout causes four writes."""
 WRITE_AGAIN_S = 1.0
 """Seconds between a failed write and the next try. The journal tries periodically, because no event signals that
 a full disk has room again."""
@@ -43,7 +43,8 @@ class Started(msgspec.Struct, kw_only=True, tag="started"):
     """First entry of a file: the counts when the file was begun. Later entries of the file change these counts.
 
     Attributes:
-        identity: random id of the controller; a restarted controller keeps the id, so that workers recognise it.
+        identity: random id of the controller. A restarted controller keeps the id, so that workers recognise the
+            controller.
         run: number of controller processes that used this journal earlier.
         start_version, version, consumed: see `StalenessPolicy`.
     """
@@ -210,9 +211,9 @@ class PersistedState:
 class RolloutJournal:
     """Append-only journal file. Without `config.journal`, all methods do nothing. Use it in one event loop.
 
-    After a failed write or sync, the journal tries again until it succeeds. Until then, the controller must not
-    accept, deliver or acknowledge results: a restarted controller would not know of them, and would count the
-    same rollouts twice.
+    After a failed write or sync, the journal repeats the write or sync until it succeeds. Until then, the controller
+    must not accept, deliver or acknowledge results: a restarted controller would not know of these results, and would
+    count the same rollouts twice.
 
     Args:
         config: limits. The journal creates the folder of `config.journal`. It rewrites the file if the file has
@@ -231,11 +232,11 @@ class RolloutJournal:
         self._unacknowledged: dict[str, tuple[str, ...]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.upkeep: asyncio.Task[None] | None = None
-        """Running sync or compaction of the file; None if there is none."""
+        """Running sync or compaction of the file, or None."""
         self._has_unsynced = False
 
     def open(self, start_version: int) -> PersistedState:
-        """Return the state that an earlier process left in the file, and write it to a new file of this process.
+        """Read the state that an earlier process left in the file, rewrite the file with it, and return the state.
 
         Args:
             start_version: `start_version` of the returned state if the journal is empty.
@@ -317,7 +318,7 @@ class RolloutJournal:
     def acknowledged(self, task_id: str) -> bool:
         """Record that the caller has stored a delivered task, with its group. Idempotent.
 
-        Return False if this process did not deliver the task, or if no acknowledgement is expected any more.
+        Return False if this process did not deliver the task, or expects no acknowledgement of the task.
         """
         together = self._unacknowledged.pop(task_id, ())
         if together:
@@ -339,7 +340,7 @@ class RolloutJournal:
     # --- the file ----------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """Add an entry, which is written by the next `flush`, at the latest in the event loop's next iteration."""
+        """Add an entry. The next `flush` writes it, at the latest in the event loop's next iteration."""
         if self._file is None:
             return
         self._added.append(self._file.encode(entry))

@@ -1,10 +1,10 @@
-"""State transitions of a rollout, from submission to end. All are synchronous.
+"""State transitions of a rollout, from submission to end. All transitions are synchronous.
 
 WAITING for admission -> RUNNING at a worker -> BUFFERED until its group is complete and delivered -> ENDED.
 A rollout that was submitted alone skips BUFFERED. A rollout is PARKED while no worker with a free slot knows
-its workflow, and then QUEUED. After an error a RUNNING rollout moves to BACKOFF and then to QUEUED. If the
-answer of a RUNNING or BUFFERED rollout is or will be too old, `OnStale` decides whether the rollout moves to
-the front of the WAITING queue or its whole group ends.
+its workflow, and moves to QUEUED when such a worker exists. After an error a RUNNING rollout moves to BACKOFF, and
+after the backoff to QUEUED. If the answer of a RUNNING or BUFFERED rollout is or will be too old, `OnStale` decides
+whether the rollout moves to the front of the WAITING queue or its whole group ends.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ MAX_BACKOFF_S = 2.0
 WARN_EVERY_S = 10.0
 WASTE_EVERY_S = 600.0
 WASTE_SHARE = 0.5
-"""Ratio of discarded to delivered answers from which the controller warns. A lower ratio is normal if a rollout
-takes longer than a training step."""
+"""Smallest ratio of discarded to delivered answers at which the controller warns. A lower ratio is normal if a
+rollout takes longer than a training step."""
 DECLINABLE = 4096
 """Number of newest delivered results that the caller may still decline."""
 
@@ -72,11 +72,11 @@ class Lifecycle:
         config: limits.
         withdraw: cancels a running attempt at its worker.
         work_changed: called when a rollout may be dispatched or admitted.
-        unanswered: called before `withdraw` for an attempt without an answer at its deadline.
+        unanswered: called with a record whose attempt has no answer at the attempt's deadline, before `withdraw`.
 
     Attributes:
         identity: random id of the controller; a restarted controller with the same journal keeps the id.
-        first_attempt: start of this process's attempt numbers, above all numbers of earlier processes.
+        first_attempt: offset of this process's attempt numbers, so that they exceed those of earlier processes.
         journal: journal of the transitions that a later process needs.
         table: records of all rollouts, by state.
         newest_failure: reason of the newest failure or rejection; empty before the first.
@@ -193,9 +193,9 @@ class Lifecycle:
     def _restore(self, persisted: PersistedState) -> list[Group]:
         """Restore the state of every task.
 
-        A running attempt stays assigned to its worker process, which reports the attempt when it connects. An
-        attempt of the local worker ended with the earlier process, so it is queued again. `open` delivers
-        finished single rollouts again, and discards rollouts that are too old. Deadlines start again.
+        A running attempt stays assigned to its worker process, and the worker reports the attempt when it connects.
+        An attempt of the local worker ended with the earlier process, so its rollout is queued again. `open`
+        delivers finished single rollouts again, and discards rollouts that are too old. Deadlines start again.
         """
         groups = [
             Group.of(

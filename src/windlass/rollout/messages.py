@@ -532,8 +532,8 @@ _PAYLOAD_NBYTES = bytes(
     + [2, 4, 2, 4]  # headers of arrays and maps
     + [0] * 32  # small negative integers
 )
-"""First byte of an encoded value -> number of bytes that follow, without a length field and the bytes that this
-field counts. The items of an array or map are values of their own."""
+"""First byte of an encoded value -> number of bytes that follow it. This number excludes a length field and the bytes
+that the field counts. It also excludes the items of an array or map, because each item counts as a separate value."""
 
 
 def _has_few_items(value: bytes) -> bool:

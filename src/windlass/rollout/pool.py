@@ -1,10 +1,10 @@
 """Registry of rollout workers: their connections, the tasks sent to each worker, and the detection of lost workers.
 
-A worker process needs no port: it opens a WebSocket to the controller (`net/rpc.py`), and a new one after the
-connection is lost. The controller keeps a task until the worker reports that the task has arrived, and the worker
-keeps an outcome until the controller acknowledges the outcome. Later frames carry these reports and
-acknowledgements. At the start of a connection, both sides compare their state, and send again the frames that were
-lost with the previous connection.
+A worker process needs no port: it opens a WebSocket to the controller (`net/rpc.py`), and opens another WebSocket
+after the connection is lost. The controller keeps a task until the worker reports that the task has arrived, and the
+worker keeps an outcome until the controller acknowledges the outcome. The worker's next batch of outcomes carries
+the report, and the controller's next batch of tasks carries the acknowledgement. At the start of a connection, both
+sides compare their state, and send again the frames that were lost with the previous connection.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ STOP_DEADLINE_S = 5.0
 MAX_TASKS_PER_BATCH = 64
 MAX_TOKENS_PER_BATCH = 1 << 20
 GATHER_S = 0.005
-"""Seconds between two batches to one worker, so that tasks and acknowledgements of this time share a batch. Fewer
-batches leave the event loop more time for outcomes. The delay does not matter, because a rollout takes seconds."""
+"""Seconds between two batches to one worker. Tasks and acknowledgements that arise between the batches share the
+second batch. Fewer batches leave the event loop more time for outcomes. The delay does not matter, because a rollout
+takes seconds."""
 
 
 class Worker(ABC):
@@ -240,14 +241,14 @@ class RemoteWorker(Worker, Session[Never, Never]):
             del self._sent[number]
 
     def compare(self, hello: WorkerHello) -> list[AttemptKey]:
-        """Cancel attempts of the worker that are not assigned to it; return assigned attempts that it has lost.
+        """Cancel the worker's unassigned attempts; return assigned attempts that the worker has lost.
 
-        A lost attempt is not in the worker's `hello`, and its task is in no batch that the worker may still receive.
+        A lost attempt is not in `hello.attempts`, and no batch that the worker may still receive contains its task.
         """
         self.note_received(hello.received)
         wanted = {AttemptKey(*item) for item in self.assigned.items()}
-        # The worker has attempts that are not assigned to it if an earlier controller process ended before it sent
-        # their cancellation, or before it wrote these attempts to the journal.
+        # A worker has unassigned attempts if an earlier controller process ended before that process sent their
+        # cancellation, or before it wrote the assignments to the journal.
         self._cancelled += set(hello.attempts) - wanted
         if self._cancelled:
             self._work.set()
@@ -402,7 +403,7 @@ class WorkerPool:
 
     @property
     def num_running(self) -> int:
-        """Number of assigned attempts, including those at workers that must still reconnect after a restart."""
+        """Number of assigned attempts, including attempts of workers that have not reconnected to this process."""
         held = (worker.assigned for worker in self.workers.values())
         return sum(map(len, held)) + sum(map(len, self._absent.values()))
 
@@ -435,7 +436,7 @@ class WorkerPool:
             )
 
     def withdraw(self, name: str, task_id: str, attempt: int) -> None:
-        """Cancel a worker's attempt; a worker that is not connected after a restart is told when it reconnects."""
+        """Cancel a worker's attempt. A disconnected worker gets the cancellation when it reconnects."""
         if name in self.workers:
             self.workers[name].withdraw(task_id, attempt)
         else:
@@ -559,7 +560,7 @@ class WorkerPool:
         level = logging.WARNING if keys else logging.INFO
         hint = ""
         if keys and "PONG" in reason:
-            hint = "; a workflow may have blocked the worker's event loop: the worker's log then names it"
+            hint = "; a workflow may have blocked the worker's event loop: see the worker's log"
         logger.log(level, "worker %s lost with %d rollouts: %s%s", name, len(keys), reason, hint)
         self._on_lost(keys, f"worker {name}: {reason}")
 

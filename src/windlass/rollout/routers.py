@@ -190,7 +190,7 @@ class RouterUpdates:
                 changed.set()
 
     def _fleet(self) -> _Fleet:
-        """Return all connected engines, and disconnected engines whose name and URL no connected engine has."""
+        """Return all known engines, except disconnected engines with the name or URL of a connected engine."""
         there = [engine for engine in self._coordinator.fleet.states() if engine.url]
         taken = {engine.name for engine in there} | {engine.url for engine in there}
         gone = [
@@ -211,7 +211,7 @@ class RouterUpdates:
                     told = fleet if await self._tell(http, config) else None
 
     async def _tell(self, http: aiohttp.ClientSession, config: RouterConfig) -> bool:
-        """Notify one router of the current fleet, in up to `num_tries` tries; return whether it is up to date.
+        """Notify one router of the current fleet, in up to `num_tries` tries; return whether the router is up to date.
 
         During a round, return False without a try: the end of the round starts a new notification.
         """

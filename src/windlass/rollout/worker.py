@@ -59,8 +59,8 @@ HAND_OVER_S = 5.0
 """Seconds that an ending worker waits for the controller to acknowledge its outcomes."""
 MAX_OUTCOME_NBYTES = MAX_FRAME_NBYTES - (1 << 20)
 CHECKED_NBYTES = 1 << 20
-"""Size above which the worker checks an encoded outcome before it sends the outcome. The controller would refuse
-an invalid outcome each time, and the worker would send it for ever."""
+"""Size above which the worker decodes an encoded outcome as a check before it sends the outcome. Without the check,
+the controller would refuse an invalid outcome each time, and the worker would resend the outcome for ever."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ class TooOld(RolloutError):
 
 
 class WorkflowContext:
-    """Argument of a workflow, which calls the engine for one attempt of one rollout.
+    """Argument of a workflow. The workflow calls the engine through this object, for one attempt of one rollout.
 
     All calls of an attempt go to the same engine, because its prefix cache contains the attempt's earlier turns.
 
@@ -222,7 +222,7 @@ class Attempts:
             self._cancel(key, _Cause.CONTROLLER)
 
     def _cancel(self, key: tuple[str, int], cause: _Cause) -> None:
-        """Cancel an attempt unless it was cancelled before: a second time would interrupt the workflow's clean-up."""
+        """Cancel an attempt, but only once: a second cancellation would interrupt the workflow's clean-up."""
         if key in self.running and key not in self._cancelled:
             self._cancelled[key] = cause
             self.running[key].cancel()
