@@ -54,8 +54,8 @@ WHOLE = [
 REFUSED = {
     row("unsynced", ddp=LAZY, unsynced=True): "must hold the same bytes",
     row("unsynced_replica", ddp=LAZY, unsynced=True, way="copy"): "the same bytes",
-    row("freed", freed=True): "its memory is freed",
-    row("freed_lazy", ddp=LAZY, freed=True): "its memory is freed",
+    row("freed", freed=True): "its storage is freed",
+    row("freed_lazy", ddp=LAZY, freed=True): "its storage is freed",
     row("fp8_gathered", ddp={"fp8_param_gather": True}): "fp8_param_gather must be False",
     row("torch_fsdp", wrapper="TorchFullyShardedDataParallel"): "TorchFullyShardedDataParallel",
     row("megatron_fsdp", wrapper="FullyShardedDataParallel"): "FullyShardedDataParallel",

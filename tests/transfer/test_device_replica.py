@@ -504,7 +504,11 @@ async def test_a_trainer_trains_while_its_copy_is_published_over_a_network(
     ("kind", "replica", "message"),
     [
         (GpuMemoryTransport, "host", "must be 'device' with memory for weights on a GPU"),
-        (MemoryTransport, "device", "must be 'host' with memory, which writes out of host memory"),
+        (
+            MemoryTransport,
+            "device",
+            "must be 'host' with memory, which writes only from host memory",
+        ),
         (MemoryTransport, "gpu", r"replica must be one of .*'host', 'device'\], got 'gpu'"),
     ],
 )

@@ -311,8 +311,8 @@ class Fleet:
         trainers = self.trainers() if hello.role is Role.TRAINER else None
         if trainers is not None and trainers.name != hello.group:
             raise ProtocolError(
-                f"{hello.worker}: trainer group {trainers.name!r} is connected already; "
-                f"got {hello.group!r}"
+                f"{hello.worker}: group must be {trainers.name!r}, because this trainer group is "
+                f"connected already, got {hello.group!r}"
             )
         if hello.role is Role.ENGINE and hello.group == self._trainer_group:
             raise ProtocolError(
@@ -323,7 +323,9 @@ class Fleet:
                 f"worker name {hello.worker!r} belongs to an agent that is still connected"
             )
         if any(offer.endpoint in self._endpoints for offer in hello.offers):
-            raise ProtocolError(f"{hello.worker}: its endpoint belongs to another agent")
+            raise ProtocolError(
+                f"{hello.worker}: must have its own endpoints, got an endpoint of another agent"
+            )
         return self._insert(hello, manifest)
 
     @staticmethod

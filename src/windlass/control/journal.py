@@ -189,7 +189,7 @@ class Journal:
             self.append(JournalEntry(kind, epoch, *last, lineage=lineage))
         except OSError as error:
             self.close()
-            raise ConfigError(f"journal: STARTED cannot be written: {error}") from error
+            raise ConfigError(f"journal: the entry STARTED cannot be written: {error}") from error
         return epoch
 
     def append(self, entry: JournalEntry) -> None:

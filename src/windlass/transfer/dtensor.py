@@ -134,8 +134,8 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
             is_turned = rank != places[axis]
             if len(axes) > 1 and not is_by_fsdp and is_turned and sizes[dim] % parts:
                 raise UnsupportedLayout(
-                    f"parameter {name!r}: dim {dim}, which several mesh axes cut, must be cut evenly along axis "
-                    f"{axis}, whose ranks do not ascend, got {sizes[dim]} elements for {parts} ranks of "
+                    f"parameter {name!r}: mesh axis {axis} must cut dim {dim} evenly, because other axes cut this dim "
+                    f"too and the ranks along the axis do not ascend, got {sizes[dim]} elements for {parts} ranks of "
                     f"{mesh.mesh.tolist()}"
                 )
             start, sizes[dim] = chunk(sizes[dim], parts, rank)
@@ -147,7 +147,7 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
             if held == len(read) and not np.array_equal(read, np.arange(sizes[dim]) + offsets[dim]):
                 raise UnsupportedLayout(
                     f"parameter {name!r}: dim {dim} of {tensor.shape[dim]} must be cut evenly by "
-                    f"{tensor.placements}: torch reads uneven strided shards in two ways"
+                    f"{tensor.placements}, because torch distributes and gathers uneven strided shards differently"
                 )
     return Box(tuple(offsets), tuple(sizes))
 
@@ -309,8 +309,8 @@ def _refuse_cut_by_fsdp1(path: str, wrapper: FullyShardedDataParallel) -> None:
     if held is not None and all(p.shape == s for p, s in zip(held, shapes, strict=True)):
         return
     raise UnsupportedLayout(
-        f"module {path!r}: parameters must be whole or DTensors, got those of a FullyShardedDataParallel (FSDP1), "
-        "which cuts them as one flat parameter; shard with FSDP2 (`fully_shard`), or connect and publish inside "
+        f"module {path!r}: parameters must be whole or DTensors, got ranges of the flat parameter of a "
+        "FullyShardedDataParallel (FSDP1); shard with FSDP2 (`fully_shard`), or connect and publish inside "
         "`FSDP.summon_full_params`"
     )
 
@@ -379,7 +379,9 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 def refuse_freed(name: str, local: torch.Tensor) -> None:
     """Raise `PlanError` if the memory of a local tensor was freed, for example by offloading."""
     if _is_freed(local):
-        raise PlanError(f"parameter {name!r}: its memory is freed; load it back before publishing")
+        raise PlanError(
+            f"parameter {name!r}: must have memory, but its storage is freed; load it back before publishing"
+        )
 
 
 def _is_freed(local: torch.Tensor) -> bool:

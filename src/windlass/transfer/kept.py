@@ -51,8 +51,8 @@ class KeptTensors:
         changed = [name for name, digest in self._digests.items() if now[name] != digest]
         if changed:
             raise PlanError(
-                f"keep: {said(changed)} of {self._manifest.worker} must not change after the trainers connected, but something "
-                "other than Windlass has changed them; start the engine again"
+                f"keep: {said(changed)} of {self._manifest.worker} must not change after the trainers connected, but code "
+                "outside of Windlass has changed them; start the engine again"
             )
 
     def _digests_of(self, names: Collection[str]) -> dict[str, str]:

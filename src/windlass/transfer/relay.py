@@ -753,7 +753,8 @@ class RelaySource:
         if written is not None and (lost := written.exception()) is not None:
             return self._sender.failed(name, lost, arena)
         if not digest:
-            return failed_link(name, "arena_nbytes: too small to hold a relayed link")
+            reason = "arena_nbytes: must be 0 or large enough for all packed ops of this rank, because engines relay"
+            return failed_link(name, reason)
         own = Carried(0, 0.0) if written is None else written.result()
         return LinkOutcome(name, LinkStatus.OK, own.nbytes, digest, wire_s=own.wire_s)
 
@@ -997,7 +998,7 @@ class RelayNode:
         names = dict.fromkeys(name for stripe in children for name in stripe)
         for child in names:
             if child not in bound or child not in known:
-                raise PlanError(f"relay: {child} has no binding or no address")
+                raise PlanError(f"relay: {child} must have a binding and an address")
             for program in programs.values():
                 check_binding(program, bound[child])
         payloads = {

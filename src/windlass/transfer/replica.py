@@ -82,7 +82,7 @@ def replica_of(
     if transport.mapper is not None and not traits.strided_stores:
         names = [offer.transport for offer in transport.offers()]
         raise ConfigError(
-            f"replica: needs one transport for weights on a GPU, got {names}: name one of them"
+            f"replica: must have one transport for weights on a GPU, got {names}; name only one of them"
         )
     if transport.mapper is not None:
         # GPU kernels read the replica, so it needs no registration with the transport.
@@ -97,7 +97,7 @@ def replica_of(
         )
     if not on_gpu and place is ReplicaPlace.DEVICE:
         raise ConfigError(
-            f"replica: must be 'host' with {name}, which writes out of host memory, got 'device'"
+            f"replica: must be 'host' with {name}, which writes only from host memory, got 'device'"
         )
     if not on_gpu:
         return Replica(manifest, lambda nbytes: Arena(transport, nbytes), threads)
