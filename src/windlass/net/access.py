@@ -1,15 +1,15 @@
-"""Access to HTTP routes: one secret, and one token per role that is derived from it.
+"""Access to HTTP routes: one secret, and one token per role that is derived from the secret.
 
 The user who starts a job is its owner, and WINDLASS_TOKEN is the owner's secret. The secret gives
 access to all routes, so a job on a laptop needs no other token. The token of a role is derived from
-it (HMAC-SHA256), and reveals neither the secret nor the tokens of other roles. So a process needs
-only the token of its role.
+the secret (HMAC-SHA256), and reveals neither the secret nor the tokens of other roles. So a process
+needs only the token of its role.
 
-A server accepts the secret that it was given, and the tokens derived from it. The controller has
-the owner's secret. A rollout worker or an engine has either the owner's secret or its role's token.
+A server is started with a secret, and accepts this secret and the tokens derived from it. The controller
+has the owner's secret. A rollout worker or an engine has either the owner's secret or its role's token.
 
-With TLS a client certificate may replace the token. The server's certificate authority must have
-signed it, and its subject must have `windlass-ROLE` as an organizational unit.
+With TLS a client certificate may replace the token. The server's certificate authority must have signed
+the certificate, and the certificate's subject must have `windlass-ROLE` as an organizational unit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Choice of the address that a process binds, and of the address that its peers use.
 
-Both are the same unless configured otherwise. A host may have many addresses. The first of these
-that exists is used: the caller's configuration, WINDLASS_HOST, the address of this host on the
-route to the controller, and loopback.
+Both are the same unless configured otherwise. A host may have many addresses. The process uses the
+first address that exists in this order: the caller's configuration, WINDLASS_HOST, the address of
+this host on the route to the controller, and loopback.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def own_address(towards: str = "") -> str:
     may have the same network; each host then uses its own address in the network.
 
     Args:
-        towards: URL of the controller; empty for a process without one.
+        towards: URL of the controller; empty for a process without a controller.
 
     Raises:
         ConfigError: WINDLASS_HOST is not an address of this host.

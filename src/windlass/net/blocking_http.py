@@ -49,11 +49,11 @@ class _HTTPSConnection(http.client.HTTPSConnection):
 
 @final
 class BlockingHttp(Closing):
-    """Client of one server, for one thread at a time. It keeps its connection between requests.
+    """Client of one server, for one thread at a time. The client keeps its connection between requests.
 
     Args:
-        url: URL of the server, which the caller has checked with `windlass.net.addresses.check_url`. If it contains a
-            path, this path is put before the path of each request.
+        url: URL of the server. The caller must check it with `windlass.net.addresses.check_url` before. A path in the
+            URL is put before the path of each request.
         headers: headers of every request.
         to_controller: see `client_context`.
     """

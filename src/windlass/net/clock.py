@@ -45,7 +45,7 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Pauses between attempts: each is twice as long as the one before.
+    """Pauses between attempts: each pause is twice as long as the previous pause, up to a limit.
 
     Attributes:
         first_s: seconds after the first failure.

@@ -41,13 +41,13 @@ class JournalFile(Generic[EntryT]):
     Args:
         path: path of the file, which is created with its folders if it does not exist.
         entry_type: type of an entry, or a union of tagged types.
-        compact_nbytes: size below which the file is never `long`.
+        compact_nbytes: size below which `is_long` is false.
 
     Attributes:
         found: entries of the file when it was opened. A caller that has used them may clear the list.
         nbytes: size of the file.
-        is_doubtful: whether a sync has failed. The system may then count lost lines as written, so that a later sync
-            succeeds without them. Only a rewritten file has all lines on disk.
+        is_doubtful: whether a sync has failed. After a failed sync, the kernel may count lost lines as written, and
+            a later sync then succeeds although these lines are not on disk. Only a rewritten file has all lines.
 
     Raises:
         ConfigError: the file cannot be opened, another process has it open, or it has a complete line that is damaged
@@ -280,7 +280,7 @@ def read_entries(
 
 
 def sync_directory(path: Path) -> None:
-    """Sync a directory, because a new file survives a power cut only then."""
+    """Sync a directory, because a new file in it survives a power cut only after such a sync."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,10 +1,10 @@
 """Accept the connections of a server, so that clients without a token cost it very little.
 
-A connection is a *stranger* until one of its requests has presented a valid token; then it is a
-*member*. The server keeps few strangers, each for a short time, and closes them first if it runs out
-of file descriptors. So strangers cannot keep members out, and a flood of them cannot fill a disk with
-error logs. If there are too many members, a further one gets an error response. Some file descriptors
-are reserved for files that this process opens.
+A connection is a *stranger* until one of its requests has presented a valid token; from then on, it is
+a *member*. The server keeps few strangers, each for a short time. If the server runs out of file
+descriptors, it closes strangers first. So strangers cannot keep members out, and a flood of strangers
+cannot fill a disk with error logs. If there are too many members, a further member gets an error
+response. Some file descriptors are reserved for files that this process opens.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ BACKLOG = 16
 """Largest number of connections that wait in the kernel to be accepted. A small number is enough,
 because this process accepts quickly."""
 STRANGER_S = 10.0
-"""Seconds within which a connection must send a request with a valid token; then it is closed."""
+"""Seconds that a connection has to send a request with a valid token; otherwise the server closes it."""
 MAX_STRANGERS = 256
 """Largest number of strangers. A new stranger replaces the oldest."""
 STRANGERS_SHARE = 4
 """Strangers get at most 1/`STRANGERS_SHARE` of the file descriptors of this process."""
 RESERVED_FILES = 32
 """Number of file descriptors, at most 1/`RESERVED_SHARE` of all, that members do not get. Larger than
-`BACKLOG`, because asyncio accepts that many connections at once."""
+`BACKLOG`, because asyncio accepts up to `BACKLOG` connections at once."""
 RESERVED_SHARE = 4
 ACCEPT_TURNS = 3
 """Iterations of the event loop after which aiohttp has all connections that asyncio has accepted."""
@@ -216,7 +216,7 @@ class Listener:
 def _takes_reserved(connection: socket.socket) -> bool:
     """Return whether a connection has one of the reserved file descriptors, which have the highest numbers.
 
-    Linux assigns the lowest free number, so the process has no other descriptor left then.
+    Linux assigns the lowest free number, so a connection gets a reserved one only if all lower numbers are in use.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -226,7 +226,7 @@ def _takes_reserved(connection: socket.socket) -> bool:
 
 @final
 class _Accepted(asyncio.Protocol):
-    """Connection before aiohttp takes it over. It keeps the bytes that arrive in this time."""
+    """Connection before aiohttp takes it over. This object keeps the bytes that arrive before that."""
 
     def __init__(self, on_accepted: Callable[[asyncio.Transport, _Accepted], None]) -> None:
         self._on_accepted = on_accepted
@@ -242,8 +242,9 @@ class _Accepted(asyncio.Protocol):
 async def stop_accepting(bound: socket.socket) -> None:
     """Stop accepting; return once aiohttp has every accepted connection. Idempotent.
 
-    This waits, because asyncio drops a connection without closing it if the server closes between
-    accepting the connection and creating its transport (`Server._attach` of Python 3.11 to 3.13).
+    The wait is needed, because asyncio first accepts a connection and later creates its transport. If the
+    server closes between these two steps, asyncio drops the connection without closing it (`Server._attach`
+    of Python 3.11 to 3.13).
     """
     if bound.fileno() >= 0:
         asyncio.get_running_loop().remove_reader(bound)

@@ -142,7 +142,7 @@ def _escaped(character: str) -> str:
 
 @final
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Handler that looks up `sys.stderr` for each line, because a live view replaces it."""
+    """Handler that looks up `sys.stderr` for each line, because a live view replaces `sys.stderr`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

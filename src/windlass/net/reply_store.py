@@ -1,4 +1,4 @@
-"""Store of a peer's replies, so that it executes each call once, and none after the call's round has passed."""
+"""Store of a peer's replies, so that the peer executes each call only once, and no call of a round that has passed."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class Session(Generic[CommandT, ResultT]):
         socket: WebSocket to the peer; None before the first connection.
         keeps_calls: whether calls survive the loss of a connection and are sent again over the next
             one (`attach`). Otherwise they fail.
-        send_deadline_s: seconds for the peer to take a frame, or a part of a large frame. If it
-            takes longer, the connection is cut.
+        send_deadline_s: seconds for the peer to take a frame, or a part of a large frame. If the peer
+            takes longer, this process cuts the connection.
 
     Attributes:
         was_cut: whether the connection was cut because the peer did not read. The peer's process

@@ -236,7 +236,7 @@ def open_http(
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(_refuse_redirect)
     tls = client_context(to_controller=to_controller)
-    # Use only half of the descriptors: aiohttp may keep as many idle connections as there are in use.
+    # Use only half of the descriptors: aiohttp may keep as many idle connections as connections in use.
     limit = max((raise_file_limit() - OTHER_DESCRIPTORS) // 2, 1) if many_connections else 100
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
@@ -272,9 +272,9 @@ async def close_socket(
 class _Cutter:
     """Context manager that cuts a connection if its block has not ended by the deadline.
 
-    A coroutine that waits for space in the connection's buffer then gets a `ConnectionError`. It is not cancelled,
-    because in aiohttp all coroutines that wait for this space share one future and would be cancelled too.
-    `Transport.close` is no alternative, because it also waits for the space.
+    After the cut, a coroutine that waits for space in the connection's buffer gets a `ConnectionError`. Cancelling
+    the coroutine would also cancel others, because in aiohttp all coroutines that wait for this space share one
+    future. `Transport.close` is no alternative, because it also waits for the space.
     """
 
     __slots__ = ("_on_cut", "_timer", "_websocket", "deadline_s", "has_cut")

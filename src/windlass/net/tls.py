@@ -1,8 +1,8 @@
 """TLS of the control routes, from three environment variables that name PEM files.
 
 WINDLASS_TLS_CERT and WINDLASS_TLS_KEY name the certificate of this process and its key, for servers
-and clients. WINDLASS_TLS_CA names the certificate authorities that this process trusts. Without it
-the process trusts the system's authorities and accepts no client certificate.
+and clients. WINDLASS_TLS_CA names the certificate authorities that this process trusts. If
+WINDLASS_TLS_CA is not set, the process trusts the system's authorities and accepts no client certificate.
 
 If any of these variables is set, the process uses TLS only: its servers accept no plain connection,
 and its clients refuse addresses that begin with `http://`. A client does not send its token to a
