@@ -196,8 +196,8 @@ class Job:
 
     Attributes:
         controller: controller of the job; the caller enters it as a context.
-        signals: numbers of received signals. After the first, the job ends a running step; after the second, it stops
-            immediately.
+        signals: numbers of received signals. After the first signal, the job waits for a running step or update; after
+            the second signal, the job stops immediately.
         version: newest version that the job has tried to publish. The job uses each number once, even if the ranks
             continue from a checkpoint and repeat steps.
     """
@@ -278,7 +278,7 @@ class Job:
         self._task_calls = CallThread("recipe tasks")
         self._asked_for_task_at: float | None = None
         self._in_step = asyncio.Lock()
-        """Lock held during a step or an update of the ranks; after a signal the job waits for it."""
+        """Lock held during a step or an update of the ranks. After a signal, the job waits for this lock."""
         self.signals: asyncio.Queue[int] = asyncio.Queue()
         self.version = -1
         self._steps = self._restarts = self._stopped_by = 0

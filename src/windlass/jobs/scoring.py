@@ -15,7 +15,8 @@ from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 
 MIN_ALIKE = 8
-"""Number of failed rollouts in a row after which a job fails; with more than 4 groups per step, twice that number."""
+"""Number of failed rollouts in a row after which a job fails. With more than 4 groups per step, the job fails after
+twice as many failed rollouts as groups per step."""
 
 
 @final

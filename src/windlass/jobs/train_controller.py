@@ -59,7 +59,7 @@ BROKEN_GRACE_S = 1.0
 
 
 class _RankEnded(Exception):
-    """The process of a rank has ended. Raised rather than errors of other ranks, which this end may have caused."""
+    """The process of a rank has ended. A call prefers this error to errors of other ranks, because it may cause them."""
 
 
 class _RankFailed(TrainerError):
@@ -273,7 +273,7 @@ class TrainController:
 
         If all ranks send from replicas, this method returns as soon as the weights are copied. The next call of
         `publish` then first waits for the end of this update, and raises an error if the update failed. The first call
-        always waits until engines serve the version, because engines serve no version of this job before.
+        always waits until engines serve the version, because until then engines serve no version of this job.
 
         Raises:
             ConfigError: this object has no coordinator.
@@ -394,8 +394,8 @@ class TrainController:
         """Ask all ranks to stop, then end the processes that still run. Idempotent.
 
         Args:
-            grace_s: seconds that ranks have to answer `Stop`, and then again to end. After a failure, ranks get no
-                `Stop` and have at most `BROKEN_GRACE_S` to end.
+            grace_s: seconds that ranks have to answer `Stop`, and the same time again to end. After a failure, ranks
+                get no `Stop` and have at most `BROKEN_GRACE_S` to end.
         """
         self._is_closing = True
         if not self._failure:

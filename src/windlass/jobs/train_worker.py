@@ -238,7 +238,7 @@ TrainOperation = Callable[[Any], object]
 def run_train_worker(
     engine: TrainEngine, *, operations: Mapping[str, TrainOperation] | None = None
 ) -> None:
-    """Run the commands of the `TrainController` that started this process, until it sends `Stop`. Blocks.
+    """Run the commands of the `TrainController` that started this process, until the command `Stop`. Blocks.
 
     If a command raises, the rank reports the error and waits for the next command.
 
@@ -271,7 +271,7 @@ def run_train_worker(
 
 @final
 class _CallingThread(concurrent.futures.Executor):
-    """Executor that runs functions in the thread that calls `run_next`, because user code may need one thread."""
+    """Executor that runs functions in the thread that calls `run_next`, because user code may need the same thread."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -331,7 +331,7 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
         host, port = "", 0
         if rank == 0:
             host = own_address(url)
-            # Bind the port before the controller gives it to other ranks: a port that is only chosen may be taken.
+            # Bind the port before the controller gives it to other ranks, so that no other process can take the port.
             self._store_server = Rendezvous(host, STORE_DEADLINE_S)
             port = self._store_server.port
         names, incarnation = tuple(sorted(operations)), os.urandom(8).hex()
@@ -384,7 +384,7 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
                     {
                         "MASTER_ADDR": host,
                         "MASTER_PORT": str(port),
-                        # These make torch join the existing store. The restart count is a prefix of torch's keys.
+                        # These make torch join the existing store. The restart count is a prefix of the store's keys.
                         "TORCHELASTIC_USE_AGENT_STORE": "True",
                         "TORCHELASTIC_RESTART_COUNT": "0",
                     }

@@ -207,8 +207,8 @@ async def _start_watchdog(mark: str) -> int:
             stdin=read_end,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
-            # If a scheduler started this process, its mark is in the environment. With this mark, the other
-            # scheduler's watchdog would kill the new watchdog, so pass no environment.
+            # If another scheduler started this process, its mark is in the environment. Pass no environment, because
+            # the other scheduler's watchdog would kill the new watchdog if it inherited this mark.
             env={},
         )
     finally:

@@ -150,7 +150,7 @@ class _Job:
 
     Attributes:
         address: address of the first node, which has sent the lease.
-        is_known: event that is set when the first node has sent the lease, or the job has ended before.
+        is_known: event that is set when the first node has sent the lease, or when the job has ended without a lease.
     """
 
     client: asyncio.subprocess.Process
