@@ -82,7 +82,7 @@ class _Config(msgspec.Struct, frozen=True):
         return tuple(sorted({alpha / divisor for alpha in alphas for divisor in divisors}))
 
     def refusals(self) -> Mapping[str, bool]:
-        """Return reason -> whether it applies, for each reason why an update cannot change the whole adapter."""
+        """Return each reason for which Windlass refuses an adapter, mapped to whether it applies to this adapter."""
         return {
             f"peft_type {self.peft_type}: only LORA can be updated": self.peft_type != "LORA",
             "use_dora: magnitudes are computed with the model's weights": self.use_dora,
@@ -94,8 +94,8 @@ class _Config(msgspec.Struct, frozen=True):
             "changes the weights of the base model, so that the adapter does not fit the base that engines hold; "
             "convert the adapter when it is saved (`path_initial_model_for_weight_conversion` of `save_pretrained`), "
             "or train one with the default initialisation": self._changes_base,
-            "alora_invocation_tokens: engines apply an adapter to all tokens, and this one begins at its invocation "
-            "tokens; train it without them": bool(self.alora_invocation_tokens),
+            "alora_invocation_tokens: engines apply an adapter to all tokens, but this adapter applies only from its "
+            "invocation tokens on; train it without them": bool(self.alora_invocation_tokens),
             f"target_modules: must leave out embeddings and the output matrix, got {self._outer}: engines serve "
             "adapters of linear layers inside the model; train the adapter without them": bool(
                 self._outer
@@ -140,7 +140,8 @@ def adapter_of(text: str, option: str = "--adapter") -> Adapter | None:
     """Return the adapter for the value NAME=FOLDER of a command-line option; None for an empty value.
 
     Raises:
-        ConfigError: the name is missing, or PEFT did not save the folder.
+        ConfigError: the name or the folder is missing, the folder lacks a file that PEFT saves, or its configuration
+            is invalid.
         UnsupportedLayout: updates cannot change the whole adapter; the message has the reason.
     """
     if not text:
@@ -167,9 +168,9 @@ def adapter_of(text: str, option: str = "--adapter") -> Adapter | None:
 
 @contextmanager
 def saved(weights: Iterator[tuple[str, torch.Tensor]], like: Path) -> Iterator[Path]:
-    """Save an adapter in PEFT's format, with the configuration file of the folder `like`.
+    """Save an adapter in PEFT's format in a temporary folder, with the configuration file of the folder `like`.
 
-    Yield the new folder, and delete it afterwards.
+    Yield the temporary folder, and delete it at the end of the `with` block.
     """
     from safetensors.torch import save_file
 

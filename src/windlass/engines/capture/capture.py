@@ -17,7 +17,8 @@ One load of random values is enough if all of these conditions are true; otherwi
 - Every place of every tensor that changed has the expected value. A place with a wrong element has the expected
   value by chance with probability 1/768 in bfloat16 and 2^-24 in float32. A tensor with an assumed layout must therefore
   have at least `FEW` elements.
-- Padding has the same bytes after the digits as after the random values, so that it does not depend on the checkpoint.
+- Padding has the same bytes after the load of digits and after the load of random values. This shows that padding does
+  not depend on the checkpoint.
 - Every parameter changed. Before a second load, capture fills parameters that did not change with a constant, to see
   whether the loader writes these parameters at all.
 
@@ -106,14 +107,15 @@ def capture(
     Args:
         model: model of this rank.
         specs: all tensors of the checkpoint.
-        load: the engine's loader, see `Load`. If it fails, it must restore the state that a `Snapshot` does not cover.
+        load: the engine's loader, see `Load`. A load that fails must restore the state that a `Snapshot` does not
+            cover.
         worker: identity of the rank.
         ignored: addresses of storages to skip, such as KV caches.
         reference: checkpoint that the engine loaded when it started. Capture loads tensors from it again and
             compares the model with its initial bytes, because the engine's second load may skip steps of the first
-            (such as repacking for a kernel). It loads one layer of each group of identical layers; in the other layers
-            it compares `NUM_SAMPLES` places per tensor with the checkpoint. None to compare nothing.
-        exact_numel: number of elements up to which capture reads every place of a tensor. Of a larger tensor, it
+            (such as repacking for a kernel). Capture loads one layer of each group of identical layers. In the other
+            layers, capture compares `NUM_SAMPLES` places per tensor with the checkpoint. None to compare nothing.
+        exact_numel: number of elements up to which capture reads every place of a tensor. Of a larger tensor, capture
             first reads rows only (see `ElementIds`).
         factors: constants by which the engine's loader may multiply a tensor. Updates write such a tensor into a
             buffer, and `finalise` multiplies it. If a factor is not 1, capture needs one more load.
@@ -185,6 +187,7 @@ def capture(
 
 
 def _early(watched: Watched) -> Found:
+    """Return the mirrors of parameters before the first load."""
     held, copies = watched().values(), watched.copies().values()
     weights = [h for h in held if h.kind is Kind.PARAMETER]
     return find_mirrors([*(h for h in held if h.kind is not Kind.PARAMETER), *copies], weights)
@@ -195,8 +198,8 @@ def _mirrors(
 ) -> Mapping[str, Mirror]:
     """Return the mirrors among the constants, by name.
 
-    `now` has the current tensors of the model. `early` is the result of a search before the first load; it is needed if
-    capture does not restore the parameters, and else None.
+    `now` has the current tensors of the model. `early` is the result of `_early` if capture does not restore the
+    parameters; otherwise `early` is None.
 
     Raises:
         UnsupportedLayout: a constant depends on weights but is not a mirror; the message names these constants.
@@ -239,7 +242,7 @@ def capture_on_every_rank(
 
     Raises:
         RefusedByOtherRank: another rank failed to capture its layout.
-        UnsupportedLayout: see `capture`.
+        UnsupportedLayout: this rank failed to capture its layout.
     """
     try:
         captured = capture()
@@ -310,7 +313,10 @@ class _Loads:
 
 
 def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) -> dict[str, float]:
-    """Load ones; return name -> factor for each tensor that has only zeros and one of `factors` afterwards."""
+    """Load checkpoint tensors of ones, and return the factor of each tensor that the loader multiplies, by name.
+
+    After this load, a multiplied tensor contains only its factor, or its factor and zeros.
+    """
     found: dict[str, float] = {}
     if others := [factor for factor in factors if factor != 1.0]:
         load(codes.constant(1.0))
@@ -521,7 +527,7 @@ def _read(loads: _Loads, placed: frozenset[str]) -> frozenset[str]:
     others = frozenset(spec.name for spec in loads.codes.specs if spec.numel) - placed
     if not others:
         return frozenset()
-    # Also load a tensor that the loader certainly reads, to notice if the mode records no reads at all.
+    # Also load a tensor that the loader certainly reads, to notice if `_Reading` records no reads at all.
     try:
         return _watched(loads, others.union(sorted(placed)[:1])).read(others)
     except Exception:  # noqa: BLE001 - a loader may raise anything if tensors are missing
@@ -537,7 +543,8 @@ def _watched(loads: _Loads, names: frozenset[str]) -> _Reading:
 def _must_stay(holding: Holding) -> bool:
     """Return whether capture must refuse a tensor that every load moves.
 
-    `Snapshot` restores HELD tensors and CPU attributes, so these may move. Every walk makes new tensors of Python numbers.
+    `Snapshot` restores HELD tensors and CPU attributes, so these may move. Python numbers have no fixed address, because
+    every walk through the model makes new tensors of them.
     """
     if holding.kind in (Kind.HELD, Kind.NUMBER):
         return False

@@ -93,10 +93,10 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def _files(folder: Path, adapter: bool) -> list[Path]:
-    """Return the safetensors files of a checkpoint in the order of engines (`model-2` before `model-10`).
+    """Return the safetensors files of a checkpoint in the order in which engines read them (`model-2` before `model-10`).
 
     The order matters if two files have a tensor of the same name: the later file wins. Without an index, return all
-    safetensors files but an adapter's. If `adapter`, return only the adapter's file.
+    safetensors files except the file of an adapter. If `adapter`, return only the adapter's file.
 
     Raises:
         ConfigError: the index is invalid, or names a file outside the folder.

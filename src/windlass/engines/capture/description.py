@@ -138,7 +138,7 @@ class Captured:
         unread: names in `unplaced` that the engine's loader did not read.
         recompute: partial load by the engine's own loader after every update; None if none is needed.
         roundings: roundings of received values, done after every update and before `repacks`.
-        later: refills mirrors after every update, and finds new mirrors.
+        later: object that refills mirrors after every update, and searches for new mirrors.
         seconds: duration of each stage of the capture.
     """
 
@@ -222,11 +222,11 @@ class Seen:
     computed: frozenset[str]
 
     def boxes_of(self, name: str, codes: Codes) -> Parts | None:
-        """Return the boxes of one tensor, or None if a checkpoint tensor has more than `MAX_BOXES` boxes in it."""
+        """Return the boxes of an engine tensor; None if a checkpoint tensor has more than `MAX_BOXES` boxes in the tensor."""
         return self.numbers[name].parts(codes, MAX_BOXES)
 
     def scattered(self, codes: Codes) -> frozenset[str]:
-        """Return the names of the tensors that capture must read at every place and has not."""
+        """Return the names of the tensors that capture must still read at every place."""
         in_rows = {name for name, numbers in self.numbers.items() if not numbers.by_place}
         return self.unproven | {
             name
@@ -419,9 +419,10 @@ def _add_parameter(
 
 
 def _aliases(name: str, tensor: str, tied: frozenset[str]) -> set[str]:
-    """Return the names that a checkpoint would give the other names of a parameter that the engine ties.
+    """Return the checkpoint's names for a tied parameter's other names in the engine.
 
-    A checkpoint may have another prefix than the engine, which the parameter's own tensor shows.
+    The checkpoint's names may have another prefix than the engine's names. Comparing `name` and `tensor` from the end
+    shows both prefixes.
 
     Args:
         name: name of the parameter in the engine.

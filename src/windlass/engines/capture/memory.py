@@ -118,9 +118,9 @@ def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
 
 
 def tied_names(model: torch.nn.Module) -> Mapping[str, frozenset[str]]:
-    """Return, for each parameter with several names, all of them by each name.
+    """Return, for each name of a parameter with several names, all names of the parameter.
 
-    Parameters are one if they are the same elements in the same memory, also as different objects.
+    Two parameter objects are one parameter if they have the same address, shape, strides and dtype.
     """
     names: dict[object, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -149,7 +149,10 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _writable(node: Node) -> torch.Tensor | None:
-    """Return a tensor that shares memory with a tensor, array or storage; None if it has none, or the memory is read-only."""
+    """Return a tensor that shares memory with the tensor, array or storage of a node.
+
+    Return None if the object is of another kind or its memory is read-only.
+    """
     item = node.item
     if node.shape.form is Form.TENSOR:
         return _without_bits(item)
@@ -168,7 +171,7 @@ def _without_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _may_be_written(array: np.ndarray[Any, Any]) -> bool:
-    """Return whether an array's memory may be written. If the array is read-only, its memory need not be."""
+    """Return whether an array's memory may be written. A read-only array may have writable memory."""
     if array.flags.writeable:
         return True
     try:
@@ -182,7 +185,7 @@ def _may_be_written(array: np.ndarray[Any, Any]) -> bool:
 def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
     """Return a tensor that shares memory with an array, or None if torch cannot view the array.
 
-    The tensor has the elements in the order of their memory. It has dtype uint8 if torch lacks the array's dtype.
+    The tensor's elements are in memory order. Its dtype is uint8 if torch lacks the array's dtype.
     """
     forwards = array[tuple(slice(None, None, -1 if step < 0 else 1) for step in array.strides)]
     with warnings.catch_warnings():
@@ -195,7 +198,7 @@ def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 def _copied(node: Node) -> torch.Tensor | None:
-    """Return the elements of bytes, of a read-only array, or of an array with another byte order; else None."""
+    """Return a tensor of the elements of bytes, a read-only array or an array of another byte order; else None."""
     item = node.item
     if node.shape.form is Form.BYTES:
         data = memoryview(item).cast("B")
@@ -220,7 +223,7 @@ class Watched:
     """Cached tensors of a model. After `changed`, the next call searches the model again.
 
     Attributes:
-        numbers: paths of Python numbers of the model that a call returns as tensors, too.
+        numbers: paths of the model's Python numbers that `__call__` returns as tensors, in addition to the tensors.
     """
 
     def __init__(self, model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> None:
@@ -267,7 +270,7 @@ class Watched:
     def copies(self) -> Mapping[str, Holding]:
         """Return the elements of bytes and read-only arrays of the model, by path.
 
-        A tensor may have the memory of a read-only array, so do not write to it.
+        A returned tensor may share memory with a read-only array, so do not write to the tensor.
         """
         found: dict[str, Holding] = {}
         ranges = [(h.address, h.address + h.nbytes) for h in self().values()]

@@ -73,7 +73,7 @@ _OPENED = (
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
     *(contextlib.nullcontext, torch.distributions.Distribution),
 )
-"""Python classes of the standard library and torch, which the walk enters; it skips their other classes."""
+"""Python classes of the standard library and torch that the walk enters. It skips all other Python classes of both."""
 _SHARED = (
     *((dist.ProcessGroup,) if dist.is_available() else ()),
     *(threading.Thread, asyncio.Task, socket.socket),
@@ -410,7 +410,7 @@ class _Walk:
                 self._add(tensor, _shape_of(tensor), node, Join.ITEM, name, joined(module.path, Join.ATTRIBUTE, name))  # fmt: skip
 
     def enter_others(self, begin: int) -> None:
-        """Enter every node from index `begin` on, and the classes of modules and other objects, until nothing new is found."""
+        """Enter every node from index `begin` on, and the classes of modules and objects, until there is no new node."""
         nodes = self._found.nodes
         at, num_classes = begin, 0
         while True:
@@ -584,7 +584,7 @@ def contents_of(cell: CellType) -> Iterator[tuple[str, object]]:
 
 
 def _returned(item: Any, form: Form) -> Iterable[object]:
-    """Return the values of an object that Python code gets only from a call, or not at all."""
+    """Return the values that an object gives to Python code only from a call (a weak reference) or not at all (a queue)."""
     match form:
         case Form.REFERENCE:
             return (item(),)
@@ -636,7 +636,7 @@ _OPAQUE = (
 )
 """Classes whose objects do not show their values in Python. The walk asks the garbage collector for the values."""
 _OF_C = frozenset({"builtins", "itertools", "operator", "_collections"})
-"""Python modules of iterators, views, generators, bound methods and more C classes, which are like those in `_OPAQUE`."""
+"""Python modules of other C classes (iterators, views, generators, bound methods) that the walk treats like `_OPAQUE`."""
 _COLLECTED = 1 << 14
 """`Py_TPFLAGS_HAVE_GC`, the flag of classes whose objects may reference other objects."""
 _NO_DATA = (
@@ -701,9 +701,9 @@ def _looked_at(kind: type) -> Any:
 
 @functools.cache
 def _is_foreign(module: object) -> bool:
-    """Return whether a class or function of this `__module__` is of a package in `_FOREIGN`, or has no module's name.
+    """Return whether `module`, the `__module__` of a class or function, is in a package of `_FOREIGN` or is not a string.
 
-    In some C classes `__module__` is a descriptor for their objects.
+    In some C classes, `__module__` is a descriptor.
     """
     return not isinstance(module, str) or module.partition(".")[0] in _FOREIGN
 

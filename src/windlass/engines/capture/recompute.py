@@ -4,8 +4,8 @@ An update writes the sources of a computed tensor (the checkpoint tensors that i
 the update, while the engine is quiesced, the engine's own loader gets the buffers and computes the tensor again. This
 is a partial load: the loader gets no other checkpoint tensors.
 
-Capture makes trial updates to check this. Direct writes plus the partial load must leave the same bytes in every tensor
-of the model, at the same addresses, as a load of the whole checkpoint.
+Capture makes trial updates to check that the partial load is enough. Direct writes plus the partial load must leave the
+same bytes in every tensor of the model, at the same addresses, as a load of the whole checkpoint.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class Recompute:
             of elements of `buffers` only.
         buffers: sources of the computed tensors, each with a flat buffer that updates write; in checkpoint order.
         written: names of the engine's tensors that updates write directly.
-        unwritten: name -> number of elements (padding) that a load does not write. It has the tensors in `names` that
-            are filled with NaN before a load.
+        unwritten: name -> number of elements (padding) that a load does not write, for each tensor in `names` that a
+            run fills with NaN before the load.
         load: the engine's loader.
         held: current tensors of the model.
-        entered: result of `surroundings` in the thread that captured.
+        entered: result of `surroundings` in the thread that captured the layout.
     """
 
     names: tuple[str, ...]
@@ -295,8 +295,9 @@ def plan_recompute(
 ) -> Recompute | None:
     """Find the sources of the computed tensors, and check by trial updates that a load of only the sources is enough.
 
-    A partial load may leave other tensors wrong, because the loader may rebuild a whole layer. The partial load then
-    also gets the sources of the wrong tensors, next of all tensors in the same modules, next of the enclosing modules.
+    A partial load may leave other tensors wrong, because the loader may rebuild a whole layer. If so, this function adds
+    checkpoint tensors to the partial load until no tensor is wrong: first the sources of the wrong tensors, next those of
+    all tensors in the same modules, next those of all tensors in the enclosing modules.
 
     `computed` has the names of computed tensors and numbers, `numbers` the element numbers in all tensors that are copies.
 
@@ -413,7 +414,10 @@ class _Part:
                     part[filled] = bits_of(values)
 
     def sources_near(self, names: frozenset[str], level: int) -> frozenset[str]:
-        """Return the checkpoint tensors in `names` (level 0), or in all tensors of the modules `level` levels up."""
+        """Return the names of the checkpoint tensors that are copied into the engine's tensors `names`.
+
+        If `level` is above 0, return the same for all tensors in the modules `level` levels above `names`.
+        """
         if level == 0:
             chosen = names & self.copied.keys()
         else:
@@ -438,7 +442,7 @@ class _Part:
         )
 
     def _unwritten(self, sources: frozenset[str]) -> dict[str, int]:
-        """Return `Recompute.unwritten`, without tensors if the loader reads their old values (NaN would spread)."""
+        """Return `Recompute.unwritten`, except tensors that the loader reads before it writes them (NaN would spread)."""
         held = self.held()
         names = {
             n
@@ -448,8 +452,8 @@ class _Part:
         self.load(self.codes.some(sources, _SEEDS[0]))
         plain = prints_of(self.held())
         while names:
-            # Load other values first, so that `clear` restores a value that differs from `plain` if the loader has
-            # copied a mark to a place that is not padding.
+            # Load other values first. If the loader then copies a mark to a place that is not padding, `clear` restores
+            # one of these other values, and the tensor differs from `plain`.
             self.load(self.codes.some(sources, _SEEDS[1]))
             marks = _Marks(self.held(), dict.fromkeys(names, -1))
             try:
@@ -499,7 +503,8 @@ def _places(
 class _Marks:
     """Fills floating-point tensors with marks (a NaN that no weight has), to find the elements that a load writes.
 
-    `left` maps the name of each tensor to fill -> number of elements that a load does not write (-1 if unknown).
+    The keys of `left` are the names of the tensors to fill. Its values are the numbers of elements that a load does not
+    write (-1 if unknown).
     """
 
     def __init__(self, held: Mapping[str, Holding], left: Mapping[str, int]) -> None:
