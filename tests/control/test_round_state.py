@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from chaos_bugs import Bug
@@ -16,7 +17,7 @@ from round_rules import FleetRounds
 from test_rounds import ENGINES, Script, make_spec
 
 from windlass.config import ControlConfig, UpdateMode
-from windlass.control import rounds
+from windlass.control import round_state, rounds
 from windlass.control.engine_state import TRANSITIONS
 from windlass.control.messages import Failure, FailureKind
 from windlass.control.report import RoundOutcome
@@ -36,6 +37,7 @@ class OpenTable:
     """A bug: the machine uses a table that permits every transition. Its checker keeps the right table."""
 
     name: str
+    module: ModuleType
     table: str
     states: type[StrEnum]
 
@@ -43,13 +45,15 @@ class OpenTable:
     def planted(self) -> Iterator[None]:
         """Plant the bug inside the block."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rounds, self.table, dict.fromkeys(self.states, frozenset(self.states)))
+            patch.setattr(
+                self.module, self.table, dict.fromkeys(self.states, frozenset(self.states))
+            )
             yield
 
 
-UNCHECKED_PHASES = OpenTable("any phase may follow any other", "PHASE_TRANSITIONS", Phase)
+UNCHECKED_PHASES = OpenTable("any phase may follow any other", rounds, "PHASE_TRANSITIONS", Phase)
 UNCHECKED_OUTCOMES = OpenTable(
-    "any outcome may follow any other", "OUTCOME_TRANSITIONS", EngineOutcome
+    "any outcome may follow any other", round_state, "OUTCOME_TRANSITIONS", EngineOutcome
 )
 SKIPPED_APPLY = Bug(
     "the round publishes what no engine applied",
@@ -62,8 +66,8 @@ PUBLISHED_EVERYWHERE = Bug(
     "engines that have left publish",
     RoundMachine,
     "_finish_published",
-    "published = self._active()",
-    "published = list(self._engines.values())",
+    "published = self._engines.active",
+    "published = list(self._engines)",
 )
 LEFT_WHOLE = Bug(
     "an engine that fails while it applies counts as whole",

@@ -1,9 +1,11 @@
-"""Phases of a round, outcomes of its engines, and the transitions between them. No I/O."""
+"""Phases of a round, its engines with their outcomes, and the transitions between them. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import final
 
 
 class Phase(StrEnum):
@@ -59,3 +61,79 @@ OUTCOME_TRANSITIONS: Mapping[EngineOutcome, frozenset[EngineOutcome]] = {
     EngineOutcome.PUBLISHED: frozenset(),
 }
 """Outcome -> possible next outcomes of the same engine in the same round."""
+
+
+@dataclass(slots=True)
+class RoundEngine:
+    """Engine in one round.
+
+    Attributes:
+        name: name of the engine.
+        workers: its ranks.
+        outcome: outcome of the round for it; only `end` sets it.
+        reason: reason for the outcome; empty for none.
+        mixed: whether its live weights may be of two versions.
+    """
+
+    name: str
+    workers: tuple[str, ...]
+    outcome: EngineOutcome = EngineOutcome.ACTIVE
+    reason: str = ""
+    mixed: bool = False
+
+    def end(self, outcome: EngineOutcome, reason: str = "") -> None:
+        """Set the outcome.
+
+        Raises:
+            RuntimeError: `OUTCOME_TRANSITIONS` lacks the transition.
+        """
+        if outcome not in OUTCOME_TRANSITIONS[self.outcome]:
+            raise RuntimeError(f"engine {self.name}: {self.outcome} must not become {outcome}")
+        self.outcome, self.reason = outcome, reason
+
+
+@final
+class RoundEngines:
+    """Engines of one round.
+
+    Args:
+        engines: engine name -> its ranks.
+
+    Attributes:
+        of: rank -> name of its engine.
+    """
+
+    def __init__(self, engines: Mapping[str, tuple[str, ...]]) -> None:
+        self._by_name = {name: RoundEngine(name, workers) for name, workers in engines.items()}
+        self.of = {worker: name for name, workers in engines.items() for worker in workers}
+
+    def __getitem__(self, name: str) -> RoundEngine:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[RoundEngine]:
+        return iter(self._by_name.values())
+
+    @property
+    def active(self) -> list[RoundEngine]:
+        """Engines that are part of the round."""
+        return [engine for engine in self if engine.outcome is EngineOutcome.ACTIVE]
+
+    @property
+    def active_workers(self) -> tuple[str, ...]:
+        """Ranks of the engines that are part of the round, in the order of the engines."""
+        return tuple(worker for engine in self.active for worker in engine.workers)
+
+    @property
+    def published(self) -> list[RoundEngine]:
+        """Engines that serve the version."""
+        return [engine for engine in self if engine.outcome is EngineOutcome.PUBLISHED]
+
+    @property
+    def outcomes(self) -> dict[str, EngineOutcome]:
+        """Outcome of every engine."""
+        return {engine.name: engine.outcome for engine in self}
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Reason of every engine that has one."""
+        return {engine.name: engine.reason for engine in self if engine.reason}

@@ -53,10 +53,11 @@ from windlass.control.messages import (
 )
 from windlass.control.report import Figures, Measure, RoundOutcome, UpdateReport
 from windlass.control.round_state import (
-    OUTCOME_TRANSITIONS,
     PHASE_TRANSITIONS,
     EngineOutcome,
     Phase,
+    RoundEngine,
+    RoundEngines,
 )
 from windlass.control.suspicions import is_unchanged, unchanged_reason
 from windlass.errors import ProtocolError
@@ -201,25 +202,6 @@ Instruction = Send | EnterPhase | Finish
 # --- the machine ---------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Engine:
-    name: str
-    workers: tuple[str, ...]
-    outcome: EngineOutcome = EngineOutcome.ACTIVE
-    reason: str = ""
-    mixed: bool = False
-
-    def end(self, outcome: EngineOutcome, reason: str = "") -> None:
-        """Set the engine's outcome. No other code sets the outcome.
-
-        Raises:
-            RuntimeError: `OUTCOME_TRANSITIONS` lacks the transition.
-        """
-        if outcome not in OUTCOME_TRANSITIONS[self.outcome]:
-            raise RuntimeError(f"engine {self.name}: {self.outcome} must not become {outcome}")
-        self.outcome, self.reason = outcome, reason
-
-
 class RoundMachine:
     """State machine of one round. Call `start` once, then `handle` for every event until it returns `Finish`.
 
@@ -230,8 +212,7 @@ class RoundMachine:
     def __init__(self, spec: RoundSpec) -> None:
         self._spec, self._config = spec, spec.config
         self._version = spec.version
-        self._engines = {name: _Engine(name, workers) for name, workers in spec.engines.items()}
-        self._engine_of = {w: name for name, workers in spec.engines.items() for w in workers}
+        self._engines = RoundEngines(spec.engines)
         self._phase = self._phase_before = Phase.PREPARE
         self._is_blocked = self._is_broken = False
         # The agent of an engine that hangs must still report before the deadline that the engine did not resume.
@@ -241,7 +222,7 @@ class RoundMachine:
         self.pending: dict[int, tuple[str, Command]] = {}
         """Sequence number of a command that waits for its reply -> worker and command."""
         self._delivery = spec.delivery
-        self._links = LinkLedger(spec.links, self._delivery.unlinked(self._engine_of))
+        self._links = LinkLedger(spec.links, self._delivery.unlinked(self._engines.of))
         # Commands whose replies may still arrive, although their engine has been left out.
         self._late: dict[int, tuple[str, Command]] = {}
         parts = () if spec.replicated is None else spec.replicated.parts
@@ -263,7 +244,7 @@ class RoundMachine:
     @property
     def outcomes(self) -> dict[str, EngineOutcome]:
         """Outcome of every engine; `ACTIVE` while it is part of the round."""
-        return {name: engine.outcome for name, engine in self._engines.items()}
+        return self._engines.outcomes
 
     @property
     def waiting_for(self) -> tuple[str, ...]:
@@ -273,7 +254,7 @@ class RoundMachine:
     @property
     def active_workers(self) -> tuple[str, ...]:
         """Ranks of the engines that are still part of the round, in the order of the engines."""
-        return tuple(worker for engine in self._active() for worker in engine.workers)
+        return self._engines.active_workers
 
     @property
     def version(self) -> int:
@@ -354,7 +335,7 @@ class RoundMachine:
             case Verify(), Verified():
                 if not self._links.verify(worker, result.mismatched):
                     reason = f"{worker}: reported wrong bytes from workers that have no link to it"
-                    self._drop(self._engine_of[worker], reason)
+                    self._drop(self._engines.of[worker], reason)
             case Prepare(), Prepared() if worker in self._digested:
                 self._on_prepared(worker, command, result)
             case Prepare(), Done() if worker not in self._digested:
@@ -370,14 +351,14 @@ class RoundMachine:
 
     def _on_failure(self, worker: str, command: Command, failure: Failure) -> None:
         unknown = failure.kind is FailureKind.UNKNOWN
-        if worker in self._engine_of and not self._delivery.survives_failure(self.phase):
+        if worker in self._engines.of and not self._delivery.survives_failure(self.phase):
             self._give_up(f"{worker}: {failure.message}")
-        elif worker in self._engine_of:
-            self._drop(self._engine_of[worker], failure.message, unknown=unknown)
+        elif worker in self._engines.of:
+            self._drop(self._engines.of[worker], failure.message, unknown=unknown)
             self._delivery.ended(worker, command)
         else:
             asked = self._links.answered(worker)
-            quarantined = {self._engine_of[d] for d in asked} if unknown else set()
+            quarantined = {self._engines.of[d] for d in asked} if unknown else set()
             self._give_up(f"{worker}: {failure.message}", quarantined)
 
     def _on_prepared(self, trainer: str, command: Prepare, prepared: Prepared) -> None:
@@ -400,7 +381,7 @@ class RoundMachine:
 
     def _on_link(self, trainer: str, link: LinkOutcome) -> None:
         worker = link.destination
-        engine = self._engine_of[worker]
+        engine = self._engines.of[worker]
         self._figures.measure(Measure.NBYTES, trainer, link.nbytes)
         self._figures.carry((trainer, worker), link.nbytes, link.wire_s)
         match link.status:
@@ -423,11 +404,11 @@ class RoundMachine:
             self._figures.carry(link, carried.nbytes, carried.wire_s)
         self._order(found.orders)
         for reached, reason in found.unknown.items():
-            self._drop(self._engine_of[reached], reason, unknown=True)
+            self._drop(self._engines.of[reached], reason, unknown=True)
 
     def _on_lost(self, worker: str, reason: str) -> None:
-        if worker in self._engine_of:
-            self._drop(self._engine_of[worker], f"{worker}: {reason}", lost=worker)
+        if worker in self._engines.of:
+            self._drop(self._engines.of[worker], f"{worker}: {reason}", lost=worker)
         elif worker in self._spec.trainers:
             self._lost_trainers.add(worker)
             # A trainer that has answered its write command is needed only if links must be written again.
@@ -440,20 +421,20 @@ class RoundMachine:
             self._give_up(f"{self._awaited} within the session's deadline")
             return
         reason = f"no answer in phase {self.phase} by its deadline"
-        trainers = [worker for worker in late if worker not in self._engine_of]
+        trainers = [worker for worker in late if worker not in self._engines.of]
         if trainers:
             self._give_up(f"{', '.join(trainers)}: {reason}")
             return
         self._silent.update(late)
         for worker in late:
-            self._drop(self._engine_of[worker], f"{worker}: {reason}")
+            self._drop(self._engines.of[worker], f"{worker}: {reason}")
 
     # --- phases ------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Enter the next phases while no reply is outstanding."""
         while not self.pending and self.phase is not Phase.DONE:
-            if not self._active() and self.phase is not Phase.PUBLISH:
+            if not self._engines.active and self.phase is not Phase.PUBLISH:
                 self._finish_without_engines()
                 return
             if self._awaited:
@@ -509,10 +490,10 @@ class RoundMachine:
     def _is_unchanged(self) -> bool:
         if self._config.unchanged is Reaction.OFF:
             return False
-        sent = [dict(self._sent_to(engine)) for engine in self._engines.values()]
+        sent = [dict(self._sent_to(engine)) for engine in self._engines]
         return is_unchanged(sent, self._spec.sent_before or {})
 
-    def _sent_to(self, engine: _Engine) -> list[tuple[Link, str]]:
+    def _sent_to(self, engine: RoundEngine) -> list[tuple[Link, str]]:
         return [
             ((source, worker), digest)
             for worker in engine.workers
@@ -527,9 +508,9 @@ class RoundMachine:
         """
         reason = unchanged_reason(self._version)
         before = self._spec.sent_before or {}
-        for name, engine in self._engines.items():
+        for engine in self._engines:
             if any(link not in before for link, _ in self._sent_to(engine)):
-                self._drop(name, reason)
+                self._drop(engine.name, reason)
         self._wrote = False
         self._give_up(f"{reason}; ControlConfig(unchanged='warn') publishes it all the same")
 
@@ -559,8 +540,8 @@ class RoundMachine:
         reason = f"links failed or had wrong digests, {why}: {links}" + (
             f": {error}" if error else ""
         )
-        incomplete = {self._engine_of[d] for names in missing.values() for d in names}
-        if self._config.mode is UpdateMode.STAGED and len(incomplete) == len(self._active()):
+        incomplete = {self._engines.of[d] for names in missing.values() for d in names}
+        if self._config.mode is UpdateMode.STAGED and len(incomplete) == len(self._engines.active):
             self._give_up(reason)
             return
         for engine in sorted(incomplete):
@@ -591,7 +572,7 @@ class RoundMachine:
         self.pending = {seq: sent for seq, sent in self.pending.items() if seq not in late}
 
     def _leave(
-        self, engine: _Engine, reason: str, *, unknown: bool = False, lost: str = ""
+        self, engine: RoundEngine, reason: str, *, unknown: bool = False, lost: str = ""
     ) -> None:
         engine.mixed = self._is_broken or self._may_be_mixed()
         outcome = EngineOutcome.MIXED if engine.mixed else EngineOutcome.LEFT_OUT
@@ -615,17 +596,17 @@ class RoundMachine:
         self.pending.clear()
         for name in quarantined:
             self._drop(name, reason, unknown=True)
-        for engine in self._active():
+        for engine in self._engines.active:
             self._leave(engine, reason)
-        mixed = any(engine.mixed for engine in self._engines.values())
+        mixed = any(engine.mixed for engine in self._engines)
         self._finish(RoundOutcome.FAILED if mixed else RoundOutcome.ABORTED, reason)
 
     def _finish_without_engines(self) -> None:
-        reasons = "; ".join(f"{n}: {e.reason}" for n, e in self._engines.items() if e.reason)
+        reasons = "; ".join(f"{name}: {why}" for name, why in self._engines.reasons.items())
         self._finish(RoundOutcome.FAILED, f"no engine is left: {reasons or 'none took part'}")
 
     def _finish_published(self) -> None:
-        published = self._active()
+        published = self._engines.active
         for engine in published:
             engine.end(EngineOutcome.PUBLISHED)
         if published:
@@ -636,14 +617,13 @@ class RoundMachine:
     def _finish(self, outcome: RoundOutcome, reason: str) -> None:
         for trainer in () if outcome is RoundOutcome.PUBLISHED else self._spec.trainers:
             self._send(trainer, Abort(ABORT_NOTICE), expects_reply=False)
-        engines = self._engines.items()
         writing = self._delivery.unsettled() | self._links.in_flight
         report = UpdateReport(
             version=self._version,
             outcome=outcome,
             reason=reason,
-            engines=tuple(n for n, e in engines if e.outcome is EngineOutcome.PUBLISHED),
-            left_out={name: e.reason for name, e in engines if e.reason},
+            engines=tuple(engine.name for engine in self._engines.published),
+            left_out=self._engines.reasons,
             measures=self._figures.of_round(self._delivery.measures),
             digest_ok=self._digest_ok,
         )
@@ -652,18 +632,15 @@ class RoundMachine:
             Finish(
                 report=report,
                 engines=self.outcomes,
-                mixed=frozenset(name for name, e in engines if e.mixed),
+                mixed=frozenset(engine.name for engine in self._engines if engine.mixed),
                 unsettled={
-                    source: tuple(sorted({self._engine_of[d] for d in destinations}))
+                    source: tuple(sorted({self._engines.of[d] for d in destinations}))
                     for source, destinations in writing.items()
                 },
                 silent=frozenset(self._silent),
                 carried=self._figures.carried,
                 digests=dict(
-                    pair
-                    for engine in self._engines.values()
-                    if engine.outcome is EngineOutcome.PUBLISHED
-                    for pair in self._sent_to(engine)
+                    pair for engine in self._engines.published for pair in self._sent_to(engine)
                 ),
                 is_unchanged=self._is_unchanged(),
                 non_finite=frozenset(self._non_finite),
@@ -671,9 +648,6 @@ class RoundMachine:
         )
 
     # --- small things ------------------------------------------------------------------------
-
-    def _active(self) -> list[_Engine]:
-        return [e for e in self._engines.values() if e.outcome is EngineOutcome.ACTIVE]
 
     def _send_engines(self, command: Command) -> None:
         for worker in self.active_workers:
