@@ -1,17 +1,29 @@
-"""Weights that a trainer rank keeps unchanged for the version that it publishes, and the checks that it does."""
+"""Weights of the version that a trainer rank publishes, and their checks.
+
+A rank checks that its weights do not change before the end of the round, that they contain no NaN or infinity, and that
+ranks with the same box hold the same bytes.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import final
 
 import msgspec
 
-from windlass.errors import RoundAborted
+from windlass.config import Reaction
+from windlass.control.messages import Done, Prepare, Prepared
+from windlass.errors import RoundAborted, WindlassError
+from windlass.layout.naming.patterns import said
 from windlass.transfer.base import failed_link
 from windlass.transfer.bindings import LinkStatus, Written
+from windlass.transfer.finite import FiniteCheck
+from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transfer.sender import Sender
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -33,6 +45,19 @@ class HeldWeights:
         # Name of a parameter that has changed since this rank began to publish its version.
         self._changed_name = ""
         self._noting = threading.Lock()
+        self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
+        self._digested: tuple[Prepare, bytes] | None = None
+        self._finite = FiniteCheck(sender.manifest, sender.parameters)
+        self._non_finite: tuple[str, ...] = ()
+
+    def bind(self, replicated: bytes) -> None:
+        """Set the boxes to compare; see `ConnectTrainer.replicated`."""
+        self._replicated.bind(replicated)
+
+    def note_read(self, read: Collection[int]) -> frozenset[int]:
+        """Set the parameters that engines get; return those that are compared. Both are indices in the manifest."""
+        self._finite.bind(read)
+        return self._replicated.read
 
     def hold(self, version: int) -> None:
         """Accept commands for `version`; the trainer keeps its weights unchanged from now until `release`."""
@@ -96,11 +121,55 @@ class HeldWeights:
         if self._changed_name:
             raise RoundAborted(_too_early(self._changed_name))
 
+    def examine(self, command: Prepare) -> Prepared | Done:
+        """Compare and check the weights; return the answer to `Prepare`.
+
+        Raises:
+            RoundAborted: a parameter contains NaN or infinity, and `non_finite` is "refuse"; or the weights were copied
+                earlier and cannot be compared any more.
+        """
+        prepared = self._compare(command) if command.period else Done()
+        self._check_finite(command)
+        return prepared
+
+    def _compare(self, command: Prepare) -> Prepared:
+        """Return digests of replicated boxes; after the weights were copied, the digests from before the copy."""
+        compare_s = 0.0
+        replica = self._one_sided.replica
+        if replica is not None and replica.is_taken(command.version):
+            if self._digested is None or self._digested[0] != command:
+                raise RoundAborted(
+                    "prepare: this round must compare weights that were copied before and may have changed "
+                    "since: publish again"
+                )
+        else:
+            digested = self._replicated.take(command.turn, command.period)
+            self._digested = command, digested.tobytes()
+            compare_s = self._replicated.compare_s
+        return Prepared(self._digested[1], compare_s)
+
+    def _check_finite(self, command: Prepare) -> None:
+        """Look for NaN and infinity in the parameters that engines get."""
+        replica, self._non_finite = self._one_sided.replica, ()
+        if command.non_finite is Reaction.OFF:
+            return
+        if replica is not None and replica.is_taken(command.version):
+            # The replica was copied earlier, so the live weights may be of a later optimizer step.
+            return
+        is_refused = command.non_finite is Reaction.REFUSE
+        self._non_finite = self._finite.find(everywhere=is_refused)
+        if self._non_finite and is_refused:
+            raise RoundAborted(
+                f"version {command.version}: {said(self._non_finite)} of this rank contain NaN or infinity; step with "
+                "finite gradients, or publish them all the same by ControlConfig(non_finite='warn')"
+            )
+
     def checked(self, sent: Written) -> Written:
-        """Mark links as failed if a parameter changed during the write.
+        """Mark links as failed if a parameter changed during the write, and add the parameters with NaN or infinity.
 
         Digests do not detect such a change, because the sender computes a digest of the bytes that it has read.
         """
+        sent = msgspec.structs.replace(sent, non_finite=self._non_finite)
         if self._one_sided.replica is not None or not (name := self._changed()):
             return sent
         reason = _too_early(name)
@@ -111,6 +180,18 @@ class HeldWeights:
             for link in sent.links
         )
         return msgspec.structs.replace(sent, links=links)
+
+    def after_update(self) -> None:
+        """Prepare the comparison of the next update, while no caller waits for it."""
+        try:
+            self._replicated.cut_ahead()
+        # The next update tries again and reports the error.
+        except WindlassError as error:
+            _log.debug("the next comparison could not be prepared: %s", error)
+
+    def close(self) -> None:
+        """Free the memory of the comparison. Idempotent."""
+        self._replicated.close()
 
 
 def _too_early(name: str) -> str:

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable, Collection
 from typing import final
 
-import msgspec
 import numpy as np
 
-from windlass.config import P2pBackend, Reaction, UpdateBackend
+from windlass.config import P2pBackend, UpdateBackend
 from windlass.control.backend import ChangesLinks, backend_of, carry_out
 from windlass.control.connect_messages import (
     ChangeLinks,
@@ -23,19 +22,15 @@ from windlass.control.messages import (
     Command,
     Done,
     Prepare,
-    Prepared,
     Result,
     TrainerCommand,
     Write,
 )
-from windlass.errors import ConfigError, ProtocolError, RoundAborted, WindlassError
-from windlass.layout.naming.patterns import said
+from windlass.errors import ConfigError, ProtocolError, RoundAborted
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.base import SenderBackend
 from windlass.transfer.bindings import BindingsRefused, GroupOffer, Written
-from windlass.transfer.finite import FiniteCheck
-from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transfer.sender import Sender
 
 _log = logging.getLogger(__name__)
@@ -69,13 +64,9 @@ class TrainerAgent:
         self._note, self.held = read, HeldWeights(sender, watch, changed)
         self._backend: UpdateBackend = P2pBackend()
         self._sender: SenderBackend = sender
-        self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
-        self._finite = FiniteCheck(sender.manifest, sender.parameters)
-        self._non_finite: tuple[str, ...] = ()
         self._read: set[int] = set()
         self.bound_in = 0
         """Epoch in which this rank was bound last; 0 if its binding is incomplete."""
-        self._digested: tuple[Prepare, bytes] | None = None
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         """Carry out a command; see `CommandHandler.handle`.
@@ -92,9 +83,8 @@ class TrainerAgent:
                 self.held.note_changes()
                 self.held.check_version(command.version)
                 with self._one_sided.reading(), self._one_sided.parameters.once():
-                    # Compare and check first: after `prepare` has taken the replica, the weights may change.
-                    prepared = self._compare(command) if command.period else Done()
-                    self._check_finite(command)
+                    # Examine first: after `prepare` has taken the replica, the weights may change.
+                    prepared = self.held.examine(command)
                     self._sender.prepare(command.version)
                 replica = self._one_sided.replica
                 if replica is not None and not replica.is_taken(command.version):
@@ -104,7 +94,7 @@ class TrainerAgent:
                 return prepared
             case Write():
                 write = self._sender.write
-                return self._written(
+                return self.held.checked(
                     write(command.version, command.destinations, command.deadline_s)
                 )
             case Abort():
@@ -112,28 +102,10 @@ class TrainerAgent:
                 pass
             case _:
                 result = carry_out(self._sender, command, RoundId(epoch, round_number))
-                return self._written(result) if isinstance(result, Written) else result or Done()
+                return (
+                    self.held.checked(result) if isinstance(result, Written) else result or Done()
+                )
         return Done()
-
-    def _check_finite(self, command: Prepare) -> None:
-        """Look for NaN and infinity in the parameters that engines get.
-
-        Raises:
-            RoundAborted: a parameter contains NaN or infinity, and `non_finite` is "refuse".
-        """
-        replica, self._non_finite = self._one_sided.replica, ()
-        if command.non_finite is Reaction.OFF:
-            return
-        if replica is not None and replica.is_taken(command.version):
-            # The replica was copied earlier, so the live weights may be of a later optimizer step.
-            return
-        is_refused = command.non_finite is Reaction.REFUSE
-        self._non_finite = self._finite.find(everywhere=is_refused)
-        if self._non_finite and is_refused:
-            raise RoundAborted(
-                f"version {command.version}: {said(self._non_finite)} of this rank contain NaN or infinity; step with "
-                "finite gradients, or publish them all the same by ControlConfig(non_finite='warn')"
-            )
 
     def _bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
         """Bind a plan, or change links of the bound plan.
@@ -156,7 +128,7 @@ class TrainerAgent:
 
     def _connect(self, command: ConnectTrainer) -> GroupOffer | None:
         self._choose(command.backend)
-        self._replicated.bind(command.replicated)
+        self.held.bind(command.replicated)
         plan = TransferPlan.decode(command.plan)
         self._read = set()
         self._note_read(plan)
@@ -180,9 +152,9 @@ class TrainerAgent:
     def _note_read(self, plan: TransferPlan) -> None:
         """Record the parameters that a plan reads, and pass the indices of all recorded parameters to `read`."""
         self._read.update(np.unique(plan.ops.src_parameter).tolist())
-        self._finite.bind(self._read)
+        compared = self.held.note_read(self._read)
         if self._note is not None:
-            self._note(self._read | self._replicated.read)
+            self._note(self._read | compared)
         self.held.note_changes()
 
     def _choose(self, backend: UpdateBackend) -> None:
@@ -199,34 +171,7 @@ class TrainerAgent:
         if self._sender is not self._one_sided:
             self._sender.close()
 
-    def _compare(self, command: Prepare) -> Prepared:
-        """Return digests of replicated boxes; after the weights were copied, the digests from before the copy."""
-        compare_s = 0.0
-        replica = self._one_sided.replica
-        if replica is not None and replica.is_taken(command.version):
-            if self._digested is None or self._digested[0] != command:
-                raise RoundAborted(
-                    "prepare: this round must compare weights that were copied before and may have changed "
-                    "since: publish again"
-                )
-        else:
-            digested = self._replicated.take(command.turn, command.period)
-            self._digested = command, digested.tobytes()
-            compare_s = self._replicated.compare_s
-        return Prepared(self._digested[1], compare_s)
-
-    def after_update(self) -> None:
-        """Prepare the comparison of the next update, while no caller waits for it."""
-        try:
-            self._replicated.cut_ahead()
-        # The next update tries again and reports the error.
-        except WindlassError as error:
-            _log.debug("the next comparison could not be prepared: %s", error)
-
-    def _written(self, sent: Written) -> Written:
-        return self.held.checked(msgspec.structs.replace(sent, non_finite=self._non_finite))
-
     def close(self) -> None:
         """Close the digests and the backend's sender. The caller closes the one-sided sender. Idempotent."""
-        self._replicated.close()
+        self.held.close()
         self._leave()

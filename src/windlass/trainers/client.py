@@ -274,7 +274,7 @@ class TrainerClient(Closing):
         try:
             report = until_over()
             if report.compared:
-                self._channel.run_later(self._agent.after_update)
+                self._channel.run_later(self._agent.held.after_update)
             if report.outcome is not RoundOutcome.PUBLISHED:
                 raise RoundAborted(f"version {version} was not published: {report.reason}")
         except WindlassError as error:
