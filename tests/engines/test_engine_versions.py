@@ -45,13 +45,13 @@ def test_a_release_without_a_required_feature_is_refused(
         (
             SGLANG,
             "0.5.21",
-            ["`--dp` is refused", "was never updated while it served; 0.5.16, 0.5.23 were"],
+            ["`--dp` is refused", "were never tested; tested releases: 0.5.16, 0.5.23"],
         ),
         (SGLANG, "0.5.16", ["no weight version per token: all tokens", "`--dp` is refused"]),
         (
             SGLANG,
             "0.5.11",
-            ["no weight version per token", "`--dp` is refused", "was never"],
+            ["no weight version per token", "`--dp` is refused", "were never tested"],
         ),
         (SGLANG, "0.0.0.dev0", ["is no release"]),
         (SGLANG, "unknown", ["is no release"]),
@@ -59,8 +59,8 @@ def test_a_release_without_a_required_feature_is_refused(
         (VLLM, "0.32.0+cpu", []),
         (VLLM, "0.24.0", ["no `/update_weight_version`", "no `--enable-scale-out`"]),
         (VLLM, "0.24.1rc2", ["no `/update_weight_version`", "no `--enable-scale-out`"]),
-        (VLLM, "0.28.0", ["was never updated while it served; 0.24, 0.32 were"]),
-        (VLLM, "1.0", ["was never updated"]),
+        (VLLM, "0.28.0", ["were never tested; tested releases: 0.24, 0.32"]),
+        (VLLM, "1.0", ["were never tested"]),
     ],
 )
 def test_a_supported_release_warns_of_its_missing_features(
@@ -75,10 +75,10 @@ def test_a_supported_release_warns_of_its_missing_features(
 @pytest.mark.parametrize(
     ("version", "device", "says"),
     [
-        ("0.32.1", "GPUs", "vLLM 0.32.1 was updated while it served on CPUs, never on GPUs; there 0.24 was"),
+        ("0.32.1", "GPUs", "vLLM 0.32.1: updates of this release were tested on CPUs, never on GPUs; releases tested on GPUs: 0.24"),
         ("0.32.1", "CPUs", ""),
         ("0.32.1", "", ""),
-        ("0.24.0", "CPUs", "on GPUs, never on CPUs; there 0.32 was"),
+        ("0.24.0", "CPUs", "on GPUs, never on CPUs; releases tested on CPUs: 0.32"),
         ("0.24.0", "GPUs", ""),
     ],
 )  # fmt: skip

@@ -111,7 +111,8 @@ async def test_a_server_of_the_user_joins_the_given_controller(
             )
             assert status == 502
             assert (
-                "the controller must be stopped before its engine joins another" in answer["error"]
+                "the engine's controller must be stopped before the engine joins another fleet"
+                in answer["error"]
             )
         async with windlass.Controller(token=TOKEN, config=in_place) as controller:
             order = {"controller": controller.url, "transport": "cma"}

@@ -60,7 +60,7 @@ class EngineApi(Protocol):
     def resume(self, deadline_s: float) -> None:
         """Resume generation after `pause`.
 
-        The caller has released the gate, so no main loop waits in `QuiesceGate.block` any more, except a loop that hangs.
+        The caller must call `QuiesceGate.end` before this call, so that main loops return from `QuiesceGate.block`.
         """
         ...
 
@@ -140,7 +140,7 @@ class RankHooks:
         if self._api is None or not self._paused:
             return
         end = time.monotonic() + deadline_s
-        # Keep time for `resume`: a main loop that is still blocked runs again when `block` returns.
+        # Leave time for `api.resume`. A main loop that is still in `QuiesceGate.block` after this wait returns later.
         if self._blocked is not None:
             self._blocked.join(min(RELEASE_S, deadline_s / 2))
             self._blocked = None
@@ -305,8 +305,8 @@ class EngineRank:
             return
         if not self._client.wait_disconnected(deadline_s):
             raise ProtocolError(
-                "leave: the controller must be stopped before its engine joins another, "
-                f"got one that is connected after {deadline_s} s"
+                "leave: the engine's controller must be stopped before the engine joins another fleet, "
+                f"got a controller that is still connected after {deadline_s} s"
             )
         if self._client.agent.mixed_weights:
             raise ProtocolError(

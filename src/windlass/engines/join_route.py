@@ -45,7 +45,7 @@ class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name: name of the engine in the fleet; empty for HOST:PORT of the server.
         url: address at which peers reach the server; empty for the address that the server listens on.
         serves_own_weights: see `AgentSettings`.
-        deadline_s: see `AgentSettings.join_deadline_s`; 0 for the time that the size of the checkpoint takes.
+        deadline_s: see `AgentSettings.join_deadline_s`; 0 for a deadline that depends on the size of the checkpoint.
         model: checkpoint folder that the server must have; empty for any.
     """
 
@@ -65,7 +65,7 @@ class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Check that `folder`, the checkpoint folder of the server, is the folder of the order.
 
         Raises:
-            ConfigError: it is another folder.
+            ConfigError: the order names another folder.
         """
         if self.model and Path(self.model).resolve() != folder.resolve():
             raise ConfigError(
@@ -112,10 +112,10 @@ class JoinRoute:
         shown = [value for name, value in scope["headers"] if name == b"authorization"]
         role = self._gate.role_of(shown[0].decode("latin-1")) if len(shown) == 1 else None
         if role not in _ROLES and not shows_key(scope, self._key):
-            roles = " and ".join(_ROLES)
+            roles = " or ".join(_ROLES)
             return (
                 HTTPStatus.FORBIDDEN,
-                f"{JOIN_PATH} is for {roles}: the token of neither was shown",
+                f"{JOIN_PATH} requires a token of role {roles}, got none",
             )
         order = await read_json(receive, JoinOrder, MAX_BODY_NBYTES, "a join order")
         if isinstance(order, Refusal):

@@ -1,6 +1,7 @@
 """Start a third-party engine server, wait until it serves, and order it to join the fleet.
 
-The server is one that a user could start: Windlass's plugin in it waits for the order (`WINDLASS_CONTROLLER=wait`).
+A user could start the same server without the launcher: Windlass's plugin in the server waits for the order
+(`WINDLASS_CONTROLLER=wait`).
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def _end_signals() -> int:
 def launch(engine: EngineSpec, description: str | None) -> int:
     """Check the command line of a third-party engine, then start or attach its server.
 
-    If an installed release lacks a needed feature, print an error; for each other missing feature, print a warning.
+    If the engine's installed release lacks a needed feature, print an error. Print a warning for each other feature
+    that the release lacks.
 
     Args:
         engine: engine with `releases` and a `server`.
@@ -170,7 +172,7 @@ def server_environment(args: argparse.Namespace) -> Iterator[dict[str, str]]:
     token = control_token() if args.controller else secret_value(TOKEN_VARIABLE)
     if args.nnodes > 1 and not token:
         raise ConfigError(
-            f"--nnodes must be 1 without a token, with which ranks on other nodes authenticate, "
+            f"--nnodes must be 1 without a token, because ranks on other nodes authenticate with the token, "
             f"got {args.nnodes}"
         )
     waits = {CONTROLLER_VARIABLE: WAIT}
@@ -243,7 +245,11 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
         help="serve this one LoRA adapter (a folder that PEFT saved) too, and update it instead of "
         "the model",
     )
-    parser.add_argument("--controller", default="", help="address; none serves what it loaded")
+    parser.add_argument(
+        "--controller",
+        default="",
+        help="address of the controller; without a controller, the server keeps the weights that it loaded",
+    )
     parser.add_argument("--transport", default="auto")
     for short, name in _PARALLEL:
         spelt = (f"--{short}", f"-{short}", f"--{short}-size")
@@ -251,29 +257,31 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
         theirs = (f"--{name}-parallel-size", f"--{name}_parallel_size")
         help_ = f"{name}-parallel size"
         parser.add_argument(*spelt, *theirs, type=int, default=1, help=help_)
-    parser.add_argument("--nnodes", type=int, default=1, help="that the ranks are spread over")
-    parser.add_argument("--node-rank", type=int, default=0, help="of this node; 0 serves")
+    parser.add_argument("--nnodes", type=int, default=1, help="number of nodes of the engine")
+    parser.add_argument(
+        "--node-rank", type=int, default=0, help="index of this node; node 0 serves requests"
+    )
     parser.add_argument(
         "--dist-init-addr",
         default="",
         metavar="HOST:PORT",
-        help="of the first node, where all nodes meet; by default the address that the scheduler says "
-        "and the port after --port",
+        help="rendezvous address on the first node; by default the first node's address from the job scheduler, and "
+        "the port after --port",
     )
-    parser.add_argument("--host", default="", help="to bind; see docs/hosts.md")
-    parser.add_argument("--advertise-host", default="", help="what others connect to")
-    parser.add_argument("--port", type=int, default=0, help="of the engine's server")
+    parser.add_argument("--host", default="", help="address to bind; see docs/hosts.md")
+    parser.add_argument("--advertise-host", default="", help="host that clients connect to")
+    parser.add_argument("--port", type=int, default=0, help="port of the engine's server")
     parser.add_argument(
         "--start-deadline-s",
         type=float,
         default=3600.0,
-        help="for the engine's server to load its model and serve",
+        help="seconds for the engine's server to load its model and serve",
     )
     parser.add_argument(
         "--join-deadline-s",
         type=float,
-        help="for the engine's ranks to capture their layouts, and again to join the fleet; by default "
-        f"{JOIN_S:.0f}, and one more per {JOIN_BYTES_PER_S // 10**6} MB of the checkpoint",
+        help="seconds for the engine's ranks to capture their layouts, and the same time again to join the fleet; by "
+        f"default {JOIN_S:.0f}, and one more per {JOIN_BYTES_PER_S // 10**6} MB of the checkpoint",
     )
     parser.add_argument(
         "--attach",
@@ -323,7 +331,7 @@ def attach_running(args: argparse.Namespace) -> int:
     if not args.controller:
         raise ConfigError("--attach: --controller must be given")
     check_url(args.attach, "--attach")
-    # Keys are found by port, and a server on another host would get the key and the token.
+    # Keys are saved by port, so a server on another host would get the key of a server on this host, and the token.
     if not is_this_host(args.attach):
         raise ConfigError(f"--attach must be the URL of a server on this host, got {args.attach}")
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -349,7 +357,7 @@ def _order_join(args: argparse.Namespace, server: str, url: str, token: str = ""
 
     Raises:
         ConfigError: the server has no key on this host; nothing was sent.
-        EngineRefused: the server did not join; quotes its reason.
+        EngineRefused: the server did not join; the message has the server's reason.
         PeerUnreachable: the server does not answer.
         PeerTimeout: the server did not answer within its deadlines.
     """
@@ -395,8 +403,8 @@ def serve(args: argparse.Namespace, command: ServerCommand, *, ready_line: str) 
         The exit status of the server, or 2 if the server did not become ready or a rank failed to join.
 
     Raises:
-        ConfigError: another server listens on the port. vLLM would share the port with it (SO_REUSEPORT), and the order
-            to join could reach the other server.
+        ConfigError: another server listens on the port. vLLM would share the port with that server (SO_REUSEPORT), and
+            the order to join could reach that server.
     """
     if not args.node_rank:
         listen(args.host, args.port, "--port must be free").close()
@@ -461,7 +469,9 @@ def _make_join(
     ready: threading.Event,
     ready_line: str,
 ) -> None:
-    """Wait until a server serves, order it to join, and print one JSON line. If it ends before, tell the controller.
+    """Wait until a server serves, order the server to join, and print one JSON line.
+
+    If the server ends before it serves, report this to the controller.
 
     `ready` is set when the server has logged `ready_line`, or has ended.
     """

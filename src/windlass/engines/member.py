@@ -108,7 +108,7 @@ class Member(ABC):
         """
         if not self._is_joining.acquire(blocking=False):
             raise ProtocolError(
-                "join: the engine must not be joining a fleet already, another join is in progress"
+                "join: another join of this engine is in progress; try again after its end"
             )
         try:
             check_url(order.controller, "controller")

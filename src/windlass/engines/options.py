@@ -24,8 +24,8 @@ class Rule:
         why: reason why other values are refused.
         settings: names of the same setting in the running engine's configuration object.
         aliases: other spellings of `option`.
-        key: name in the option's value, which is a JSON object; empty if the rule is about the whole value. A value
-            such as `deepseek_mtp` is allowed if `mtp` is: vLLM takes it for a model's own name of `mtp`.
+        key: name in the option's value, which is a JSON object; empty if the rule is about the whole value. If `mtp` is
+            allowed, names such as `deepseek_mtp` are allowed too: these are vLLM's names of `mtp` for single models.
     """
 
     option: str

@@ -129,7 +129,7 @@ def opened_routes() -> frozenset[str]:
 
 
 def shows_key(scope: Message, key: str) -> bool:
-    """Return whether a request shows the server's key, once. No request shows an empty key."""
+    """Return whether a request has exactly one header with the server's key. An empty key is never accepted."""
     given = [value for name, value in scope["headers"] if name == KEY_HEADER.encode()]
     return bool(key) and len(given) == 1 and hmac.compare_digest(given[0], key.encode())
 

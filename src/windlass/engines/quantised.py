@@ -122,6 +122,6 @@ def _scheme(declared: _Quantisation) -> tuple[Scheme | None, str]:
     if known is None and method.startswith("modelopt"):
         known = _ALGORITHMS.get((declared.quant_algo or "").upper())
     return known, (
-        f"quant_method must be fp8 in blocks, got {declared.quant_method!r}: trainers have no rule "
-        f"that gives its bytes"
+        f"quant_method must be fp8 in blocks, got {declared.quant_method!r}: trainers cannot quantise "
+        f"weights by this method"
     )

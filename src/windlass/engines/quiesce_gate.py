@@ -28,7 +28,7 @@ class QuiesceGate:
         self._failed: dict[str, WindlassError] = {}
 
     def quiesced(self, pause_id: str) -> None:
-        """Record that the loop has ended its last step and will run no other. Called by the main loop."""
+        """Record that the loop has ended its last step before the pause. Called by the main loop."""
         with self.changed:
             self._reached = pause_id
             self.changed.notify_all()

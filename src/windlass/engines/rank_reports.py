@@ -309,7 +309,7 @@ def _order(
             except PeerUnreachable as reason:
                 raise reason from None
             raise
-        # The server answers for the first stage of a pipeline; later stages may not have begun.
+        # The server answers after the first pipeline stage, so later stages may not have begun.
         return reports.gather(settings.join_deadline_s)
 
 

@@ -30,8 +30,8 @@ from windlass.net.access import Access, role_token
 
 MAX_BODY_NBYTES = 1 << 26
 _UNPROVEN = (
-    "the rank must have the token that the server was started with, or its token of role engine; "
-    "it has another one"
+    "the rank must have the token that the server was started with, or the token of role engine derived from it; "
+    "the rank has another token"
 )
 
 
@@ -41,8 +41,8 @@ class ReportRoute:
 
     The response is `{}` after the report has been written into the folder of the orders. If that fails, the response is
     `{"error": ...}` with status 400 (not a report), 403 (no proof), 410 (no process waits for the report), or 413
-    (body above 64 MiB). If the proof is wrong, the process that waits gets an error in place of the rank's report, and
-    need not wait for the rank until a deadline.
+    (body above 64 MiB). If the proof is wrong, the waiting process gets an error in place of the rank's report, so that
+    it does not wait until its deadline.
 
     Args:
         app: application of the engine's server.

@@ -41,7 +41,7 @@ def refuse_expandable_segments() -> None:
     """Check the environment variables of torch's allocator.
 
     Raises:
-        ConfigError: a variable enables expandable segments, whose memory transports cannot register.
+        ConfigError: a variable enables expandable segments. Transports cannot register the memory of such segments.
     """
     if asked := expandable_segments():
         variable, _, value = asked.partition("=")
@@ -78,7 +78,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
             compare the engine's memory with the checkpoint.
         world_size: number of ranks of this engine.
         serves_own_weights: True to serve requests with the initial weights until a version is published.
-        join_deadline_s: seconds for all ranks to capture their layouts; the join of all ranks gets as long again.
+        join_deadline_s: seconds for all ranks to capture their layouts, and the same time again for all ranks to join.
     """
 
     name: str

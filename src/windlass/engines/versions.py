@@ -94,14 +94,14 @@ def warnings_of(engine: EngineReleases, version: str, device: str = "") -> tuple
     shown = {where for run, where in engine.run.items() if release[: len(run)] == run}
     if not shown:
         warnings.append(
-            f"{engine.name} {version} was never updated while it served; "
-            f"{', '.join(engine.proven)} were"
+            f"{engine.name} {version}: updates of this release were never tested; tested releases: "
+            f"{', '.join(engine.proven)}"
         )
     elif device and device not in shown:
         others = [_spelt(run) for run, where in engine.run.items() if where == device]
         warnings.append(
-            f"{engine.name} {version} was updated while it served on {' and '.join(shown)}, never on "
-            f"{device}; there {', '.join(others) or 'none'} was"
+            f"{engine.name} {version}: updates of this release were tested on {' and '.join(shown)}, never on "
+            f"{device}; releases tested on {device}: {', '.join(others) or 'none'}"
         )
     return tuple(warnings)
 

@@ -1,4 +1,4 @@
-"""Model of one rank: built by transformers, and sharded by torch's tensor parallelism. One arena stores its tensors."""
+"""Model of one rank: built by transformers, sharded by torch's tensor parallelism, and stored in one arena."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _parallelize(module: Any, mesh: DeviceMesh) -> None:
 
 
 class _CutLinear(torch.nn.Module):
-    """Shard of a linear layer: of its output features, or (`by_inputs`) of its input features.
+    """Linear layer with this rank's share of the output features, or (`by_inputs`) of the input features.
 
     With `by_inputs`, `forward` sums the outputs of all ranks.
     """

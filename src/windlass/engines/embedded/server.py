@@ -160,7 +160,7 @@ class EngineServer:
         if not sampling.ignore_eos:
             stops |= self._eos
         done: Future[Request] = Future()
-        # Mark the future as running: a client that disconnects then cannot cancel it.
+        # Mark the future as running, so that a client that disconnects cannot cancel it.
         done.set_running_or_notify_cancel()
         request = Request(
             rid=body.rid or uuid.uuid4().hex,
@@ -190,7 +190,7 @@ class EngineServer:
         return web.Response(body=answer, content_type="application/json")
 
     async def _stop_finder(self, texts: Sequence[str]) -> Callable[[list[int]], bool]:
-        """Return a function of output ids that returns whether their text contains one of these texts.
+        """Return a function that takes output ids and returns whether the last ids contain one of `texts`.
 
         Raises:
             ConfigError: texts are given, and the model's folder has no tokenizer.
@@ -200,7 +200,7 @@ class EngineServer:
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(_tokenizer_of, self._settings.model)
         decode = self._tokenizer.decode
-        # A token that ends a text contains at least one of its bytes, and a character has at most four tokens.
+        # A text of n bytes has at most n tokens. Four more tokens include the start of a character that is split.
         length = 4 + max(len(text.encode()) for text in texts)
 
         def has_stop(output_ids: list[int]) -> bool:

@@ -30,7 +30,7 @@ DRAIN_S = 30.0
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """Order to capture the layout or to join the fleet; see `windlass.engines.spec.EngineServer.order`.
+    """Order to capture the layout or to join the fleet; see `windlass.engines.rank_reports.join_fleet`.
 
     `num_stages` is the number of pipeline stages of the engine.
     """
@@ -156,7 +156,7 @@ class SglangApi:
     """`EngineApi` that uses SGLang's routes and orders.
 
     The order `Quiesce` stops the use of prefix-cache entries of old weights. `/flush_cache` is not enough: SGLang refuses
-    it while requests run, and it does not clear the embedding cache.
+    this request while other requests run, and does not clear the embedding cache.
 
     `gate` is the gate of rank 0. `blocks` is True if updates may write weights while an order blocks the main loops.
     """

@@ -186,7 +186,10 @@ def _require_followed(settings: Any, checkpoint: Path) -> None:
 
 
 class _RefusalsFirst:
-    """SGLang's tokenizer manager, with the refusals of a flush first: SGLang's `flush_cache` reads the first result only."""
+    """Proxy of SGLang's tokenizer manager that puts refusals first in the results of a flush.
+
+    SGLang's `flush_cache` reads the first result only.
+    """
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -239,7 +242,7 @@ def pause_at_once(manager_class: Any) -> None:
     """Patch SGLang's `TokenizerManager` so that a pause in mode `abort` returns when the last request has ended.
 
     SGLang (0.5.23) aborts all requests and then looks once a second whether they have ended. The patched method waits for
-    the lock that every running request holds. A request that reaches the schedulers after an abort misses it. So the
+    the lock that every running request holds. An abort does not end a request that reaches the schedulers later. So the
     method aborts again if requests still run after 50 ms, then 100 ms, and so on up to 1 s.
     """
     pause: Callable[..., Awaitable[None]] = manager_class.pause_generation
@@ -318,7 +321,7 @@ class SglangMember(Member):
         super().__init__(settings.host, port, key=keep_key(port), spans_hosts=settings.nnodes > 1)
         if self._spans_hosts and not self.token:
             raise ConfigError(
-                "--nnodes must be 1 without a token, with which ranks on other hosts authenticate, "
+                "--nnodes must be 1 without a token, because ranks on other hosts authenticate with the token, "
                 f"got {settings.nnodes}"
             )
 

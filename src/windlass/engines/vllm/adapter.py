@@ -105,6 +105,6 @@ def _the_only(worker: Any) -> int:
     numbers: set[int] = worker.list_loras()
     if len(numbers) != 1:
         raise UnsupportedLayout(
-            f"adapter: the engine must serve exactly one from its start, got the ids {sorted(numbers)}"
+            f"adapter: the engine must serve exactly one adapter from its start, got the ids {sorted(numbers)}"
         )
     return next(iter(numbers))

@@ -23,9 +23,9 @@ output there. The cache of multimodal processors contains inputs, which do not d
 
 Weight versions of tokens, in releases that do not report them (0.24). The scheduler records the weight version in every
 step that it schedules. For each request, it records which version generated which tokens (`Span`), and returns the spans
-with the last output of the request in `kv_transfer_params`. Only this field is passed on unchanged by vLLM's server;
-connectors, which also use it, are refused. The ranks' agents know the version: a worker method that was blocked for
-an update returns the version to the core before the next step.
+with the last output of the request in `kv_transfer_params`, because vLLM's server passes on only this field unchanged.
+Connectors also use this field, so Windlass refuses them. The ranks' agents know the version: a worker method that was
+blocked for an update returns the version to the core before the next step.
 
 vLLM 0.32 records versions itself, and the core sets the version at the end of a hold. With WINDLASS_VLLM_OWN_VERSIONS=1, 0.32 behaves as 0.24.
 
@@ -219,7 +219,10 @@ def is_backend_of(config: Any) -> bool:
 
 
 def _scheduler(**made_with: Any) -> object:
-    """Return vLLM's own scheduler, as a subclass that `_noting` makes. vLLM's EngineCore calls this function instead of a scheduler class."""
+    """Return vLLM's own scheduler, extended to record the weight version of every token.
+
+    vLLM's EngineCore calls this function instead of a scheduler class.
+    """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -290,8 +293,8 @@ def _quiesce(
 ) -> list[Any]:
     """Call `windlass_quiesce` in the workers with a new cache namespace; return their results.
 
-    With `blocked_s`, hold the core's loop until the end of the pause, and set the version that the workers return. With
-    `aborts`, abort all requests before.
+    If `aborts` is not empty, first abort all requests. If `blocked_s` is not empty, hold the core's loop until the end of
+    the pause, and set the version that the workers return.
     """
     if aborts:
         _abort_requests(core)
@@ -305,7 +308,7 @@ def _quiesce(
 
 
 def _set_version(core: Any, told: list[int | None]) -> None:
-    """Set the version of later tokens to the version that the workers have told, if any."""
+    """Set the version of later tokens to the version that the workers have returned, if any."""
     version = next((v for v in told if v is not None), None)
     if version is None:
         return

@@ -45,9 +45,7 @@ def capture_rank(
 ) -> CapturedLayout:
     """Capture a rank's layout and store the layout in `engine_rank`. A failed capture does not change the model.
 
-    The main loop of every rank of the server calls this.
-
-    For `api` see `EngineRank.capture`, and for `is_launched` see `refuse_unsafe_config`.
+    The main loop of every rank of the server calls this. For `api` see `EngineRank.capture`.
 
     Raises:
         RefusedByOtherRank: another rank failed to capture its layout, and reports the reason.
@@ -252,7 +250,7 @@ class _DirectCopies(TorchFunctionMode):
 
 _Count = Callable[[Any, inspect.BoundArguments], tuple[int, object]]
 SeenTensors = dict[tuple[object, ...], tuple[int, object]]
-"""Cached counts of elements, as `counted_once` fills and reads them."""
+"""Cached counts of elements, by the key that `_key_of` returns."""
 _NUMBER_IN_PATH = re.compile(r"\.\d+\.")
 """Index of a layer or an expert in a parameter's path. A weight loader gets the expert's index as an argument, too."""
 
@@ -262,8 +260,8 @@ def counted_once(known: SeenTensors) -> Iterator[None]:
     """Cache vLLM's counts of the elements that a weight loader copies, in the `with` block.
 
     vLLM's reload (0.24, 0.32) post-processes a layer when all elements of the layer have arrived. To count elements, it
-    calls every weight loader an additional time, on a parameter on the meta device. This takes a third of a reload. The
-    cache makes one such call for all identical layers.
+    calls every weight loader an additional time, on a parameter on the meta device. These calls take a third of a reload.
+    With the cache, vLLM makes one such call for all identical layers.
 
     If a cached count were wrong, vLLM would post-process a layer too early, and capture would notice wrong values.
     """

@@ -27,7 +27,10 @@ _ONE_PROCESS_PER_RANK = "external_launcher"
 
 
 def new_seed(meeting_place: str = "") -> int:
-    """Return a random seed, or if `meeting_place` is not empty, a hash of `meeting_place`."""
+    """Return a random seed, or a hash of `meeting_place` (the rendezvous address of a server over several nodes).
+
+    The hash gives all nodes of the server the same seed.
+    """
     if meeting_place:
         digest = hashlib.sha256(meeting_place.encode()).digest()
         return int.from_bytes(digest[:4], "big") >> (32 - _BITS)
