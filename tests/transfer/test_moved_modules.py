@@ -213,6 +213,48 @@ async def test_a_change_of_a_gathered_copy_is_refused() -> None:
     await with_controller(ControlConfig(), work)
 
 
+class Running(Model):
+    """Model with a forward pass that `during` interrupts while the parameters are gathered."""
+
+    during: Step | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.gate(x)
+        if self.during is not None:
+            self.during(self)
+        result: torch.Tensor = self.square(hidden * self.up(x))
+        return result
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.usefixtures("process_group")
+async def test_an_update_does_not_disturb_a_forward_pass(reshard_after_forward: bool) -> None:
+    """An agent's thread resharded the modules of the running forward pass, which failed."""
+
+    def work(url: str) -> None:
+        model, served, x = Running(1.0), Model(-1000.0), torch.ones(2, 8)
+        fully_shard(
+            model,
+            mesh=init_device_mesh("cpu", (1,)),
+            reshard_after_forward=reshard_after_forward,
+        )
+        with (
+            connect_engine(served, url),
+            windlass.connect_trainer(
+                model, controller=url, token=TOKEN, transport="cma"
+            ) as trainer,
+        ):
+            expected = model(x).detach()
+            for version in range(2):
+                pending = trainer.publish(version, wait=False, deadline_s=20)
+                model.during = lambda _, pending=pending: pending.result(deadline_s=20)
+                assert torch.equal(model(x), expected)
+                assert served_equals(served, whole(model))
+                model.during = None
+
+    await with_controller(ControlConfig(), work)
+
+
 def test_tensors_whose_memory_differs_from_their_values_are_refused() -> None:
     values = torch.arange(12.0)
     complex_values = torch.zeros(4, dtype=torch.complex64)

@@ -19,7 +19,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast, final
@@ -246,21 +246,22 @@ def held_tensors(
     """Return the tensors of `module` on this rank that a checkpoint would contain: parameters and persistent buffers.
 
     A tensor with several names has one entry per name. Parameters on a mesh that lacks this rank are left out. If FSDP2
-    modules still have gathered parameters after a forward pass, they are resharded first (local, no communication),
-    because the optimizer steps the shards and not the gathered copies.
+    has gathered a parameter for a forward pass, its entry has the shard, because the optimizer steps the shard and not
+    the gathered copy.
 
     Args:
         module: the module.
         name_map: function that gets names without the parts from `torch.compile`, activation checkpointing, FSDP1 and
             `DistributedDataParallel`, see `NameMap`. None keeps these names.
         role: TRAINER leaves out buffers that cannot be sent (complex, sparse, without memory). Few engines need such a
-            buffer, and an engine that needs it reports it as missing. None checks no tensor; the caller has described
-            the tensors before.
+            buffer, and an engine that needs it reports it as missing. With a role, FSDP2 modules are resharded (local,
+            no communication). None checks no tensor; the caller has described the tensors before. None changes no
+            module either, so that the trainer may run a forward pass in another thread.
 
     Raises:
         ConfigError: `module` is not a module, or `name_map` returned something other than a name or None.
         UnsupportedLayout: see `check_memory`; or FSDP1 has cut the parameters of a module.
-        PlanError: a gathered copy of a parameter was changed in place.
+        PlanError: with a role, if a gathered copy of a parameter was changed in place.
     """
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -269,17 +270,15 @@ def held_tensors(
     found: list[HeldTensor] = []
     sharded: set[str] = set()
     parallel: list[str] = []
+    parameters = _named_shards(module, reshards=role is not None)
     for path, child in module.named_modules(remove_duplicate=False):
-        if isinstance(child, FSDPModule):
-            _reshard(child)
         if isinstance(child, FullyShardedDataParallel) and role is not None:
             _refuse_cut_by_fsdp1(path, child)
         if isinstance(child, FSDPModule) or path.rpartition(".")[0] in sharded:
             sharded.add(path)
         if isinstance(child, DistributedDataParallel):
             parallel.append(f"{path}.module." if path else "module.")
-    parameters = [*module.named_parameters(remove_duplicate=False)]
-    tensors: list[tuple[str, torch.Tensor]] = [*parameters, *_persistent_buffers(module)]
+    tensors = [*parameters, *_persistent_buffers(module)]
     parallel.sort(key=len, reverse=True)
     for index, (name, tensor) in enumerate(tensors):
         bare = _bare(name, parallel)
@@ -293,6 +292,30 @@ def held_tensors(
             )
             if role is None or _can_be_sent(held, role):
                 found.append(held)
+    return found
+
+
+def _named_shards(module: torch.nn.Module, *, reshards: bool) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of a module, each under all of its names, and the shard of a parameter that FSDP2 has gathered.
+
+    Args:
+        module: the module.
+        reshards: True to reshard FSDP2 modules.
+
+    Raises:
+        PlanError: with `reshards`, if a gathered copy was changed in place.
+    """
+    gathering: dict[tuple[int, str], FSDPParam] = {}
+    for child in module.modules():
+        if isinstance(child, FSDPModule) and reshards:
+            _reshard(child)
+        elif isinstance(child, FSDPModule):
+            gathering |= _places_of(child)
+    found = []
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        path, _, key = name.rpartition(".")
+        holder = module.get_submodule(path) if gathering else module
+        found.append((name, _shard_of(gathering, holder, key, tensor)))
     return found
 
 
@@ -564,7 +587,8 @@ class LiveTensors:
     Every update looks up the tensors again, and compares them with the description. A parameter may move, be another
     tensor object, or change its place in the module. If engines get a parameter (`read`), its name, dtype, shape,
     strides and this rank's part must not change. A lookup costs some microseconds per module and less per tensor,
-    unless a module has changed. This object stores no reference to a tensor. Thread-safe.
+    unless a module has changed. This object stores no reference to a tensor. Thread-safe. Only `watch` changes the
+    modules, so that an agent's thread may look up tensors while the trainer runs a forward pass.
 
     Args:
         modules: the modules.
@@ -598,6 +622,7 @@ class LiveTensors:
         self._registered: tuple[list[str], list[int]] = [], []
         self._positions: list[int] = []
         self._watched = _State()
+        self._refusal = ""
         # A trainer's thread calls `watch` while an agent's thread calls `locate`.
         self._lock = threading.Lock()
 
@@ -607,7 +632,7 @@ class LiveTensors:
             new = [index for index in indices if not self._is_read[index]]
             self._is_read = [index in indices for index in range(len(self._names))]
             if new and self._watched.tensors:
-                now, watched = self._state(self._now()).tensors, [*self._watched.tensors]
+                now, watched = self._state(self._find()).tensors, [*self._watched.tensors]
                 for index in new:
                     watched[index] = now[index]
                 self._watched = replace(self._watched, tensors=watched)
@@ -615,14 +640,16 @@ class LiveTensors:
     def locate(self) -> tuple[ParameterMemory, ...]:
         """Return the memory of each tensor, in manifest order; the same tuple as before if no tensor has moved.
 
-        FSDP2 modules are resharded first. Later calls of `changed` compare with the state of now.
+        Later calls of `changed` compare with the state of now.
 
         Raises:
             PlanError: a tensor that engines get is missing, has another layout or has no memory; or the modules have a
-                new parameter.
+                new parameter; or a gathered copy was changed in place before the last call of `watch`.
             UnsupportedLayout: see `check_memory`.
         """
         with self._lock:
+            if self._refusal:
+                raise PlanError(self._refusal)
             tensors = self._find()
             locals_here: list[torch.Tensor | None] = []
             for index, tensor in enumerate(tensors):
@@ -658,16 +685,24 @@ class LiveTensors:
     def watch(self) -> None:
         """Record the state of the tensors. Later calls of `changed` compare with it.
 
-        In contrast to `locate`, this method does not check the layout of tensors, and it reshards FSDP2 modules only if
-        a module has changed.
+        FSDP2 modules are resharded first. Call this in the thread that runs the forward passes. If a gathered copy was
+        changed in place, the next `locate` raises the error, so that all ranks refuse the version at once. In contrast
+        to `locate`, this method does not check the layout of tensors.
 
         Raises:
             PlanError: see `refuse_unmerged`.
         """
         with self._lock:
-            self._watched = _State()
+            self._watched, self._refusal = _State(), ""
+            try:
+                for top in self._modules:
+                    for module in top.modules():
+                        if isinstance(module, FSDPModule):
+                            _reshard(module)
+            except PlanError as error:
+                self._refusal = str(error)
             with suppress(WindlassError, RuntimeError):
-                self._watched = self._state(self._now())
+                self._watched = self._state(self._find())
             names = zip(self._names, self._is_read, strict=True)
             refuse_unmerged(self._modules, {name for name, is_read in names if is_read})
 
@@ -681,7 +716,7 @@ class LiveTensors:
         with self._lock:
             if not self._watched.tensors:
                 return ""
-            now = self._state(self._now())
+            now = self._state(self._find())
             both = zip(self._parts, self._is_read, now.tensors, self._watched.tensors, strict=False)
             written = next((name for name, read, has, was in both if read and has != was), "")
             if written or now.merged == self._watched.merged:
@@ -710,13 +745,6 @@ class LiveTensors:
                     inside = (n for n in self._parts if n.startswith(bare))
                     return next(inside, path)
         return "of adapters"
-
-    def _now(self) -> list[torch.Tensor | None]:
-        """Return the tensors in manifest order. Reshard FSDP2 modules only if a module has changed; see `_find`."""
-        keys, tensors = _registered(self._modules, reshards=False)
-        if self._positions and keys == self._registered[0]:
-            return _at(self._positions, tensors)
-        return self._find()
 
     def _find(self) -> list[torch.Tensor | None]:
         """Return the tensors in manifest order; None for a removed tensor that engines do not get.
@@ -816,49 +844,66 @@ def _num_writes(tensor: torch.Tensor) -> int:
 
 
 def _registered(
-    modules: Sequence[torch.nn.Module], *, reshards: bool = True
+    modules: Sequence[torch.nn.Module],
 ) -> tuple[list[str], list[torch.Tensor]]:
     """Return names and tensors of all modules, in an order that depends only on the modules.
 
-    The names are the keys of parameters, buffers and child modules in each module. FSDP2 modules are resharded first.
-    Without `reshards`, they stay gathered, and the returned tensors are the shards nevertheless.
-
-    Raises:
-        PlanError: a gathered copy of a parameter was changed in place.
+    For a parameter that FSDP2 has gathered, return its shard.
     """
     keys: list[str] = []
     tensors: list[torch.Tensor] = []
     left, seen = [*modules], set[int]()
-    shards: dict[int, torch.Tensor] = {}
+    gathering: dict[tuple[int, str], FSDPParam] = {}
     while left:
         module = left.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
         if isinstance(module, FSDPModule):
-            if reshards:
-                _reshard(module)
-            else:
-                shards |= {id(whole): one.sharded_param for whole, one in _gathered(module)}
+            gathering |= _places_of(module)
         for held in (module._parameters, module._buffers):
             for key, tensor in held.items():
                 if tensor is not None:
                     keys.append(key)
-                    tensors.append(tensor)
+                    tensors.append(_shard_of(gathering, module, key, tensor))
         if module._modules:
             keys.extend(module._modules)
             left.extend(child for child in module._modules.values() if child is not None)
-    return keys, [shards.get(id(tensor), tensor) for tensor in tensors] if shards else tensors
+    return keys, tensors
 
 
-def _gathered(module: FSDPModule) -> list[tuple[torch.Tensor | None, FSDPParam]]:
-    """Return the gathered parameters of this FSDP2 module: the tensor in place of the shard, and the parameter."""
-    return [
-        (one._module_info.module._parameters.get(one._module_info.param_name), one)
-        for group in _groups_of(module)
-        for one in group.fsdp_params
-        if one.sharded_state is not ShardedState.SHARDED
-    ]
+def _places_of(module: FSDPModule) -> dict[tuple[int, str], FSDPParam]:
+    """Return the parameters of this FSDP2 module by the `id` of the module that registers them, and their name there."""
+    found: dict[tuple[int, str], FSDPParam] = {}
+    for group in _groups_of(module):
+        for one in group.fsdp_params:
+            place = one._module_info
+            shared = zip(place.shared_modules, place.shared_param_names, strict=True)
+            for holder, name in ((place.module, place.param_name), *shared):
+                found[id(holder), name] = one
+    return found
+
+
+def _shard_of(
+    gathering: Mapping[tuple[int, str], FSDPParam],
+    holder: torch.nn.Module,
+    name: str,
+    tensor: torch.Tensor,
+) -> torch.Tensor:
+    """Return the shard of a registered `tensor` that FSDP2 has gathered; return any other tensor itself.
+
+    FSDP2 may gather and reshard the parameter in another thread at the same time.
+    """
+    one = gathering.get((id(holder), name))
+    if one is None or tensor is one.sharded_param:
+        return tensor
+    if tensor is vars(one).get("_unsharded_param"):
+        return one.sharded_param
+    # With `reshard_after_forward=N`, a forward pass leaves parameters sharded on a smaller mesh.
+    smaller = one.post_forward_mesh_info
+    if smaller is None or smaller is one.mesh_info or not isinstance(tensor, DTensor):
+        return tensor
+    return one.sharded_param if tensor.device_mesh == smaller.mesh else tensor
 
 
 def _groups_of(module: FSDPModule) -> Sequence[Any]:
@@ -869,14 +914,15 @@ def _groups_of(module: FSDPModule) -> Sequence[Any]:
 
 
 def _reshard(module: FSDPModule) -> None:
-    """Replace the gathered parameters of an FSDP2 module by their shards.
+    """Replace gathered parameters by their shards. Call this only in the thread that runs the forward passes.
 
     Raises:
-        PlanError: a gathered copy was changed in place, and its shard lacks the change.
+        PlanError: code has changed a gathered copy in place, and its shard does not have the change.
     """
-    for _, parameter in _gathered(module):
-        if parameter.sharded_state is ShardedState.UNSHARDED:
-            _refuse_changed(module, parameter)
+    for group in _groups_of(module):
+        for one in group.fsdp_params:
+            if one.sharded_state is ShardedState.UNSHARDED:
+                _refuse_changed(module, one)
     module.reshard()
 
 
