@@ -31,14 +31,11 @@ FOREIGN_NAMES = frozenset(
 """Private names of other packages that tests need. A module of another package may be imported and used freely."""
 LEFT = Counter(
     {
-        "tests/control/test_growth.py": 5,
         "tests/integrations/areal_run.py": 3,
         "tests/integrations/test_hosted.py": 2,
         "tests/integrations/verl_job.py": 1,
         "tests/jobs/test_schedulers.py": 3,
         "tests/net/test_access.py": 1,
-        "tests/rollout/test_rollout_reconcile.py": 4,
-        "tests/rollout/test_worker_security.py": 1,
         "tests/support/chaos_intruders.py": 1,
         "tests/support/chaos_world.py": 4,
         "tests/support/launch_rank.py": 4,

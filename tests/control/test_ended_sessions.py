@@ -75,7 +75,7 @@ async def test_an_invalid_version_does_not_cancel_the_announcement_in_progress()
             with pytest.raises(ConfigError, match="prepare_publish: version must be"):
                 await asyncio.to_thread(client.prepare_publish, -1)
             with pytest.raises(ConfigError, match="version 1 must wait until the previous update"):
-                await asyncio.to_thread(client.publish, 1)
+                await asyncio.to_thread(client.publish, 1, deadline_s=5.0)
 
 
 async def test_an_interrupted_caller_withdraws_its_announcement(

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
 from fake_fleet import TOKEN
@@ -29,15 +30,17 @@ from windlass.control.report import RoundOutcome
 from windlass.control.routes import mount_updates
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.manifest import Role
-from windlass.net.messages import PROTOCOL_VERSION
+from windlass.net.messages import PROTOCOL_VERSION, encode
 from windlass.net.server import ControlServer
 from windlass.rollout import (
+    BatchQueue,
     RolloutConfig,
     RolloutController,
     SamplingParams,
     StalenessPolicy,
     StaticEngines,
     WorkflowContext,
+    mount_rollout_routes,
     pool,
 )
 from windlass.rollout.messages import WorkerHello
@@ -162,8 +165,12 @@ async def test_a_controller_keeps_nothing_of_departed_rollouts_engines_and_worke
     async with (
         asyncio.timeout(WITHIN_S),
         RolloutController(engines, policy, token=TOKEN, config=config) as controller,
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as http,
     ):
         controller.run_here({"answer": answer})
+        server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+        mount_rollout_routes(server, controller, BatchQueue())
+        await server.start()
 
         async def turn(number: int) -> None:
             engines.set([(f"engine-{number}", "http://127.0.0.1:9", number)])
@@ -180,12 +187,16 @@ async def test_a_controller_keeps_nothing_of_departed_rollouts_engines_and_worke
                     incarnation=incarnation,
                     max_concurrent=1,
                 )
-                worker = controller._pool.register(hello)
-                await controller._pool.lost(worker, "its connection is closed", ended=True)
+                async with http.ws_connect(f"{server.url}/v1/workers") as socket:
+                    await socket.send_bytes(encode(hello))
+                    await socket.receive()
+
+        def is_stopping() -> bool:
+            return any(task.get_name().startswith("stop ") for task in asyncio.all_tasks())
 
         async def settled() -> dict[str, int]:
             # The controller drops a worker that does not reconnect.
-            while len(controller._workers) > 1 or controller._pool._stopping:  # noqa: ASYNC110 - it has no event
+            while controller.stats().workers > 1 or is_stopping():  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.01)
             return sizes(controller)
 
@@ -195,6 +206,7 @@ async def test_a_controller_keeps_nothing_of_departed_rollouts_engines_and_worke
         for number in range(NUM_WARM, NUM_ENGINES):
             await turn(number)
         left = {p: n for p, n in grown(before, await settled()).items() if not p.endswith(BOUNDED)}
+        await server.close()
         assert left == {}
 
 

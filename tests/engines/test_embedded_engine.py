@@ -327,7 +327,8 @@ def test_a_rollout_client_may_generate_but_not_pause(engine: Engine) -> None:
 def test_an_engine_server_that_cannot_listen_raises_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def refuse(_: ControlServer) -> None:
+    async def refuse(server: ControlServer) -> None:
+        server.bind().close()
         raise OSError(errno.EADDRINUSE, "Address already in use")
 
     monkeypatch.setattr(ControlServer, "start", refuse)

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 from fake_engine import FakeEngine, expected_tokens
 
 from windlass.errors import RolloutError
@@ -23,9 +24,11 @@ from windlass.rollout import (
     StaticEngines,
     mount_rollout_routes,
 )
+from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.messages import (
     CONTROLLER_FRAMES,
     MAX_UNSAID,
+    WORKER_FRAMES,
     AttemptKey,
     CompletionBatch,
     EngineTarget,
@@ -246,12 +249,12 @@ async def test_outcomes_that_cannot_be_used_now_are_not_acknowledged(
     handle = controller.submit((1,), SAMPLING)
     task = await worker.task()
 
-    def refuse() -> None:
+    def refuse(_: RolloutJournal) -> None:
         raise RolloutError("the disk is full")
 
     outcome = accepted(task.task_id, task.attempt, token=7)
     with monkeypatch.context() as patch:
-        patch.setattr(controller._journal, "check", refuse)
+        patch.setattr(RolloutJournal, "check", refuse)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(worker.deliver(1, outcome), 0.3)
     assert not handle.done()
@@ -259,10 +262,42 @@ async def test_outcomes_that_cannot_be_used_now_are_not_acknowledged(
     assert (await handle).output_ids == (7,)
 
 
+class PlayedController:
+    """Controller that welcomes one worker and otherwise does only as the test tells it."""
+
+    def __init__(self) -> None:
+        self.connected: asyncio.Queue[web.WebSocketResponse] = asyncio.Queue()
+        self.completed: asyncio.Queue[CompletionBatch] = asyncio.Queue()
+
+    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        assert isinstance(WORKER_FRAMES.decode(await socket.receive_bytes()), WorkerHello)
+        await socket.send_bytes(encode(WorkerWelcome("played")))
+        self.connected.put_nowait(socket)
+        async for message in socket:
+            frame = WORKER_FRAMES.decode(message.data)
+            assert isinstance(frame, CompletionBatch)
+            self.completed.put_nowait(frame)
+        return socket
+
+
 async def test_a_worker_runs_a_repeated_attempt_once() -> None:
-    async with FakeEngine("a") as engine, aiohttp.ClientSession() as engine_session:
-        settings = WorkerSettings(controller="http://127.0.0.1:9", name="w")
-        worker = RolloutWorker(settings, TOKEN, engine_session)
+    server, controller = ControlServer(host="127.0.0.1", port=0, token=TOKEN), PlayedController()
+    server.add_routes([web.get("/v1/workers", controller.serve)])
+    await server.start()
+    async with (
+        asyncio.timeout(WITHIN_S),
+        AsyncExitStack() as stack,
+        FakeEngine("a") as engine,
+        aiohttp.ClientSession() as engine_session,
+    ):
+        stack.push_async_callback(server.close)
+        worker = RolloutWorker(
+            WorkerSettings(controller=server.url, name="w"), TOKEN, engine_session
+        )
+        running = asyncio.create_task(worker.run())
+        socket = await controller.connected.get()
         task = RolloutTask(
             task_id="t",
             attempt=1,
@@ -272,26 +307,25 @@ async def test_a_worker_runs_a_repeated_attempt_once() -> None:
             deadline_s=10.0,
         )
 
-        def hand_over() -> None:
-            worker.on_frame(TaskBatch(1, (task,)))
+        async def hand_over() -> None:
+            await socket.send_bytes(encode(TaskBatch(1, (task,))))
 
         engine.hold(1)
-        hand_over()
-        hand_over()
+        await hand_over()
+        await hand_over()
         await engine.until_held(1)
         assert worker.hello().attempts == (AttemptKey("t", 1),)
         await engine.release()
-        job = worker._attempts.running["t", 1]
-        await asyncio.wait_for(asyncio.wait({job}), 10)
-        await asyncio.sleep(0)
-        hand_over()
-        assert not worker._attempts.running, "a repeated task runs again"
-        assert worker.hello().attempts == (AttemptKey("t", 1),), (
-            "the outcome is not acknowledged yet"
-        )
-        ((_, encoded),) = worker._kept.values()
-        outcome = msgspec.msgpack.decode(encoded, type=RolloutOutcome)
+        batch = await controller.completed.get()
+        (outcome,) = (msgspec.msgpack.decode(o, type=RolloutOutcome) for o in batch.outcomes)
         assert outcome.result.output_ids == expected_tokens((3,), 3)
-        worker.on_frame(TaskBatch(2, (), (), 1))
-        assert worker.hello().attempts == ()
+        # The outcome is not acknowledged yet.
+        assert worker.hello().attempts == (AttemptKey("t", 1),)
+        await hand_over()
+        await socket.send_bytes(encode(TaskBatch(2, (), (), batch.last)))
+        # A second run of the attempt would stay in this list, because its outcome is not acknowledged.
+        while worker.hello().attempts:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
         assert engine.num_requests == 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
