@@ -31,15 +31,10 @@ FOREIGN_NAMES = frozenset(
 """Private names of other packages that tests need. A module of another package may be imported and used freely."""
 LEFT = Counter(
     {
-        "tests/integrations/areal_run.py": 3,
-        "tests/integrations/test_hosted.py": 2,
-        "tests/integrations/verl_job.py": 1,
         "tests/jobs/test_schedulers.py": 3,
-        "tests/net/test_access.py": 1,
         "tests/support/chaos_intruders.py": 1,
         "tests/support/chaos_world.py": 4,
         "tests/support/launch_rank.py": 4,
-        "tests/support/sync_rank.py": 4,
         "tests/support/whole_rank.py": 2,
         "tests/transfer/test_device_replica.py": 1,
         "tests/transfer/test_gpu_over_network.py": 1,
