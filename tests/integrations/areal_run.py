@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -105,6 +104,7 @@ def rollout_config(num_servers: int = 1) -> InferenceEngineConfig:
 def train(settings: Settings) -> None:
     import areal.engine
     import areal.trainer.rl_trainer
+    from hosted_controllers import kill_in_phase, remember_hosted
 
     from windlass.integrations.areal import install
 
@@ -118,6 +118,7 @@ def train(settings: Settings) -> None:
     meta = WeightUpdateMeta.from_fsdp_xccl(
         ModelAllocation.from_str(f"vllm:d{len(settings.servers)}")
     )
+    hosted = remember_hosted()
     actor.connect_engine(rollout, meta)
     workflow = Say(settings.num_tokens)
     found: dict[str, Any] = {
@@ -135,7 +136,8 @@ def train(settings: Settings) -> None:
             num_asked += 1
         time.sleep(ASKED_S)
         if version == settings.kill_at and rank == 0:
-            kill_in_write(actor, version, settings.kill)
+            coordinator = hosted[-1].controller.coordinator
+            kill_in_phase(coordinator, version, "write", settings.kill)
         with counting_gathers(found):
             rollout.pause()
             found["serving"].append(actor.update_weights(meta.with_version(version)))
@@ -184,17 +186,6 @@ class counting_gathers:  # noqa: N801 - used like a function
 
     def __exit__(self, *_: object) -> None:
         DTensor.full_tensor = self._real  # type: ignore[method-assign]
-
-
-def kill_in_write(actor: Any, version: int, pids: list[int]) -> None:
-    """Kill processes in the write phase, from the loop of the controller in rank 0."""
-
-    def killed(of: int, phase: object) -> None:
-        if (of, str(phase)) == (version, "write"):
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-
-    actor._sync._fleet._coordinator.on_phase(killed)
 
 
 class PpoSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,7 +46,7 @@ def run(*arguments: str, log: Path, **variables: str) -> str:
         pytest.skip(f"no {VENV}: make test-integrations installs AReaL")
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         **variables,

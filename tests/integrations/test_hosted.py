@@ -36,9 +36,7 @@ class Meeting:
         store = HashStore()
 
         def meet(rank: int) -> str:
-            ranks = TrainerRanks()
-            ranks.rank, ranks.world_size = rank, NUM_RANKS
-            ranks._store, ranks._name = store, "ranks"
+            ranks = TrainerRanks(rank, NUM_RANKS, store, "ranks")
 
             def connected(address: HostAddress) -> None:
                 assert address == ADDRESS

@@ -286,7 +286,7 @@ def all_that_can_happen(job: Job) -> dict[str, Any]:
     last = job.rollouts.workers[-1]
     found["receiver killed"] = job.kill(last, 0)
     job.manager.remove_replicas(job.replicas[-1:])
-    job.rollouts._workers.remove(last)
+    job.rollouts.workers.remove(last)
     found["after it"] = job.update()
     sender = job.actors.workers[0]
     found["sender killed"] = job.kill(sender, job.actors.add_to_weights(0.0)[0])

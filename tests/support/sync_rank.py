@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from windlass.control.routes import status_of
 
 if TYPE_CHECKING:
-    from windlass.integrations.vllm import WeightSync
+    from windlass.integrations.hosted import HostedController
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +69,7 @@ def main() -> None:
     settings = msgspec.json.decode(sys.argv[4], type=Settings)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=world_size)
+    from hosted_controllers import kill_in_phase, remember_hosted
     from trainer_rank import Fsdp, FsdpAdapter
 
     from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
@@ -80,7 +80,7 @@ def main() -> None:
     base = settings.kind.removesuffix("+lora")
     is_adapter = base != settings.kind
     trained = FsdpAdapter(base) if is_adapter else Fsdp(base)
-    began_s = time.monotonic()
+    began_s, hosted = time.monotonic(), remember_hosted()
     try:
         sync = WeightSync(
             trained.model,
@@ -105,7 +105,8 @@ def main() -> None:
             if rank == 0 and not is_adapter:
                 shutil.copy(Path(settings.source) / "config.json", order.checkpoint)
             if order.kill and rank == 0:
-                kill_in_phase(sync, order)
+                coordinator = hosted[-1].controller.coordinator
+                kill_in_phase(coordinator, order.version, order.kill_in, order.kill)
             began_s = time.monotonic()
             try:
                 sent = sync.send_weights(order.version)
@@ -117,34 +118,19 @@ def main() -> None:
                     version=sent.version, servers=list(sent.servers), left_out=dict(sent.left_out),
                     digest_ok=sent.report.digest_ok, nbytes=sent.report.nbytes,
                     pause_s=sent.report.pause_s, took_s=time.monotonic() - began_s,
-                    links=links_of(sync) if rank == 0 else {},
+                    links=links_of(hosted[-1]) if rank == 0 else {},
                 )
             )  # fmt: skip
     dist.destroy_process_group()
 
 
-def kill_in_phase(sync: WeightSync, order: Order) -> None:
-    """Kill processes from the loop of the hosted controller on rank 0, where the phase is known."""
-
-    def killed(version: int, phase: str) -> None:
-        if (version, str(phase)) == (order.version, order.kill_in):
-            for pid in order.kill:
-                os.kill(pid, signal.SIGKILL)
-
-    fleet = sync._fleet
-    assert fleet is not None
-    fleet._coordinator.on_phase(killed)
-
-
-def links_of(sync: WeightSync) -> dict[str, str]:
+def links_of(hosted: HostedController) -> dict[str, str]:
     """Return the transport of each link, from the controller's status."""
-    fleet = sync._fleet
-    assert fleet is not None
 
     async def status() -> dict[str, Any]:
-        return status_of(fleet._coordinator)
+        return status_of(hosted.controller.coordinator)
 
-    links = fleet.hosted.call(status()).result(30)["links"]
+    links = hosted.call(status()).result(30)["links"]
     return {f"{link['source']} > {link['destination']}": link["transport"] for link in links}
 
 

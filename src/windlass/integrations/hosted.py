@@ -13,8 +13,9 @@ import secrets
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, Self, TypeVar, final
 
 import msgspec
 
@@ -35,7 +36,7 @@ CLOSE_S = 30.0
 MARGIN_S = 30.0
 """Seconds that a caller waits for the controller's thread beyond the deadline of the call."""
 _NUMBERS = itertools.count()
-"""Numbers of `TrainerRanks` objects. All ranks create these objects in the same order, so the numbers agree."""
+"""Numbers of calls of `TrainerRanks.of_process`. All ranks make these calls in the same order, so the numbers agree."""
 
 
 class HostAddress(msgspec.Struct, frozen=True):
@@ -171,24 +172,36 @@ class _Told(msgspec.Struct, frozen=True):
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class TrainerRanks:
-    """Messages between the ranks of this trainer through the store of `torch.distributed`.
+    """Messages between the ranks of this trainer through a store. By default, the trainer has one rank.
 
-    Every rank must create these objects in the same order. Creating an object is not collective. Without
-    `torch.distributed` the trainer has one rank.
+    Attributes:
+        rank: index of this rank.
+        world_size: number of ranks.
+        store: store that all ranks share; None if the trainer has one rank.
+        name: prefix of the messages in the store, the same on all ranks.
     """
 
-    def __init__(self) -> None:
+    rank: int = 0
+    world_size: int = 1
+    store: Store | None = None
+    name: str = ""
+
+    @classmethod
+    def of_process(cls) -> Self:
+        """Return the messages of this process through the store of `torch.distributed`, if it is initialised.
+
+        Every rank must call this equally often, because a call also chooses the name. The call is not collective.
+        """
         import torch.distributed as dist
 
-        self.rank, self.world_size = 0, 1
-        self._store: Store | None = None
-        self._name = f"windlass/ranks/{next(_NUMBERS)}"
-        if dist.is_available() and dist.is_initialized():
-            from torch.distributed.distributed_c10d import _get_default_store
+        name = f"windlass/ranks/{next(_NUMBERS)}"
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(name=name)
+        from torch.distributed.distributed_c10d import _get_default_store
 
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            self._store = _get_default_store()
+        return cls(dist.get_rank(), dist.get_world_size(), _get_default_store(), name)
 
     def tell(self, what: str, text: str = "", *, reason: str = "") -> None:
         """Store a message that other ranks read with `hear`, now or later. Call this once for each `what`.
@@ -203,12 +216,10 @@ class TrainerRanks:
         Raises:
             PeerUnreachable: the store cannot be reached.
         """
-        if self._store is None or self.world_size == 1:
+        if self.store is None or self.world_size == 1:
             return
         try:
-            self._store.set(
-                f"{self._name}/{what}", msgspec.json.encode(_Told(text, reason)).decode()
-            )
+            self.store.set(f"{self.name}/{what}", msgspec.json.encode(_Told(text, reason)).decode())
         except RuntimeError as error:
             raise PeerUnreachable(f"{what}: the store of torch.distributed: {error}") from error
 
@@ -220,12 +231,12 @@ class TrainerRanks:
                 one rank.
             PeerTimeout: no message came within `deadline_s`.
         """
-        if self._store is None:
+        if self.store is None:
             raise PeerUnreachable(f"{what}: this trainer has one rank")
-        key = f"{self._name}/{what}"
+        key = f"{self.name}/{what}"
         try:
-            self._store.wait([key], timedelta(seconds=deadline_s))
-            told = msgspec.json.decode(self._store.get(key), type=_Told)
+            self.store.wait([key], timedelta(seconds=deadline_s))
+            told = msgspec.json.decode(self.store.get(key), type=_Told)
         except RuntimeError as error:
             if "timeout" in str(error).lower():
                 raise PeerTimeout(

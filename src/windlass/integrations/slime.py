@@ -125,7 +125,7 @@ class WeightUpdater:
         self.weight_version = 0
         self._args, self._model = args, model
         self._family = _model_type(Path(args.hf_checkpoint))
-        self._ranks = TrainerRanks()
+        self._ranks = TrainerRanks.of_process()
         self._num_connected = 0
         self._fleet: _Fleet | None = None
         self._trainer: TrainerClient | None = None

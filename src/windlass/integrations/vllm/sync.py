@@ -115,7 +115,7 @@ class WeightSync:
         routes = VllmServers(servers, api_key=api_key)
         self._urls = {_engine_name(url): url for url in routes.urls}
         self._deadline_s = deadline_s
-        self._ranks = TrainerRanks()
+        self._ranks = TrainerRanks.of_process()
         self._num_sent = 0
         self._fleet: _Fleet | None = None
         with ExitStack() as undo:

@@ -82,7 +82,9 @@ class WindlassTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     def __init__(
         self, sync: WeightSync, client: VLLMWeightSyncClient, source: ModuleShards
     ) -> None:
-        super().__init__(client=client, source=source, is_sender=TrainerRanks().rank == 0)
+        super().__init__(
+            client=client, source=source, is_sender=TrainerRanks.of_process().rank == 0
+        )
         self._sync, self._num_sent = sync, 0
 
     @classmethod
@@ -105,7 +107,7 @@ class WindlassTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             ConfigError: an argument is invalid.
             WindlassError: any error of `WeightSync`.
         """
-        rank = TrainerRanks().rank
+        rank = TrainerRanks.of_process().rank
         if init_info.rank != rank:
             raise ConfigError(
                 f"rank: must be {rank}, the rank in torch.distributed, got {init_info.rank}"
