@@ -224,7 +224,7 @@ def test_a_trainer_without_memory_for_a_replica_binds_nothing(
 
     pair.weights.refill(0)
     with monkeypatch.context() as patch:
-        patch.setattr(pair.replica, "_fit", refuse)
+        patch.setattr(pair.replica.slot, "fit", refuse)
         with pytest.raises(RegionError, match="no memory"):
             pair.connect()
     pair.begin(0)

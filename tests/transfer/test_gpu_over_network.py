@@ -31,7 +31,6 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.cuda import kernels
 from windlass.memory.cuda import pieces as blocks
 from windlass.memory.cuda.pieces import cut_ops, payload_parts, store_packed
-from windlass.memory.device import CudaMemory
 from windlass.net.messages import RoundId
 from windlass.planning.plan import CopyMode, TransferPlan, Transform
 from windlass.planning.planner import plan_transfer
@@ -492,12 +491,11 @@ def test_an_unknown_outcome_is_reported_without_free_memory(
     world.close()
 
 
-def test_memory_under_late_kernels_is_not_freed() -> None:
+def test_memory_under_late_kernels_is_not_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = numpy_gpu()
+    monkeypatch.setattr("windlass.memory.cuda.gpu.shared_gpu", lambda _: gpu)
     world = dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE)
     sender = world.senders["trainer/0"]
-    gpu = numpy_gpu()
-    sender.packer.memory = CudaMemory(gpu)
-    sender.packer._drop()
     sender.prepare()
     held = len(gpu.device.allocated)  # type: ignore[attr-defined]
     assert held > 0

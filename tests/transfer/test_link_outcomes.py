@@ -26,8 +26,10 @@ from windlass.errors import (
     TransportUnavailable,
 )
 from windlass.layout.box import Box
+from windlass.layout.columns import UInt64Array
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.ops import ChunkDigests, MemoryOps
 from windlass.net.clock import Deadline
 from windlass.net.messages import RoundId
 from windlass.planning.planner import plan_transfer
@@ -35,6 +37,7 @@ from windlass.planning.relay import RelayGroup
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus, Relayed
+from windlass.transfer.payload import Payload
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay import RelayNode, RelaySender, RelaySource
 from windlass.transfer.sender import Sender
@@ -290,8 +293,9 @@ class Chain:
         nodes = {name: RelayNode(self.fleet.receivers[name], "127.0.0.1") for name in ENGINES}
         self.nodes = nodes
         addresses = [node.open() for node in nodes.values()]
+        self.bound = group, self.fleet.bindings, addresses
         for node in nodes.values():
-            node.connect(group, self.fleet.bindings, addresses)
+            node.connect(*self.bound)
         self.source = RelaySource(self.fleet.sender)
         self.source.connect([group], self.fleet.bindings, addresses)
         self.fleet.sender.prepare()
@@ -388,7 +392,7 @@ def test_a_link_that_cannot_start_does_not_hide_the_outcome_of_a_root(
         raise MemoryError("none left")
 
     chain.fleet.script["engine-a/0"] = raises(wire)
-    monkeypatch.setattr(chain.fleet.sender, "_write", refuse)
+    monkeypatch.setattr(chain.fleet.sender, "write", refuse)
     node = chain.nodes["engine-a/0"]
     part = threading.Thread(target=node.run, args=(ROUND, SECONDS))
     part.start()
@@ -401,21 +405,27 @@ def test_a_last_chunk_that_could_not_be_verified_is_missing(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, found = chain.nodes["engine-a/0"], list[tuple[Relayed, frozenset[str]]]()
-    assert node._bound is not None
-    digests, num_taken = node._bound.digests["trainer/0"], itertools.count(1)
-    take, num_chunks = digests.take, node._bound.payloads["trainer/0"].num_chunks
+    make, num_taken = Payload.digests, itertools.count(1)
 
-    def refuse(chunks: Sequence[int], deadline_s: float) -> dict[int, str]:
-        if next(num_taken) == num_chunks:
-            raise MemoryError("none left")
-        return take(chunks, deadline_s)
+    def digests_of(payload: Payload, memory: MemoryOps, addresses: UInt64Array) -> ChunkDigests:
+        digests = make(payload, memory, addresses)
+        take = digests.take
 
-    part = threading.Thread(target=lambda: found.append(node.run(ROUND, SECONDS)))
+        def refuse(chunks: Sequence[int], deadline_s: float) -> dict[int, str]:
+            if next(num_taken) == payload.num_chunks:
+                raise MemoryError("none left")
+            return take(chunks, deadline_s)
+
+        monkeypatch.setattr(digests, "take", refuse)
+        return digests
+
     with monkeypatch.context() as patch:
-        patch.setattr(digests, "take", refuse)
-        part.start()
-        chain.source.write(ROUND, 1, ENGINES, SECONDS)
-        part.join(SECONDS)
+        patch.setattr(Payload, "digests", digests_of)
+        node.connect(*chain.bound)
+    part = threading.Thread(target=lambda: found.append(node.run(ROUND, SECONDS)))
+    part.start()
+    chain.source.write(ROUND, 1, ENGINES, SECONDS)
+    part.join(SECONDS)
     assert found[0][0].missing == ("trainer/0",)
 
 

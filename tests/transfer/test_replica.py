@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -174,6 +173,7 @@ def connect(
     replica: ReplicaPlace = ReplicaPlace.AUTO,
     arena_nbytes: int = 0,
     error: str = "",
+    step_stream: Callable[[], int] | None = None,
 ) -> TrainerClient:
     def intercept(agent: TrainerAgent) -> CommandHandler:
         return HeldWrites(agent, go, error)
@@ -182,6 +182,7 @@ def connect(
         TrainerWeights(
             manifest=trainer_manifest(memory.index, memory.world_size),
             parameters=memory,
+            step_stream=step_stream,
         ),
         transport=transport or Counting(),
         controller=url,
@@ -593,12 +594,13 @@ async def test_a_version_with_a_failing_step_stream_does_not_block_the_next() ->
         memory.refill(0)
         go.set()
         engine, served = connect_engine(url)
-        with engine, connect(url, memory, go) as trainer:
-            weights = trainer._weights
-            trainer._weights = dataclasses.replace(weights, step_stream=lambda: 1 // 0)
+        divisors = iter((0, 1))
+        with (
+            engine,
+            connect(url, memory, go, step_stream=lambda: 1 // next(divisors)) as trainer,
+        ):
             with pytest.raises(ZeroDivisionError):
                 trainer.publish(0, wait=False, copy=True)
-            trainer._weights = weights
             trainer.publish(0, wait=False, copy=True).result(deadline_s=30)
             served.check(0)
 

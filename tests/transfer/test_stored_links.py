@@ -175,15 +175,21 @@ def test_an_unknown_outcome_is_reported_although_the_liveness_check_fails(
     assert (link.status, link.error) == (LinkStatus.UNKNOWN, "late")
 
 
+def gpu_that(monkeypatch: pytest.MonkeyPatch, *, synchronize: Callable[[], object]) -> Gpu:
+    """Return a `Gpu` on a device without hardware, on which `synchronize` waits for all work."""
+    device = SimpleNamespace(ordinal=3, synchronize=synchronize)
+    for name in ("Device", "Kernels", "Stream"):
+        monkeypatch.setattr(f"windlass.memory.cuda.gpu.{name}", lambda *_: device)
+    return Gpu(3)
+
+
 def test_a_gpu_without_a_waiting_thread_does_not_count_as_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    gpu = Gpu.__new__(Gpu)
-    gpu._late = ""
-    gpu.device = cast("Device", SimpleNamespace(ordinal=3, synchronize=refuse))
+    gpu = gpu_that(monkeypatch, synchronize=refuse)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(TransferFailed, match="nothing was sent"):
@@ -251,11 +257,9 @@ def test_an_upload_is_complete_before_a_kernel_of_another_stream_can_read_it(
     assert queued[-2:] == ["cuMemcpyHtoD", "cuStreamSynchronize"]
 
 
-def test_a_wait_for_other_gpu_work_has_a_deadline() -> None:
+def test_a_wait_for_other_gpu_work_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
-    gpu = Gpu.__new__(Gpu)
-    gpu._late = ""
-    gpu.device = cast("Device", SimpleNamespace(ordinal=3, synchronize=over.wait))
+    gpu = gpu_that(monkeypatch, synchronize=over.wait)
     with pytest.raises(TransferFailed, match=r"GPU 3: .* not over within 0.05 s; nothing was sent"):
         gpu.settle(0.05)
     assert not gpu.is_late
