@@ -31,11 +31,8 @@ FOREIGN_NAMES = frozenset(
 """Private names of other packages that tests need. A module of another package may be imported and used freely."""
 LEFT = Counter(
     {
-        "tests/jobs/test_schedulers.py": 3,
         "tests/support/chaos_intruders.py": 1,
         "tests/support/chaos_world.py": 4,
-        "tests/support/launch_rank.py": 4,
-        "tests/support/whole_rank.py": 2,
         "tests/transports/test_deferred_free.py": 6,
         "tests/transports/test_nixl.py": 2,
         "tests/transports/test_nixl_outcomes.py": 15,

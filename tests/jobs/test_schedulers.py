@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from slurm_cluster import missing_reason, slurm_cluster
@@ -300,18 +301,24 @@ async def test_processes_end_when_their_owner_is_killed(kind: str, tmp_path: Pat
     assert_dead(handles, deadline_s=30)
 
 
-async def test_a_process_that_reuses_a_pid_is_not_killed(tmp_path: Path) -> None:
+async def test_a_process_that_reuses_a_pid_is_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a long job, the kernel may have reused the number of a process that ended hours ago."""
     other = subprocess.Popen((sys.executable, "-c", STAY), start_new_session=True)  # noqa: ASYNC220
+    start = asyncio.create_subprocess_exec
+
+    async def start_with_that_pid(*command: str, **options: Any) -> SimpleNamespace:
+        process = await start(*command, **options)
+        returncode = await process.wait()
+        return SimpleNamespace(pid=other.pid, returncode=returncode, wait=process.wait)
+
     try:
         async with LocalScheduler(tmp_path) as scheduler:
-            await scheduler.start(python("short", "pass"))
-            await scheduler.wait("short")
-            backend = scheduler._backend
-            assert isinstance(backend, LocalBackend)
-            _, ended = backend._processes["short"]
-            reused = SimpleNamespace(pid=other.pid, returncode=ended.returncode)
-            backend._processes["short"] = "short", reused  # type: ignore[assignment]
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncio, "create_subprocess_exec", start_with_that_pid)
+                await scheduler.start(python("short", "pass"))
+            assert (await scheduler.wait("short")).returncode == 0
             await scheduler.delete("short")
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(0.2)

@@ -69,7 +69,8 @@ def published(row: Row, url: str, token: str) -> dict[str, Any]:
 
     from windlass.errors import WindlassError
     from windlass.trainers.callback import RolloutCallback
-    from windlass.trainers.megatron import connect_megatron_trainer
+    from windlass.trainers.fsdp import connect_described
+    from windlass.trainers.megatron import describe_megatron_trainer
 
     start_parallel(row.case)
     model_parallel_cuda_manual_seed(1)
@@ -89,16 +90,22 @@ def published(row: Row, url: str, token: str) -> dict[str, Any]:
     met: dict[str, str] = {}
     if row.wrapper or row.main_params or row.ddp.get("fp8_param_gather"):
         return refused(row, training, url, token)
-    with connect_megatron_trainer(
-        training.models,
-        family=row.case.spec.family,
-        vocab_size=row.case.spec.vocab_size,
-        controller=url,
-        token=token,
+    described = describe_megatron_trainer(
+        training.models, family=row.case.spec.family, vocab_size=row.case.spec.vocab_size
+    )
+    if row.unsynced:
+        described = dataclasses.replace(described, make_whole=None)
+    with connect_described(
+        described,
+        "auto",
+        url,
+        token,
+        arena_nbytes=0,
         replica=ReplicaPlace.AUTO if row.way == "copy" else ReplicaPlace.OFF,
+        allow_unused=(),
+        keep=(),
+        connect_deadline_s=60.0,
     ) as trainer:
-        if row.unsynced:
-            trainer._weights = dataclasses.replace(trainer._weights, make_whole=None)
         for version in range(NUM_VERSIONS):
             training.step()
             met |= unwhole("before", training)
