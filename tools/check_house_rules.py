@@ -31,8 +31,6 @@ FOREIGN_NAMES = frozenset(
 """Private names of other packages that tests need. A module of another package may be imported and used freely."""
 LEFT = Counter(
     {
-        "tests/support/chaos_intruders.py": 1,
-        "tests/support/chaos_world.py": 4,
         "tests/transports/test_deferred_free.py": 6,
         "tests/transports/test_nixl.py": 2,
         "tests/transports/test_nixl_outcomes.py": 15,

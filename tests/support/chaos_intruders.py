@@ -504,10 +504,9 @@ class Intruder:
             for _ in range(30):
                 await asyncio.sleep(0.1)
                 version = self.world.controller.coordinator.fleet.published
-                records = list(self.world.controller.rollouts._table.records.values())[:8]
                 outcomes = tuple(
-                    encode(_forged_outcome(record.task_id, record.attempt + step, version))
-                    for record in records
+                    encode(_forged_outcome(task_id, attempt + step, version))
+                    for task_id, attempt in [*self.world.attempts.items()][-8:]
                     for step in (-1, 1000)
                 )
                 last += len(outcomes)

@@ -113,6 +113,8 @@ class World:
         self._violation = ""
         self._failed = asyncio.Event()
         self._requests: set[str] = set()
+        self.attempts: dict[str, int] = {}
+        """Task id -> newest attempt with a request to an engine."""
         self._durable: set[int] = set()
         self.journal_changed = False
         self._steps = 0
@@ -268,6 +270,8 @@ class World:
         if rid in self._requests:
             self.violate(f"engine request {rid} came twice: its attempt was run twice")
         self._requests.add(rid)
+        task_id, attempt, _ = rid.rsplit("-", 2)
+        self.attempts[task_id] = int(attempt)
 
     def on_update(self, report: UpdateReport) -> None:
         self.note(f"report {report.version} {report.outcome} {report.reason} {report.left_out}")
@@ -720,14 +724,12 @@ class World:
             # The controller tries to bind a misfit again and again.
             "tasks": (len(coordinator.tasks), max(4, num_intruders + 1)),
             "holds": (len(coordinator.fleet.holds), 0),
-            "waiting": (sum(not _brings_up(c) for s in ours for c, _ in s._calls.values()), 0),
-            "records": (len(self.controller.rollouts._table.records), 0),
-            "by engine": (len(self.controller.rollouts._table.by_engine), 0),
+            "waiting": (sum(not _brings_up(command) for s in ours for command in s.unanswered), 0),
         }
         # One WebSocket per agent, and the watch and idle connections of the rollout lane.
         counts["connections"] = (self.network.num_connections, 2 * (num_agents + 40))
         for trainer in self.trainers:
-            counts[f"replies {trainer.name}"] = (len(trainer.conversation._store), 64)
+            counts[f"replies {trainer.name}"] = (len(trainer.conversation.stored), 64)
         for what, (count, bound) in counts.items():
             if count > bound:
                 self.violate(f"{count} {what} are kept, at most {bound}")

@@ -94,7 +94,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
 
     def hello(self) -> Hello:
         """Return the rank's `Hello`, with this host and with epoch and round of the newest command."""
-        epoch, round_number = self._store.newest
+        epoch, round_number = self.stored.newest
         return msgspec.structs.replace(
             self._hello(), epoch=epoch, round=round_number, host=host_identity()
         )

@@ -103,7 +103,7 @@ class EngineChannel(AgentChannel):
 
     async def on_connected(self) -> None:
         """Report whether the engine generates now, because the stored replies that were sent again may be outdated."""
-        epoch, round_number = self._store.newest
+        epoch, round_number = self.stored.newest
         await self.send(
             Reply(epoch, round_number, WELCOME_SEQ, Done(not_resumed=self._not_resumed))
         )

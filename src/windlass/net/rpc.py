@@ -63,6 +63,11 @@ class Session(Generic[CommandT, ResultT]):
         self._keeps_calls = keeps_calls
         self._calls: dict[CallId, tuple[CommandT, asyncio.Future[ResultT]]] = {}
 
+    @property
+    def unanswered(self) -> list[CommandT]:
+        """Commands of the calls that have no reply yet."""
+        return [command for command, _ in self._calls.values()]
+
     async def send(self, frame: msgspec.Struct, *, within_s: float | None = None) -> None:
         """Send a frame. Cut the connection if the whole frame takes longer than `within_s` to send.
 
@@ -156,10 +161,13 @@ class Callee(ABC, Generic[CommandT, ResultT]):
     """Called side: executes each call once, and keeps the reply until it has arrived.
 
     Subclasses define the commands of their protocol.
+
+    Attributes:
+        stored: replies that the server may still need.
     """
 
     def __init__(self) -> None:
-        self._store = ReplyStore[ResultT]()
+        self.stored = ReplyStore[ResultT]()
         self._executing = threading.Lock()
 
     @abstractmethod
@@ -183,7 +191,7 @@ class Callee(ABC, Generic[CommandT, ResultT]):
         command = call.command if isinstance(call, Envelope) else None
         with self._executing:
             try:
-                stored = self._store.lookup(call.call_id)
+                stored = self.stored.lookup(call.call_id)
             except StaleMessage as stale:
                 return Reply(*call.call_id, self.failed(stale, command))
             if stored is not None:
@@ -197,5 +205,5 @@ class Callee(ABC, Generic[CommandT, ResultT]):
             except Exception as raised:  # noqa: BLE001
                 result = self.failed(raised, command)
             reply = Reply(*call.call_id, result)
-            self._store.store(reply)
+            self.stored.store(reply)
             return reply

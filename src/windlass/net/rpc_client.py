@@ -286,7 +286,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                 finally:
                     was_connected, self._socket = self._socket is not None, None
                     if not self._keeps_calls:
-                        self._store.void()
+                        self.stored.void()
                     if was_connected:
                         self.on_lost()
                     self.disconnected.set()
@@ -364,7 +364,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             self.welcomed.set_result(None)
         # Replies that were sent just before the last connection was lost may not have arrived. The
         # server needs the result of every write, and ignores a reply that it already has.
-        for reply in self._store.replies():
+        for reply in self.stored.replies():
             await self.send(reply)
         await self.on_connected()
 
@@ -372,7 +372,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         self, call: Envelope[CommandT] | UnreadCall, error: Exception | None = None
     ) -> None:
         """Answer a call in a new task, so that this client answers pings during the call."""
-        self._store.received(call.round_id)
+        self.stored.received(call.round_id)
         task = self._loop.create_task(self._answer(call, error))
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
