@@ -31,9 +31,6 @@ FOREIGN_NAMES = frozenset(
 """Private names of other packages that tests need. A module of another package may be imported and used freely."""
 LEFT = Counter(
     {
-        "tests/transports/test_deferred_free.py": 6,
-        "tests/transports/test_nixl.py": 2,
-        "tests/transports/test_nixl_outcomes.py": 15,
     }
 )
 """Uses of our private names that tests still contain, per file. Numbers may only become smaller."""

@@ -30,7 +30,6 @@ from windlass.transports.cuda_ipc import CudaIpcTransport
 from windlass.transports.mooncake import transport as mooncake
 from windlass.transports.mooncake.native import NativeEngine, Started
 from windlass.transports.mooncake.transport import MooncakeConfig, MooncakeTransport
-from windlass.transports.network import Outcome
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.traits import WireReport
 
@@ -175,6 +174,13 @@ def test_memory_that_cannot_be_freed_does_not_delay_other_memory(
         kept[0]()
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    before = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - before < SECONDS
+        threading.Event().wait(0.001)
+
+
 class SlowEngine:
     """Mooncake's calls within one process. A write reads its memory once it `may_go`."""
 
@@ -273,10 +279,7 @@ class Ends:
         """Return once the lost write has returned."""
         self.native.may_go.set()
         (peer,) = self.source.peers.values()
-        before = time.monotonic()
-        while peer.is_in_use or peer.is_open():
-            assert time.monotonic() - before < SECONDS
-            threading.Event().wait(0.001)
+        wait_until(lambda: not (peer.is_in_use or peer.is_open()))
 
     def close(self) -> None:
         self.native.may_go.set()
@@ -367,9 +370,7 @@ def test_a_late_mooncake_write_does_not_settle_another_unknown_write(
     assert native.began.wait(SECONDS)
     jobs[1].join(SECONDS)
     native.codes.put(0)
-    with peer.lock:
-        last = peer._queue(lambda: 0, local, nbytes)
-    assert peer._wait(last, Deadline.after(SECONDS, "the last")) is Outcome.DONE
+    wait_until(lambda: not peer.is_in_use)
     assert len(found) == 2
     with pytest.raises(TransferOutcomeUnknown, match="an earlier write may still continue"):
         ends.write(ends.arena, SECONDS)
@@ -379,11 +380,12 @@ def test_a_late_mooncake_write_does_not_settle_another_unknown_write(
 
 def test_a_mooncake_write_that_never_began_keeps_no_arena(ends: Ends) -> None:
     """The write was queued behind a stuck write and ran out of time."""
-    ends.lose()
+    ends.native.may_go.clear()
+    stuck = threading.Thread(target=ends.write, args=(ends.arena, SECONDS))
+    stuck.start()
+    assert ends.native.began.wait(SECONDS)
+    ends.arena.close()
     (peer,) = ends.source.peers.values()
-    # Pretend that the other thread still waits.
-    peer._under_way.update(peer._given_up)
-    peer._given_up.clear()
     arena = Arena(ends.source, NBYTES)
     memory = weakref.ref(arena.bytes)
     local, remote, nbytes = (
@@ -394,6 +396,9 @@ def test_a_mooncake_write_that_never_began_keeps_no_arena(ends: Ends) -> None:
     arena.close()
     assert memory() is None
     assert ends.memory() is not None
+    ends.native.may_go.set()
+    stuck.join(SECONDS)
+    assert ends.memory() is None
 
 
 def test_closing_mooncake_during_a_write_ends_the_write_and_keeps_its_memory(
@@ -459,8 +464,11 @@ def test_closing_mooncake_ends_a_write_to_a_silent_peer(
 def test_a_mooncake_call_that_gets_no_thread_leaves_no_descriptor(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(mooncake, "IDLE_S", 0.01)
     ends.write(ends.arena, SECONDS)
     (peer,) = ends.source.peers.values()
+    name = f"mooncake-{peer.endpoint.address}"
+    wait_until(lambda: name not in {thread.name for thread in threading.enumerate()})
     local, remote, nbytes = (
         np.array([value], np.uint64) for value in (ends.arena.address, ends.landing.address, NBYTES)
     )
@@ -470,8 +478,6 @@ def test_a_mooncake_call_that_gets_no_thread_leaves_no_descriptor(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        # This is the state after a while without calls.
-        patch.setattr(peer, "_thread", None)
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             with pytest.raises(TransferFailed, match="did not begin"):

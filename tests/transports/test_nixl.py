@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from windlass.errors import (
     TransferOutcomeUnknown,
     TransportUnavailable,
 )
+from windlass.layout.columns import UInt64Array
 from windlass.net.addresses import split_host_port
 from windlass.net.clock import Deadline
 from windlass.testing.peer_process import PeerProcess
@@ -31,7 +32,8 @@ from windlass.testing.transport_conformance import NBYTES, ProcessConformance, R
 from windlass.transfer.arena import Arena
 from windlass.transports.base import WriteBatch
 from windlass.transports.liveness import PeerLiveness
-from windlass.transports.nixl.native import NixlWire
+from windlass.transports.nixl import transport as nixl
+from windlass.transports.nixl.native import NativeAgent, NixlWire
 from windlass.transports.nixl.transport import NixlConfig, NixlPeer, NixlTransport
 from windlass.transports.registry import create_transport
 
@@ -346,12 +348,15 @@ def test_closing_during_a_write_ends_it_and_bytes_on_the_wire_arrive_whole(
     mortal_peer: Mortal,
 ) -> None:
     ends, found, begun = mortal_peer, list[Exception](), threading.Event()
-    begin, patch = NixlPeer._begin, pytest.MonkeyPatch()
+    make, patch = nixl.new_write, pytest.MonkeyPatch()
 
-    def begin_and_tell(*args: Any) -> Any:
-        call = begin(*args)
-        begun.set()
-        return call
+    def make_and_tell(
+        agent: NativeAgent, peer: str, pieces: Sequence[UInt64Array], gpus: tuple[int, int]
+    ) -> object:
+        # The lock of the transport is held until the transfer has begun.
+        if pieces[-1].sum() == LARGE:
+            begun.set()
+        return make(agent, peer, pieces, gpus)
 
     def write() -> None:
         try:
@@ -359,7 +364,7 @@ def test_closing_during_a_write_ends_it_and_bytes_on_the_wire_arrive_whole(
         except TransferOutcomeUnknown as error:
             found.append(error)
 
-    patch.setattr(NixlPeer, "_begin", begin_and_tell)
+    patch.setattr(nixl, "new_write", make_and_tell)
     thread = threading.Thread(target=write)
     thread.start()
     assert begun.wait(20.0)

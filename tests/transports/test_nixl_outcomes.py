@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,9 +15,10 @@ import pytest
 
 from windlass.errors import PeerUnreachable, TransferOutcomeUnknown
 from windlass.layout.columns import UInt64Array
+from windlass.net.addresses import split_host_port
 from windlass.net.clock import Deadline
 from windlass.transfer.arena import Arena
-from windlass.transports import region_transport
+from windlass.transports import liveness, region_transport
 from windlass.transports.base import WriteBatch
 from windlass.transports.liveness import PeerLiveness
 from windlass.transports.nixl import transport as nixl
@@ -95,7 +98,7 @@ class Log:
 class Ends:
     """A transport that writes from two arenas into another transport's memory."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, wire: NixlWire) -> None:
         agents: list[Agent] = []
 
         def start(name: str, *_: object) -> tuple[NativeAgent, WireLog, str]:
@@ -104,7 +107,7 @@ class Ends:
 
         monkeypatch.setattr(nixl, "start_agent", start)
         monkeypatch.setattr(nixl, "native_errors", lambda: (RuntimeError,))
-        self.config = NixlConfig(host="127.0.0.1", wire=NixlWire.CMA)
+        self.config = NixlConfig(host="127.0.0.1", wire=wire)
         self.ours, self.theirs = NixlTransport(self.config), NixlTransport(self.config)
         self.agent = agents[0]
         self.arenas = [Arena(self.ours, NBYTES), Arena(self.ours, NBYTES)]
@@ -168,6 +171,13 @@ class Ends:
         self.agent.state = "DONE"
         return thread, found
 
+    def write_elsewhere(self) -> None:
+        """Write to a process that this transport does not know yet."""
+        other = NixlTransport(self.config)
+        with Arena(other, NBYTES) as target:
+            self.write(self.arenas[1], SECONDS, target)
+        other.close()
+
     def close(self) -> None:
         for transfer in self.agent.begun:
             transfer.state = "DONE"
@@ -177,9 +187,10 @@ class Ends:
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+def ends(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Ends]:
+    """Yield ends that are connected by CMA, or by the wire of the test's parameter."""
     monkeypatch.setattr(region_transport, "NEVER_FREED", [])
-    found = Ends(monkeypatch)
+    found = Ends(monkeypatch, getattr(request, "param", NixlWire.CMA))
     yield found
     found.close()
 
@@ -280,33 +291,58 @@ def test_no_write_waits_for_the_listener_of_a_disconnected_peer(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind a partition listeners are silent, and each would be waited for for a second."""
+    is_cut, connect, held = threading.Event(), socket.create_connection, list[bool]()
+    theirs = split_host_port(ends.theirs.endpoint().address)
+    monkeypatch.setattr(liveness, "RECONNECT_S", 0.0)
+
+    class Breakable(socket.socket):
+        def recv(self, *arguments: int) -> bytes:
+            if is_cut.is_set():
+                raise ConnectionResetError
+            return super().recv(*arguments)
+
+    def connect_unless_cut(address: tuple[str, int], timeout: float) -> socket.socket:
+        made = connect(address, timeout)
+        if address != theirs:
+            return made
+        if not is_cut.is_set():
+            return Breakable(fileno=made.detach())
+        made.close()
+        held.append(is_held(peer.lock))
+        raise TimeoutError("a partition")
+
+    monkeypatch.setattr(socket, "create_connection", connect_unless_cut)
     ends.write(ends.arenas[0], SECONDS)
-    held: list[bool] = []
-
-    def reconnect(_: PeerLiveness) -> bool:
-        held.append(ends.ours._lock._is_owned())  # type: ignore[attr-defined]
-        return False
-
-    monkeypatch.setattr(PeerLiveness, "_reconnect", reconnect)
     (peer,) = ends.ours.peers.values()
-    peer.liveness._is_broken = True
-    another = NixlTransport(ends.config)
-    target = Arena(another, NBYTES)
-    ends.write(ends.arenas[0], SECONDS, target)
+    is_cut.set()
+    ends.write_elsewhere()
     ends.lose()
     with pytest.raises(TransferOutcomeUnknown):
         ends.write(ends.arenas[0], 0.1)
     assert held
     assert not any(held)
-    peer.liveness._is_broken = False
-    target.close()
-    another.close()
+    is_cut.clear()
 
 
+def is_held(lock: threading.RLock) -> bool:
+    """Return whether the calling thread holds a lock, so that another thread cannot take it."""
+    taken: list[bool] = []
+
+    def take() -> None:
+        taken.append(lock.acquire(timeout=1.0))
+        if taken[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return not taken[0]
+
+
+@pytest.mark.parametrize("ends", [NixlWire.TCP], indirect=True)
 def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) -> None:
     """This happens in a relay when the engine's fence cuts the connection of some threads."""
     agent = ends.agent
-    ends.ours._agent.wire = NixlWire.TCP
     ends.write(ends.arenas[0], SECONDS)
     agent.has_begun.clear()
     agent.state = "PROC"
@@ -329,24 +365,39 @@ def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) ->
     assert [t.source for t in agent.begun] == [ends.arenas[i].address for i in (0, 0, 1)]
 
 
-def test_a_dead_peer_is_not_removed_during_a_call(ends: Ends) -> None:
+def test_a_dead_peer_is_not_removed_during_a_call(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise the transport would lose track of the memory that the call uses."""
     ends.write(ends.arenas[0], SECONDS)
-    peers = ends.ours.peers
-    (peer,) = peers.values()
+    (peer,) = ends.ours.peers.values()
+    wait_ended, may_look = PeerLiveness.wait_ended, threading.Event()
+
+    def wait_long(connection: PeerLiveness, timeout_s: float, wake: int = -1) -> bool:
+        if connection is peer.liveness:
+            assert may_look.wait(SECONDS)
+        return wait_ended(connection, timeout_s, wake)
+
+    monkeypatch.setattr(PeerLiveness, "wait_ended", wait_long)
+    thread, found = ends.write_on()
     ends.target.close()
     ends.theirs.close()
-    assert peer.liveness.wait_ended(SECONDS)
-    column = np.array([ends.arenas[0].address], np.uint64)
-    with ends.ours._lock:
-        call = peer._begin((column, column, column))
-        peer._under_way.add(call)
-        ends.ours._forget_ended()
-        assert list(peers.values()) == [peer]
-    peer._end(call)
-    with ends.ours._lock:
-        ends.ours._forget_ended()
-    assert not peers
+    wait_until(peer.liveness.has_ended)
+    ends.write_elsewhere()
+    assert peer in ends.ours.peers.values()
+    ends.agent.begun[1].state = "DONE"
+    may_look.set()
+    thread.join(SECONDS)
+    assert found == []
+    ends.write_elsewhere()
+    assert peer not in ends.ours.peers.values()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    before = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - before < SECONDS
+        time.sleep(0.001)
 
 
 def test_a_write_to_a_peer_removed_by_another_thread_is_unreachable(
@@ -358,8 +409,8 @@ def test_a_write_to_a_peer_removed_by_another_thread_is_unreachable(
     ends.target.close()
     ends.theirs.close()
     assert peer.liveness.wait_ended(SECONDS)
-    with ends.ours._lock:
-        ends.ours._forget_ended()
+    ends.write_elsewhere()
+    assert peer not in ends.ours.peers.values()
     column = np.array([ends.arenas[0].address], np.uint64)
     with pytest.raises(PeerUnreachable, match="the process has ended"):
         peer.write((column, column, column), Deadline.after(SECONDS, "write"))
