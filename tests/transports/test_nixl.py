@@ -33,7 +33,7 @@ from windlass.transfer.arena import Arena
 from windlass.transports.base import WriteBatch
 from windlass.transports.liveness import PeerLiveness
 from windlass.transports.nixl import transport as nixl
-from windlass.transports.nixl.native import NativeAgent, NixlWire
+from windlass.transports.nixl.native import NativeAgent, NixlWire, new_write
 from windlass.transports.nixl.transport import NixlConfig, NixlPeer, NixlTransport
 from windlass.transports.registry import create_transport
 
@@ -348,7 +348,7 @@ def test_closing_during_a_write_ends_it_and_bytes_on_the_wire_arrive_whole(
     mortal_peer: Mortal,
 ) -> None:
     ends, found, begun = mortal_peer, list[Exception](), threading.Event()
-    make, patch = nixl.new_write, pytest.MonkeyPatch()
+    patch = pytest.MonkeyPatch()
 
     def make_and_tell(
         agent: NativeAgent, peer: str, pieces: Sequence[UInt64Array], gpus: tuple[int, int]
@@ -356,7 +356,7 @@ def test_closing_during_a_write_ends_it_and_bytes_on_the_wire_arrive_whole(
         # The lock of the transport is held until the transfer has begun.
         if pieces[-1].sum() == LARGE:
             begun.set()
-        return make(agent, peer, pieces, gpus)
+        return new_write(agent, peer, pieces, gpus)
 
     def write() -> None:
         try:
