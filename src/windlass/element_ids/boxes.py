@@ -89,7 +89,7 @@ def boxes_of(
     Args:
         shape: shape of the checkpoint tensor.
         flat: row-major index of the first element of each line, (n,). Two lines may have the same index.
-        place: index of the first element of each line in memory, (n,). No two lines have the same.
+        place: index of the first element of each line in memory, (n,). No two lines have the same index.
         limit: maximum number of boxes.
         line: length and step of every line.
 
@@ -119,6 +119,11 @@ def _whole(
 
 
 def _dim_of(shape: tuple[int, ...], line: Line, flat: Int64Array) -> int:
+    """Return the dim along which the lines extend.
+
+    Raises:
+        TooManyBoxes: no dim has the lines' step, or a line continues past the end of the dim.
+    """
     step = 1
     for dim in reversed(range(len(shape))):
         if step == line.step and shape[dim] > 1:
@@ -130,7 +135,10 @@ def _dim_of(shape: tuple[int, ...], line: Line, flat: Int64Array) -> int:
 
 
 def _copies(flat: Int64Array, place: Int64Array) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """Yield (elements, places): first with the first place of every element, then with each second place, and so on."""
+    """Split lines so that each element occurs only once in each yielded pair (elements, places).
+
+    The first pair has the first place of every element, the second pair has the second places, and so on.
+    """
     order = np.lexsort((place, flat))
     flat, place = flat[order], place[order]
     first = np.concatenate([[True], flat[1:] != flat[:-1]])

@@ -26,7 +26,10 @@ FLOAT8_DIGIT_BITS = 4
 """Bits per digit if a tensor is float8. Loads contain 1 .. 16; e4m3 represents no odd integer above 15."""
 
 LOUDNESS = 16.0
-"""Factor of the larger values in `some`, which change even a maximum over several tensors."""
+"""Factor by which values of `Codes.some` are larger than values of `Codes.random`.
+
+The larger values change even a result that is a maximum over several tensors.
+"""
 
 
 def chunk_on(device: torch.device) -> int:
@@ -51,7 +54,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 """The engine's loader: a function that loads named checkpoint tensors into the model.
 
-It owns the tensors that it gets, and may keep or overwrite them.
+The loader owns the tensors that it gets, and may keep or overwrite them.
 """
 
 
@@ -115,7 +118,10 @@ class Codes:
     def digits(
         self, position: int, chosen: frozenset[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors, or those named `chosen`; each value is the digit of its number at `position`, plus 1."""
+        """Yield all tensors, or the tensors named `chosen`.
+
+        Each value is one digit of the element's number, the digit at `position`, plus 1.
+        """
         return self._load(
             lambda first, last, _dtype, _chosen: digits_at(
                 first, last, self.digit_bits, position, self.device
@@ -133,7 +139,8 @@ class Codes:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors with random values that depend only on the seed and the element's number.
 
-        Yield all tensors, or only the tensors named `chosen`. Values are uniform between -0.125 and 0.125. In float8, they are uniform over the 254 bit patterns of numbers.
+        Yield all tensors, or only the tensors named `chosen`. Values are uniform between -0.125 and 0.125. Values of float8
+        tensors are uniform over the 254 bit patterns that are not NaN.
         """
         return self._load(
             lambda first, last, dtype, _chosen: self._ordinary(first, last, seed, dtype),
@@ -235,8 +242,9 @@ class Codes:
     def _batches(
         self, specs: Iterable[int], chosen: frozenset[str] = frozenset()
     ) -> Iterator[_Batch]:
-        """Yield batches of successive tensors: a model has thousands of small tensors, which are generated together.
+        """Yield batches of successive tensors.
 
+        The tensors of a batch are generated together, because a model has thousands of small tensors.
         All tensors of a batch have one dtype, and either all or none of them are in `chosen`. If a batch has several
         tensors, it has about `chunk_on` elements at most.
         """

@@ -191,8 +191,8 @@ class ElementIds:
     def moved(self, codes: Codes, tensors: range, by: int) -> ElementIds:
         """Return the element numbers of a tensor in an identical layer.
 
-        Numbers in the checkpoint tensors `tensors` (a range of indices) become the same elements of the checkpoint
-        tensors with indices higher by `by`, which have the same sizes. Other numbers do not change.
+        A number in one of the checkpoint tensors `tensors` (a range of indices) becomes the number of the same element in
+        the checkpoint tensor with an index higher by `by`, which has the same size. Other numbers do not change.
         """
         first, last = int(codes.starts[tensors.start]), int(codes.starts[tensors.stop])
         step = int(codes.starts[tensors.start + by]) - first
@@ -270,7 +270,7 @@ class ElementIds:
         return Check(is_right, padding % (1 << 64), numel)
 
     def placed(self) -> tuple[Int64Array, Int64Array]:
-        """Return (element numbers, places) for all places that have an element. The tensor must be read `by_place`."""
+        """Return (element numbers, places) for all places that have an element. `by_place` must be True."""
         numbers = self._heads.view(-1).cpu().numpy()
         places = np.flatnonzero(numbers >= 0)
         return numbers[places], places
@@ -335,7 +335,9 @@ class ElementIds:
         return parts
 
     def _lines(self, limit: int) -> Iterator[tuple[Line, Int64Array, Int64Array]]:
-        """Yield lines of one kind: the kind, and the number and the place of each line's first element.
+        """Yield, for each kind of line, the kind and the element numbers and places at which the lines of this kind start.
+
+        Lines of one kind have the same length and step.
 
         Raises:
             TooManyBoxes: a row has more than `limit` pieces.

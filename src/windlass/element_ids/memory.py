@@ -1,4 +1,4 @@
-"""Flat views of the memory of tensors, and fingerprints of its bytes."""
+"""Flat views of the memory of tensors, and fingerprints of memory."""
 
 from __future__ import annotations
 

@@ -117,7 +117,8 @@ class StreamReport:
         nbytes: bytes of the buckets, counted once for every receiver.
         fill_s: seconds that the sender spent on taking tensors from its caller and filling buckets.
         wire_s: seconds inside the transports' writes: the sum over buckets of the slowest link's time.
-        update_s: seconds of all rounds. seconds: time from the first tensor to the last reply.
+        update_s: seconds of all rounds.
+        seconds: time from the first tensor to the last reply.
         transports: name of a transport -> number of links that used this transport for the last bucket.
     """
 
@@ -175,7 +176,7 @@ class BucketSender:
         """Start the controller, allocate the buckets, and return the address for receivers.
 
         A sender that is already open stays open, unless much smaller buckets (`SHRINK`) suffice for a stream like the
-        previous one. Then the sender closes, and opens with smaller buckets.
+        previous one. In this case, the sender closes, and opens with smaller buckets.
 
         Args:
             host: address of this process that every receiver can reach.
@@ -200,8 +201,8 @@ class BucketSender:
 
         Raises:
             ConfigError: the sender is not open, or `members` is empty.
-            EngineRefused: a receiver cannot take part; quotes the reason.
-            PeerTimeout: receivers are missing after `connect_s`; names them.
+            EngineRefused: a receiver cannot take part; the message has the reason.
+            PeerTimeout: receivers are missing after `connect_s`; the message names them.
         """
         if self._owned is None:
             raise ConfigError("wait_for: the stream must be open")
@@ -308,6 +309,9 @@ class BucketSender:
     ) -> PendingUpdate:
         """Publish the full bucket after the previous bucket is delivered, and switch to the other bucket.
 
+        `sending` is the update that sends the previous bucket. `end` has the last bytes of the full bucket, see
+        `BucketFiller.close_bucket`.
+
         Returns:
             The update that now sends the full bucket.
         """
@@ -338,7 +342,7 @@ class BucketSender:
 
 @final
 class _Turns:
-    """`EngineHooks` of a receiver. They let either the sender write the bucket or the caller of `receive` read it."""
+    """`EngineHooks` of a receiver; lets either the sender write the bucket or the caller of `receive` read the bucket."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -367,7 +371,7 @@ class _Turns:
         """Wait until there is a bucket to read.
 
         Raises:
-            PeerUnreachable: `fail` was called; quotes its reason.
+            PeerUnreachable: `fail` was called; the message has the reason.
             PeerTimeout: no bucket came within `deadline_s`.
         """
         with self._changed:
@@ -458,7 +462,8 @@ class BucketReceiver:
 
         Raises:
             ConfigError: the receiver is not connected.
-            PeerUnreachable: the sender's connection closed. The sender also closes it if another receiver fails.
+            PeerUnreachable: the connection to the sender closed. The sender also closes the connection if another
+                receiver fails.
             PeerTimeout: no bucket came within `deadline_s`.
             ProtocolError: a bucket cannot be read.
         """
@@ -518,8 +523,8 @@ class BucketReceiver:
 class StreamEnd:
     """Sender and receiver of one rank, for a checkpoint engine of a framework.
 
-    Each rank has both, because a framework creates the checkpoint engine before it says (if it does at all) whether
-    the rank sends or receives.
+    Each rank has both, because a framework creates the checkpoint engine before the rank knows whether it sends or
+    receives.
 
     Args:
         bucket_nbytes, mode, deadline_s: see `StreamSettings`.
@@ -532,7 +537,8 @@ class StreamEnd:
         receiver: receiver, which every receiving rank connects.
 
     Raises:
-        ConfigError: an argument is out of range. TransportUnavailable: see `parse_transport`.
+        ConfigError: an argument is out of range.
+        TransportUnavailable: see `parse_transport`.
     """
 
     def __init__(
@@ -563,7 +569,7 @@ class StreamEnd:
         """Send every tensor. A rank that never opened its sender only takes part in the gathers and returns None.
 
         Args:
-            weights: (name, tensor) pairs; taking the next one is collective over the ranks of a trainer.
+            weights: (name, tensor) pairs; each iteration is collective over the ranks of the trainer.
 
         Raises:
             ConfigError, PeerUnreachable, RoundAborted, PeerTimeout, UnsupportedLayout: see `BucketSender.send`.

@@ -1,8 +1,8 @@
 """Layout of whole tensors in a bucket: the tensors' bytes at the front, a table of the tensors at the back.
 
-A bucket is a contiguous run of bytes of fixed size, in host memory or on a GPU. Its last 8 bytes contain the length
-of the table, which precedes them. Each tensor begins at a multiple of 64 bytes from the front. A tensor that is larger
-than a bucket is cut into parts in successive buckets.
+A bucket is a contiguous run of bytes of fixed size, in host memory or on a GPU. The table ends 8 bytes before the end of
+the bucket, and the last 8 bytes contain the length of the table. Each tensor begins at a multiple of 64 bytes from the
+front. A tensor that is larger than a bucket is cut into parts in successive buckets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
     """Place of a tensor, or of a part of a tensor, in a bucket.
 
     Attributes:
-        name: name of the tensor. dtype: dtype of its elements. shape: shape of the whole tensor.
+        name: name of the tensor.
+        dtype: dtype of the tensor's elements.
+        shape: shape of the whole tensor.
         begin: offset of the part in the tensor, in bytes.
         offset: offset of the part in the bucket, in bytes; a multiple of 64.
         nbytes: size of the part in bytes.

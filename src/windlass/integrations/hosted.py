@@ -124,8 +124,8 @@ class HostedController:
         """Wait until these engines and `num_trainers` trainer ranks are in the fleet.
 
         Raises:
-            EngineRefused: an engine cannot be updated; quotes its reason.
-            PeerTimeout: members are missing after `deadline_s`; names them.
+            EngineRefused: an engine cannot be updated; the message has the reason.
+            PeerTimeout: members are missing after `deadline_s`; the message names them.
         """
         there = self.controller.wait_for_fleet(
             num_trainers=num_trainers, engines=tuple(engines), deadline_s=deadline_s
@@ -227,7 +227,7 @@ class TrainerRanks:
         """Wait for the message `what` of another rank, and return its text. Not collective.
 
         Raises:
-            PeerUnreachable: the other rank failed (quotes its reason), the store cannot be reached, or the trainer has
+            PeerUnreachable: the other rank failed (the message has the reason), the store cannot be reached, or the trainer has
                 one rank.
             PeerTimeout: no message came within `deadline_s`.
         """
@@ -266,7 +266,7 @@ class TrainerRanks:
 
         Raises:
             WindlassError: `host`, `connect` or `join` raised it on this rank.
-            PeerUnreachable: another rank has failed; quotes its reason.
+            PeerUnreachable: another rank has failed; the message has the reason.
             PeerTimeout: see `hear`.
         """
         address, joined = f"{what}/address", f"{what}/joined"

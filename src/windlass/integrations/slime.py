@@ -151,8 +151,8 @@ class WeightUpdater:
         Raises:
             ConfigError: WINDLASS_TOKEN and WINDLASS_TOKEN_FILE are not set, or a server has no valid URL.
             UnsupportedLayout, ManifestError: see `connect_megatron_trainer`.
-            EngineRefused: a server cannot be updated; quotes its reason. Only rank 0 raises this error.
-            PeerUnreachable: another rank has failed (quotes its reason), or a server could not be reached.
+            EngineRefused: a server cannot be updated; the message has the reason. Only rank 0 raises this error.
+            PeerUnreachable: another rank has failed (the message has the reason), or a server could not be reached.
             PeerTimeout: a server or a rank has not joined within `DEADLINE_S`.
         """
         self._num_connected += 1
@@ -260,7 +260,7 @@ class _Fleet:
         """Make all missing servers join in parallel, and wait until all servers are in the fleet.
 
         Raises:
-            EngineRefused: a server has no route for joining, or cannot be updated; quotes its reason.
+            EngineRefused: a server has no route for joining, or cannot be updated; the message has the reason.
             PeerUnreachable: a server could not be reached, or its answer does not have Windlass's format.
             PeerTimeout: a server did not answer or join within `DEADLINE_S`.
         """

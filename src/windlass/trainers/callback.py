@@ -78,8 +78,8 @@ class RolloutCallback(Closing):
         check_weights: function that `pause_generation` calls first. It must raise if parameters are not gathered, for
             example `functools.partial(windlass.trainers.megatron.check_whole, model)`.
         stage: index of this leader in [0, `num_stages`), such as its pipeline stage.
-        num_stages: number of leaders; all leaders must set it, or none. If it is set, engines carry out first the first
-            call of each leader (ordered by `stage`), then the second calls, and so on. The update ends when all leaders
+        num_stages: number of leaders; all leaders must set it, or none. If it is set, engines carry out the first calls
+            of all leaders (ordered by `stage`), then their second calls, and so on. The update ends when all leaders
             have called `continue_generation`.
         deadline_s: deadline in seconds of a call whose own `deadline_s` is None.
 

@@ -2,8 +2,8 @@
 
 `captured_export` runs the framework's own exporter on numbers in place of weights, as `engines/capture` runs an engine's
 own loader. Every element of every parameter on every rank has a number. The exporter runs once per digit of these
-numbers, and each rank reads from the exported tensors which of their elements are its own. A last run on random values
-proves every element of every exported tensor.
+numbers, and each rank finds in the exported tensors the elements that come from its own parameters. A last run on random
+values proves every element of every exported tensor.
 
 The weights do not change: each parameter gets other memory for the length of a run, and then its own memory again.
 """
@@ -65,8 +65,8 @@ def captured_export(
     float8), and once more: 6 times for up to 34 billion elements, 7 times for up to 4 trillion.
 
     Args:
-        tensors: contiguous parameters and buffers of this rank by name. The result has an entry for each that the
-            exporter uses on this rank.
+        tensors: contiguous parameters and buffers of this rank by name. The result has an entry for each tensor that
+            the exporter uses on this rank.
         export: runs the exporter on all ranks and yields the same names in every run.
         required: names of the tensors that must be exported on at least one rank.
         deadline_s: seconds to wait for other ranks, also in each collective of the exporter on gloo and NCCL.
@@ -362,7 +362,7 @@ def _observed(
 def _each(
     exported: Iterable[tuple[str, torch.Tensor | None]],
 ) -> Iterator[tuple[_Key, torch.Tensor]]:
-    """Yield the exported tensors, whole and contiguous, each with its key. No weight is complex."""
+    """Yield the exported tensors, whole and contiguous, each with its key. Skip complex tensors: they are no weights."""
     counts = Counter[str]()
     with torch.no_grad():
         for name, tensor in exported:

@@ -209,9 +209,9 @@ def connect_trainer(
 ) -> TrainerClient:
     """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
 
-    Every trainer rank must call this; without `exporter`, it is not collective and gathers no weights. Rank and world size come from
-    `torch.distributed` if it is initialised. WINDLASS_JOB identifies this start of the trainer ranks. If the variable is
-    not set, the ranks share a random identity through the store of `torch.distributed`.
+    Every trainer rank must call this. Without `exporter`, the call is not collective and gathers no weights. Rank and world
+    size come from `torch.distributed` if it is initialised. WINDLASS_JOB identifies this start of the trainer ranks. If the
+    variable is not set, the ranks share a random identity through the store of `torch.distributed`.
 
     Args:
         module: model that is trained.

@@ -228,7 +228,7 @@ def _placed(
             if family is None:
                 raise
             _log.warning(
-                "the naming table of %s is used because of the exporter: %s", family, error
+                "the naming table of %s is used, because the exporter cannot be: %s", family, error
             )
     if family is None:
         raise ConfigError(

@@ -25,7 +25,8 @@ class TrainerWeights:
             returns a name, the update fails.
         make_whole: see `TrainerClient.make_whole`. None if every optimizer step leaves all parameters up to date.
         step_stream: function that returns the CUDA stream in which the calling thread queues its optimizer steps.
-            `publish(copy=True)` waits for this stream only; if this is None, it waits for all work of the GPU.
+            `publish(copy=True)` waits for this stream only. If `step_stream` is None, `publish` waits for all work of
+            the GPU.
         allow_unused, keep: see `connect_trainer`.
     """
 

@@ -76,7 +76,7 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
     def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
         """Connect to the servers of `engine`. Collective; blocks.
 
-        A second call with the same servers keeps the connection. A call with other servers replaces it.
+        A second call with the same servers keeps the connection. A call with other servers replaces the connection.
 
         Args:
             engine: a `RemotevLLMEngine` of this module; in a worker, the `ServersCallback` from the controller.
@@ -338,7 +338,7 @@ class _PlainVllm(vllm_remote.VLLMBackend):  # type: ignore[misc]
         result = super().parse_generation_response(response)
         stamps = _STAMPS.get()
         # AReaL labels tokens with the current version. If an update aborted the answer, the current version may
-        # already be the new one. Then use the version when the request was sent.
+        # already be the new one. In this case, use the version that was current when the request was sent.
         ended_by_update = result.stop_reason == "abort"
         version = stamps.sent_at if ended_by_update else self._get_version()
         stamps.versions += [version] * len(result.output_tokens)

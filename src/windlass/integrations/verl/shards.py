@@ -253,7 +253,7 @@ class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
 
         Raises:
             ConfigError: a replica does not run vLLM.
-            PeerUnreachable: a replica does not serve the weights; quotes the reason. This replica stays paused, and
+            PeerUnreachable: a replica does not serve the weights; the message has the reason. This replica stays paused, and
                 all other replicas serve the weights. Call `remove_replicas` to continue without this replica.
             ray.exceptions.RayTaskError: `ShardCheckpointEngine.send_weights` raised an error. All replicas then stay
                 paused until an update succeeds, as with verl's own manager.

@@ -126,7 +126,7 @@ class VllmServers:
             deadline_s: seconds within which each server must answer.
 
         Raises:
-            PeerUnreachable: a server could not be reached, did not answer, or refused; quotes each reason.
+            PeerUnreachable: a server could not be reached, did not answer, or refused; the message has each reason.
         """
         reasons = self._post(
             "/init_weight_transfer_engine",
@@ -232,7 +232,7 @@ class VllmServers:
 
 
 def _lacks_backend(reasons: Iterable[str]) -> bool:
-    """Return whether a server has no weight-transfer backend, or a backend other than "windlass"."""
+    """Return whether one of the servers' error texts shows that a server does not have the backend "windlass"."""
     return any("transfer not configured" in told or "Invalid init_info" in told for told in reasons)
 
 

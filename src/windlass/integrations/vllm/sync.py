@@ -88,9 +88,9 @@ class WeightSync:
     Raises:
         ConfigError: an argument is invalid, or the transport, the module and the servers do not fit together.
         UnsupportedLayout: Windlass cannot describe a parameter of the module.
-        EngineRefused: a server cannot be updated; quotes its reason. Rank 0 raises this; other ranks raise
+        EngineRefused: a server cannot be updated; the message has the reason. Rank 0 raises this; other ranks raise
             PeerUnreachable with the same reason.
-        PeerUnreachable: a server or another rank could not be reached or has failed; quotes the reason.
+        PeerUnreachable: a server or another rank could not be reached or has failed; the message has the reason.
         PeerTimeout: some servers or ranks did not join within `deadline_s`.
     """
 
@@ -164,7 +164,7 @@ class WeightSync:
         Raises:
             ConfigError: `version` is not an integer >= 0.
             RoundAborted: the version was not published; the servers keep their weights.
-            PeerUnreachable: no server can be reached, or another rank has failed; quotes the reason.
+            PeerUnreachable: no server can be reached, or another rank has failed; the message has the reason.
             PeerTimeout: the update did not end within `deadline_s`.
         """
         self._num_sent += 1
@@ -261,8 +261,8 @@ class _Fleet:
             are_starting: whether to wait for servers that do not listen yet.
 
         Raises:
-            EngineRefused: a server cannot be updated; quotes its reason.
-            PeerUnreachable: a server could not be reached, or answered the request with an error; quotes it.
+            EngineRefused: a server cannot be updated; the message has the reason.
+            PeerUnreachable: a server could not be reached, or answered the request with an error; the message has the error.
             PeerTimeout: a server did not answer or join in time.
         """
         address, ends_at = self.hosted.address(Access.ENGINE), time.monotonic() + deadline_s
