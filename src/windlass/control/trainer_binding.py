@@ -1,0 +1,114 @@
+"""Binding of a trainer rank: the backend of the fleet, and the links of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import final
+
+import numpy as np
+
+from windlass.config import P2pBackend, UpdateBackend
+from windlass.control.backend import ChangesLinks, backend_of
+from windlass.control.connect_messages import ChangeLinks, ConnectTrainer, NotBound, Offered
+from windlass.control.held_weights import HeldWeights
+from windlass.control.messages import Done, Result
+from windlass.errors import ConfigError, ProtocolError, RoundAborted
+from windlass.planning.plan import TransferPlan
+from windlass.transfer.base import SenderBackend
+from windlass.transfer.bindings import BindingsRefused, GroupOffer
+from windlass.transfer.sender import Sender
+
+
+@final
+class TrainerBinding:
+    """Binding of a trainer rank. A controller binds a rank before its first round, and again when the fleet changes.
+
+    Args:
+        sender: sender of one-sided writes; other backends read the same parameters.
+        held: weights of the rank.
+        host: address at which engines can reach this rank, for backends that listen.
+        read: see `TrainerWeights`.
+
+    Attributes:
+        sender: trainer half of the backend.
+    """
+
+    def __init__(
+        self,
+        sender: Sender,
+        held: HeldWeights,
+        *,
+        host: str,
+        read: Callable[[Collection[int]], None] | None,
+    ) -> None:
+        self._one_sided, self._held, self._host = sender, held, host
+        self._backend: UpdateBackend = P2pBackend()
+        self.sender: SenderBackend = sender
+        self._note, self._read = read, set[int]()
+        # Epoch in which this rank was bound last; 0 if its binding is incomplete.
+        self._bound_in = 0
+
+    def bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
+        """Bind a plan, or change links of the bound plan.
+
+        After an error this rank counts as unbound, except after a refused change of links, which changes nothing.
+        """
+        before, self._bound_in = self._bound_in, 0
+        offer: GroupOffer | None = None
+        try:
+            if isinstance(command, ConnectTrainer):
+                offer = self._connect(command)
+            else:
+                self._change_links(command, before)
+        except BindingsRefused as refused:
+            if isinstance(command, ChangeLinks):
+                self._bound_in = before
+            return NotBound(refused.reasons)
+        self._bound_in = epoch
+        return Done() if offer is None else Offered(offer)
+
+    def _connect(self, command: ConnectTrainer) -> GroupOffer | None:
+        self._choose(command.backend)
+        self._held.bind(command.replicated)
+        plan = TransferPlan.decode(command.plan)
+        self._read = set()
+        self._note_read(plan)
+        return self.sender.connect(plan, command.bindings)
+
+    def _change_links(self, command: ChangeLinks, bound_in: int) -> None:
+        if not 0 < command.since == bound_in:
+            raise RoundAborted(
+                f"since: must be {bound_in}, the epoch in which this rank was bound last (0: not "
+                f"bound), got {command.since}"
+            )
+        plan = TransferPlan.decode(command.plan) if command.plan else None
+        if plan is None:
+            self._held.note_changes()
+        else:
+            self._note_read(plan)
+        if not isinstance(self.sender, ChangesLinks):
+            raise ProtocolError(f"{type(self.sender).__name__} cannot change single links")
+        self.sender.change_links(plan, command.bindings, command.gone)
+
+    def _note_read(self, plan: TransferPlan) -> None:
+        """Record the parameters that a plan reads, and pass the indices of all recorded parameters to `read`."""
+        self._read.update(np.unique(plan.ops.src_parameter).tolist())
+        compared = self._held.note_read(self._read)
+        if self._note is not None:
+            self._note(self._read | compared)
+        self._held.note_changes()
+
+    def _choose(self, backend: UpdateBackend) -> None:
+        if backend == self._backend:
+            return
+        found = backend_of(backend)
+        if self._one_sided.replica is not None and (reason := found.refuse_replica()):
+            raise ConfigError(f"replica: backend {type(backend).__name__} {reason}")
+        self.close()
+        self.sender = found.sender(self._one_sided, self._host)
+        self._backend = backend
+
+    def close(self) -> None:
+        """Close the half of the backend. The caller closes the one-sided sender. Idempotent."""
+        if self.sender is not self._one_sided:
+            self.sender.close()
