@@ -1,1 +1,1 @@
-"""Element numbers: coded into the values of tensors, loaded by other code, and read from the memory that it filled."""
+"""Element numbers: Windlass codes them into tensors, a framework's own code loads or exports these, and Windlass reads them."""

@@ -140,8 +140,8 @@ def adapter_of(text: str, option: str = "--adapter") -> Adapter | None:
     """Return the adapter for the value NAME=FOLDER of a command-line option; None for an empty value.
 
     Raises:
-        ConfigError: the name or the folder is missing, the folder lacks a file that PEFT saves, or its configuration
-            is invalid.
+        ConfigError: the name or the folder is missing, the folder lacks a file that PEFT saves, or the configuration
+            file is invalid.
         UnsupportedLayout: updates cannot change the whole adapter; the message has the reason.
     """
     if not text:

@@ -48,7 +48,7 @@ class EngineClient(Closing):
 
     Args:
         weights: weights of this rank.
-        transport: transport that registered `weights.regions`. `close` closes it, and so does a failed constructor.
+        transport: transport that registered `weights.regions`. `close` and a failed constructor close the transport.
         hooks: functions that pause and resume this rank and set its version.
         controller: address of the controller.
         token: secret of the controller.

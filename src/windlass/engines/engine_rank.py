@@ -115,7 +115,7 @@ class RankHooks:
         # The thread that blocked the loops for the previous pause may not have ended yet.
         if self._blocked is not None:
             self._blocked.join(deadline_s)
-        # Set `_paused` first: `api.pause` may raise after it has paused the engine, and `resume` must then resume it.
+        # Set `_paused` first: `api.pause` may raise after it has paused the engine. `resume` must then resume the engine.
         before, self._paused = self._paused, True
         self._paused = api.pause(mode, deadline_s) or before
         if not api.blocks(mode):

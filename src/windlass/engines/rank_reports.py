@@ -6,8 +6,8 @@ Unix socket in that folder. The folder also contains the secrets that a rank nee
 secret is in an environment variable or in an order.
 
 A rank on another host sends its report to the engine's server by HTTP, and the server writes the report into the
-folder (`windlass.engines.report_route`). The rank has the token from its own host, and adds an HMAC of the report to
-prove this: no secret is sent from host to host.
+folder (`windlass.engines.report_route`). The rank reads the token on its own host, and proves by an HMAC of the report
+that it has the token. No secret is sent from host to host.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def carry_out(
     except RefusedByOtherRank:
         # The other rank reports the reason.
         return
-    except Exception as error:  # noqa: BLE001 - the engine's loop, and the engine, would end with it
+    except Exception as error:  # noqa: BLE001 - an exception would end the engine's main loop
         _log.exception("rank %s", rank)
         report = Report(folder, rank, failed=True, body=reason_of(error).encode())
     try:

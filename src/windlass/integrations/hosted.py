@@ -190,7 +190,7 @@ class TrainerRanks:
 
     @classmethod
     def of_process(cls) -> Self:
-        """Return the messages of this process through the store of `torch.distributed`, if it is initialised.
+        """Return the `TrainerRanks` of this process, with the store of `torch.distributed` if this is initialised.
 
         Every rank must call this equally often, because a call also chooses the name. The call is not collective.
         """

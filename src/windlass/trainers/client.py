@@ -44,7 +44,7 @@ class TrainerClient(Closing):
 
     Args:
         weights: weights of this rank.
-        transport: transport of this rank. `close` closes it, and so does a failed constructor.
+        transport: transport of this rank. `close` and a failed constructor close the transport.
         controller: address of the controller.
         token: secret of the controller.
         job: identity of this start of the trainer ranks, the same on all ranks. If empty, the value of WINDLASS_JOB,

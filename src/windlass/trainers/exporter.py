@@ -36,9 +36,10 @@ from windlass.transfer.dtensor import HeldTensor
 from windlass.transfer.saved_names import MAX_PIECES, local_part
 
 Exporter = Callable[[list[torch.nn.Module]], Iterable[tuple[str, torch.Tensor]]]
-"""Function of the model's chunks on this rank that yields the name and the whole tensor of every checkpoint tensor.
+"""Function that takes the model's chunks on this rank, and yields the name and the whole tensor of every checkpoint tensor.
 
-It yields them on every rank, and may be collective. Example: `mbridge.AutoBridge.from_pretrained(folder).export_weights`.
+It must yield every tensor on every rank, and may be collective.
+Example: `mbridge.AutoBridge.from_pretrained(folder).export_weights`.
 """
 EXACT_NUMEL = 1 << 16
 """Largest exported tensor, in elements, that is read at every place, which takes 8 bytes per element. Larger tensors are

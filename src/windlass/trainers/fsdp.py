@@ -226,8 +226,9 @@ def connect_trainer(
         stacked: rules for parameters that contain the tensors of several experts; `TRANSFORMERS_EXPERTS` if omitted.
             If both `name_map` and `stacked` are omitted, tensors of a transformers model get the names and shapes that
             `save_pretrained` gives them.
-        exporter: function of `[module]` that yields the names and whole tensors of a checkpoint on every rank. It runs a
-            few times on numbers in place of weights, which shows the names and places of all checkpoint tensors.
+        exporter: function that takes `[module]`, and yields the names and whole tensors of a checkpoint on every rank. To
+            find the names and places of all checkpoint tensors, Windlass runs the exporter a few times on numbers in
+            place of weights.
         replica: memory for a copy of the weights, or OFF for no copy; see `ReplicaPlace`. The copy is as large as the
             weights. `publish(copy=True)` needs it.
         allow_unused: patterns (`fnmatch`) of trained tensors that engines need not have, such as a value head, or a

@@ -78,8 +78,8 @@ def connect_megatron_trainer(
         token: secret of the controller.
         family: `model_type` in the checkpoint's config.json, or a naming table. With `exporter`, the table is used only
             if the exporter computes values.
-        exporter: the framework's own exporter, such as `bridge.export_weights` of mbridge. It runs a few times on
-            numbers in place of weights, which shows the names and places of all checkpoint tensors.
+        exporter: the framework's own exporter, such as `bridge.export_weights` of mbridge. To find the names and places
+            of all checkpoint tensors, Windlass runs the exporter a few times on numbers in place of weights.
         transport: name or configuration; see `connect_trainer`.
         arena_nbytes: see `connect_trainer`.
         use_main_params: True to publish the optimizer's fp32 copies, False to publish the bf16 parameters.

@@ -1,7 +1,7 @@
 """Run the engine's own loader on coded tensors and read the layout from the engine's memory.
 
 The loader turns checkpoint tensors into the tensors that the engine computes with. It may permute, pad, split, fuse or
-repeat them. Every checkpoint element has a number (`Codes`). Capture works in two steps:
+repeat checkpoint tensors. Every checkpoint element has a number (`Codes`). Capture works in two steps:
 
 1. Load digits of the element numbers, one digit per load, and read from memory which checkpoint element is at every
    place (index into a tensor's memory). Capture loads digits into one layer of each group of identical layers, and
@@ -23,7 +23,7 @@ One load of random values is enough if all of these conditions are true; otherwi
   whether the loader writes these parameters at all.
 
 vLLM's sharded weight transfer also runs a loader on tensors that record their origin. Capture stores the origin in
-the values, so that it does not depend on the torch operators that the loader uses.
+the values, so that capture does not depend on the torch operators that the loader uses.
 """
 
 from __future__ import annotations
@@ -431,7 +431,8 @@ def _observe(
     )
     derived_numbers = loads.held.numbers
     right = {n for n in right if _is_received(held[n], loads.codes)} - derived_numbers
-    # Random values have not changed these tensors, but they differ from the bytes that the checkpoint gave them.
+    # The load of random values did not change these tensors, but they do not have their initial bytes any more. So the
+    # loader computes these tensors from the checkpoint.
     hidden = {
         n for n in constants if n in loads.start.prints and prints[n] != loads.start.prints[n]
     }

@@ -23,7 +23,8 @@ class Kind(StrEnum):
     """Kind of reference from a model to a tensor.
 
     PARAMETER, BUFFER, ATTRIBUTE: the tensor is a parameter, a buffer or a plain attribute of a module.
-    HELD: the tensor is inside a container, another object, a closure or a class; or it is an array, storage or bytes.
+    HELD: the tensor is inside a container, another object, a closure or a class; or the tensor is a view of an array,
+        a storage or bytes.
     NUMBER: the tensor has the value of a Python number.
     """
 

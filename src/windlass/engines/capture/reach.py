@@ -85,7 +85,7 @@ Such an object (for example a communicator) has state that objects outside the m
 _LOCKS = type(threading.Lock()), type(threading.RLock())
 """If an object has an attribute of one of these classes, other threads use the object too. See `Node.is_global`."""
 _SERVERS = frozenset({"vllm", "sglang", "transformers"})
-"""Packages of which the walk skips objects that have a lock, because such an object belongs to the server."""
+"""Packages of servers. The walk skips objects of these packages that have a lock: such an object belongs to the server."""
 _MADE_IN_PYTHON = 1 << 9
 """`Py_TPFLAGS_HEAPTYPE`, the flag of classes defined in Python. The walk reads only slots of these classes."""
 _UNSET = object()

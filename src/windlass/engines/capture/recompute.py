@@ -489,8 +489,8 @@ def _places(
 ) -> dict[str, int]:
     """Return name -> address for tensors that a load must not move.
 
-    These are the tensors that updates write, and on GPUs also the tensors that a load writes: CUDA graphs contain their
-    addresses.
+    These are the tensors that updates write, and on GPUs also the tensors that a load writes, because CUDA graphs contain
+    the addresses of tensors.
     """
     return {
         name: h.address

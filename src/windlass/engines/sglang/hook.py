@@ -254,8 +254,8 @@ def separate_caches() -> None:
     """Patch SGLang so that a request finds only prefix-cache entries of the weights with which it starts.
 
     The patched `Req.init_next_round_input` adds the namespace of the current weights to a request's `extra_key`, which is
-    part of the key of cache entries. It does so only if SGLang (0.5.16, 0.5.23) passes a `tree_cache`, which means that a
-    waiting request may start. If an update comes while the request runs, the request's entries keep the old namespace, so
+    part of the key of cache entries. The method adds the namespace only if SGLang (0.5.16, 0.5.23) passes a `tree_cache`:
+    SGLang does so if a waiting request may start. If an update comes while the request runs, the request's entries keep the old namespace, so
     later requests do not find them. SGLang evicts these entries like other unused entries.
 
     Raises:
@@ -304,7 +304,7 @@ def _outdate_caches(namespace: str) -> None:
 def _quiesce(namespace: str) -> None:
     """Set a new cache namespace, search for new derived values, and wait for the GPU.
 
-    Called in an order between two steps, before an update writes weights.
+    A rank calls this while it carries out an order: between two steps, and before an update writes weights.
 
     Raises:
         UnsupportedLayout: see `Captured.look`.

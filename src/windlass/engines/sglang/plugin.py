@@ -258,7 +258,7 @@ def pause_at_once(manager_class: Any) -> None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s), manager.model_update_lock.writer_lock:
                         pass
-                # A request that waited behind the writer gets the lock now.
+                # Let a request that waits for the writer take the lock.
                 await asyncio.sleep(0)
                 if not await manager.model_update_lock.is_locked():
                     return

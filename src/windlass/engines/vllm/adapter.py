@@ -91,7 +91,7 @@ def capture_adapter(
 
 
 def keep_adapter(worker: Any) -> None:
-    """Pin the adapter to its slot. From then on, vLLM does not overwrite the slot with its copy in host memory.
+    """Pin the adapter to its slot, so that vLLM does not overwrite the slot with the copy in host memory.
 
     The caller must pin the adapter before every update.
 

@@ -7,8 +7,9 @@ steps.
 Hold. During a hold, the core's loop waits between two steps while weights change. The core first stops scheduling and
 sends out the results of running steps, so that clients get these tokens before the update. vLLM's own pause
 (`AsyncLLM.pause_generation`) does the same, but needs a request to the API server and sleeps for 20 ms at its end. In the
-pause mode `abort` the core aborts all requests in the call that blocks the workers. vLLM's own route took 300 to 500 ms on
-a busy H200, because the API server handles all aborted answers and their repetitions before the next call.
+pause mode `abort` the core aborts all requests in the call that blocks the workers. vLLM's own pause took 300 to 500 ms on
+a busy H200, because the API server handles all aborted answers, and the requests that clients repeat, before the next
+call.
 
 Prefix cache. The core adds a namespace to the cache salt of each request, and every update sets a new namespace. A
 request gets the current namespace when vLLM looks up its prefix. A request that waited during the update, or that was
@@ -182,7 +183,7 @@ class _Core:
 
     Attributes:
         namespace: current cache namespace.
-        version: newest weight version that the workers returned; None before the first.
+        version: newest weight version that the workers returned; None before the first version.
         calls: calls into this core; None before the first capture, and if the EngineCore has no loop.
     """
 

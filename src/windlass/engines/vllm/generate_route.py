@@ -128,7 +128,7 @@ class CompletionsRoute(GenerateRoute):
     """ASGI middleware that serves `POST /generate` by vLLM's route `/v1/completions`.
 
     If a request is aborted, vLLM omits the weight versions of its tokens. The response then has no tokens, and the rollout
-    worker must request them again.
+    worker must send the request again.
     """
 
     path = "/v1/completions"

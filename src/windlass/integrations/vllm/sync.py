@@ -289,7 +289,7 @@ class _Fleet:
             self._routes.init_weight_transfer_engine(infos, max(left_s(), 1.0))
         except PeerUnreachable:
             # If a server refuses, its rank reports a more precise reason to the controller. `wait_for_fleet` raises
-            # an error with this reason if it arrives.
+            # an error with this reason if the report arrives in time.
             with suppress(PeerTimeout):
                 self.hosted.wait_for_fleet(names, REASON_S)
             raise

@@ -40,7 +40,7 @@ __all__ = ["ModuleShards", "TrainerInit", "WindlassTrainerEngine"]
 class ModuleShards(ModuleSource):  # type: ignore[misc]
     """Source with the trained model; every rank sends its own shards of this model.
 
-    With vLLM's own backends, which iterate over the source, it gathers tensors like `ModuleSource`.
+    vLLM's own backends iterate over the source. The source then gathers tensors, as `ModuleSource` does.
 
     Args:
         module: see `WeightSync`.
