@@ -25,9 +25,10 @@ _TOUCHED_NBYTES = 256 << 20
 class SourceMemory:
     """Parameters that kernels of `device` can access.
 
-    Pageable host memory is pinned, which takes about as long as reading it once. Memory that its
-    owner has pinned (torch's `pin_memory`) is used as it is. The owner must not free memory pinned
-    here before `close`, or before `reach` is called with other parameters.
+    This object pins pageable host memory, which takes about as long as reading the memory once. Memory
+    that its owner has pinned (torch's `pin_memory`) is used as it is. The owner of memory that this
+    object has pinned must not free the memory before `close`, or before `reach` is called with other
+    parameters.
     """
 
     def __init__(self, device: Device) -> None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
 SCRATCH_NBYTES = 1 << 20
-"""Bytes of scratch memory for casting before hashing: small enough to stay in cache in between."""
+"""Bytes of scratch memory for casting before hashing: small enough to stay in cache between cast and hash."""
 _PER_MAX = 1.0 / 448.0
 _FLOOR = 1e-4
 
@@ -102,7 +102,8 @@ class HostMemory(MemoryOps):
 def _import_torch(programs: Mapping[str, LinkProgram]) -> None:
     """Import torch if an op packs or gathers elements.
 
-    Ranks bind programs when they connect. An import within an update could take longer than a phase may last.
+    Ranks call this function when they connect, because an import during an update could take longer than the deadline
+    of a phase.
     """
     if "torch" not in sys.modules and any(
         not op.is_direct
@@ -250,8 +251,8 @@ def _hash_source(
 ) -> str:
     """Return the digest of a link. Each part is hashed right after packing, while it is in the cache.
 
-    `parts` returns, for an op and its index, the parts to pack and the address for each; none to
-    hash the op in place.
+    `parts` gets the index of an op and the op. It returns the parts to pack, each with the address to pack it to. If it
+    returns no part, the op is hashed in place.
     """
     digest = new_digest()
     for index, op in enumerate(program.ops):
@@ -279,7 +280,7 @@ def _hash_received(program: LinkProgram, addresses: UInt64Array, staging_address
 
 
 def _hash_ranges(addresses: UInt64Array, nbytes: Int64Array) -> str:
-    """Return the digest of ranges in order. Short ranges of equal size are copied together, many at a time, first."""
+    """Return the digest of ranges in order. Short ranges of equal size are first copied together, `GATHERED` at a time."""
     digest = new_digest()
     if len(nbytes) > 1 and nbytes[0] <= SHORT_NBYTES and (nbytes == nbytes[0]).all():
         within = np.arange(int(nbytes[0]), dtype=np.uint64)

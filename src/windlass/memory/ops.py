@@ -125,7 +125,7 @@ class MemoryOps(Protocol):
 
     Attributes:
         ordinal: ordinal of the GPU; -1 for host memory.
-        digest_kind: algorithm of the digests; both ends of a link must use the same.
+        digest_kind: algorithm of the digests; both ends of a link must use the same algorithm.
     """
 
     ordinal: int

@@ -1,4 +1,4 @@
-"""Gather, cast, scatter and hash at raw addresses: the kernels behind PACKED and SCATTER.
+"""Gather, cast, scatter and hash elements at raw addresses, for ops with the modes PACKED and SCATTER.
 
 `torch.Tensor.copy_` between two strided views gathers, casts and stores in one pass. Addresses are
 in host memory. Torch is imported when the first view is made.
@@ -178,7 +178,7 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
 def split_inner(
     sizes: Sequence[int], strides_bytes: Sequence[int], itemsize: int
 ) -> tuple[int, int]:
-    """Split the dims of an array into outer dims and inner dims, which are contiguous in row-major order.
+    """Split the dims of an array into outer dims and inner dims. The inner dims are contiguous in row-major order.
 
     Returns:
         (number of outer dims, bytes of one contiguous run over the inner dims).

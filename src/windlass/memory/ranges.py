@@ -50,7 +50,7 @@ def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[
 def edges_of(address: int, nbytes: int, step_nbytes: int) -> list[int]:
     """Return the addresses at which registrations of `step_nbytes` divide a region.
 
-    There are none if one registration covers the region, or if `step_nbytes` is 0 (no limit).
+    The list is empty if one registration covers the region, or if `step_nbytes` is 0 (no limit).
     """
     if not 0 < step_nbytes < nbytes:
         return []

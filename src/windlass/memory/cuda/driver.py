@@ -183,7 +183,7 @@ class Event:
 
 @final
 class Device:
-    """Primary CUDA context of one GPU, which torch uses too in this process.
+    """Primary CUDA context of one GPU. In this process, torch uses the same context.
 
     Raises:
         TransportUnavailable: the GPU does not exist.
@@ -320,7 +320,7 @@ class Device:
     def launch(
         self, function: object, grid: int, block: int, arguments: Sequence[Any], stream: int
     ) -> None:
-        """Queue a kernel. `arguments` are ctypes values. `stream` is a stream's handle, also of another library."""
+        """Queue a kernel. `arguments` are ctypes values. `stream` is a stream's handle, perhaps of another library."""
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         shape = (grid, 1, 1, block, 1, 1, 0)
         self.call("cuLaunchKernel", function, *shape, stream, ctypes.addressof(pointers), 0)

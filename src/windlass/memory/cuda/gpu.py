@@ -150,7 +150,7 @@ class WaitThreads:
         self._idle: list[SimpleQueue[tuple[Callable[[], None], Future[float]]]] = []
 
     def submit(self, wait: Callable[[], None]) -> Future[float]:
-        """Call `wait` in a thread. Return a future of the seconds that the call took, or of its `TransferFailed`.
+        """Call `wait` in a thread. Return a future with the seconds that the call took, or the `TransferFailed` it raised.
 
         Raises:
             RuntimeError: no thread could start.

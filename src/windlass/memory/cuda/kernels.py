@@ -39,8 +39,8 @@ SMALL_BLOCK, LARGE_BLOCK = 128, 512
 THREADS_PER_MULTIPROCESSOR = 2048
 
 PART_NBYTES = 1 << 30
-"""Smallest size of one part of a table. The last part is hashed after all bytes are sent; with 1 GiB this
-takes 0.5 ms, and the parts are written as fast as one whole table (H200, 2026-11-21)."""
+"""Smallest size of one part of a table. The last part is hashed after all bytes are sent. With parts of 1 GiB, this
+hashing takes 0.5 ms, and all parts together are written as fast as one whole table (H200, 2026-11-21)."""
 
 
 def raw_pieces(
