@@ -35,7 +35,7 @@ class Boxes:
     """Distinct boxes of one side, sorted by (tensor class, offsets, sizes).
 
     Attributes:
-        tensor: (b,) tensor class.
+        tensor: (b,) tensor class, see `rows`.
         offsets, sizes: (b, MAX_DIMS).
         rows: (n,) row indices of the side's `RowTable`, grouped by box and sorted by rank in each
             group.

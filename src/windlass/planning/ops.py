@@ -386,9 +386,10 @@ def _join_repeated(ops: OpTable) -> OpTable:
     same &= (ops.mode[1:] != CopyMode.PACKED) | (dst_step == ops.nbytes[:-1])
     if not same.any():
         return ops
-    # A joined op has one distance between its rows. `changes[i]` is True if the distance from row i - 1 to row i is not
-    # the distance before. Then row i begins an op, and row i + 1 sets the distance of this op. Row i + 1 must not begin
-    # an op itself, so of consecutive changes only every second begins one.
+    # A joined op has one distance between its rows. `changes[i]` is True if the distance from row i - 1 to row i differs
+    # from the distance from row i - 2 to row i - 1. Then row i begins an op, and the distance to row i + 1 becomes the
+    # distance of this op. So row i + 1 does not begin an op, even if `changes[i + 1]` is True: of consecutive changes,
+    # only every second begins an op.
     changes = np.zeros(len(ops), np.bool_)
     changes[2:] = same[1:] & same[:-1] & ((np.diff(src_step) != 0) | (np.diff(dst_step) != 0))
     row = np.arange(len(ops))

@@ -36,7 +36,7 @@ ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], np.int64)
 
 
 class CopyMode(IntEnum):
-    """How the bytes of one op are sent.
+    """Way in which the bytes of one op are sent.
 
     DIRECT: straight from the source parameter to the destination parameter, in
     contiguous runs (one run if both sides are contiguous); zero copy.
@@ -98,7 +98,7 @@ class OpTable(Columns):
         src_dtype: (n,) index into `DTYPES`.
         dst_dtype: (n,) index into `DTYPES`; differs from `src_dtype` when the op casts.
         transform: (n,) `Transform`.
-        sizes: (n, MAX_DIMS) elements; for scales, the source elements that they are computed from.
+        sizes: (n, MAX_DIMS) elements; if the op computes scales, sizes of the elements at the source.
         src_offset: (n,) bytes.
         src_strides: (n, MAX_DIMS) bytes.
         dst_offset: (n,) bytes.

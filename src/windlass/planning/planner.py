@@ -41,7 +41,7 @@ from windlass.planning.routing import assign, group_by_holders, pour
 from windlass.planning.rows import RowTable, TensorNames, gather_rows, resolve_names
 
 Planner = Callable[[Sequence[ShardManifest], Sequence[ShardManifest]], TransferPlan]
-"""`plan_transfer`, or a function in its place."""
+"""`plan_transfer`, or another function with the same arguments and result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

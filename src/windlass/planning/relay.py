@@ -1,10 +1,10 @@
 """Plan relays between engines that need the same bytes: which engine passes chunks on to which. No I/O.
 
 Engines are *replicas* if their ranks hold the same boxes at the same places of the same parameters.
-The plan is made for one replica and is valid, op for op, for the others. The ranks number r of all
-replicas form a *group*. The bytes for a group are divided into *stripes*: each stripe has every
-num_stripes-th chunk and its own tree of members. Trainers write the chunks of a stripe to the root
-of its tree.
+The plan is made for one replica and is valid, op for op, for the others. The ranks with the same
+number in all replicas form a *group*; they are its *members*. The bytes for a group are divided into
+*stripes*: each stripe has every num_stripes-th chunk and its own tree of members. Trainers write the
+chunks of a stripe to the root of its tree.
 
 With two binary trees, where the inner nodes of one are leaves of the other, every member sends
 about as much as it receives, at logarithmic depth (Sanders, Speck, Traeff, "Two-tree algorithms for
@@ -29,7 +29,7 @@ class RelayGroup(msgspec.Struct, frozen=True):
     """Ranks that need the same bytes, and the trees over which they pass the bytes on.
 
     Attributes:
-        members: worker names; the plan is made for the first.
+        members: worker names; the plan is made for the first member.
         stripes: per stripe the parent of each member: an index in `members`, or -1 for the
             trainers.
         chunk_nbytes: maximum bytes that are written, verified and passed on at a time.

@@ -34,8 +34,8 @@ BLOCK_NBYTES = 256 << 10
 """Size of the blocks that boxes are cut into."""
 RUN_BLOCKS = 64
 """Maximum number of blocks in a run: consecutive blocks, numbered over all boxes, that are compared in
-the same turn. Long runs make a turn touch few boxes: a GPU digests boxes one after another, but a
-long part of a box as fast as a short part."""
+the same turn. With long runs, a turn includes parts of few boxes. This is faster, because a GPU digests
+boxes one after another, and digests a long part of a box as fast as a short part."""
 LEAST_RUNS = 1024
 """Number of runs below which runs are made shorter than `RUN_BLOCKS`."""
 SAMPLE_SHARE = 1 / 64

@@ -101,7 +101,7 @@ def pour(
 
 
 def _level(ground: Float64Array, total: float) -> Float64Array:
-    """Return each rank's part of `total` bytes if the sums of part and load (`ground`) are as even as possible."""
+    """Divide `total` bytes so that each rank's part plus its load (`ground`) is as even as possible; return the parts."""
     ordered = np.sort(ground)
     below = np.cumsum(ordered)
     counts = np.arange(1, len(ordered) + 1)
