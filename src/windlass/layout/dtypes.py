@@ -51,7 +51,7 @@ CASTS = tuple(
 A cast rounds to nearest even, bit for bit as torch does, also to subnormal numbers and to zero. An
 infinity stays an infinity, and a NaN stays a NaN with unspecified bits. A finite number that would
 become an infinity is an error; see `can_overflow`. A cast to float8 needs scales
-(`layout/quantization.py`). Elements of any other pair of types are sent only if the types are equal.
+(`layout/quantization.py`). Without a cast, the source and the destination must have the same type.
 """
 
 CAST_RULE = f"only {', '.join(_LARGEST)} are cast into one another"

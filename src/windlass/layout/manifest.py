@@ -9,9 +9,9 @@ trillion-parameter model holds tens of thousands of shards and a fleet holds a m
 padded on the left to `MAX_DIMS` dims with offset 0, size 1 and stride 0, so padding does not change
 the meaning of a row.
 
-A shard may have any strides, so transposed shards can be described. A layout that is not a box with
-strides, such as a block-wise shuffle, cannot: code that describes weights raises
-`UnsupportedLayout` for it.
+A shard may have any strides, so a manifest can describe transposed shards. It cannot describe a layout
+that is not a box with strides, such as a block-wise shuffle. For such a layout, code that builds a
+manifest raises `UnsupportedLayout`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Shard:
     Attributes:
         tensor: checkpoint name.
         box: elements of the global tensor.
-        parameter: name of the local parameter that contains them.
+        parameter: name of the local parameter that contains the elements.
         offset_bytes: byte offset of the box's first element from the parameter's start.
         strides_bytes: byte stride per tensor dim.
     """

@@ -9,10 +9,10 @@ The only supported scheme is DeepSeek-V3's: blocks of 128 x 128 elements of the 
 scale))`. Weights in float32 or float16 are rounded to bfloat16 first, so that the result is
 the same as from a bfloat16 checkpoint.
 
-This is `per_block_cast_to_fp8` of DeepGEMM and vLLM as torch runs it on a GPU, operation by
-operation. On a GPU, torch replaces the division by 448 by a product with its reciprocal; on a CPU
-torch divides, and half of the scales differ in their last bit. `1 / scale` is rounded correctly,
-but vLLM's torch.compile kernels divide approximately.
+The result equals `per_block_cast_to_fp8` of DeepGEMM and vLLM as torch runs it on a GPU, operation by
+operation. On a GPU, torch replaces the division by 448 by a product with its reciprocal. On a CPU,
+torch divides, and half of the scales then differ in their last bit. Windlass rounds `1 / scale`
+correctly, but vLLM's torch.compile kernels divide approximately.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class _Part:
         )
 
     def rows(self, index: int, num_rows: int, first: int, count: int, at: int) -> PlacedShard:
-        """Return the shard with rows [first, first + count) of tensor `index`; `at` is its first local row."""
+        """Return the shard with rows [first, first + count) of tensor `index`; `at` is the shard's first local row."""
         tail = self.shape[1:]
         strides = contiguous_strides(self.shape, 1)
         box = Box((first, *(0 for _ in tail)), (count, *tail))

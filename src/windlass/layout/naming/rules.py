@@ -1,7 +1,7 @@
 """Elements of a naming table: one rule per parameter name of the training framework.
 
 A rule states three things: the framework's name of a parameter, the checkpoint tensors that form
-its rows, and how they are cut over the ranks. A table does not depend on a model's sizes.
+its rows, and how the parameter is cut over the ranks. A table does not depend on a model's sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from windlass.errors import UnsupportedLayout
 
 
 class Cut(StrEnum):
-    """How the rows and columns of a parameter are divided among tensor-parallel ranks.
+    """Division of a parameter's rows and columns among tensor-parallel ranks.
 
     WHOLE: every rank holds the whole parameter. COLUMN: dim 0 is cut. ROW: dim 1 is cut.
 
