@@ -40,7 +40,8 @@ def test_a_link_is_as_fast_as_its_slower_end() -> None:
 
 def test_an_unreachable_peer_is_refused_with_the_reason_of_each_transport() -> None:
     with pytest.raises(
-        ConfigError, match="must be available at both ends, got cma here, nixl there"
+        ConfigError,
+        match="must be available at both ends, got cma at the source and nixl at the destination",
     ):
         choose_transport(has("cma"), has("nixl"), same_host=True, same_address=True)
     with pytest.raises(

@@ -123,7 +123,7 @@ class TransportOffer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class MappedRegion:
-    """Region of a peer that is mapped in this process. Its address here is its address in the peer + `shift`.
+    """Region of a peer that is mapped in this process.
 
     Attributes:
         start, stop: begin and end of the region, as addresses in the peer's process.
@@ -259,7 +259,7 @@ class OneSidedTransport(Protocol):
         """Return once no write of an ended peer process can change memory of this process any more.
 
         Call this while no peer writes. Peers that are alive reconnect by themselves. If writes over
-        this transport always end with the process that writes, this does nothing.
+        this transport always end with the process that writes, this method does nothing.
 
         Raises:
             TransferFailed: writes of an ended process may still arrive.

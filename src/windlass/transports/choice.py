@@ -1,4 +1,4 @@
-"""Choice of a transport for each link: the fastest that both ranks offer and that reaches the destination.
+"""Choice of a transport for each link: the fastest transport that both ranks offer and that reaches the destination.
 
 The controller chooses from the offers that both ranks have sent, so it needs no transport itself.
 """
@@ -66,7 +66,7 @@ def choose_transport(
             ceiling = min(offer.traits.ceiling_bytes_per_s, other.traits.ceiling_bytes_per_s)
             usable.append((ceiling, offer.transport))
     if not usable:
-        have = f"{_names(source)} here, {_names(destination)} there"
+        have = f"{_names(source)} at the source and {_names(destination)} at the destination"
         raise ConfigError(
             "; ".join(reasons) + "; between hosts use mooncake or nixl"
             if reasons

@@ -23,7 +23,7 @@ Connection = tuple[Hashable, Hashable]
 """Address of this process and address of the peer, as the kernel returns them."""
 
 OPENING = threading.Lock()
-"""Lock that each transport takes while it starts, so that ports opened in this time belong to it."""
+"""Lock that each transport holds while it starts, so that each port opened during the start belongs to it."""
 BACKOFF = Backoff(0.001, 0.1)
 MAX_SYN_RETRIES = 127
 
@@ -54,7 +54,7 @@ def new_mark() -> int:
     """Return a number of SYN retries to mark the sockets of a library, different from the system's default.
 
     Some libraries let the caller set this number, but nothing else that would identify the
-    library's sockets. All sockets that such a library opens or accepts then have this number.
+    library's sockets. All sockets that such a library opens or accepts have the number that the caller set.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as fresh:
         default: int = fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT)

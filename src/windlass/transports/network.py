@@ -3,10 +3,10 @@
 A library such as NIXL performs a write as native calls (`NativeCall`), which have no deadline. The
 writing thread follows each call until it ends, the deadline passes or the peer's process ends. If
 the outcome is then unknown, bytes may still arrive, even if the library has reported an error. So
-the call and the memory that it reads are kept until it ends, and no other write to this peer begins
-until then. RDMA verbs do not identify the process behind a queue pair, so the liveness of each peer
-is watched (`liveness.py`). Derived classes define the calls, how their end is detected, and how a
-peer is checked before the first byte is sent.
+the call and the memory that it reads are kept until the call ends, and no other write to this peer
+begins before that. RDMA verbs do not identify the process behind a queue pair, so the liveness of
+each peer is watched (`liveness.py`). Derived classes define the calls, how the end of a call is
+detected, and how a peer is checked before the first byte is sent.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from windlass.transports.traits import MemoryType
 GRACE_S = 0.25
 """Seconds after a failed call within which the kernel reports the end of the peer's process, if that was the cause."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
-"""Shortest and longest pause between two checks of a call, for libraries that do not report its end. The end of
-the peer's process ends a pause at once."""
+"""Shortest and longest pause between two checks of a call, for libraries that do not report the end of a call. The
+end of the peer's process ends a pause at once."""
 _CAP_IPC_LOCK = 14
 
 

@@ -99,7 +99,7 @@ def is_own_process(peer: PeerEndpoint) -> bool:
 
 @final
 class OwnProcess:
-    """Endpoint of a transport of this process. It proves to peers until `close` that it is this process.
+    """Endpoint of a transport of this process, and proof for peers, until `close`, that this process owns the endpoint.
 
     The incarnation is the process's start time and a secret. While the transport is open, this process listens at an
     abstract Unix socket. The name of the socket is a digest of the incarnation. A peer that has the endpoint connects

@@ -3,8 +3,8 @@
 The published wheels ignore the `protocol` argument of `initialize`. The engine uses RDMA if it
 finds a NIC with a configured name, and TCP otherwise. It returns 0 in both cases and does not report
 its choice, and `get_local_topology` ignores the configured names. So this module forces the choice
-where it can, and always checks it afterwards: the kernel lists the RDMA devices that this process
-has opened.
+where it can, and after the start always checks which wire the engine chose: the kernel lists the RDMA
+devices that this process has opened.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _DISTRIBUTIONS = (
 )
 _DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
-    # With one connection per peer, writes keep their order, which shows whether a failed write has ended
-    # (see `transport.py`). 1, 2 and 4 connections are equally fast on loopback.
+    # With one connection per peer, operations keep their order. So the success of a later read shows that a failed
+    # write has ended (see `transport.py`). 1, 2 and 4 connections are equally fast on loopback.
     "MC_TCP_LANES_PER_PEER": "1",
-    # Soft-RoCE treats the engine's 7 retries as unlimited, so a call to a dead peer would never
-    # end.
+    # Soft-RoCE treats the engine's 7 retries as unlimited, so without a timeout a call to a dead peer would
+    # never end.
     "MC_SLICE_TIMEOUT": "30",
 }
 VERBS = "/dev/infiniband/uverbs"

@@ -373,7 +373,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
     listener.
 
     Attributes:
-        engines: running engines; a second one reaches a peer that restarted at the address of another.
+        engines: running engines. A further engine reaches a process that took over the address of an ended process.
 
     Raises:
         TransportUnavailable: Mooncake is not installed or too old, or it uses another wire than the

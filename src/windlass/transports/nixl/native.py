@@ -170,7 +170,7 @@ class WireLog:
         """Check, after a first write, that UCX chose the configured wire.
 
         Raises:
-            TransportUnavailable: UCX chose another wire, or the log does not contain its name.
+            TransportUnavailable: UCX chose another wire, or the log does not contain the name of the wire.
         """
         allowed, wires = _ALLOWED.get(wire, frozenset[str]()), self.put_wires()
         strange = sorted({taken.name for taken in wires} - allowed)
@@ -358,8 +358,8 @@ class TcpFence:
     """Closes the TCP connections of this process's NIXL agents, except each agent's connection to itself.
 
     Each agent connects to itself at its start, and needs this connection for every registration,
-    because NIXL loads the key of a registered region as a peer would. Without it the agent could not
-    register memory any more, and the only error would be NIXL_ERR_BACKEND (1.5.1, 2026-11-22).
+    because NIXL loads the key of a registered region as a peer would. Without this connection, the agent
+    could not register memory any more, and the only error would be NIXL_ERR_BACKEND (1.5.1, 2026-11-22).
     Create this object before its agent starts.
 
     Args:

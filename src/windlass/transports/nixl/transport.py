@@ -8,7 +8,7 @@ may still write must stay allocated.
 
 Over TCP, bytes of an ended process may still arrive, so `fence` closes all TCP connections of UCX:
 UCX writes over a connection in both directions, whichever side opened it. If the wire may be TCP, a
-writer first sends a small probe write, which finds a closed connection; it then connects again.
+writer first sends a small probe write. If the probe fails, the writer connects again.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class NixlPeer(NetworkPeer):
         return _Transfer(self._agent, self.endpoint.incarnation, pieces, gpus)
 
     def reach(self, deadline: Deadline) -> None:
-        """Check the connection with a probe write; reconnect if the probe fails. Take the lock.
+        """Check the connection with a probe write; reconnect if the probe fails. This method takes the lock.
 
         Raises:
             PeerUnreachable: no probe write arrived; nothing of the batch was sent.
@@ -369,7 +369,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
 
     Raises:
         TransportUnavailable: NIXL is not installed, or UCX does not start with the configured wire.
-            `write` also raises it, before the first byte, if UCX chooses another wire for a peer.
+            `write` raises the same error, before the first byte, if UCX chooses another wire for a peer.
     """
 
     def __init__(self, config: NixlConfig) -> None:
