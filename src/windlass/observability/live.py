@@ -22,9 +22,9 @@ DRAWN_EVERY_S = 0.25
 class LiveView:
     """Context manager that shows a live view on a terminal. It does nothing if `can_draw` is false.
 
-    A line that another writer prints over the view would damage both. Inside the `with` block, `sys.stdout` and
-    `sys.stderr` are therefore replaced by streams that print above the view. Log lines go there too, because the
-    handler of `configure_logging` looks up `sys.stderr` for every line.
+    If other code printed a line over the view, both would become unreadable. Inside the `with` block, `sys.stdout` and
+    `sys.stderr` are therefore replaced by streams that print above the view. Log lines use these streams too, because
+    the handler of `configure_logging` looks up `sys.stderr` for every line.
 
     Args:
         console: the terminal.
@@ -49,7 +49,7 @@ class LiveView:
         self._console, self._draw = console, draw
         self._is_transient, self._fills_screen = is_transient, fills_screen
         self.is_drawn = is_wanted and can_draw(console)
-        # Held while a frame or a line is printed. rich's own lock does not suffice: rich releases it before it writes.
+        # Held while a frame or a line is printed. rich's own lock does not suffice: rich writes after releasing it.
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._live: Live | None = None
         self._clock: threading.Thread | None = None

@@ -30,9 +30,9 @@ SEND_DEADLINE_S = 10.0
 LAST_ROUNDS = 20
 BINDING = "binding "
 LOOK_AFTER_S = 0.2
-"""Seconds from the first change of the fleet to the comparison of the engines' states: one for several changes."""
+"""Seconds from a change of the fleet to the comparison of the engines' states, so that changes share a comparison."""
 FRAME_PERIOD_S = 0.25
-"""Seconds between two events of a stream, at least."""
+"""Minimum number of seconds between two events of a stream."""
 MAX_FRAME_SHARE = 0.05
 """Largest share of the event loop's time that is used to encode events."""
 MAX_STREAMS = 64

@@ -16,7 +16,7 @@ from windlass.wording import counted
 MAX_LINKS = 20
 """Largest number of links in the table."""
 MAX_ROUNDS = 10
-"""Largest number of rounds in the table; it shows the newest."""
+"""Largest number of rounds in the table; the table shows the newest rounds."""
 
 
 def status_of(
@@ -140,7 +140,7 @@ def _rounds(rounds: list[dict[str, Any]]) -> Iterator[RenderableType]:
         if each["reason"]:
             yield Text(f"{version} {each['outcome']}: {each['reason']}", style="red")
         for name, reason in each["left_out"].items():
-            yield Text(f"{version} went on without {name}: {reason}", style="yellow")
+            yield Text(f"{version}: the update continued without {name}: {reason}", style="yellow")
 
 
 def size(nbytes: float) -> str:
