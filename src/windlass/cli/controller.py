@@ -52,7 +52,7 @@ async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, A
 async def follow_overview(
     url: str, token: str, deadline_s: float
 ) -> AsyncGenerator[dict[str, Any]]:
-    """Yield each overview that the controller at `url` sends on `/v1/events`. Never returns: the end is an error.
+    """Yield each overview that the controller at `url` sends on `/v1/events`. Raise an error when the stream ends.
 
     The controller sends data at least every `HEARTBEAT_S` seconds.
 

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job; return 0, or 128 plus the signal's number if a signal ended it."""
+    """Run the job; return 0, or 128 plus the signal's number if a signal ended the job."""
     from windlass.jobs.config import check_all, error_of, name_file, read_job
     from windlass.jobs.launch import check_host, check_job, run_job
     from windlass.jobs.recipe import find_recipe
