@@ -19,7 +19,7 @@ NameT = TypeVar("NameT", bound=StrEnum)
 
 
 def take_name(what: str, value: str, kind: type[NameT]) -> NameT:
-    """Return the member of the enumeration `kind` with the value `value`, which may also be a member.
+    """Return the member of the enumeration `kind` for `value`, which is a member or the value of a member.
 
     Raises:
         ConfigError: there is no such member. The message begins with `what`.
@@ -34,7 +34,7 @@ def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> 
     """Replace strings in fields of settings by enumeration members, as in `mode="staged"`.
 
     `__post_init__` calls this, because other code compares members with `is`, which is False for a string. `kinds` maps
-    the name of a field -> enumeration.
+    the name of a field to its enumeration.
 
     Raises:
         ConfigError: an enumeration has no member with the field's value.
@@ -308,7 +308,7 @@ class RouterKind(StrEnum):
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """External router in front of the engines. The controller notifies it which engines may receive requests.
+    """External router in front of the engines. The controller tells the router which engines may receive requests.
 
     Attributes:
         url: address of the router, or for WEBHOOK the URL of the POST. The controller follows no redirects.
@@ -340,7 +340,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
             digest.
         min_engines: number of engines that must be connected before a round begins.
         compare_share: trainer ranks compare replicated weights for at most this share of the update time, in [0, 1].
-            The first update compares all replicated weights; with 1, every update does.
+            The first update compares all replicated weights; with 1, every update compares all of them.
         unchanged: reaction to a version in which all bytes equal the trainers' previous version.
         non_finite: reaction to a version in which a parameter contains NaN or infinity. REFUSE checks all parameters
             before the first byte is sent. WARN checks a different 4 MiB per rank in each update.

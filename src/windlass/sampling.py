@@ -35,11 +35,11 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         top_k: number of tokens to sample from; -1 for all tokens. If `top_p` is also set, vLLM and the embedded engine
             apply it after `top_k` to the renormalised distribution; SGLang applies both to the same distribution.
         min_p: in [0, 1]. Tokens are sampled only if their probability is at least this share of the largest one.
-        repetition_penalty: > 0. Tokens of the prompt and of the answer become less probable if it is above 1.
+        repetition_penalty: > 0. A value above 1 makes tokens of the prompt and of the answer less probable.
         min_new_tokens: number of tokens before which no end token or stop token is sampled.
         stop: generation ends after any of these texts. The engine needs a tokenizer.
         json_schema, regex: JSON schema as text, or regular expression, that the answer must match. Only one of them, and
-            only with vLLM and SGLang. After an update that aborts it, such an answer starts again.
+            only with vLLM and SGLang. If an update aborts the answer, the answer is generated again from the prompt.
         stop_token_ids: ids of tokens after which generation ends.
         ignore_eos: whether to continue after the model's end token.
         adapter: name of the served LoRA adapter; empty for the base model.
