@@ -60,7 +60,7 @@ def test_status_truncates_nothing_on_80_columns() -> None:
     row = next(line for line in lines if line.startswith("24"))
     assert row.split() == ["24", "published", "7.9", "TB", *["99999.9"] * 6]
     glued = text.replace("\n", "").replace(" ", "")
-    assert f"version24wentonwithout{long}:itdied" in glued
+    assert f"version24:theupdatecontinuedwithout{long}:itdied" in glued
     assert "349.88" in text
 
 
