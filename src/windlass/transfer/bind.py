@@ -151,6 +151,7 @@ class SentLinks:
         programs: destination -> link, in the order of the links' places in the arena.
         peers: destination -> its addresses, for written links.
         read_in_place: indices of the parameters that written links send from the parameter's own memory.
+        copy_of: destination of a link of `with_copies` -> destination of the planned link with the same bytes.
     """
 
     digest_kind: DigestKind
@@ -158,6 +159,12 @@ class SentLinks:
     programs: Mapping[str, LinkProgram] = field(default_factory=dict)
     peers: Mapping[str, Peer] = field(default_factory=dict)
     read_in_place: tuple[int, ...] = ()
+    copy_of: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def planned(self) -> tuple[LinkProgram, ...]:
+        """Links that the transport writes, without the links of `with_copies`."""
+        return tuple(program for program in self.written if program.peer not in self.copy_of)
 
     @property
     def written(self) -> tuple[LinkProgram, ...]:
@@ -171,14 +178,34 @@ class SentLinks:
 
     def none(self) -> SentLinks:
         """Return a copy without links."""
-        return replace(self, programs={}, peers={}, read_in_place=())
+        return replace(self, programs={}, peers={}, read_in_place=(), copy_of={})
 
     def with_copies(
-        self, copies: Mapping[str, LinkProgram], bindings: Mapping[str, DestinationBinding]
-    ) -> SentLinks:
-        """Return these links and `copies`, which are written links to members of relay groups: destination -> link."""
-        peers = {name: Peer.bound_to(bindings[name]) for name in copies}
-        return replace(self, programs={**self.programs, **copies}, peers={**self.peers, **peers})
+        self, copies: Mapping[str, str], bindings: Mapping[str, DestinationBinding]
+    ) -> tuple[SentLinks, tuple[LinkProgram, ...]]:
+        """Add written links that bring the bytes of planned links to further destinations; see `Sender.bind_copies`.
+
+        Returns:
+            All links, and the planned links that have copies.
+
+        Raises:
+            PlanError: a destination has no binding.
+            RegionError: bytes would be written outside the regions of a destination.
+        """
+        programs = self.programs
+        found = {n: replace(programs[of], peer=n) for n, of in copies.items() if of in programs}
+        planned = {copies[name]: programs[copies[name]] for name in found}
+        for name, program in {**planned, **found}.items():
+            if name not in bindings:
+                raise PlanError(f"bind_copies: {name} has no binding")
+            check_binding(program, bindings[name])
+        links = replace(
+            self,
+            programs={**programs, **found},
+            peers={**self.peers, **{name: Peer.bound_to(bindings[name]) for name in found}},
+            copy_of={name: copies[name] for name in found},
+        )
+        return links, tuple(planned.values())
 
     def changed(
         self,
@@ -208,7 +235,7 @@ class SentLinks:
         peers = {name: peer for name, peer in self.peers.items() if name in kept}
         peers |= {n: Peer.bound_to(known[n]) for n in added if n not in near}
         stored = tuple(added[name] for name in added if name in near)
-        links = replace(self, programs=programs, peers=peers)
+        links = replace(self, programs=programs, peers=peers, copy_of={})
         read = {i for p in links.written for i in np.unique(p.direct.src_parameter).tolist()}
         return replace(links, read_in_place=tuple(read)), NewLinks(added, known, stored)
 

@@ -56,7 +56,7 @@ from windlass.net.messages import Codec, RoundId, encode
 from windlass.planning.program import LinkProgram
 from windlass.planning.relay import RelayGroup, children_of, depths_of
 from windlass.transfer.base import LINKS_AT_ONCE, failed_link, is_unknown, submit
-from windlass.transfer.bind import check_binding
+from windlass.transfer.bind import check_binding, check_destinations
 from windlass.transfer.bindings import (
     Carried,
     DestinationBinding,
@@ -691,7 +691,7 @@ class RelaySource:
 
     def _keep(self) -> None:
         for relayed in set(self.groups.values()):
-            relayed.keep(self._sender.memory, self._sender.packed(relayed.leader))
+            relayed.keep(self._sender.packer.memory, self._sender.packed(relayed.leader))
 
     def write(
         self, round_id: RoundId, version: int, destinations: Sequence[str], deadline_s: float
@@ -708,9 +708,9 @@ class RelaySource:
         """
         deadline = Deadline.after(deadline_s, "write")
         with self._sender.reading(), ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-relay") as threads:
-            self._sender.check_links(destinations)
+            check_destinations(self._sender.links.programs, destinations)
             self._keep()
-            began, arena = time.perf_counter(), self._sender.arena
+            began, arena = time.perf_counter(), self._sender.packer.slot.arena
             relayed = [name for name in destinations if name in self.groups]
             self._sender.note_sent(relayed)
             roots = {

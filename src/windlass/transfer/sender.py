@@ -23,14 +23,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import final
 
 from windlass.config import ReplicaPlace
 from windlass.errors import ConfigError, PlanError, ProtocolError, WindlassError
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.ops import Buffer, MemoryOps
+from windlass.memory.ops import Buffer
 from windlass.memory.packing import ALIGNMENT
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
@@ -44,7 +43,7 @@ from windlass.transfer.base import (
     status_of,
     submit,
 )
-from windlass.transfer.bind import SentLinks, check_binding, check_destinations
+from windlass.transfer.bind import SentLinks, check_destinations
 from windlass.transfer.bindings import (
     DestinationBinding,
     GroupOffer,
@@ -121,8 +120,6 @@ class Sender:
         self._digests: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
         self._sent: set[str] = set()
-        # Destination of a link of `bind_copies` -> destination of the planned link with the same bytes.
-        self._copy_of: dict[str, str] = {}
         self._packed: dict[str, PackedBytes] = {}
         self._pack_s = self._register_s = 0.0
 
@@ -255,16 +252,8 @@ class Sender:
                 raise ProtocolError(
                     "bind_copies: GPU kernels store the links of this rank, and a relay needs writes"
                 )
-            programs = self.links.programs
-            found = {n: replace(programs[of], peer=n) for n, of in copies.items() if of in programs}
-            planned = {copies[name]: programs[copies[name]] for name in found}
-            for name, program in {**planned, **found}.items():
-                if name not in bindings:
-                    raise PlanError(f"bind_copies: {name} has no binding")
-                check_binding(program, bindings[name])
-            self.links = self.links.with_copies(found, bindings)
-            self._copy_of = {name: copies[name] for name in found}
-            return tuple(planned.values())
+            self.links, planned = self.links.with_copies(copies, bindings)
+            return planned
 
     def prepare(self, version: int | None = None) -> None:
         """Hash every link, and pack all links if the arena can hold them at once. With a replica, copy the parameters.
@@ -302,7 +291,7 @@ class Sender:
     def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> float:
         """Pack and hash all written links, or only hash them; return the seconds of registering moved parameters."""
         links = self.links
-        programs = tuple(p for p in links.written if p.peer not in self._copy_of)
+        programs = links.planned
         if self.packer.slot.arena is None and not self.packer.holds(programs):
             # The arena was abandoned, and the allocation of a new arena failed. Try again.
             self.packer.fit(programs)
@@ -363,23 +352,9 @@ class Sender:
 
     # --- links of relay groups, which `RelaySource` writes --------------------------------------
 
-    @property
-    def memory(self) -> MemoryOps:
-        """Memory of the arena."""
-        return self.packer.memory
-
-    @property
-    def arena(self) -> Buffer | None:
-        """The arena; None if nothing needs packing, or if no memory could be allocated."""
-        return self.packer.slot.arena
-
     def packed(self, destination: str) -> PackedBytes | None:
         """Return the bytes of a planned link; None if it is not packed as a whole. Valid in a block of `reading`."""
         return self._packed.get(destination)
-
-    def check_links(self, destinations: Sequence[str]) -> None:
-        """Raise RoundAborted if this rank has no link to one of the destinations."""
-        check_destinations(self.links.programs, destinations)
 
     def note_sent(self, destinations: Iterable[str]) -> None:
         """Record that the caller writes these links, so that a later `write` packs them again first."""
@@ -423,7 +398,7 @@ class Sender:
         lost = self._pack_again(name for name in destinations if name in self._sent)
         self._sent.update(destinations)
         ready = {
-            name: self._copied(name) if name in self._copy_of else self._ready.get(name)
+            name: self._copied(name) if name in self.links.copy_of else self._ready.get(name)
             for name in destinations
             if name not in lost
         }
@@ -444,7 +419,7 @@ class Sender:
         return Written(links, pack_s, wire_s, register_s)
 
     def _unbind(self) -> None:
-        self.links, self._copy_of = self.links.none(), {}
+        self.links = self.links.none()
         self._forget()
 
     def _forget(self) -> None:
@@ -464,8 +439,8 @@ class Sender:
         return digest, after
 
     def _copied(self, name: str) -> PackedLink | None:
-        """Return the packed link of a destination in `_copy_of`; None if its planned link is not packed as a whole."""
-        packed = self._packed.get(self._copy_of[name])
+        """Return the packed link of a destination in `links.copy_of`; None if its planned link is not packed as a whole."""
+        packed = self._packed.get(self.links.copy_of[name])
         if packed is None:
             return None
         program, peer = self.links.programs[name], self.links.peers[name]
@@ -478,7 +453,7 @@ class Sender:
             return lost
         found: dict[str, str] = {}
         for name in names:
-            planned = self._copy_of.get(name, name)
+            planned = self.links.copy_of.get(name, name)
             if planned in self._offsets and planned not in found:
                 found[planned], _ = self._pack(self.links.programs[planned], self._offsets[planned])
             if planned in found and found[planned] != self._digests[planned]:
@@ -519,7 +494,7 @@ class Sender:
         Returns:
             The outcome, the seconds of writing, and the seconds of packing.
         """
-        digest = self._digests.get(self._copy_of.get(name, name))
+        digest = self._digests.get(self.links.copy_of.get(name, name))
         if digest is None:
             reason = "write: this version is not prepared; call `prepare` first"
             return failed_link(name, reason), 0.0, 0.0
