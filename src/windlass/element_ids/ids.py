@@ -288,6 +288,7 @@ class ElementIds:
         return self._found[limit]
 
     def _parts(self, codes: Codes, limit: int) -> Parts | None:
+        """Compute the result of `parts`. If `moved` made this object, use the boxes of the original object."""
         if self._like is not None:
             like, tensors, by = self._like
             if (found := like.parts(codes, limit)) is None:

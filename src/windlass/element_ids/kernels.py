@@ -82,7 +82,9 @@ class Kernels:
         wrong, padding, held, empty = self._run(f"check_{NAMES[memory.dtype]}", numel, arguments, 4)
         # If the kernel did not run, `wrong` is 0 as well.
         if held + empty != numel:
-            raise TransferFailed(f"cuda: {held + empty} of {numel} elements were compared")
+            raise TransferFailed(
+                f"cuda: the kernel must compare all {numel} elements, got {held + empty}"
+            )
         return wrong, padding, held
 
     def _run(self, name: str, numel: int, arguments: Sequence[object], num_sums: int) -> list[int]:

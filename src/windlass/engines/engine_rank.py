@@ -112,6 +112,7 @@ class RankHooks:
             raise
 
     def _stop(self, api: EngineApi, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
+        """Pause the engine, and order its main loops to be quiesced. If `api.blocks(mode)`, another thread blocks them."""
         # The thread that blocked the loops for the previous pause may not have ended yet.
         if self._blocked is not None:
             self._blocked.join(deadline_s)

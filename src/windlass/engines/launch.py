@@ -287,8 +287,8 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
         "--attach",
         default="",
         metavar="URL",
-        help="do not start a server: order the one at URL on this host, which this program started with the same "
-        "name and model, to join another controller after the previous one has ended",
+        help="do not start a server; order the server at URL (on this host, started by this program with the same name "
+        "and model) to join another controller, after the server's previous controller has ended",
     )
     return parser
 

@@ -123,7 +123,7 @@ def opened_routes() -> frozenset[str]:
             raise ConfigError(f"{OPEN_ROUTES_VARIABLE} must name paths like /a,/b, got {path!r}")
         if path in _RUN_CODE:
             raise ConfigError(
-                f"{OPEN_ROUTES_VARIABLE} must not name {path}: this route runs code of any caller"
+                f"{OPEN_ROUTES_VARIABLE} must not name {path}: this route runs the caller's code"
             )
     return paths
 

@@ -92,6 +92,11 @@ def is_declared(folder: Path) -> bool:
 
 
 def _declared(folder: Path) -> _Quantisation | None:
+    """Return the quantisation that a checkpoint declares, or None.
+
+    Raises:
+        ConfigError: config.json or NVIDIA ModelOpt's configuration file is invalid.
+    """
     modelopt, path = folder / "hf_quant_config.json", folder / "config.json"
     try:
         if modelopt.exists():

@@ -64,6 +64,7 @@ class ReportRoute:
         await answer(send, status, msgspec.json.encode({"error": error} if error else {}))
 
     async def _take(self, scope: Message, receive: Receive) -> tuple[HTTPStatus, str]:
+        """Check a report and write it into its folder. Return the response's status, and the error or an empty text."""
         try:
             head, proof = _head_of(scope)
         except ValueError as error:

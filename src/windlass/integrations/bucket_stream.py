@@ -212,7 +212,7 @@ class BucketSender:
         self._hosted.wait_for_fleet(self._members, self._settings.connect_s, num_trainers=1)
 
     async def send(self, weights: AsyncIterator[tuple[str, torch.Tensor]]) -> StreamReport:
-        """Send one stream; return once every receiver has all of it.
+        """Send one stream; return when every receiver has all tensors.
 
         After any error the sender is closed, and the receivers' streams end at once.
 

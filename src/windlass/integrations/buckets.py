@@ -220,6 +220,7 @@ class BucketReader:
 
 
 def _check(entry: BucketEntry, limit: int) -> None:
+    """Raise ProtocolError unless an entry is inside its tensor and inside the first `limit` bytes of the bucket."""
     whole = entry.tensor_nbytes
     if (
         len(entry.name) > MAX_NAME_LENGTH

@@ -133,7 +133,7 @@ class HostedController:
         self.call(there).result(deadline_s + MARGIN_S)
 
     def missing(self, engines: Sequence[str]) -> list[str]:
-        """Return the named engines that are not in the fleet now."""
+        """Return the names in `engines` of engines that are not in the fleet."""
 
         async def find() -> list[str]:
             found = []

@@ -196,7 +196,7 @@ class WeightUpdater:
             PeerTimeout: the update did not end within `DEADLINE_S`.
         """
         if self._trainer is None:
-            raise ProtocolError("update_weights: connect_rollout_engines must come first")
+            raise ProtocolError("update_weights: connect_rollout_engines must be called first")
         report = self._trainer.publish(self.weight_version + 1, deadline_s=DEADLINE_S).result()
         self.weight_version += 1
         for name, reason in report.left_out.items():

@@ -190,7 +190,7 @@ class RolloutCallback(Closing):
             ConfigError: this object has no `client`; see also `TrainerClient.publish`.
         """
         if self._client is None:
-            raise ConfigError("update_weights: the callback was made without a client")
+            raise ConfigError("update_weights: RolloutCallback must have a client, got None")
         deadline_s = deadline_s or self._deadline_s
         return self._client.publish(version, wait=False, deadline_s=deadline_s)
 
@@ -293,7 +293,9 @@ class WeightGroup:
         entered.result(deadline_s + MARGIN_S)
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Broadcast one bucket of whole tensors, by their names in checkpoints. Block until all engines have received it.
+        """Broadcast one bucket of whole tensors, and block until all engines have received the bucket.
+
+        The keys of `tensors` are names in checkpoints.
 
         Raises:
             ConfigError: the tensors have more than `bucket_nbytes` bytes.

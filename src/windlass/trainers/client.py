@@ -182,6 +182,7 @@ class TrainerClient(Closing):
         return pending
 
     def _publish_copy(self, version: int, *, wait: bool, deadline_s: float) -> PendingUpdate:
+        """Publish a copy of the weights; see `publish`. Without `wait`, return when the weights have been copied."""
         if self._sender.replica is None:
             raise ConfigError(
                 "publish: copy=True needs a replica when connecting, got replica=off; connect with replica='auto'"
@@ -271,6 +272,12 @@ class TrainerClient(Closing):
         until_over: Callable[[], UpdateReport],
         copied: threading.Event | None,
     ) -> UpdateReport:
+        """Wait for the end of a round by calling `until_over`, and return the report. Let the next `publish` begin.
+
+        Raises:
+            RoundAborted: the version was not published.
+            WindlassError: `until_over` raised it.
+        """
         try:
             report = until_over()
             if report.compared:

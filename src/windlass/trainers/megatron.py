@@ -412,6 +412,11 @@ def _global_name(name: str, numbers: dict[str, int]) -> str:
 
 
 def _geometry(config: object, vocab_size: int) -> Geometry:
+    """Return the sizes that naming tables need, from a model's configuration in Megatron.
+
+    Raises:
+        UnsupportedLayout: no naming table describes the model's attention or MLP.
+    """
     values = vars(config)
     if not values["gated_linear_unit"]:
         raise UnsupportedLayout(

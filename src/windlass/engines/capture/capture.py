@@ -589,7 +589,7 @@ class _Reading(TorchFunctionMode):
     def over(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same tensors, and record the torch functions that the loader calls with them."""
+        """Yield `weights` unchanged, and store each tensor's name, by which `__torch_function__` records reads."""
         while True:
             # Do not record the creation of the tensor.
             with torch._C.DisableTorchFunction():

@@ -671,6 +671,7 @@ def _look_at(kind: type) -> Any:
 
 
 def _looked_at(kind: type) -> Any:
+    """Return the entry of `_SHAPES` for a class."""
     if issubclass(kind, _SHARED):
         return _SHARED_STATE
     if issubclass(kind, _LOCKS):

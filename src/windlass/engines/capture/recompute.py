@@ -143,6 +143,7 @@ class Recompute:
         self._is_proven = True
 
     def _load_until_repeated(self) -> None:
+        """Load until two successive loads leave the same bytes, and check that no tensor outside `names` has changed."""
         before = {n: p for n, p in prints_of(self.held()).items() if n in self.written}
         earlier: Mapping[str, int] = {}
         for _ in range(_TRIALS):
@@ -161,6 +162,7 @@ class Recompute:
         refuse(stale, why)
 
     def _load_once(self) -> None:
+        """Load the buffers once, and check what the loader has read, written and moved; see `run`."""
         taken: list[str] = []
         marks = _Marks(self.held(), self.unwritten)
         try:
@@ -187,7 +189,7 @@ class Recompute:
     def filling(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same tensors; first copy each tensor into its buffer, if it is in `buffers`."""
+        """Yield `weights` unchanged. Copy each source of a computed tensor into its buffer before yielding it."""
         buffers = {spec.name: buffer for spec, buffer in self.buffers}
         for name, tensor in weights:
             if name in buffers:

@@ -93,6 +93,7 @@ class Snapshot:
         self._on_host = HostCopies([on_gpu[name] for name in self._moved]) if self._moved else None
 
     def _keep(self, node: Node) -> None:
+        """Record the contents of an object, unless the object is global and contains no value that depends on weights."""
         item, shape = node.item, node.shape
         if node.is_global and not _holds_values(item):
             return

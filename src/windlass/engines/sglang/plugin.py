@@ -154,8 +154,8 @@ def check_ranks_have_the_token() -> None:
     control_token()
     if not environment_value(TOKEN_FILE_VARIABLE):
         raise ConfigError(
-            f"{TOKEN_FILE_VARIABLE} must be set on every host of a server but the first: ranks on the host "
-            f"read the token from this file, got ''"
+            f"{TOKEN_FILE_VARIABLE} must be set on every host of a server except the first host: ranks read the token "
+            f"from this file, got ''"
         )
     set_values({OTHER_NODES_VARIABLE: "1"})
 
@@ -287,6 +287,7 @@ def _stand_in_front(http_server: ModuleType, member: SglangMember, token: str) -
 
 
 def _call_when_warm(action: Callable[[], None]) -> None:
+    """Make SGLang call `action` after its warm-up, in addition to the callback that SGLang itself passes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def _with_callback(*args: Any, **given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -65,7 +65,7 @@ def prepare(args: Any) -> None:
     transfer = args.weight_transfer_config
     if transfer is None:
         args.weight_transfer_config = transfer = WeightTransferConfig(backend=BACKEND)
-    # A server that waits for an order to join may serve the weights that it loaded, and never get the order.
+    # Allow other backends with `wait`: such a server may never get an order to join.
     if environment_value(CONTROLLER_VARIABLE) != WAIT:
         require_backend(transfer.backend)
     if stamps_tokens() and args.scheduler_cls is None:

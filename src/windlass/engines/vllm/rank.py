@@ -233,6 +233,7 @@ class _DirectCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _load(self, target: Any, value: torch.Tensor) -> None:
+        """Load `value` into a parameter on the meta device, by a weight loader that vLLM has wrapped."""
         from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 

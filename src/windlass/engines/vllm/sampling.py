@@ -38,7 +38,7 @@ def new_seed(meeting_place: str = "") -> int:
 
 
 def set_defaults(args: Any) -> None:
-    """Set both defaults in vLLM's `EngineArgs` of a server that has our weight-transfer backend."""
+    """Set the default seed and log-probabilities mode in vLLM's `EngineArgs` of a server that has our backend."""
     defaults = type(args)
     if args.logprobs_mode == defaults.logprobs_mode and not _is_given(_LOGPROBS_MODE):
         args.logprobs_mode = PROCESSED

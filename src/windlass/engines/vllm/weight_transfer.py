@@ -72,7 +72,7 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         del init_info
         raise ConfigError(
             "init_weight_transfer_engine must be called through vLLM's API server, got a call of a worker; "
-            "is the plugin excluded by VLLM_PLUGINS?"
+            "check that VLLM_PLUGINS does not exclude Windlass's plugin"
         )
 
     def start_weight_update(self) -> None:

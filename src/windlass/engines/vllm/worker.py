@@ -269,7 +269,7 @@ def _api_for(
 
 
 def _on_this_host(worker: Worker, settings: AgentSettings) -> AgentSettings:
-    """Return the settings with this rank's checkpoint folder, which may differ from other hosts' folders."""
+    """Return the settings with `checkpoint` and `loaded` of this rank; hosts may have different checkpoint folders."""
     if settings.adapter:
         return settings
     return msgspec.structs.replace(
