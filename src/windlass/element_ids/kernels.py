@@ -108,7 +108,7 @@ def _address(tensor: torch.Tensor) -> ctypes.c_uint64:
 
 @functools.cache
 def kernels_on(device: torch.device) -> Kernels | None:
-    """Return the kernels of a GPU; None for a CPU, or if NVRTC is missing. The caller then computes with torch."""
+    """Return the kernels of a GPU; None for a CPU, or if NVRTC is missing. If None, the caller computes with torch."""
     if device.type != "cuda":
         return None
     try:

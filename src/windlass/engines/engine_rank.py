@@ -223,7 +223,7 @@ class EngineRank:
                 pauses the engine; see `Hello.comes_to_rest`.
 
         Raises:
-            UnsupportedLayout: `capture` raised it.
+            UnsupportedLayout: the function `capture` raised this error.
             ConfigError: `name`, `url`, `checkpoint` or `world_size` has changed after the first join, or `rank`
                 is not below `world_size`.
         """

@@ -165,7 +165,7 @@ class TrainerClient(Closing):
                 old version. Without `wait`, `result` raises this, unless `copy` is set and the round ended before the
                 weights were copied.
             PeerTimeout: the round did not end, or the weights were not copied, within `deadline_s`. Without `copy`, the
-                weights must still not change.
+                weights must not change until the round has ended.
             ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
         if copy:

@@ -380,7 +380,7 @@ def _each(
 def _filled(
     tensors: Mapping[str, torch.Tensor], values: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[None]:
-    """Give the tensors other values inside the block. The tensors keep their identity and, afterwards, their memory."""
+    """Give the tensors other values in other memory inside the block. Restore the tensors' own memory at the end."""
     before = {name: tensor.data for name, tensor in tensors.items()}
     try:
         for name, value in values:

@@ -179,7 +179,7 @@ def describe_megatron_trainer(
 
 
 def _under_one_name(placed: Placed) -> Placed:
-    """Give the output matrix of a model with tied embeddings the name of the embedding, each box once."""
+    """Rename the output matrix of a model with tied embeddings to the name of the embedding, and drop duplicate boxes."""
     shards = (
         replace(shard, tensor=_EMBEDDING) if shard.tensor == _HEAD else shard
         for shard in placed.shards

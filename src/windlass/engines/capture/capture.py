@@ -655,7 +655,7 @@ def _require_repeated(
     sources of computed tensors into the buffers of `part`, and run `part` too.
 
     Returns:
-        Names of the tensors of other layers, which this function did not compare.
+        Names of the tensors that were not compared, because their layers were not loaded.
 
     Raises:
         UnsupportedLayout: bytes differ from the model's initial bytes; or see `_refuse_numbers`.
