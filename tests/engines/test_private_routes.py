@@ -122,7 +122,10 @@ async def test_routes_of_a_framework_are_opened_by_name(
     assert await status_of(opened, "/pause", (KEY_HEADER.encode(), KEY.encode())) == 200
     for given, says in (
         ("flush_cache", "must name paths like /a,/b, got 'flush_cache'"),
-        ("/pause,/collective_rpc", "must not name /collective_rpc: this route runs the caller's code"),
+        (
+            "/pause,/collective_rpc",
+            "must not name /collective_rpc: this route runs the caller's code",
+        ),
         ("/update_weights_from_tensor", "must not name /update_weights_from_tensor"),
     ):
         monkeypatch.setenv("WINDLASS_OPEN_ROUTES", given)

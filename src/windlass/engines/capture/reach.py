@@ -51,10 +51,11 @@ _TEST_TOOLS = ("pytest", "_pytest", "pluggy", "hypothesis")
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "windlass", *_TEST_TOOLS})
 """Packages whose functions and objects the walk skips.
 
-pytest rewrites the `assert` statements of a model's code, and the new code references pytest's session.
+The list includes pytest, because pytest rewrites `assert` statements in a model's code, and the new code references
+pytest's session.
 """
 _APART = frozenset({"compilation", "config", "configs", "distributed"})
-"""Names of subpackages, such as `vllm.compilation` and `vllm.config`. The walk skips objects of their classes.
+"""Names of subpackages, such as `vllm.compilation` and `vllm.config`. The walk skips objects of classes in these packages.
 
 Compiled code references the memory of CUDA graphs, and most objects of an engine share its configuration. The walk does
 not skip containers, torch modules and tensors of these classes.
@@ -87,7 +88,7 @@ _LOCKS = type(threading.Lock()), type(threading.RLock())
 _SERVERS = frozenset({"vllm", "sglang", "transformers"})
 """Packages of servers. The walk skips objects of these packages that have a lock: such an object belongs to the server."""
 _MADE_IN_PYTHON = 1 << 9
-"""`Py_TPFLAGS_HEAPTYPE`, the flag of classes defined in Python. The walk reads only slots of these classes."""
+"""`Py_TPFLAGS_HEAPTYPE`, the flag of classes defined in Python. The walk reads the slots of these classes only."""
 _UNSET = object()
 Number = bool | int | float | complex
 

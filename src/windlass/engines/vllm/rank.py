@@ -27,7 +27,7 @@ from windlass.engines.vllm.adapter import capture_adapter
 from windlass.engines.vllm.spec import refuse_unsafe_config
 
 Worker = Any
-"""vLLM's worker, which each rank has."""
+"""vLLM's worker of one rank."""
 
 
 def number_of(worker: Worker) -> int:
