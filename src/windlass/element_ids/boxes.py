@@ -84,7 +84,7 @@ def boxes_of(
     limit: int,
     line: Line = ELEMENT,
 ) -> tuple[PlacedBox, ...]:
-    """Join lines of elements into boxes, one dim after another from the last, and return the boxes.
+    """Join lines of elements into boxes, dim by dim beginning with the last dim, and return the boxes.
 
     Args:
         shape: shape of the checkpoint tensor.

@@ -161,9 +161,9 @@ def _meet(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def server_environment(args: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Yield the variables by which the plugin in the server waits for an order to join.
+    """Yield environment variables for the server: they make the server's plugin wait for an order to join.
 
-    The token is in a file that only this user can read, and that is removed at the end of the block. A server that
+    The token is in a file that only this user can read. The file is removed at the end of the block. A server that
     gets no controller has a random token, unless a certificate replaces the token.
 
     Raises:
@@ -379,7 +379,7 @@ def _order_join(args: argparse.Namespace, server: str, url: str, token: str = ""
         model=str(Path(args.model).resolve()),
     )
     with BlockingHttp(server, {KEY_HEADER: key}, to_controller=False) as http:
-        # The ranks capture their layouts within one deadline, and join within another one.
+        # The capture of the ranks and the join of the ranks have one deadline each.
         answer_s = 2 * deadline_s + ANSWER_S
         reply = http.ask("POST", JOIN_PATH, msgspec.json.encode(order), deadline_s=answer_s)
     if reply.status == HTTPStatus.OK:

@@ -147,7 +147,7 @@ def _require_success(reports: Sequence[_Report], error: Exception | None) -> Non
     for rank, report in enumerate(reports):
         if report.refusal:
             raise UnsupportedLayout(f"{report.refusal} (rank {rank})") from error
-    # Some exporters read one of several replicas.
+    # If several ranks have equal copies of a parameter, some exporters read one copy only.
     exported = {name for report in reports for name in report.exported}
     missing = {name for report in reports for name in report.missing} - exported
     if missing and not any(report.again for report in reports):

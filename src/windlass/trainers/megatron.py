@@ -77,7 +77,7 @@ def connect_megatron_trainer(
         controller: address of the controller.
         token: secret of the controller.
         family: `model_type` in the checkpoint's config.json, or a naming table. With `exporter`, the table is used only
-            if the exporter computes values.
+            if the exporter computes values or leaves out a parameter.
         exporter: the framework's own exporter, such as `bridge.export_weights` of mbridge. To find the names and places
             of all checkpoint tensors, Windlass runs the exporter a few times on numbers in place of weights.
         transport: name or configuration; see `connect_trainer`.
@@ -188,7 +188,7 @@ def _under_one_name(placed: Placed) -> Placed:
 
 
 def _check_plain(held: HeldTensor) -> None:
-    """Raise UnsupportedLayout unless a tensor's memory contains its elements in row-major order."""
+    """Raise UnsupportedLayout unless a tensor is a plain tensor with its elements in row-major order."""
     name, tensor = held.name, held.tensor
     check_memory(name, tensor)
     if type(tensor.detach()) is not torch.Tensor:

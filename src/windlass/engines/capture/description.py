@@ -293,8 +293,8 @@ def describe(
 
     The manifest contains the buffers of `recompute` instead of the tensors that `recompute` loads.
 
-    `placed` is the result of `Seen.placed`, and `tied` of `tied_names`. `read` has the names of checkpoint tensors outside
-    `placed` that the engine's loader reads.
+    `placed` is the result of `Seen.placed`, and `tied` is the result of `tied_names`. `read` has the names of checkpoint
+    tensors outside `placed` that the engine's loader reads.
 
     Raises:
         UnsupportedLayout: see `_repack` and `_received_dtype`.

@@ -189,7 +189,7 @@ class Recompute:
     def filling(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield `weights` unchanged. Copy each source of a computed tensor into its buffer before yielding it."""
+        """Yield `weights` unchanged. Before yielding a source of a computed tensor, copy the source into its buffer."""
         buffers = {spec.name: buffer for spec, buffer in self.buffers}
         for name, tensor in weights:
             if name in buffers:
@@ -298,8 +298,8 @@ def plan_recompute(
     """Find the sources of the computed tensors, and check by trial updates that a load of only the sources is enough.
 
     A partial load may leave other tensors wrong, because the loader may rebuild a whole layer. If so, this function adds
-    checkpoint tensors to the partial load until no tensor is wrong: first the sources of the wrong tensors, next those of
-    all tensors in the same modules, next those of all tensors in the enclosing modules.
+    checkpoint tensors to the partial load until no tensor is wrong: first the sources of the wrong tensors, next the
+    sources of all tensors in the same modules, next the sources of all tensors in the enclosing modules.
 
     `computed` has the names of computed tensors and numbers, `numbers` the element numbers in all tensors that are copies.
 

@@ -291,7 +291,7 @@ def separate_caches() -> None:
 
 
 def _outdate_caches(namespace: str) -> None:
-    """Set the namespace of later requests, so that they do not use existing cache entries."""
+    """Set the namespace of later requests, and clear the embedding cache: later requests use no existing cache entries."""
     this_rank.namespace = namespace
     # The embedding cache has no namespaces. It is in `mm_schedule` in 0.5.23, and in `mm_utils` in 0.5.16.
     for module in ("mm_schedule", "mm_utils"):

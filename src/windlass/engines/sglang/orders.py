@@ -99,7 +99,8 @@ def order_ranks(server: EngineHttp, order: Order, world_size: int, deadline_s: f
 def session(server: EngineHttp, deadline_s: float) -> Iterator[Mapping[str, str]]:
     """Open an update session of SGLang, and yield the fields that the request of every order must contain.
 
-    At the end of the `with` block, SGLang's ranks post-process weights; this does not wait for later pipeline stages.
+    At the end of the `with` block, SGLang's ranks post-process weights. The block ends when the ranks of the first
+    pipeline stage have done so.
     """
     try:
         _call(server, "/begin_weight_update", {"selector": "target"}, deadline_s)

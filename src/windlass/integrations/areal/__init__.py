@@ -12,6 +12,6 @@ if TYPE_CHECKING:
     from windlass.integrations.areal.engines import RemotevLLMEngine as RemotevLLMEngine
     from windlass.integrations.areal.engines import install as install
 
-# Hidden from type checkers, so that they still report unknown names.
+# Hide `__getattr__` from type checkers, so that they still report unknown names.
 if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

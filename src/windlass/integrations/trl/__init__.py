@@ -9,6 +9,6 @@ from windlass.lazy import public
 if TYPE_CHECKING:
     from windlass.integrations.trl.weight_transfer import WeightTransfer as WeightTransfer
 
-# Hidden from type checkers, so that they still report unknown names.
+# Hide `__getattr__` from type checkers, so that they still report unknown names.
 if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

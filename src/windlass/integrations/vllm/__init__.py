@@ -20,6 +20,6 @@ if TYPE_CHECKING:
     from windlass.integrations.vllm.trainer import ModuleShards as ModuleShards
     from windlass.integrations.vllm.trainer import TrainerInit as TrainerInit
 
-# Hidden from type checkers, so that they still report unknown names.
+# Hide `__getattr__` from type checkers, so that they still report unknown names.
 if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)
