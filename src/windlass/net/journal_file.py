@@ -280,7 +280,7 @@ def read_entries(
 
 
 def sync_directory(path: Path) -> None:
-    """Sync a directory, because a new file in it survives a power cut only after such a sync."""
+    """Sync a directory. A new file in the directory survives a power cut only after this call."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

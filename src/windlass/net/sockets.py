@@ -273,8 +273,8 @@ class _Cutter:
     """Context manager that cuts a connection if its block has not ended by the deadline.
 
     After the cut, a coroutine that waits for space in the connection's buffer gets a `ConnectionError`. Cancelling
-    the coroutine would also cancel others, because in aiohttp all coroutines that wait for this space share one
-    future. `Transport.close` is no alternative, because it also waits for the space.
+    the coroutine would also cancel other coroutines, because in aiohttp all coroutines that wait for this space share
+    one future. `Transport.close` is no alternative, because it also waits for the space.
     """
 
     __slots__ = ("_on_cut", "_timer", "_websocket", "deadline_s", "has_cut")

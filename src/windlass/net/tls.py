@@ -78,7 +78,7 @@ def client_context(*, to_controller: bool) -> ssl.SSLContext | None:
     """Return the TLS context for clients of this process; None for the system's defaults.
 
     Args:
-        to_controller: whether to require the certificate of a controller, which names the role
+        to_controller: whether the server must be a controller: its certificate must name the role
             `owner` or no role.
 
     Raises:
