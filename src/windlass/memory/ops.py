@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Key = TypeVar("Key")
 
 OWN_WORK_S = 60.0
-"""Deadline in seconds of work on memory of this process, which takes milliseconds."""
+"""Deadline in seconds for work on memory of this process. The work usually takes milliseconds."""
 
 
 class Buffer(Protocol):

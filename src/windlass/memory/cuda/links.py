@@ -25,7 +25,7 @@ WORDS_NBYTES = DIGEST_NBYTES + 8
 
 
 class GpuTables:
-    """Base class of objects with tables and words in a GPU's memory, which are freed together.
+    """Base class of objects that own tables and words in a GPU's memory; `close` frees all of them.
 
     A derived class creates its tables inside `_building`.
 

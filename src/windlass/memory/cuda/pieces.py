@@ -67,9 +67,9 @@ def block_tables(
 
     Args:
         program: program of the link.
-        sources: (num_parameters,) addresses of the source's parameters; None at the destination. A piece of float8
-            scales is a whole block at the source, which computes one scale from it. At the destination, which only
-            hashes the scale, the piece is one element.
+        sources: (num_parameters,) addresses of the source's parameters; None at the destination. For one float8 scale,
+            the piece is a whole block at the source (to compute the scale), and one element at the destination (to hash
+            the scale).
         targets: (num_parameters,) addresses of the destination's parameters, for the kernel.
         staging_address: address of the payload of staged ops; 0 to store elements at their final addresses.
 
