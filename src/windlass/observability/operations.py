@@ -197,7 +197,7 @@ class Operations:
         self._phase, self._phase_began_s = phase, self._now_s()
 
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
-        """Count the age of samples that are given to trainers now."""
+        """Count the ages of these samples at the current version. The caller gives the samples to trainers now."""
         version = self._coordinator.fleet.published
         ages = [version - min(s.versions) for s in samples if s.versions]
         self._staleness.update(ages)
