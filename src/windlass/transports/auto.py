@@ -194,7 +194,8 @@ class TransportSet(OneSidedTransport):
     def _joined(
         self, span: tuple[int, int], parts: dict[str, MemoryRegion], refused: RegionError | None
     ) -> MemoryRegion:
-        # A transport that `allocates` registers other memory only as a source of writes, and without a key.
+        # A transport with the trait `allocates` registers memory that it has not allocated only as a source of writes.
+        # The region of this memory has no key.
         remotes = [
             region.remote
             for name, region in parts.items()

@@ -170,7 +170,7 @@ def let_peers_write() -> None:
 
 
 def _prove(peer: PeerEndpoint, pid: int) -> None:
-    what = f"{peer.transport}: pid {pid} must prove that it is this endpoint"
+    what = f"{peer.transport}: pid {pid} must prove that it owns this endpoint"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(PROVE_S)
         try:

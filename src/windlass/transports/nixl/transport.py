@@ -311,7 +311,7 @@ class NixlPeer(NetworkPeer):
         (*_, last), *_ = self._keys.values()
         here, there = (np.array([a], np.uint64) for a in (self._agent.scratch, last.scratch))
         with self.held(deadline):
-            # Raise if an earlier write may still run, because the connection must not be replaced then.
+            # Raise if an earlier write may still run, because the connection must not be replaced during a write.
             self.refuse_open(deadline)
             word = self._post((here, there, _WORD_NBYTES), (-1, -1))
             self._under_way.add(word)
