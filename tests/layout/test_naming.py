@@ -244,7 +244,7 @@ def test_change_that_breaks_names_which_match_is_not_proposed() -> None:
 @pytest.mark.parametrize(
     ("held", "says"),
     [
-        ("base_model.model.model.layers.0.q_proj.base_layer.weight", "PEFT.* Merge the adapters"),
+        ("base_model.model.model.layers.0.q_proj.base_layer.weight", "PEFT.* merge the adapters"),
         ("model.layers.0.q_proj.base_layer.weight", "PEFT"),
         ("model.layers.0.q_proj.lora_A.default.weight", "adapter_names"),
         ("lm_head.modules_to_save.default.weight", "PEFT"),

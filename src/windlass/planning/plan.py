@@ -1,4 +1,4 @@
-"""TransferPlan: the symbolic result of planning, which says which bytes go where.
+"""TransferPlan: the symbolic result of planning, with the source and the destination of all bytes.
 
 A plan contains ranks, parameters, byte offsets and strides, but no addresses. Every rank can
 therefore confirm its digest before any memory is touched. It is columnar (numpy) and sorted by

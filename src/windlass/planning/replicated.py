@@ -313,7 +313,7 @@ def _slowest_first(sizes: Int64Array, strides: Int64Array) -> Int64Array:
 def _join_rows(held: StructuredArray, first: Int64Array) -> None:
     """Merge inner dims into rows if they are contiguous at every holder. Change `held` in place.
 
-    `first` is the (b,) first row of each box.
+    `first`, (b,), has the index of the first entry of each box in `held`.
     """
     sizes, joins = held["sizes"], np.ones(len(held), np.bool_)
     for dim in range(MAX_DIMS - 1, -1, -1):

@@ -219,8 +219,8 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
     advice = renaming({name: shapes[name] for name in missing}, there, matched)
     if not there:
         advice = (
-            "; publish them too, or, if training (also of adapters) does not change them and engines shall keep the values "
-            "that they have, pass this to the trainer: "
+            "; publish these tensors too. If training (also of adapters) does not change the tensors, and engines shall "
+            "keep their present values, pass this to the trainer: "
             f"keep={as_argument(sorted(missing))}"
         )
     raise IncompleteCoverage(

@@ -89,7 +89,7 @@ def refuse_unused(
     raise ManifestError(
         f"allow_unused: an engine must take every trainer tensor that matches no pattern, got "
         f"{said(refused)} that no engine takes{''.join(_tie_hints(refused, sources))}; serve the model that is "
-        f"trained, or, if engines shall never have {'it' if len(refused) == 1 else 'them'}, pass this to the "
+        f"trained, or, if no engine needs {'this tensor' if len(refused) == 1 else 'these tensors'}, pass this to the "
         f"trainer: allow_unused={as_argument(refused)}"
     )
 

@@ -63,7 +63,7 @@ def renaming(
     """
     if not there:
         return ""
-    held = f"; the other side has {said(there)} instead"
+    held = f"; trainers have {said(there)} instead"
     for mark, remedy in _WRAPPERS:
         if any(mark.search(name) for name in there):
             return f"{held}: {remedy}"
@@ -84,8 +84,8 @@ _WRAPPERS = tuple(
         (
             r"(^|\.)(_fsdp_wrapped_module\.|_flat_param$)",
             (
-                "they are sharded by FSDP1, which hides the parameters: shard with FSDP2 (`fully_shard`), or publish "
-                "inside `FSDP.summon_full_params` with a `name_map` that takes `_fsdp_wrapped_module.` out"
+                "FSDP1 shards these tensors and hides the parameters: shard with FSDP2 (`fully_shard`), or publish "
+                "inside `FSDP.summon_full_params` with a `name_map` that removes `_fsdp_wrapped_module.`"
             ),
         ),
         (
@@ -94,31 +94,31 @@ _WRAPPERS = tuple(
                 r"prompt_encoder\.|prompt_embeddings|ia3_l|hada_|lokr_|oft_|vera_lambda|boft_|trainable_tokens)"
             ),
             (
-                "they are those of a PEFT model: its base lacks what its adapters add. Merge the adapters first "
-                "(`merge_and_unload()`, or `merge_adapter()` while an update runs, with a `name_map`), or serve "
+                "these are names of a PEFT model, and its base lacks the changes of the adapters: merge the adapters "
+                "first (`merge_and_unload()`, or `merge_adapter()` while an update runs, with a `name_map`), or serve "
                 "the adapter (`name_map=adapter_names()`); prompt tuning cannot be served as weights"
             ),
         ),
         (
             r"(^|\.)parametrizations\.|\.weight_[gv]$|(^|\.)\w+_orig$|(^|\.)original[01]?$",
             (
-                "they are the parts of parametrised weights (weight norm, spectral norm, pruning), and no engine "
-                "computes these: publish a copy of the model without them "
+                "these are parts of parametrised weights (weight norm, spectral norm, pruning), and no engine "
+                "computes a weight from its parts: publish a copy of the model without parametrisations "
                 "(`torch.nn.utils.parametrize.remove_parametrizations`)"
             ),
         ),
         (
             r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format)$|\.quant_state\.",
             (
-                "they are quantised by bitsandbytes, whose codes are no weights: train the model unquantised, or "
-                "publish dequantised weights"
+                "bitsandbytes has quantised these tensors, and engines cannot read its codes: train the model without "
+                "quantisation, or publish dequantised weights"
             ),
         ),
         (
             r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)\.",
             (
-                "torch.compile or activation checkpointing wraps them: pass the bare module, or take "
-                "`_orig_mod.` and `_checkpoint_wrapped_module.` out of the names by a `name_map`"
+                "torch.compile or activation checkpointing has added a prefix to these names: pass the bare module, "
+                "or a `name_map` that removes `_orig_mod.` and `_checkpoint_wrapped_module.`"
             ),
         ),
     )
