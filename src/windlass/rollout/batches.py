@@ -183,7 +183,7 @@ class BatchQueue:
 
     @property
     def all_wait(self) -> bool:
-        """Whether all trainer ranks wait for a batch, and no rank has received one since the last `published`."""
+        """Whether all trainer ranks wait for a batch, and no rank has received a batch since the last `published`."""
         since = asyncio.get_running_loop().time() - 2 * ASK_EVERY_S
         num_asking = sum(asked_at >= since for asked_at in self._asked_at.values())
         return not self._has_answered and 0 < self._world_that_asks <= num_asking

@@ -153,7 +153,7 @@ class RolloutController:
     async def cancel_all(self, *, deadline_s: float) -> int:
         """Cancel all outstanding rollouts, and wait until their workflows have cleaned up.
 
-        The controller then dispatches nothing until `resume`.
+        From this call until `resume`, the controller dispatches nothing.
 
         Args:
             deadline_s: seconds for the clean-up of all workflows together.

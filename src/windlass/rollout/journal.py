@@ -316,7 +316,7 @@ class RolloutJournal:
             self.add(Ended(tuple(task_ids), num_consumed=len(task_ids)))
 
     def acknowledged(self, task_id: str) -> bool:
-        """Record that the caller has stored a delivered task, with its group. Idempotent.
+        """Record that the caller has stored the delivered group that contains this task. Idempotent.
 
         Return False if this process did not deliver the task, or expects no acknowledgement of the task.
         """
@@ -328,7 +328,7 @@ class RolloutJournal:
         return bool(together)
 
     def declined(self, task_ids: Sequence[str]) -> None:
-        """Record that the caller declined delivered tasks, which then do not count as consumed."""
+        """Record that the caller declined delivered tasks. Declined tasks do not count as consumed."""
         if not self.on:
             return
         owed = [self._unacknowledged.pop(task_id, ()) for task_id in task_ids]
@@ -378,7 +378,10 @@ class RolloutJournal:
         self._schedule_upkeep()
 
     def _note_fault(self, before: str, now: str) -> None:
-        """Log the begin or end of a fault and call the listeners. `before` and `now` are empty without a fault."""
+        """Log the begin or the end of a fault, and call the listeners.
+
+        `before` and `now` are the texts of the earlier and of the current fault; empty for no fault.
+        """
         if bool(before) == bool(now):
             return
         if now:

@@ -474,7 +474,7 @@ class Lifecycle:
     # --- consumption -----------------------------------------------------------------------
 
     def set_version(self, version: int) -> None:
-        """Set the trainer's version; discard answers that are now too old."""
+        """Set the trainer's version; discard answers that are too old for it."""
         if version <= self._policy.version:
             return
         self._policy.set_version(version)

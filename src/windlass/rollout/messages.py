@@ -44,8 +44,8 @@ MAX_OUTCOMES = 64
 """Largest number of outcomes in a batch. This many outcomes fit into the cache of the CPU core that decodes them."""
 MAX_UNSAID = 4
 """Number of received task batches after which a worker reports their receipt, unless a batch of outcomes carries
-the report earlier. The controller sends at most twice this number of batches without a report, so that a
-WebSocket ping does not wait behind more batches."""
+the report earlier. The controller waits for a report after twice this number of batches, so that a WebSocket ping
+does not wait behind more batches."""
 SMALL_VALUE_NBYTES = 4096
 """Size up to which `check_value` decodes a value without counting its items first."""
 SMALL_FRAME_NBYTES = 256 << 10
@@ -435,7 +435,7 @@ def plain_integers(what: str, values: object) -> tuple[int, ...]:
         found: tuple[int, ...] = values
     else:
         try:
-            # `int` converts booleans, which `operator.index` returns unchanged: msgpack would send them as booleans.
+            # `operator.index` returns booleans unchanged, and msgpack would send them as booleans. So call `int`, too.
             found = tuple([int(operator.index(each)) for each in _listed(what, values, "integers")])
         except (TypeError, RuntimeError) as error:
             raise ConfigError(f"{what} must be integers, got {_short(values)}") from error
@@ -485,7 +485,7 @@ decode_outcome = _OUTCOMES.decode
 
 
 async def decode_outcomes(batch: CompletionBatch) -> list[RolloutOutcome]:
-    """Decode the outcomes of a batch; decode a large batch in a thread, so that it does not block the event loop.
+    """Decode the outcomes of a batch. Decode a large batch in a thread, because decoding would block the event loop.
 
     Raises:
         ProtocolError: an entry of the batch is not an outcome.

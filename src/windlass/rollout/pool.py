@@ -467,7 +467,7 @@ class WorkerPool:
         socket: web.WebSocketResponse,  # noqa: ARG002
     ) -> tuple[RemoteWorker, WorkerWelcome]:
         if not isinstance(first, WorkerHello):
-            raise ProtocolError("worker: a frame before its Hello")
+            raise ProtocolError("worker: the first frame must be Hello, got another frame")
         return self.register(first), WorkerWelcome(self._identity)
 
     async def admitted(self, session: RemoteWorker) -> None:  # noqa: ARG002
@@ -526,9 +526,11 @@ class WorkerPool:
         check_version(hello.protocol_version, "worker")
         check_name(hello.name, "worker: name")
         if hello.name == LOCAL_WORKER:
-            raise ProtocolError(f"worker: name must not be {LOCAL_WORKER}, it is the controller's")
+            raise ProtocolError(
+                f"worker: name must not be {LOCAL_WORKER}, which the controller uses"
+            )
         if (hello.name, hello.incarnation) in self._replaced:
-            raise ProtocolError(f"worker {hello.name}: another process has its name")
+            raise ProtocolError(f"worker {hello.name}: a newer process has taken over this name")
         known = self.workers.get(hello.name)
         if known is not None and known.hello.incarnation != hello.incarnation:
             self._replaced[hello.name, known.hello.incarnation] = None

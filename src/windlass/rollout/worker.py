@@ -85,7 +85,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
-    """The worker of this process, which runs attempts. Call all methods in one event loop.
+    """Rollout worker of this process: runs attempts and delivers outcomes. Call all methods in one event loop.
 
     The worker sends each outcome at least once, in the order of the outcomes' ends. While fewer than
     `MAX_IN_FLIGHT` batches are unacknowledged, the worker sends a new outcome immediately. Otherwise new outcomes
