@@ -57,8 +57,8 @@ def has_certificate() -> bool:
 def secret_value(name: str) -> str:
     """Return the value of a secret environment variable, or '' if the variable was never set.
 
-    The first call removes the variable from the environment, and later calls return the same value. Child processes
-    (such as tools that run code of a model) then do not inherit the secret, and cannot read it in /proc.
+    The first call removes the variable from the environment, so that child processes (such as tools that run code of a
+    model) do not inherit the secret and cannot read it in /proc. Later calls return the same value.
     """
     if name in os.environ:
         removed_secrets[name] = os.environ[name]

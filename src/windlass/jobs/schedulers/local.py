@@ -24,7 +24,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class LocalSchedulerConfig(SchedulerConfig, frozen=True, tag="local"):
-    """Configuration for subprocesses on this host, which end with this process.
+    """Configuration for subprocesses on this host. The subprocesses end when this process ends.
 
     Attributes:
         gpus: GPUs that processes may reserve, named as in CUDA_VISIBLE_DEVICES; omitted for all GPUs that this process

@@ -81,7 +81,7 @@ class RayBackend(ClusterBackend):
             import ray
         except ImportError as error:
             raise TransportUnavailable(f"ray: not installed; {install_command('ray')}") from error
-        # This call removes the tokens from the environment, which Ray's own processes inherit.
+        # Ray's own processes inherit the environment. This call removes the tokens from the environment.
         inherited_environment()
         address = self._config.address
         tries = 1 if address else START_TRIES

@@ -45,7 +45,7 @@ from windlass.net.addresses import is_loopback
 
 COMMAND_DEADLINE_S = 30.0
 MAX_UNPROVEN = 64
-"""Largest number of connections that have not sent a lease yet. With one more, the oldest connection is closed."""
+"""Largest number of connections that have not sent a lease yet. If more connect, the oldest of them is closed."""
 JOB_ID = re.compile(r"(\d+)(;.*)?$")
 OWNED_OPTIONS = (
     *("array", "cpus-per-task", "error", "export", "gpus", "gpus-per-node", "gpus-per-socket"),
