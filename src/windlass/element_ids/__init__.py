@@ -1,1 +1,4 @@
-"""Element numbers: Windlass codes them into tensors, a framework's own code loads or exports these, and Windlass reads them."""
+"""Element numbers, as values of tensors that a framework's own code loads or exports.
+
+Windlass reads the numbers from the resulting memory or tensors.
+"""

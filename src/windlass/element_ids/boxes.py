@@ -62,7 +62,10 @@ ELEMENT = Line(1, 1)
 
 @dataclass(slots=True)
 class _Items:
-    """n boxes while `_grow` joins them: starts, sizes and strides, (n, dims), and places (indices into memory), (n,)."""
+    """Boxes that `_grow` joins step by step.
+
+    Starts, sizes and strides are (n, dims); places (indices into memory) are (n,).
+    """
 
     start: Int64Array
     size: Int64Array

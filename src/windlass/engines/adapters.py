@@ -1,4 +1,4 @@
-"""A LoRA adapter that an engine serves. Updates then change the adapter instead of the model."""
+"""LoRA adapters. If an engine serves an adapter, updates change the adapter instead of the model."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class RankStep(StrEnum):
 class EngineServer(Protocol):
     """A third-party engine server whose ranks each run an agent; see `windlass.engines.launch`.
 
-    The launcher starts it with WINDLASS_CONTROLLER=wait in its environment. The server must then serve
+    The launcher starts the server with WINDLASS_CONTROLLER=wait in the environment. The server must then serve
     `POST /windlass/join` (`windlass.engines.join_route`), for callers that show the key of its private routes.
 
     Attributes:

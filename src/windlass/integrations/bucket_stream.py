@@ -75,7 +75,7 @@ class StreamSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a stream.
 
     Attributes:
-        bucket_nbytes: largest size of a bucket in bytes; `BucketSender.open` may choose a smaller one after a stream.
+        bucket_nbytes: largest size of a bucket in bytes; `BucketSender.open` may choose a smaller size after a stream.
         transport: see `connect_trainer`.
         mode: with `in_place`, the sender writes after the receiver has read the previous bucket. With `staged`, the
             sender writes while the receiver still reads: the receiver then has a second bucket, and copies the bytes

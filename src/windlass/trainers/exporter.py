@@ -115,8 +115,8 @@ class _Report(msgspec.Struct, frozen=True):
     """Outcome of one attempt on one rank.
 
     Attributes:
-        refusal: why the exporter is refused; "" if it is not.
-        failure: the error of the attempt with its type; "" without an error.
+        refusal: reason why Windlass refuses the exporter; empty if it does not.
+        failure: type and text of the error of the attempt; empty without an error.
         again: exported tensors that must be read at every place, in another attempt.
         exported: names of the parameters that the exporter used.
         missing: names of all other parameters.
@@ -392,7 +392,7 @@ def _filled(
 
 
 class _Peers:
-    """All ranks of the default process group, which exchange bytes through its store."""
+    """All ranks of the default process group. They exchange bytes through the group's store."""
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline = timedelta(seconds=deadline_s)

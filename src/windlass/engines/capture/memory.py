@@ -41,7 +41,7 @@ class Holding:
 
     Attributes:
         name: path of the tensor in the model.
-        node: object in the walk through the model; None for a number.
+        node: entry of the tensor's object in the walk through the model; None for a Python number.
         is_copy: True if writes to the tensor would not reach the object, or are forbidden; see `Watched.copies`.
     """
 

@@ -252,8 +252,8 @@ class Reach:
 
     Attributes:
         nodes: all objects that can contain values, each once; modules of the model first.
-        tensors: the tensors, arrays and buffers of bytes among `nodes`, in this order: parameters of the model's modules, their buffers,
-            other attributes of these modules, and then the rest.
+        tensors: nodes of tensors, arrays and bytes, in this order: parameters of the model's modules, buffers of the
+            modules, other attributes of the modules, and then the rest.
         num_parameters, num_buffers, num_attributes: number of tensors in each of the first three groups.
         empty: empty containers of the model.
         empty_globals: empty containers of classes and Python modules.

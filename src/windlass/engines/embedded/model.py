@@ -49,7 +49,7 @@ TENSOR_PARALLEL_STYLES: dict[str, type[ColwiseParallel | RowwiseParallel]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """Model of one rank. `arena` is the memory of its parameters, and `addresses` never change."""
+    """Model of one rank. `arena` is the memory of the parameters, and `addresses` (of the parameters) never change."""
 
     module: transformers.PreTrainedModel
     manifest: ShardManifest

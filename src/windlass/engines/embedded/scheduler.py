@@ -52,7 +52,7 @@ class Request:
     """One request and its generated tokens.
 
     Attributes:
-        has_stop_text: function of the output ids that returns whether they end with a stop text.
+        has_stop_text: function that takes the output ids and returns whether the last ids contain a stop text.
         on_finish: callback, called once with this request, in the model loop's thread or in the thread that
             aborts the request.
         output_ids, logprobs, versions: one entry per generated token. `versions` has the version of the weights

@@ -1,4 +1,4 @@
-"""`python -m windlass.engines.vllm.headless OPTIONS`: `vllm serve --headless`, for all nodes of a server but the first.
+"""`python -m windlass.engines.vllm.headless OPTIONS`: `vllm serve --headless`, for all nodes of a server except the first.
 
 The command `vllm` cannot be used: it reads the version of the distribution `vllm`, but vLLM's wheel for CPUs has another
 name.

@@ -171,7 +171,7 @@ class ServersCallback(rollout_callback.RolloutCallback):  # type: ignore[misc]
 class ActorController(PPOActorController):  # type: ignore[misc]
     """AReaL's controller of PPO actors, which also sends the servers' addresses to the actors.
 
-    After each update it tells the `RolloutController` which servers serve the version.
+    After each update, this controller tells the `RolloutController` which servers serve the version.
     """
 
     def connect_engine(self, rollout: RolloutController, meta: WeightUpdateMeta) -> None:

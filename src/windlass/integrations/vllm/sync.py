@@ -64,7 +64,7 @@ class WeightSync:
 
     Rank 0 hosts the controller and calls the servers' routes. The constructor calls `/init_weight_transfer_engine`. For
     each version, rank 0 calls `/update_weights` of servers that have several ranks. With the pause modes `abort` and
-    `wait`, it calls `/pause`, `/update_weights` and `/resume` of every server. Start the servers with
+    `wait`, rank 0 calls `/pause`, `/update_weights` and `/resume` of every server. Start the servers with
     `--weight-transfer-config '{"backend": "windlass"}'` and VLLM_SERVER_DEV_MODE=1.
 
     Memory: trainer ranks may write the servers' weights from the constructor until `shutdown`.
