@@ -39,7 +39,7 @@ from windlass.wording import install_command
 RDMA_FOLDER = Path("/sys/class/infiniband")
 """Folder in which the kernel lists the network cards with RDMA."""
 VERBS_FOLDER = Path("/dev/infiniband")
-"""Folder of the device files through which a process uses such a card."""
+"""Folder of the device files through which a process uses a network card with RDMA."""
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written
 _USUAL_CONTAINER_MIB = 64
@@ -231,7 +231,7 @@ def _locked_memory() -> Finding:
     if locks_without_limit():
         return Finding(name, WORKS, "unlimited, by CAP_IPC_LOCK")
     remedy = "ulimit -l unlimited, or --ulimit memlock=-1 for a container"
-    return Finding(name, LIMITED, f"{soft >> 10} KiB: RDMA can register no more memory", remedy)
+    return Finding(name, LIMITED, f"RDMA can register at most {soft >> 10} KiB", remedy)
 
 
 def _shared_memory() -> Finding:
@@ -243,7 +243,7 @@ def _shared_memory() -> Finding:
     found = f"{free} of {total} MiB free"
     if total < _USUAL_CONTAINER_MIB * 2:
         remedy = "--shm-size for a container, or mount -o remount,size=50% /dev/shm"
-        return Finding(name, LIMITED, f"{found}: engines' processes exchange data there", remedy)
+        return Finding(name, LIMITED, f"{found}: the processes of an engine need more", remedy)
     return Finding(name, WORKS, found)
 
 
@@ -273,7 +273,7 @@ def _allocator() -> Finding:
     if not asked:
         return Finding("allocator", WORKS, "expandable segments are not enabled")
     remedy = f"unset expandable_segments in {asked.partition('=')[0]} for engines"
-    found = f"{asked}: such memory cannot be registered or shared"
+    found = f"{asked}: memory in expandable segments cannot be registered or shared"
     return Finding("allocator", FAILS, found, remedy)
 
 
@@ -305,7 +305,7 @@ def _engines() -> list[Finding]:
         try:
             releases = ENGINES.find(name).releases
         except ConfigError as error:
-            findings.append(Finding(f"engine {name}", FAILS, str(error), "pip uninstall it"))
+            findings.append(Finding(f"engine {name}", FAILS, str(error), "uninstall its package"))
             continue
         if releases is None:
             continue
@@ -334,7 +334,7 @@ def _engine(engine: EngineReleases, version: str) -> Finding:
 def _logprobs(engine: EngineReleases) -> Finding:
     name = f"{engine.name} log-probabilities"
     if engine.name == "SGLang" and environment_value(ORIGINAL):
-        found = f"{ORIGINAL} is set: SGLang returns them before temperature, top_k and top_p"
+        found = f"{ORIGINAL} is set: SGLang computes them before temperature, top_k and top_p apply"
         return Finding(name, FAILS, found, f"unset {ORIGINAL}")
     found = "by default of the sampled distribution, after temperature, top_k and top_p"
     return Finding(name, WORKS, found)

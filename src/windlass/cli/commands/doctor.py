@@ -160,5 +160,5 @@ def _finds_windlass(framework: str | None, report: Report) -> bool:
 
 
 COMMAND = Command(
-    "what will and will not work in this environment, and how to mend it", add_arguments, run
+    "what works in this environment, and how to repair what fails", add_arguments, run
 )

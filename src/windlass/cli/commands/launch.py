@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="make the checks that precede a start, and start nothing",
+        help="make all checks of a start, and start nothing",
     )
 
 

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG")
     parser.add_argument(
         "--html", type=Path, metavar="FILE",
-        help="write the controller's page with its present data as one file",
+        help="write the controller's page and its current data as one file",
     )  # fmt: skip
 
 
@@ -77,4 +77,4 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-COMMAND = Command("the last updates of a controller against the speed of light", add_arguments, run)
+COMMAND = Command("the last updates of a controller and the limit of its links", add_arguments, run)

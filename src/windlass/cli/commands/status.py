@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print the controller's answer")
     how.add_argument(
-        "--watch", action="store_true", help="show every change as it comes, until Ctrl-C"
+        "--watch", action="store_true", help="show each change when it happens, until Ctrl-C"
     )
 
 
