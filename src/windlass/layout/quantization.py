@@ -84,7 +84,7 @@ CAPABILITIES = (
         Scheme.INT4_GROUPED, (), "values share a byte and are calibrated, not computed from weights"
     ),
 )
-"""All schemes, with the reason for each that is refused."""
+"""All schemes; a refused scheme has the reason for the refusal."""
 
 
 class QuantizedTensor(msgspec.Struct, frozen=True):

@@ -302,7 +302,7 @@ GATHERED = 1 << 16
 
 
 _Cut = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""First element, sizes at the source and sizes of the payload."""
+"""Part of an op: index of its first element, sizes at the source, and sizes of the payload."""
 
 
 def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:

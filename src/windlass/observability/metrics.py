@@ -69,7 +69,7 @@ class ControllerMetrics:
         self._states = Gauge("windlass_engines", "Engines by state", ["state"], registry=registry)
         self._rollouts = Gauge(
             "windlass_rollouts",
-            "Rollouts by state: totals since the start for submitted and ended ones, else the present number",
+            "Rollouts by state: totals since the start for submitted and ended rollouts, else the current number",
             ["state"],
             registry=registry,
         )
