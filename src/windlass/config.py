@@ -74,8 +74,8 @@ class UpdateMode(StrEnum):
     """Memory of the engine that an update writes.
 
     IN_PLACE: the live parameters, while the engine is paused.
-    STAGED: a shadow copy, while the engine generates. The engine is then paused to copy the shadow copy into the live
-        parameters.
+    STAGED: a shadow copy, while the engine generates. After the write, the engine is paused to copy the shadow copy
+        into the live parameters.
     """
 
     IN_PLACE = "in_place"

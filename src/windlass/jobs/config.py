@@ -170,9 +170,9 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         environment: variables added to the engine's environment. num_cpus: number of cores reserved on each node.
         num_gpus: number of GPUs reserved on all nodes together, the same number on each node. By default, the engine
             gets one GPU per engine rank if the trainers have GPUs, and otherwise none.
-        colocate_with: name of a trainer rank, such as `trainer-0`. The engine then reserves no cores and GPUs. It runs
-            on the trainer rank's node and cores, and uses one GPU per engine rank, starting at the trainer rank's first
-            GPU.
+        colocate_with: name of a trainer rank, such as `trainer-0`. With this setting, the engine reserves no cores and
+            GPUs. It runs on the trainer rank's node and cores, and uses one GPU per engine rank, starting at the trainer
+            rank's first GPU.
         max_restarts: largest number of restarts of the engine between two steps, after it died or stopped answering;
             the job fails if the engine does so once more.
     """

@@ -396,7 +396,7 @@ class Job:
         """Cancel all rollouts and wait for their clean-up; a second signal skips or ends this wait.
 
         Returns:
-            Seconds that worker processes may then take to end.
+            Seconds that worker processes may take to end after the clean-up.
         """
         if self._insisted:
             return 0.0

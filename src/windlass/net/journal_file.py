@@ -95,7 +95,7 @@ class JournalFile(Generic[EntryT]):
     def write(self, encoded: Iterable[bytes], *, recheck_path_s: float = 0.0) -> None:
         """Append a line for each entry, in one system call.
 
-        The lines then survive the end of this process, but not a power cut; see `sync`.
+        Written lines survive the end of this process, but not a power cut; see `sync`.
 
         Args:
             encoded: entries, as `encode` returns them.

@@ -1,7 +1,7 @@
 """Log lines that contain the rollout, round and version to which they belong.
 
-Code that works on one rollout or one round calls `log_fields`. All lines that are then logged in the
-same asyncio task contain these fields, including lines of user code.
+Code that works on one rollout or one round calls `log_fields`. All later lines of the same asyncio task
+contain these fields, including lines of user code.
 """
 
 from __future__ import annotations

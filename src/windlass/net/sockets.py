@@ -33,7 +33,7 @@ from windlass.net.tls import client_context
 PART_NBYTES = 1 << 20
 """Largest frame in bytes that is sent whole."""
 MAX_PART_NBYTES = PART_NBYTES + 3
-"""Limit for aiohttp: it ends a connection when a WebSocket message of this size or more arrives."""
+"""Limit for aiohttp, which ends a connection when a WebSocket message of this size or more arrives."""
 OTHER_DESCRIPTORS = 24
 """Number of file descriptors that a process needs besides its connections for rollouts."""
 SEND_DEADLINE_S = 30.0
@@ -164,7 +164,7 @@ class PartJoiner:
     def add(self, data: bytes) -> bytes | None:
         """Add a WebSocket message. Return a whole frame, or None while the frame is incomplete.
 
-        If a new frame begins, drop an incomplete frame, because its sender has given it up.
+        If a new frame begins, drop an incomplete frame, because the sender has given up the incomplete frame.
 
         Raises:
             ProtocolError: the part is out of order, or the frame is too large.

@@ -121,9 +121,9 @@ def assign(
 ) -> Assignment:
     """Assign the ops of each group, in the given order, to the group's holders.
 
-    `shares`, the result of `pour`, has the bytes that each holder should get. `units` is the number
+    `shares`, the result of `pour`, has the bytes that each holder should send. `units` is the number
     of equal slices into which an op may be cut (its outermost extent). An op smaller than
-    `min_split_bytes` is not cut; its middle byte decides which holder gets it.
+    `min_split_bytes` is not cut; the position of its middle byte decides which holder sends the op.
     """
     rank = np.array([of_group[0] for of_group in holders] or [0], np.int64)[group]
     begin, end = np.zeros(len(group), np.int64), units.copy()

@@ -32,8 +32,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
         worker_lease_s: time without a message from a worker after which the controller sends a ping.
         worker_grace_s: time after which the controller treats an unreachable worker as lost.
         on_abort: reaction of workers to an update that ends a generation early.
-        carry_partial: whether a retry on another engine continues from the tokens of the failed attempt; an
-            answer may then contain tokens of two engines.
+        carry_partial: whether a retry on another engine continues from the tokens of the failed attempt. If so,
+            an answer may contain tokens of two engines.
         max_rejections: number of times that the workflow may reject its own answer before the rollout fails.
         affinity_slack: the controller prefers the engine that has cached a prompt's prefix, as long as this
             engine runs at most this many attempts more than the least loaded engine.

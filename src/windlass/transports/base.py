@@ -218,7 +218,7 @@ class OneSidedTransport(Protocol):
             One region per range, in the same order. Each region is unregistered separately.
 
         Raises:
-            RegionError: a range was refused, or two ranges overlap. No range is registered then.
+            RegionError: a range was refused, or two ranges overlap. In this case, no range is registered.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Base classes of transports between hosts: common settings, and writes through a library.
 
 A library such as NIXL performs a write as native calls (`NativeCall`), which have no deadline. The
-writing thread follows each call until it ends, the deadline passes or the peer's process ends. If
-the outcome is then unknown, bytes may still arrive, even if the library has reported an error. So
+writing thread follows each call until it ends, the deadline passes or the peer's process ends. If the
+thread does not learn the outcome, bytes may still arrive, even if the library reports an error. So
 the call and the memory that it reads are kept until the call ends, and no other write to this peer
 begins before that. RDMA verbs do not identify the process behind a queue pair, so the liveness of
 each peer is watched (`liveness.py`). Derived classes define the calls, how the end of a call is
@@ -416,7 +416,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         """Register ranges in one library call; return the key of each. The caller holds the lock.
 
         Raises:
-            RegionError: the library refused; the message names the first range. No range is registered then.
+            RegionError: the library refused; the message names the first range. In this case, no range is registered.
         """
 
     def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:

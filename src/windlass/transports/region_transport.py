@@ -96,7 +96,7 @@ class RegionTransport(OneSidedTransport):
 
         Args:
             keep: whether regions that an unfinished call may use stay allocated until the process
-                ends. The transport is closing then, and does not learn when these calls end.
+                ends. True when the transport closes, because it does not learn when these calls end.
         """
         waiting, self._deferred = self._deferred, []
         for region, released in waiting:
@@ -136,7 +136,7 @@ class RegionTransport(OneSidedTransport):
         """Register ranges; return the `key` of the `RemoteRegion` of each range. The caller holds the lock.
 
         Raises:
-            RegionError: a range is refused. No range is registered then.
+            RegionError: a range is refused. In this case, no range is registered.
         """
         return [self._register(*span) for span in spans]
 

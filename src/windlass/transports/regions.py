@@ -55,7 +55,7 @@ class RegionTable:
         """Add regions.
 
         Raises:
-            RegionError: see `check_free`. No region is added then.
+            RegionError: see `check_free`. In this case, no region is added.
         """
         self.check_free((region.address, region.nbytes) for region in regions)
         for region in regions:

@@ -8,11 +8,11 @@ same port, and keeps deadlines.
 Native calls have no deadline (they return an error after 30 to 62 s, or never), so a thread for each
 peer makes them. Every failure has code -1, and bytes may arrive after it. Only in one case is a
 failed write known to have ended: the wire is TCP with one connection per peer, and the call returned
-long before the engine's timeouts. The engine then sends to a peer in first-in first-out order, and
-the peer acknowledges each entry before the next is sent. So if a read that was queued behind the
-failed write succeeds, no byte of the write arrives later. After a timeout this does not hold: the
+long before the engine's timeouts. With one connection, the engine sends to a peer in first-in first-out
+order, and the peer acknowledges each entry before the next is sent. So if a read that was queued behind
+the failed write succeeds, no byte of the write arrives later. After a timeout this does not hold: the
 engine has dropped a connection that may contain bytes, and a read over a new connection shows nothing
-about them.
+about these bytes.
 """
 
 from __future__ import annotations
