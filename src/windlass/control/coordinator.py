@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
@@ -27,7 +27,6 @@ import msgspec
 
 from windlass.config import ControlConfig
 from windlass.control.backend import backend_of
-from windlass.control.binding import Binding
 from windlass.control.changes import Changes, Tasks, tell
 from windlass.control.connector import Connector
 from windlass.control.fleet import Agent, EngineInfo
@@ -39,6 +38,9 @@ from windlass.control.publish_requests import (
     MissingRanks,
     PendingPublish,
     PublishRequests,
+    check_same_ranks,
+    check_same_version,
+    until_connected,
 )
 from windlass.control.recovery import CatchUps, ResumeRetries
 from windlass.control.report import (
@@ -57,7 +59,6 @@ from windlass.errors import PeerTimeout, ProtocolError, RoundAborted
 from windlass.net.logs import log_fields
 from windlass.net.messages import Reply
 from windlass.planning.planner import Planner, plan_transfer
-from windlass.wording import listed
 
 _log = logging.getLogger(__name__)
 MAX_ATTEMPTS_WITHOUT_ENGINES = 3
@@ -221,26 +222,11 @@ class Coordinator:
         self, version: int, deadline_s: float, copied: asyncio.Event
     ) -> UpdateReport:
         """Wait until all trainer ranks are connected, then publish; return a failed report at the deadline."""
-
-        def ranks() -> tuple[PendingPublish, ...]:
-            trainers = self.fleet.trainers()
-            if trainers is None or not trainers.complete:
-                return ()
-            agents = trainers.agents.values()
-            return tuple(PendingPublish(trainer=a.identity, version=version) for a in agents)
-
         try:
-            await self.changes.until(
-                lambda: bool(ranks()),
-                deadline_s,
-                lambda: (
-                    f"publish: all trainer ranks must be connected within {deadline_s} s, missing: "
-                    f"{listed(self.fleet.away()) or 'all'}"
-                ),
-            )
+            ranks = await until_connected(self.fleet, self.changes, version, deadline_s)
         except PeerTimeout as error:
             return failed_report(version, str(error))
-        return await self._publish(ranks(), copied)
+        return await self._publish(ranks, copied)
 
     # --- a publish: its steps, in their order ------------------------------------------------
 
@@ -322,9 +308,11 @@ class Coordinator:
                 since the announcements, or the journal cannot be written.
             WindlassError: too few engines are connected, or the fleet cannot be bound.
         """
-        self._check_version(announced, version, is_again=is_again)
+        check_same_version(announced)
+        if not is_again and (refusal := self.run.refusal(version)):
+            raise RoundAborted(refusal)
         binding = await self.connector.until_enough()
-        self._check_ranks(announced, binding)
+        check_same_ranks(announced, binding)
         costs = self.connector.pop_costs()
         spec = self.rounds.spec_of(version, self.run.lineage, binding, is_new=True)
         driver = self.rounds.start(spec, binding, copied)
@@ -335,25 +323,6 @@ class Coordinator:
             unused=num_by_pattern(binding.unused),
             kept=num_by_pattern(binding.stays),
         )
-
-    def _check_version(
-        self, announced: Collection[PendingPublish], version: int, *, is_again: bool
-    ) -> None:
-        versions = {rank.trainer[0]: rank.version for rank in announced}
-        if len(set(versions.values())) > 1:
-            raise RoundAborted(f"trainer ranks announced different versions: {versions}")
-        if not is_again and (refusal := self.run.refusal(version)):
-            raise RoundAborted(refusal)
-
-    def _check_ranks(self, announced: Collection[PendingPublish], binding: Binding) -> None:
-        moved = {rank.trainer for rank in announced} - binding.signature
-        if moved:
-            changed = f"new are {sorted(name for name, _ in moved)}"
-        elif len(announced) != len(binding.trainers):
-            changed = f"{len(announced)} announced, {len(binding.trainers)} are connected"
-        else:
-            return
-        raise RoundAborted(f"trainer ranks came or went since they announced: {changed}")
 
     def end_update(self, report: UpdateReport) -> None:
         """Store the report of an update and call the listeners. If the update left out engines, start catch-ups."""

@@ -15,9 +15,12 @@ from typing import final
 
 import msgspec
 
+from windlass.control.binding import Binding
+from windlass.control.changes import Changes
 from windlass.control.connect_messages import Identity
 from windlass.control.fleet import Fleet
 from windlass.control.report import UpdateReport
+from windlass.errors import RoundAborted
 from windlass.wording import listed
 
 _log = logging.getLogger(__name__)
@@ -55,6 +58,52 @@ class CalledUpdate:
 
     copied: asyncio.Event
     report: asyncio.Task[UpdateReport]
+
+
+def check_same_version(announced: Collection[PendingPublish]) -> None:
+    """Raise RoundAborted if the ranks announced different versions."""
+    versions = {rank.trainer[0]: rank.version for rank in announced}
+    if len(set(versions.values())) > 1:
+        raise RoundAborted(f"trainer ranks announced different versions: {versions}")
+
+
+def check_same_ranks(announced: Collection[PendingPublish], binding: Binding) -> None:
+    """Raise RoundAborted if trainer ranks came or went between their announcements and the binding."""
+    moved = {rank.trainer for rank in announced} - binding.signature
+    if moved:
+        changed = f"new are {sorted(name for name, _ in moved)}"
+    elif len(announced) != len(binding.trainers):
+        changed = f"{len(announced)} announced, {len(binding.trainers)} are connected"
+    else:
+        return
+    raise RoundAborted(f"trainer ranks came or went since they announced: {changed}")
+
+
+async def until_connected(
+    fleet: Fleet, changes: Changes, version: int, deadline_s: float
+) -> tuple[PendingPublish, ...]:
+    """Wait until all trainer ranks are connected; return requests for `version` on their behalf.
+
+    Raises:
+        PeerTimeout: a rank is not connected after `deadline_s`; the message names the missing ranks.
+    """
+
+    def ranks() -> tuple[PendingPublish, ...]:
+        trainers = fleet.trainers()
+        if trainers is None or not trainers.complete:
+            return ()
+        agents = trainers.agents.values()
+        return tuple(PendingPublish(trainer=a.identity, version=version) for a in agents)
+
+    await changes.until(
+        lambda: bool(ranks()),
+        deadline_s,
+        lambda: (
+            f"publish: all trainer ranks must be connected within {deadline_s} s, missing: "
+            f"{listed(fleet.away()) or 'all'}"
+        ),
+    )
+    return ranks()
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ with windlass.connect_trainer(model, controller=url, token=token) as trainer:
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,13 +18,11 @@ from typing import final
 from windlass.closing import Closing
 from windlass.config import ReplicaPlace
 from windlass.control.client import CommandHandler, TrainerChannel
-from windlass.control.connect_messages import Hello, group_and_rank, job_of
+from windlass.control.connect_messages import job_of
 from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.trainer_agent import TrainerAgent
 from windlass.errors import ConfigError, RoundAborted, WindlassError
-from windlass.layout.manifest import Role
 from windlass.net.addresses import check_url, own_address
-from windlass.net.messages import PROTOCOL_VERSION
 from windlass.trainers.pending_update import PendingUpdate, version_number
 from windlass.trainers.weights import TrainerWeights
 from windlass.transfer.sender import Sender
@@ -84,7 +81,6 @@ class TrainerClient(Closing):
             undo.callback(transport.close)
             check_url(controller, "controller")
             job = job_of(job, world_size)
-            group, rank = group_and_rank(manifest.worker)
             self._sender = Sender(
                 transport,
                 manifest,
@@ -104,20 +100,7 @@ class TrainerClient(Closing):
                 changed=weights.changed,
             )
             undo.callback(agent.close)
-            hello = Hello(
-                protocol_version=PROTOCOL_VERSION,
-                worker=manifest.worker,
-                incarnation=os.urandom(8).hex(),
-                role=Role.TRAINER,
-                group=group,
-                rank=rank,
-                world_size=world_size,
-                manifest=manifest.encode(),
-                offers=transport.offers(),
-                job=job,
-                allow_unused=weights.allow_unused,
-                keep=weights.keep,
-            )
+            hello = weights.hello(offers=transport.offers(), job=job, world_size=world_size)
             handler = agent if intercept is None else intercept(agent)
             self._channel = TrainerChannel(controller, token, lambda: hello, handler)
             undo.callback(self._channel.close)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from windlass.layout.manifest import ShardManifest
+from windlass.control.connect_messages import Hello, group_and_rank
+from windlass.layout.manifest import Role, ShardManifest
+from windlass.net.messages import PROTOCOL_VERSION
 from windlass.transfer.base import ParameterMemory
+from windlass.transports.base import TransportOffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +43,21 @@ class TrainerWeights:
     step_stream: Callable[[], int] | None = None
     allow_unused: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
+
+    def hello(self, *, offers: tuple[TransportOffer, ...], job: str, world_size: int) -> Hello:
+        """Return the first message of this rank to the controller."""
+        group, rank = group_and_rank(self.manifest.worker)
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            worker=self.manifest.worker,
+            incarnation=os.urandom(8).hex(),
+            role=Role.TRAINER,
+            group=group,
+            rank=rank,
+            world_size=world_size,
+            manifest=self.manifest.encode(),
+            offers=offers,
+            job=job,
+            allow_unused=self.allow_unused,
+            keep=self.keep,
+        )
