@@ -18,9 +18,13 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from contextvars import ContextVar
 from copy import copy
+from ctypes import c_float
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from io import BytesIO
 from itertools import repeat
+from mmap import mmap
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from queue import Queue, SimpleQueue
 from tempfile import TemporaryFile
@@ -522,6 +526,78 @@ UNUSUAL = {
     "bits_of_array": Holder(lambda t: floats(t).view(np.int32), lambda k: torch_of(k.view(np.float32))),
     "expanded": Holder(lambda t: t.float().expand(2, WIDTH, WIDTH), lambda k: k[1]),
 }  # fmt: skip
+
+
+def mapped(tensor: torch.Tensor) -> mmap:
+    made = mmap(-1, tensor.nbytes)
+    made.write(floats(tensor).tobytes())
+    return made
+
+
+def in_shared_memory(tensor: torch.Tensor) -> SharedMemory:
+    made = SharedMemory(create=True, size=tensor.nbytes)
+    assert made.buf is not None
+    made.buf[:] = floats(tensor).tobytes()
+    made.unlink()
+    return made
+
+
+def of_torch_future(tensor: torch.Tensor) -> Any:
+    made: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    made.set_result(tensor)
+    return made
+
+
+ZERO = torch.zeros(WIDTH, WIDTH)
+
+
+class Adding(torch.nn.Module):
+    """A module for compilers; it adds a constant."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(tensor, requires_grad=False)
+        self.twice = tensor.clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight / 2 + self.twice / 2
+
+
+def traced(tensor: torch.Tensor) -> Any:
+    return torch.jit.trace(lambda x: x + tensor, (ZERO,))  # type: ignore[no-untyped-call]
+
+
+def exported(tensor: torch.Tensor) -> Any:
+    return torch.export.export(Adding(tensor), (ZERO,))
+
+
+def numbers_in(made: Any) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(made, np.float32).copy())
+
+
+OF_C = {
+    "mapped": Holder(mapped, numbers_in),
+    "shared_memory": Holder(in_shared_memory, lambda k: numbers_in(k.buf)),
+    "c_array": Holder(lambda t: (c_float * t.numel())(*t.flatten().tolist()), numbers_in),
+    "bytes_io": Holder(lambda t: BytesIO(floats(t).tobytes()), lambda k: numbers_in(k.getvalue())),
+    "torch_future": Holder(of_torch_future, lambda k: k.value()),
+    "traced": Holder(traced, lambda k: k(ZERO)),
+    "script": Holder(lambda t: torch.jit.script(Adding(t)), lambda k: k(ZERO)),
+    "exported": Holder(exported, lambda k: k.module()(ZERO)),
+}
+PACKED = {
+    "onednn": Holder(lambda t: t.float().to_mkldnn(), lambda k: k.to_dense()),
+    "prepacked": Holder(
+        lambda t: torch.ops.quantized.linear_prepack(quantised(t), None),
+        lambda k: torch.ops.quantized.linear_dynamic(torch.eye(WIDTH), k),
+    ),
+}
+
+
+def quantised(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor(tensor.float(), 0.02, 0, torch.qint8)
+
+
 READ_ONLY = {
     "file": Holder(of_file, torch_of),
     "bytes": Holder(lambda t: floats(t).tobytes(), lambda k: torch_of(np.frombuffer(k, np.float32))),
@@ -550,6 +626,89 @@ def test_copies_in_memory_that_cannot_be_written_are_refused(
         lambda: Engine(DERIVED["cast"], READ_ONLY[holder], when),
         served_before=when == "cold",
         refused="kept",
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
+@pytest.mark.parametrize("when", ["cold", "lazy", "load"])
+@pytest.mark.parametrize("holder", OF_C)
+def test_copies_in_objects_of_c_are_right(holder: str, when: str, tmp_path: Path) -> None:
+    require_right(
+        tmp_path,
+        lambda: Engine(DERIVED["cast"], OF_C[holder], when),
+        served_before=when == "cold",
+    )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("when", ["cold", "lazy", "load"])
+@pytest.mark.parametrize("holder", PACKED)
+def test_packed_copies_are_refused(holder: str, when: str, tmp_path: Path) -> None:
+    require_right(tmp_path, lambda: Engine(DERIVED["cast"], PACKED[holder], when), refused="kept")
+
+
+COMPUTED = {
+    "quantised": Holder(quantised, lambda k: k.dequantize()),
+    "frozen": Holder(
+        lambda t: torch.jit.freeze(torch.jit.script(Adding(t).eval())), lambda k: k(ZERO)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("when", ["cold", "lazy", "load"])
+@pytest.mark.parametrize("holder", COMPUTED)
+def test_computed_values_of_torch_are_right_or_refused(
+    holder: str, when: str, tmp_path: Path
+) -> None:
+    """A walk ended the process at a quantised tensor."""
+    refused = "" if when == "load" else "kept"
+    require_right(
+        tmp_path, lambda: Engine(DERIVED["cast"], COMPUTED[holder], when), refused=refused
+    )
+
+
+class InPlace(Engine):
+    """An engine whose loader writes copies of weights into bytes that it has allocated once."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__(DERIVED["cast"], Holder(lambda t: t, numbers_in), "load")
+        for layer in self.rows:
+            vars(layer)["kept"] = make()
+
+    def keep(self) -> None:
+        for layer in self.rows:
+            data = floats(self.derive(layer)).tobytes()
+            memoryview(vars(layer)["kept"]).cast("B")[:] = data
+
+
+@pytest.mark.parametrize("make", [bytearray, partial(mmap, -1)], ids=["bytes", "mapped"])
+def test_bytes_that_a_loader_overwrites_are_right(make: Any, tmp_path: Path) -> None:
+    require_right(tmp_path, lambda: InPlace(lambda: make(4 * WIDTH * WIDTH)), served_before=True)
+
+
+class WithScript(Engine):
+    """An engine with compiled modules as children."""
+
+    def keep(self) -> None:
+        for layer in self.rows:
+            layer.kept = torch.jit.script(Adding(self.derive(layer)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.rows:
+            x = x @ layer.w.float() + layer.get_submodule("kept")(ZERO).sum()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("when", ["cold", "load"])
+def test_a_compiled_child_module_is_refused_by_name(when: str, tmp_path: Path) -> None:
+    require_right(
+        tmp_path,
+        lambda: WithScript(DERIVED["cast"], HOLDERS["attribute"], when),
+        refused="kept.weight",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import mmap
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -165,7 +167,12 @@ def _writable(node: Node) -> torch.Tensor | None:
 
 
 def _without_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the same memory and without torch's negative and conjugate bits."""
+    """Return a tensor with the same memory, without torch's negative and conjugate bits and without quantisation."""
+    if tensor.is_quantized:
+        integers = torch.empty(0, dtype=_QUANTISED[tensor.dtype], device=tensor.device)
+        return integers.set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
     if tensor.is_neg():
         tensor = torch._neg_view(tensor)
     return tensor.conj() if tensor.is_conj() else tensor
@@ -199,12 +206,20 @@ def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 def _copied(node: Node) -> torch.Tensor | None:
-    """Return a tensor of the elements of bytes, a read-only array or an array of another byte order; else None."""
+    """Return a tensor of the elements of an object whose memory torch cannot view, or None.
+
+    Such an object has bytes, is a read-only array, an array of another byte order, a tensor in a layout of oneDNN, or a
+    weight that torch has packed for a quantised kernel.
+    """
     item = node.item
+    if node.shape.form is Form.TENSOR:
+        return item.detach().to_dense() if item.is_mkldnn else None
+    if isinstance(item, torch.ScriptObject):
+        return _packed_weight(item)
     if node.shape.form is Form.BYTES:
-        data = memoryview(item).cast("B")
-        is_long = len(data) >= _FEWEST_BYTES
-        return torch.from_numpy(np.frombuffer(data, np.uint8).copy()) if is_long else None
+        data = bytes_in(item)
+        is_long = data is not None and len(data) >= _FEWEST_BYTES
+        return torch.from_numpy(data.copy()) if data is not None and is_long else None
     if not isinstance(item, np.ndarray) or item.dtype.kind not in "iufV":
         return None
     if not item.dtype.isnative:
@@ -214,6 +229,36 @@ def _copied(node: Node) -> torch.Tensor | None:
     return _of_array(item)
 
 
+def bytes_in(item: Any) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    """Return an array that shares memory with an object with bytes.
+
+    Return None for a mapped file that is closed, read-only or larger than 1 GiB: it is rather data than derived state.
+    """
+    if isinstance(item, mmap.mmap):
+        with suppress(ValueError):
+            view = memoryview(item)
+            if not view.readonly and len(view) <= _LARGEST_MAP:
+                return np.frombuffer(view, np.uint8)
+        return None
+    with suppress(ValueError):  # a closed buffer
+        return np.frombuffer(item.getbuffer() if isinstance(item, io.BytesIO) else item, np.uint8)
+    return None
+
+
+def _packed_weight(item: torch.ScriptObject) -> torch.Tensor | None:
+    """Return the values of a weight that torch has packed, such as `torch.ops.quantized.linear_prepack` does; else None."""
+    if not item._type().qualified_name().endswith("PackedParamsBase"):
+        return None
+    state: Any = item.__getstate__()
+    weight = state[0][0]
+    if not isinstance(weight, torch.Tensor):
+        return None
+    return weight.dequantize() if weight.is_quantized else weight
+
+
+_QUANTISED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32,
+              torch.quint4x2: torch.uint8, torch.quint2x4: torch.uint8}  # fmt: skip
+_LARGEST_MAP = 1 << 30
 _FEWEST_BYTES = 32
 _LARGEST_NUMBER = 1 << 40
 """Numbers of at least this absolute value are ignored, because they are addresses or hashes."""
@@ -276,7 +321,7 @@ class Watched:
         found: dict[str, Holding] = {}
         ranges = [(h.address, h.address + h.nbytes) for h in self().values()]
         for node in self.reach.tensors:
-            if node.shape.form is Form.TENSOR or (tensor := _copied(node)) is None:
+            if (tensor := _copied(node)) is None:
                 continue
             holding = Holding(node.path, tensor, Kind.HELD, node, is_copy=True)
             begin, end = holding.address, holding.address + holding.nbytes

@@ -14,16 +14,16 @@ compares a few elements of a row, and compares the whole row only if these eleme
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
-from typing import Any, final
+from typing import final
 
+import numpy as np
 import torch
 
-from windlass.engines.capture.memory import Holding, Kind, Watched, refuse
-from windlass.engines.capture.reach import Number, Signature
+from windlass.engines.capture.memory import Holding, Kind, Watched, bytes_in, refuse
+from windlass.engines.capture.reach import BUFFERS, Number, Signature
 
 FEW = 4
 """Minimum length of a row or piece that the search looks for. A shorter row might equal a weight's row by chance."""
@@ -79,15 +79,16 @@ class Mirror:
     name: str
     sources: tuple[str, ...]
     parts: tuple[Part, ...]
-    holder: bytearray | array[Any] | None = None
+    holder: object | None = None
 
     def refill(self) -> None:
         """Copy the weights' rows into the mirror."""
         for part in self.parts:
             part.refill()
         if self.holder is not None:
-            data = self.parts[0].target.untyped_storage()
-            memoryview(self.holder).cast("B")[:] = bytes(data)
+            data = bytes(self.parts[0].target.untyped_storage())
+            if (held := bytes_in(self.holder)) is not None:
+                held[:] = np.frombuffer(data, np.uint8)
 
 
 @final
@@ -235,9 +236,9 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(slice(None) if step else slice(1) for step in tensor.stride())]
 
 
-def _holder(holding: Holding) -> bytearray | array[Any] | None:
+def _holder(holding: Holding) -> object | None:
     item = holding.node.item if holding.node is not None else None
-    return item if isinstance(item, bytearray | array) else None
+    return item if isinstance(item, BUFFERS) else None
 
 
 def _rival(holding: Holding, mirror: Mirror, sources: Sequence[Holding]) -> str | None:

@@ -10,9 +10,12 @@ import array
 import asyncio
 import concurrent.futures
 import contextlib
+import ctypes
 import enum
 import functools
 import gc
+import io
+import mmap
 import queue
 import socket
 import sys
@@ -21,9 +24,10 @@ import types
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from multiprocessing.shared_memory import SharedMemory
 from types import (
     AsyncGeneratorType,
     BuiltinMethodType,
@@ -73,6 +77,7 @@ _OPENED = (
     *(UserDict, UserList, ChainMap, SimpleNamespace),
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
     *(contextlib.nullcontext, torch.distributions.Distribution),
+    *(SharedMemory, torch.export.ExportedProgram),
 )
 """Python classes of the standard library and torch that the walk enters. It skips all other Python classes of both."""
 _SHARED = (
@@ -398,6 +403,8 @@ class _Walk:
     def of_module(self, module: Node, which: str) -> None:
         """Add the dict `_parameters` or `_buffers` (`which`) of a module, and the tensors in this dict."""
         held = vars(module.item)[which]
+        if isinstance(module.item, torch.jit.ScriptModule):
+            held = dict(held.items())
         if id(held) in self._seen:
             return
         if not held:
@@ -590,7 +597,7 @@ def _returned(item: Any, form: Form) -> Iterable[object]:
         case Form.REFERENCE:
             return (item(),)
         case Form.OPAQUE:
-            return gc.get_referents(item)
+            return _inside(item)
         case Form.VARIABLE:
             return (item.get(None),)
         case Form.ARRAY if isinstance(item, np.ndarray) and item.dtype.names:
@@ -609,6 +616,37 @@ def _returned(item: Any, form: Form) -> Iterable[object]:
             return (item.grad,)
         case _:
             return ()
+
+
+def _inside(item: Any) -> Iterable[object]:
+    """Return the values in an object that does not show its values in Python."""
+    if isinstance(item, torch.jit.ScriptFunction | torch.jit.ScriptModule):
+        return _script_values(item)
+    if not isinstance(item, torch.Future):
+        return gc.get_referents(item)
+    # A future may have no result yet, or an error.
+    with suppress(Exception):
+        return [item.value()] if item.done() else []
+    return []
+
+
+def _script_values(item: Any) -> list[object]:
+    """Return the tensors of compiled TorchScript, and other values of a module's attributes.
+
+    The constants of a graph share memory with the compiled code.
+    """
+    found: list[object] = []
+    if isinstance(item, torch.jit.ScriptModule):
+        found += [*item.parameters(), *item.buffers()]
+        with suppress(RuntimeError, AttributeError):
+            found += [item._c.getattr(name) for name in item._concrete_type.get_attributes()]
+    # A module may have no `forward`.
+    with suppress(RuntimeError, AttributeError):
+        graph = item.inlined_graph
+        for node in graph.findAllNodes("prim::Constant", recurse=True):
+            if "value" in node.attributeNames() and node.kindOf("value") == "t":
+                found.append(node.t("value"))
+    return found
 
 
 def slots_of(item: object, shape: Shape) -> dict[MemberDescriptorType, object]:
@@ -634,6 +672,7 @@ def _shape_of(item: object) -> Shape:
 _OPAQUE = (
     *(type(functools.lru_cache(len)), threading.local),
     *(queue.Queue, queue.SimpleQueue, concurrent.futures.Future, asyncio.Future),
+    *(torch.Future, torch.jit.ScriptFunction, torch.jit.ScriptModule),
 )
 """Classes whose objects do not show their values in Python. The walk asks the garbage collector for the values."""
 _OF_C = frozenset({"builtins", "itertools", "operator", "_collections"})
@@ -646,14 +685,17 @@ _NO_DATA = (
     *(GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType),
 )  # fmt: skip
 """C classes whose objects the walk skips."""
+BUFFERS = (bytearray, array.array, mmap.mmap, ctypes.Array, io.BytesIO)
+"""Classes of objects with bytes that code may write."""
 _FORMS: tuple[tuple[type | tuple[type, ...], Form], ...] = (
+    (torch.jit.ScriptModule, Form.OPAQUE),
     (torch.nn.Module, Form.MODULE),
     (torch.Tensor, Form.TENSOR),
     (dict, Form.DICT),
     ((list, tuple, deque), Form.SEQUENCE),
     ((set, frozenset), Form.SET),
     ((np.ndarray, torch.UntypedStorage, torch.TypedStorage), Form.ARRAY),
-    ((bytes, bytearray, array.array), Form.BYTES),
+    ((bytes, *BUFFERS, torch.ScriptObject), Form.BYTES),
     (FunctionType, Form.FUNCTION),
     (MethodType, Form.METHOD),
     (functools.partial, Form.PARTIAL),

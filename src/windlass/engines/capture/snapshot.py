@@ -25,8 +25,8 @@ import torch
 
 from windlass.element_ids.codes import Load
 from windlass.element_ids.memory import fingerprint
-from windlass.engines.capture.memory import Holding, Kind, Watched, has_memory
-from windlass.engines.capture.reach import Form, Node, contents_of, slots_of, value_of
+from windlass.engines.capture.memory import Holding, Kind, Watched, bytes_in, has_memory
+from windlass.engines.capture.reach import BUFFERS, Form, Node, contents_of, slots_of, value_of
 
 CHUNK_NBYTES = 32 << 20
 MAX_THREADS = 16
@@ -64,6 +64,9 @@ class Snapshot:
         self._empty = [*found.empty]
         for node in found.nodes:
             self._keep(node)
+        for item in [node.item for node in found.nodes if isinstance(node.item, BUFFERS)]:
+            if (data := bytes_in(item)) is not None:
+                self._kept.append((_restore_bytes, item, data.copy()))
         self._globals, self._empty_globals = [*found.globals], [*found.empty_globals]
         held: Mapping[str, Holding] = {}
         if copies:
@@ -149,6 +152,13 @@ def _refill(container: Any, kept: Any) -> None:
     if container != kept if is_set else not _same(_members(container), _members(kept)):
         container.clear()
         (container.update if isinstance(kept, dict | set) else container.extend)(kept)
+
+
+def _restore_bytes(item: object, kept: np.ndarray[Any, Any]) -> None:
+    """Restore the bytes of a buffer, if it still has its size."""
+    held = bytes_in(item)
+    if held is not None and len(held) == len(kept) and not np.array_equal(held, kept):
+        held[:] = kept
 
 
 def _members(container: Any) -> tuple[object, ...]:
