@@ -1,9 +1,9 @@
 """Comparison of rollout log-probabilities with the trainer's model in the first step of a job.
 
-In that step the engines serve the trainer's weights, so the log-probabilities differ only by rounding. A larger
-difference makes all importance weights wrong. Its cause is an engine that reports another distribution than it samples
-from, or an engine whose logits differ from the trainer's. The check reads the logits from the forward pass of the
-loss, so it needs no other forward pass.
+Before the first step, engines serve the trainer's weights, so the log-probabilities differ only by rounding. A larger
+difference makes all importance weights wrong. The cause is an engine that reports another distribution than it samples
+from, or an engine with other logits than the trainer. The check reads the logits from the forward pass of the loss, so
+it needs no other forward pass.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class TrainContext:
         rank, world_size: rank of this process and number of ranks in the job.
         store_host, store_port: address of a `torch.distributed.TCPStore` that rank 0 has bound; join it
             with `is_master=False`.
-        controller: address of the controller, for `connect_trainer`. token: secret of the controller.
+        controller: address of the controller, for `connect_trainer`. token: this rank's token for the controller.
         deadline_s: seconds within which `setup` must end; also the timeout for the process group.
         sampling: sampling parameters of the job's rollouts, for a check of the rollouts' log-probabilities. None if the
             parameters are unknown.

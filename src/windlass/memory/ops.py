@@ -120,8 +120,8 @@ class MemoryOps(Protocol):
 
     `addresses` is always (num_parameters,): the start address of each parameter of this rank, in
     manifest order. The caller closes the objects that it gets. The methods that prepare work raise
-    `TransferFailed` if a GPU has too little memory for the tables, and `UnsupportedLayout` if rows on
-    a GPU that are quantised are not contiguous.
+    `TransferFailed` if a GPU has too little memory for the tables, and `UnsupportedLayout` if rows to
+    quantise on a GPU are not contiguous.
 
     Attributes:
         ordinal: ordinal of the GPU; -1 for host memory.

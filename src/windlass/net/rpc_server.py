@@ -1,7 +1,7 @@
 """Server side of the connections of an HTTP route: admits peers and receives their frames.
 
 See `rpc` for the protocol. Before the first frame is checked, the server does not know the peer. So
-the size and the time of first frames are limited, for each connection and for all together.
+the server limits the size and the time of each first frame, and the total size of all first frames.
 """
 
 from __future__ import annotations

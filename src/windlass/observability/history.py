@@ -48,7 +48,7 @@ class Point:
 
 @final
 class History:
-    """History of a whole run in at most `max_points` points. A further point causes neighbours to be merged in pairs.
+    """History of a whole run in at most `max_points` points. If there are more, pairs of neighbouring points are merged.
 
     Args:
         interval_s: seconds between two points at first; the interval doubles when points are merged.

@@ -1,8 +1,8 @@
 """TransferPlan: the symbolic result of planning, with the source and the destination of all bytes.
 
 A plan contains ranks, parameters, byte offsets and strides, but no addresses. Every rank can
-therefore confirm its digest before any memory is touched. It is columnar (numpy) and sorted by
-(source, destination), so that one source's ops are one slice.
+therefore confirm the digest of the plan before any memory is touched. The plan is columnar (numpy)
+and sorted by (source, destination), so that one source's ops are one slice.
 """
 
 from __future__ import annotations

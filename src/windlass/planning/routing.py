@@ -1,10 +1,11 @@
 """Routing: choose the source rank of every piece, so that replicated sources share the work.
 
-All bytes with the same set of holders form a *group*. The bytes of each group are poured over its
-holders like water over uneven ground (the loads from other groups), group after group, until the
-levels no longer change. The result is the most even distribution possible (the least majorised load
-vector), so the largest load is minimal. It gives each holder of a group a quota of bytes. Ops are
-then assigned by these quotas; a large op that crosses the boundary of two quotas is split.
+All bytes with the same set of holders form a *group*. The bytes of each group are divided among its
+holders so that the holders' loads, including their loads from other groups, become as equal as
+possible (water filling). This is repeated, group after group, until the loads no longer change. The
+result is the most even distribution possible (the least majorised load vector), so the largest load is
+minimal. It gives each holder of a group a quota of bytes. Ops are assigned by these quotas; a large op
+that crosses the boundary of two quotas is split.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ class RegionTransport(OneSidedTransport):
     """Base class that checks registrations and writes; a derived class performs them.
 
     A derived class defines `traits`, `report` and `_write`, and its `close` calls `close` of this
-    class. These methods are enough if the writing process copies the bytes itself, so that its writes end
-    when it ends. If a library must register the memory, the derived class also overrides `_register_all`
-    (or `_register`), `_unregister` and `_is_touched`. `_lock` guards all private state.
+    class. These methods are enough if the writing process copies the bytes itself, because the writes then
+    end when the process ends. If a library must register the memory, the derived class also overrides
+    `_register_all` (or `_register`), `_unregister` and `_is_touched`. `_lock` guards all private state.
     """
 
     def __init__(self, endpoint: PeerEndpoint) -> None:

@@ -1,7 +1,7 @@
 """Registry of transports by name: built-in transports and transports of other packages.
 
 A package that provides a transport declares its configuration type in the entry point group
-`windlass.transports`. The name of the entry point must be the tag of that struct:
+`windlass.transports`. The name of the entry point must be the tag of that configuration type:
 
     [project.entry-points."windlass.transports"]
     file_mmap = "windlass_file_mmap:FileMmapConfig"

@@ -34,7 +34,7 @@ class MemoryType(StrEnum):
 
 
 class WireReport(msgspec.Struct, frozen=True):
-    """Protocol and device that a transport was found to use, which may differ from the configured ones.
+    """Detected protocol and device of a transport. They may differ from the configured protocol and device.
 
     Attributes:
         transport: registry name.

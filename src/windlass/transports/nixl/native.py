@@ -360,7 +360,7 @@ class TcpFence:
     Each agent connects to itself at its start, and needs this connection for every registration,
     because NIXL loads the key of a registered region as a peer would. Without this connection, the agent
     could not register memory any more, and the only error would be NIXL_ERR_BACKEND (1.5.1, 2026-11-22).
-    Create this object before its agent starts.
+    Create this object before the agent starts.
 
     Args:
         mark: mark of the agents' sockets (`new_mark`), the same in the whole process.
