@@ -12,11 +12,10 @@ from typing import assert_never, final
 
 import msgspec
 
-from windlass.config import PhaseDeadlines
 from windlass.control.binding import Binding
 from windlass.control.messages import Result
 from windlass.control.report import wire_by_transport
-from windlass.control.round_state import Phase
+from windlass.control.round_state import Phase, deadline_of
 from windlass.control.round_times import RoundTimes
 from windlass.control.rounds import (
     AgentLost,
@@ -174,7 +173,7 @@ class RoundDriver:
         self._on_phase(phase)
         self._times.enter(phase)
         self._timer = asyncio.get_running_loop().call_later(
-            _deadline_of(phase, self.deadlines), self.post, DeadlinePassed(entry)
+            deadline_of(phase, self.deadlines), self.post, DeadlinePassed(entry)
         )
 
     def _leave_phase(self) -> None:
@@ -182,14 +181,3 @@ class RoundDriver:
             self._timer.cancel()
             self._timer = None
         self._times.leave()
-
-
-def _deadline_of(phase: Phase, deadlines: PhaseDeadlines) -> float:
-    return {
-        Phase.PREPARE: max(deadlines.prepare_s, deadlines.pause_s),
-        Phase.WRITE: deadlines.write_s,
-        Phase.VERIFY: deadlines.verify_s,
-        Phase.PAUSE: deadlines.pause_s,
-        Phase.APPLY: deadlines.apply_s,
-        Phase.PUBLISH: deadlines.publish_s,
-    }[phase]

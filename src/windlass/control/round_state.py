@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import final
 
+from windlass.config import PhaseDeadlines
+
 
 class Phase(StrEnum):
     """Phase of a round; each phase has its own deadline."""
@@ -18,6 +20,18 @@ class Phase(StrEnum):
     APPLY = "apply"
     PUBLISH = "publish"
     DONE = "done"
+
+
+def deadline_of(phase: Phase, deadlines: PhaseDeadlines) -> float:
+    """Return the deadline of a phase, in seconds; `DONE` has none."""
+    return {
+        Phase.PREPARE: max(deadlines.prepare_s, deadlines.pause_s),
+        Phase.WRITE: deadlines.write_s,
+        Phase.VERIFY: deadlines.verify_s,
+        Phase.PAUSE: deadlines.pause_s,
+        Phase.APPLY: deadlines.apply_s,
+        Phase.PUBLISH: deadlines.publish_s,
+    }[phase]
 
 
 class EngineOutcome(StrEnum):

@@ -16,12 +16,11 @@ finds another digest, and the update is not published.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
@@ -54,6 +53,7 @@ from windlass.transfer.bindings import (
 from windlass.transfer.packer import PackedBytes, PackedLink, Packer, packed_capacity
 from windlass.transfer.registration import RegisteredMemory
 from windlass.transfer.replica import CopyTimes, replica_of
+from windlass.transfer.ring import write_ring
 from windlass.transfer.source import LocatedParameters, addresses_of
 from windlass.transfer.stored_links import StoredLinks
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
@@ -499,35 +499,18 @@ class Sender:
             reason = "write: this version is not prepared; call `prepare` first"
             return failed_link(name, reason), 0.0, 0.0
         ring = self.packer.ring(self.links.programs[name], self.links.peers[name])
-        in_flight: Future[float] | None = None
-        began, waited, wire_s = time.perf_counter(), 0.0, 0.0
-        try:
-            for batch in itertools.chain(ring, (None,)):
-                if in_flight is not None:
-                    paused = time.perf_counter()
-                    wire_s += in_flight.result()
-                    waited += time.perf_counter() - paused
-                if batch is not None:
-                    in_flight = submit(self._pool, self._write_batches, (batch,), deadline)
-            outcome = self._succeeded(name, digest, wire_s)
-        # Catch every error, because the outcomes of the other links must still be reported.
-        except Exception as error:  # noqa: BLE001
-            outcome = self._stopped(name, error, in_flight)
-        finally:
-            if in_flight is not None:
-                wait((in_flight,))
-        return outcome, wire_s, time.perf_counter() - began - waited
-
-    def _stopped(self, name: str, error: Exception, in_flight: Future[float] | None) -> LinkOutcome:
-        """Return the outcome of the link to `name` after `error` in its packing or writing.
-
-        `in_flight` is the last write of the link. If it failed too, its error determines the outcome.
-        """
-        written = None if in_flight is None else in_flight.exception()
-        if written is None and not isinstance(error, WindlassError):
-            _log.error("packing for %s failed", name, exc_info=error)
-            return failed_link(name, f"{type(error).__name__}: {error}")
-        return self.failed(name, error if written is None else written, self.packer.slot.arena)
+        sent = write_ring(
+            ring, lambda batch: submit(self._pool, self._write_batches, (batch,), deadline)
+        )
+        if sent.error is None:
+            outcome = self._succeeded(name, digest, sent.wire_s)
+        elif sent.write_error is None and not isinstance(sent.error, WindlassError):
+            _log.error("packing for %s failed", name, exc_info=sent.error)
+            outcome = failed_link(name, f"{type(sent.error).__name__}: {sent.error}")
+        else:
+            # If the last write failed too, its error determines the outcome.
+            outcome = self.failed(name, sent.write_error or sent.error, self.packer.slot.arena)
+        return outcome, sent.wire_s, sent.pack_s
 
     # --- all links ---------------------------------------------------------------------------
 
