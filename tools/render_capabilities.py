@@ -90,6 +90,17 @@ RELEASES = """
 From `EngineSpec.releases`, which was compiled from the sources of these releases. A launcher refuses older releases, warns of
 releases that were never updated while they served, and lists the features that its engine lacks. `windlass doctor` does the same.
 """
+OUTSIDE = "mooncake (sglang's table)"
+HEAD_OUTSIDE = """
+## Without Windlass in the server
+
+Trainers write through [SGLang's own weight table](integrations/sglang.md#without-windlass-in-the-server). `proven` means that
+after several versions SGLang's own checksums of all parameters, and greedy tokens with their logprobs, equal those of a fresh
+server that loaded the trainers' checkpoint.
+
+| engine | version | model | engine ranks | trainer | dtype | mode | outcome |
+|---|---|---|---|---|---|---|---|
+"""
 HEAD_GPUS = """
 ## On GPUs
 
@@ -113,6 +124,12 @@ def render(rows: Sequence[Row], proofs: Sequence[dict[str, Any]]) -> str:
         counted = Counter(r["outcome"] for r in chosen)
         summary = ", ".join(f"{counted[o]} {o}" for o in ("proven", "refused", "untested"))
         parts.append(f"\n## {engine} {version}\n\n{summary}.\n\n{_table(chosen)}")
+    parts.append(HEAD_OUTSIDE)
+    parts += [
+        f"| {' | '.join([r['engine'], r['engine_version'], *_place(r), r['mode'], r['outcome']])} |\n"
+        for r in rows
+        if r["transport"] == OUTSIDE
+    ]
     parts.append(HEAD_GPUS)
     parts += sorted(_proof(row) for row in proofs)
     refused = sorted(

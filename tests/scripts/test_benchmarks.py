@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 OUT = "OUT"
 """Placeholder for the folder of a rehearsal in its arguments."""
-VLLM = "VLLM"
-"""Placeholder for the interpreter of vLLM's environment."""
+VLLM, SGLANG = "VLLM", "SGLANG"
+"""Placeholders for the interpreters of the engines' environments."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,18 @@ REHEARSALS = (
         *(*LIVE_PROOF, "--logs", f"{OUT}/logs", "--port", "21123"),
         engine="vllm",
     ),
+    row(
+        "gpu/prove_outside.py",
+        *(
+            "--on-cpu",
+            "--python",
+            SGLANG,
+            "--engine-path",
+            str(ROOT / "tests/support/cpu_allocator"),
+        ),
+        *("--model", "rehearsal", "--updates", "2", "--logs", f"{OUT}/logs"),
+        engine="sglang",
+    ),
     Rehearsal(
         "gpu/run_live_engine.sh",
         (OUT, *LIVE_BENCH, "--in-place-only", "--port", "24123"),
@@ -149,7 +161,8 @@ def test_every_script_has_a_row() -> None:
 def command_of(each: Rehearsal, out: Path) -> list[str]:
     words = [*each.words, *GIVEN.get(each.script, ())]
     words = [w.replace(OUT, str(out)) for w in words]
-    words = [str(VENVS["vllm"] / "bin/python") if w == VLLM else w for w in words]
+    pythons = {key.upper(): str(venv / "bin/python") for key, venv in VENVS.items()}
+    words = [pythons.get(w, w) for w in words]
     script = str(BENCHMARKS / each.script)
     return ["bash" if script.endswith(".sh") else sys.executable, script, *words]
 

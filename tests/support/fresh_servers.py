@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ class Fresh:
 
     engine: str
     url: str
+    process: subprocess.Popen[bytes]
 
     def post(self, path: str, body: object) -> Any:
         request = urllib.request.Request(
@@ -161,17 +163,20 @@ def serving_fresh(
     dtype: str = "float32",
     path: str = "",
     variables: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+    port: int = 0,
 ) -> Iterator[Fresh]:
     """Run a server that has loaded a checkpoint as its user starts it.
 
     Args:
         path: folder of a plugin's distribution.
+        options: further options of the server.
         variables: further variables of the server's environment.
     """
     if not (python := VENVS[engine] / "bin/python").exists():
         pytest.skip(f"no {python}: make engines installs {engine}")
     layout = layout or Layout()
-    url = f"http://127.0.0.1:{(port := free_port())}"
+    url = f"http://127.0.0.1:{(port := port or free_port())}"
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WINDLASS_", "PYTHONPATH"))}
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **ENVIRONMENT[engine]}
     if layout.world_size == 2:
@@ -180,12 +185,13 @@ def serving_fresh(
         process = subprocess.Popen(
             (
                 *(str(python), *COMMANDS[engine], str(model), "--port", str(port)),
-                *("--dtype", dtype, *_parallel(engine, layout)),
+                *("--dtype", dtype, *_parallel(engine, layout), *options),
             ),
             env={
                 **kept, **own, "PYTHONPATH": f"{filled_gaps(log)}:{path}", **(variables or {}),
             },
             stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
     try:
         end_s = time.monotonic() + START_S
@@ -193,7 +199,7 @@ def serving_fresh(
             assert process.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < end_s, log.read_text()[-4000:]
             threading.Event().wait(HEALTH_S)
-        server = Fresh(engine, url)
+        server = Fresh(engine, url, process)
         if layout.pp > 1 and engine == "vllm":
             # Otherwise vLLM 0.32 for CPUs, with stages and without compilation, ends at the first
             # request.
@@ -201,11 +207,11 @@ def serving_fresh(
         yield server
     finally:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
 
 
 def _parallel(engine: str, layout: Layout) -> list[str]:

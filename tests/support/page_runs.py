@@ -68,6 +68,7 @@ RUN: Mapping[str, str] = {
     r"(\w+=\d )*vllm serve \S+ --weight-transfer-config '{\"backend\": \"windlass\"}'": VLLM,
     r"WINDLASS_CONTROLLER=\S+ WINDLASS_TOKEN_FILE=token vllm serve MODEL .*": "tests/integrations/test_vllm_membership.py::test_replicas_behind_two_api_servers_join_at_their_start",
     r"WINDLASS_CONTROLLER=\S+ WINDLASS_TOKEN_FILE=token python -m sglang.launch_server .*": SGLANG,
+    r"(WINDLASS_TOKEN_FILE=token )?windlass (capture|attach) .*|python -m sglang.launch_server .* --remote-instance-.*": "tests/engines/test_live_outside.py::test_a_server_without_windlass_is_updated_and_its_faults_are_noticed",
     r"python -m sglang.launch_server .* --nnodes 2 .*": "tests/integrations/test_sglang_hosts.py::test_one_server_over_two_hosts_is_updated_by_a_trainer_on_both",
     r"curl http://ENGINE:30000/windlass/join .*": SGLANG,
     r"train_async.py .*": "tests/integrations/test_slime.py::test_megatron_ranks_update_servers_through_slimes_interface",

@@ -251,6 +251,7 @@ class EngineAgent:
                 raise PeerUnreachable(f"the engine did not resume: {self._not_resumed}")
 
     def _choose(self, backend: UpdateBackend) -> None:
+        self._require_reached(backend)
         if backend != self._backend:
             self._receiver.close()
             self._one_sided.close()
@@ -260,6 +261,7 @@ class EngineAgent:
 
     def _choose_driven(self, backend: DrivenBackend) -> None:
         """Let `backend` receive bytes from now on. The next publish binds this rank again."""
+        self._require_reached(backend)
         # The one-sided receiver stays open, because late writes may still arrive in its memory.
         if self._receiver is not self._one_sided:
             self._receiver.close()
@@ -270,6 +272,12 @@ class EngineAgent:
         self._delivery = self._driven[backend.name]
         # A driven round changes no live memory before `Apply`.
         self._mode = UpdateMode.STAGED
+
+    def _require_reached(self, backend: UpdateBackend | DrivenBackend) -> None:
+        if self._one_sided.remote is not None and not isinstance(backend, P2pBackend):
+            raise ProtocolError(
+                f"backend must be p2p for an engine whose process runs without Windlass, got {backend.name}"
+            )
 
     def _publish(self, version: int, deadline_s: float) -> None:
         self.served_version, self._is_stamped = version, False

@@ -18,7 +18,7 @@ from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.addresses import check_url, own_address
 from windlass.net.messages import PROTOCOL_VERSION
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.receiver import Receiver
+from windlass.transfer.receiver import Receiver, RemoteMemory
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer
 
@@ -32,12 +32,15 @@ class EngineWeights:
         addresses: addresses of the live parameters, in manifest order. A parameter must never move.
         regions: registered memory regions; together they contain every live parameter.
         register_s: seconds that the registration took; shown in `/v1/status`.
+        remote: live parameters in another process, which peers write; `addresses` and `regions` then describe copies in
+            this process. None if the live parameters are in this process.
     """
 
     manifest: ShardManifest
     addresses: Sequence[int]
     regions: Sequence[MemoryRegion]
     register_s: float = 0.0
+    remote: RemoteMemory | None = None
 
 
 @final
@@ -95,7 +98,8 @@ class EngineClient(Closing):
                 ParameterMemory(address, parameter.nbytes)
                 for address, parameter in zip(weights.addresses, manifest.parameters, strict=True)
             )
-            self._receiver = Receiver(transport, manifest, weights.addresses, regions)
+            remote = weights.remote
+            self._receiver = Receiver(transport, manifest, weights.addresses, regions, remote)
             undo.callback(self._receiver.close)
             self._sender = Sender(transport, manifest, lambda: memory, registered=regions)
             undo.callback(self._sender.close)
@@ -108,7 +112,7 @@ class EngineClient(Closing):
             )
             undo.callback(agent.close)
             encoded, incarnation = manifest.encode(), os.urandom(8).hex()
-            offers = _offers_for(transport, regions)
+            offers = transport.offers() if remote else _offers_for(transport, regions)
             registered = Registered(
                 len(regions), sum(region.nbytes for region in regions), weights.register_s
             )

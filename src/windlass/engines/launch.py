@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
@@ -391,16 +391,24 @@ def _order_join(args: argparse.Namespace, server: str, url: str, token: str = ""
     raise EngineRefused(reason)
 
 
-def serve(args: argparse.Namespace, command: ServerCommand, *, ready_line: str) -> int:
+def serve(
+    args: argparse.Namespace,
+    command: ServerCommand,
+    *,
+    ready_line: str,
+    task: Callable[[str], None] | None = None,
+) -> int:
     """Run `command` until it ends. On the first node, print one JSON line once its ranks have joined.
 
     Args:
         args: options from `arguments`, with all addresses; the server listens on `args.port`.
         command: command of the engine's own server.
         ready_line: text that the server logs when it is ready.
+        task: function that gets the URL of the ready server instead of an order to join. The server ends after it.
 
     Returns:
-        The exit status of the server, or 2 if the server did not become ready or a rank failed to join.
+        The exit status of the server, or 2 if the server did not become ready or a rank failed to join. After a `task`,
+        0.
 
     Raises:
         ConfigError: another server listens on the port. vLLM would share the port with that server (SO_REUSEPORT), and
@@ -417,7 +425,7 @@ def serve(args: argparse.Namespace, command: ServerCommand, *, ready_line: str) 
         env={**inherited_environment(), **command.environment},
         start_new_session=True,
     )
-    ready, status = threading.Event(), 0
+    ready, status, is_done = threading.Event(), 0, False
 
     def watch_signals() -> None:
         os.read(signals, 1)
@@ -445,7 +453,10 @@ def serve(args: argparse.Namespace, command: ServerCommand, *, ready_line: str) 
             # The launcher on the first node orders all ranks to join.
             server.wait()
         else:
-            _make_join(args, server, ready, ready_line)
+            _make_join(args, server, ready, ready_line, task)
+            if task is not None and server.poll() is None:
+                is_done = True
+                _kill(server.pid)
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         status = 2
@@ -460,7 +471,7 @@ def serve(args: argparse.Namespace, command: ServerCommand, *, ready_line: str) 
             remove_key(args.port)
         # If a child process has left the process group, it survives and keeps the log's pipe open.
         log.join(LOG_DEADLINE_S)
-    return status or code
+    return status or (0 if is_done else code)
 
 
 def _make_join(
@@ -468,12 +479,13 @@ def _make_join(
     server: subprocess.Popen[bytes],
     ready: threading.Event,
     ready_line: str,
+    task: Callable[[str], None] | None = None,
 ) -> None:
     """Wait until a server serves, order the server to join, and print one JSON line.
 
     If the server ends before it serves, report this to the controller.
 
-    `ready` is set when the server has logged `ready_line`, or has ended.
+    If there is a `task`, carry it out instead. `ready` is set when the server has logged `ready_line`, or has ended.
     """
     progress = _progress_of(args)
     progress.begin("its server starts and loads its model", args.start_deadline_s)
@@ -487,6 +499,9 @@ def _make_join(
             return
         wait_for_server(args.host, args.port)
         progress.end()
+        if task is not None:
+            task(url_of(args.host, args.port))
+            return
         url = url_of(args.advertise_host, args.port)
         if args.controller:
             _order_join(args, url_of(args.host, args.port), url)

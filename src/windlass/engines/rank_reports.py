@@ -287,13 +287,13 @@ def join_fleet(send: SendStep, settings: AgentSettings, secrets: Secrets) -> Non
         PeerUnreachable: a rank failed (the message has the rank's reason); see also `SendStep`.
         PeerTimeout: a rank or the server did not answer in time.
     """
-    captured = _order(send, RankStep.CAPTURE, settings, secrets)
+    captured = order_step(send, RankStep.CAPTURE, settings, secrets)
     ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in captured]
     check_layouts(settings.name, ranks)
-    _order(send, RankStep.JOIN, settings, secrets)
+    order_step(send, RankStep.JOIN, settings, secrets)
 
 
-def _order(
+def order_step(
     send: SendStep, step: RankStep, settings: AgentSettings, secrets: Secrets
 ) -> list[bytes]:
     """Order every rank to carry out one step; return the bodies of their reports in the order of ranks."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Protocol, final
 
 from windlass.config import UpdateMode
 from windlass.errors import PlanError
@@ -18,11 +18,37 @@ from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import OWN_WORK_S
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.arena import memory_of
+from windlass.transfer.bind import check_part
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.destination import Destination
 from windlass.transfer.shared_bytes import refuse_shared_bytes
 from windlass.transfer.write_progress import ProgressDigests
-from windlass.transports.base import MemoryRegion, OneSidedTransport
+from windlass.transports.base import MemoryRegion, OneSidedTransport, PeerEndpoint, RemoteRegion
+
+
+class RemoteMemory(Protocol):
+    """Live parameters in another process. The receiver verifies copies of them in its own process.
+
+    Attributes:
+        endpoint: endpoint of the other process.
+        regions: rights to write the live parameters.
+        addresses: addresses of the live parameters, in manifest order.
+    """
+
+    @property
+    def endpoint(self) -> PeerEndpoint: ...
+    @property
+    def regions(self) -> tuple[RemoteRegion, ...]: ...
+    @property
+    def addresses(self) -> tuple[int, ...]: ...
+
+    def fetch(self) -> None:
+        """Read all live parameters into their copies. Blocks.
+
+        Raises:
+            TransferError: the copies are incomplete.
+        """
+        ...
 
 
 @final
@@ -37,6 +63,7 @@ class Receiver:
         manifest: manifest of the rank.
         addresses: addresses of the live parameters, in manifest order; they never move.
         regions: registered regions that contain every live parameter.
+        remote: live parameters in another process; `addresses` are then their copies. None if they are in this process.
 
     Attributes:
         live_addresses: as given.
@@ -54,6 +81,7 @@ class Receiver:
         manifest: ShardManifest,
         addresses: Sequence[int],
         regions: Sequence[MemoryRegion],
+        remote: RemoteMemory | None = None,
     ) -> None:
         if len(addresses) != len(manifest.parameters):
             raise PlanError(
@@ -61,7 +89,7 @@ class Receiver:
                 f"{len(manifest.parameters)} parameters of the manifest, got {len(addresses)}"
             )
         refuse_shared_bytes(manifest, addresses)
-        self.transport, self.manifest = transport, manifest
+        self.transport, self.manifest, self.remote = transport, manifest, remote
         self.live_addresses, self.regions = tuple(addresses), tuple(regions)
         self.late_nbytes = 0
         self._lock = threading.Lock()
@@ -85,8 +113,11 @@ class Receiver:
 
         Raises:
             PlanError, RegionError, TransferFailed, TransferOutcomeUnknown: see `Destination.bind`.
+            PlanError: parameters in another process would need further memory there.
         """
         with self._lock:
+            if self.remote is not None:
+                return self._connect_remote(self.remote, plan, mode)
             found = self.destination
             shadow, staged = mode is UpdateMode.STAGED, not self.transport.traits.strided_stores
             # Kernels may still read memory that is freed below, so wait for them.
@@ -108,12 +139,43 @@ class Receiver:
                 digest_kind=found.digest_kind,
             )
 
+    def _connect_remote(
+        self, remote: RemoteMemory, plan: TransferPlan, mode: UpdateMode
+    ) -> DestinationBinding:
+        worker, found = self.manifest.worker, self.destination
+        if mode is not UpdateMode.IN_PLACE:
+            raise PlanError(
+                f"{worker}: mode must be in_place for an engine without Windlass, which has no memory for a second "
+                f"copy of its weights, got {mode}"
+            )
+        index = check_part(
+            self.manifest, plan.destinations, plan.destination_digests, "destinations"
+        )
+        if nbytes := plan.staging_nbytes[index]:
+            raise PlanError(
+                f"{worker}: {nbytes} bytes would be packed into staging memory, which an engine without Windlass does "
+                "not have: give the trainers the engine's tensor-parallel size, or shard them over dim 0 only"
+            )
+        found.bind(plan, shadow=False, staged=False)
+        return DestinationBinding(
+            worker=worker,
+            endpoint=remote.endpoint,
+            regions=remote.regions,
+            parameter_addresses=remote.addresses,
+            digest_kind=found.digest_kind,
+        )
+
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
         """Compare the digests of the received bytes with `expected` (source -> digest); see `Destination.verify`.
 
         If a link was hashed while it was written, hash it again only if that digest is not the expected digest.
+
+        Raises:
+            TransferError: live parameters in another process could not be read.
         """
         with self._lock:
+            if self.remote is not None:
+                self.remote.fetch()
             hashed: dict[str, str] = {}
             if self.progress is not None:
                 hashed = self.progress.take(version, expected, OWN_WORK_S)

@@ -15,8 +15,9 @@ import contextlib
 import resource
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
@@ -249,18 +250,22 @@ class NetworkPeer(ABC):
             raise TransferOutcomeUnknown(f"an earlier write may still continue: {why}")
 
     def write(self, pieces: Pieces, deadline: Deadline) -> None:
-        """Perform one native write from start to end.
+        """Perform one native write from start to end; see `perform`."""
+        self.perform(partial(self._begin, pieces), deadline)
+
+    def perform(self, begin: Callable[[], NativeCall], deadline: Deadline) -> None:
+        """Perform one native call from start to end. `begin` starts the call; this method holds the lock meanwhile.
 
         Raises:
             PeerUnreachable: the peer's process has ended.
-            TransferFailed: the write did not begin, or the peer refused it. No byte arrives later.
-            TransferOutcomeUnknown: this write was given up, or an earlier write was given up and has not
+            TransferFailed: the call did not begin, or the peer refused it. No byte arrives later.
+            TransferOutcomeUnknown: this call was given up, or an earlier call was given up and has not
                 ended.
         """
         with self.held(deadline):
             self.refuse_open(deadline)
             deadline.check_before_more()
-            call = self._begin(pieces)
+            call = begin()
             self._under_way.add(call)
         try:
             outcome = self._follow(call, deadline)

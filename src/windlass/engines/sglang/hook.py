@@ -26,8 +26,9 @@ from windlass.engines.capture.memory import fingerprints, held_by, prints_of
 from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.rank_reports import Secrets, carry_out, reason_of
-from windlass.engines.sglang.orders import Digests, Order, Quiesce, SglangApi, Step
+from windlass.engines.sglang.orders import Describe, Digests, Order, Quiesce, SglangApi, Step
 from windlass.engines.sglang.sampling import return_sampled_logprobs, seed_replica
+from windlass.engines.sglang.table import Parameter, RankLayout
 from windlass.engines.spec import RankStep
 from windlass.envs import environment_value
 from windlass.errors import UnsupportedLayout, WindlassError
@@ -82,6 +83,12 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
                 this_rank.engine_rank.gate.fail(order.pause_id, _as_refusal(error))
             else:
                 _rest(order)
+        case Describe():
+            carry_out(
+                order.folder,
+                rank,
+                lambda _: msgspec.json.encode(described(model, this_rank.engine_rank.captured)),
+            )
         case Digests():
             carry_out(
                 order.folder,
@@ -90,6 +97,29 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
             )
         case _:
             assert_never(order)
+
+
+def described(model: torch.nn.Module, captured: Captured) -> RankLayout:
+    """Return the layout of a rank for a layout file."""
+    parameters = {
+        name: Parameter(tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size())
+        for name, p in model.named_parameters()
+    }
+    written = {spec.name: spec.nbytes for spec in captured.manifest.parameters}
+    mirrors = {} if captured.later is None else captured.later.mirrors
+    reasons = {
+        "SGLang computes it from received values": (*captured.repacked, *captured.recomputed),
+        "SGLang rounds it to the dtype of the checkpoint": (r.name for r in captured.roundings),
+        "SGLang has copied it from weights": mirrors,
+        "SGLang's table has parameters only": written.keys() - parameters.keys(),
+        "it is not contiguous": (
+            name
+            for name, found in parameters.items()
+            if name in written and written[name] != found.numel * found.itemsize
+        ),
+    }
+    derived = {name: why for why, names in reasons.items() for name in sorted(names)}
+    return RankLayout(manifest=captured.manifest.encode(), parameters=parameters, derived=derived)
 
 
 def _rest(order: Quiesce) -> None:

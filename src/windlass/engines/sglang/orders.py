@@ -56,13 +56,19 @@ class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
     blocked_s: float | None = None
 
 
+class Describe(msgspec.Struct, frozen=True, tag="describe"):
+    """Order to report the captured layout in `folder`, as a `RankLayout` in JSON."""
+
+    folder: str
+
+
 class Digests(msgspec.Struct, frozen=True, tag="digests"):
     """Order to report a fingerprint of every tensor of the model in `folder`, as JSON."""
 
     folder: str
 
 
-Order = Step | Quiesce | Digests
+Order = Step | Quiesce | Describe | Digests
 
 
 class _Empty:

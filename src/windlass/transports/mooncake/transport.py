@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import ClassVar, final
 
 import numpy as np
@@ -43,7 +44,13 @@ from windlass.layout.columns import UInt8Array, UInt64Array
 from windlass.memory.ranges import Pieces
 from windlass.net.addresses import join_host_port, split_host_port
 from windlass.net.clock import Deadline
-from windlass.transports.base import MemoryRegion, OneSidedTransport, PeerEndpoint, RemoteRegion
+from windlass.transports.base import (
+    MemoryRegion,
+    OneSidedTransport,
+    PeerEndpoint,
+    RemoteRegion,
+    WriteBatch,
+)
 from windlass.transports.inbound import end_connections
 from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
 from windlass.transports.mooncake.native import (
@@ -60,6 +67,7 @@ from windlass.transports.network import (
     NetworkTransport,
     Outcome,
 )
+from windlass.transports.regions import check_batch
 from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, WireReport
 from windlass.wording import install_command
 
@@ -82,9 +90,10 @@ _PAGE = 4096
 """Smallest registration step that a peer's key may contain. Smaller steps could make this process cut pieces into
 single bytes."""
 _NO_PIECES = np.empty(0, np.uint64)
-_INCARNATION = re.compile(r"([0-9a-f]{32})@([0-9a-f]{1,16}):([0-9]{1,5})")
+_INCARNATION = re.compile(r"([0-9a-f]{32})@([0-9a-f]{1,16}):(?:(\S+):)?([0-9]{1,5})")
 """Incarnation of a peer: a random token, the address at which the token can be read, and the port of the liveness
-listener."""
+listener. If another process listens for the peer (`window.py`), it also has the host of that process, and the peer's
+memory does not contain the token."""
 
 
 class MooncakeConfig(NetworkConfig, frozen=True, tag="mooncake"):
@@ -201,7 +210,7 @@ class MooncakePeer(NetworkPeer):
 
     def __init__(self, engine: _Engine, endpoint: PeerEndpoint, liveness: PeerLiveness) -> None:
         super().__init__(endpoint, liveness, threading.RLock())
-        token, address, _ = _parse(endpoint)
+        token, address, _, self._holds_token = _parse(endpoint)
         self._token, self._token_address = bytes.fromhex(token), address
         self._engine = engine
         self._page = engine.acquire_page()
@@ -270,13 +279,16 @@ class MooncakePeer(NetworkPeer):
                 thread.join(JOIN_S)
         self._engine.pages.append(self._page)
 
-    def _begin(self, pieces: Pieces) -> NativeCall:
+    def read(self, pieces: Pieces, deadline: Deadline) -> None:
+        """Read pieces of the peer's memory into local memory; see `perform`."""
+        self.perform(partial(self._begin, pieces, reads=True), deadline)
+
+    def _begin(self, pieces: Pieces, *, reads: bool = False) -> NativeCall:
         engine, address = self._engine.started.engine, self.endpoint.address
+        native = engine.batch_transfer_sync_read if reads else engine.batch_transfer_sync_write
         columns = [column.tolist() for column in pieces]
         local, _, nbytes = pieces
-        return self._queue(
-            lambda: engine.batch_transfer_sync_write(address, *columns), local, nbytes
-        )
+        return self._queue(lambda: native(address, *columns), local, nbytes)
 
     def _has_refused(self, call: NativeCall, deadline: Deadline) -> bool:
         """Return whether a failed call has certainly ended.
@@ -313,7 +325,8 @@ class MooncakePeer(NetworkPeer):
         code = engine.transfer_sync_read(
             self.endpoint.address, int(self._page.ctypes.data), self._token_address, TOKEN_NBYTES
         )
-        if code == 0 and self._page[:TOKEN_NBYTES].tobytes() != self._token:
+        is_other = self._holds_token and self._page[:TOKEN_NBYTES].tobytes() != self._token
+        if code == 0 and is_other:
             return _OTHER_PROCESS
         return code
 
@@ -364,7 +377,6 @@ class MooncakePeer(NetworkPeer):
                     call.come_back(code)
 
 
-@final
 class MooncakeTransport(NetworkTransport[MooncakePeer]):
     """`OneSidedTransport` over `mooncake.engine.TransferEngine`.
 
@@ -445,6 +457,20 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         for engine in self.engines:
             engine.unpin(self._starts(address, nbytes))
 
+    def read(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        """Read the pieces of a batch from the peer's memory into local registered memory: the reverse of `write`.
+
+        Raises:
+            RegionError: a piece is outside local registered memory or outside `batch.regions`.
+            PeerUnreachable, TransferFailed, TransferOutcomeUnknown: the local memory is incomplete; see `write`.
+        """
+        check_batch(self.table, batch, "mooncake")
+        deadline = Deadline.after(deadline_s, f"mooncake read from {batch.endpoint.address}")
+        peer = self._peer(batch.endpoint, deadline)
+        peer.confirm(batch.regions, deadline)
+        for pieces in self._calls(batch, [peer.step_nbytes(region) for region in batch.regions]):
+            peer.read(pieces, deadline)
+
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`. Over TCP, close all connections of peers; over RDMA, do nothing."""
         if not self._is_rdma():
@@ -457,7 +483,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
             self._unpin(*span)
 
     def _listener_of(self, endpoint: PeerEndpoint) -> PeerEndpoint:
-        token, _, address = _parse(endpoint)
+        token, _, address, _ = _parse(endpoint)
         return PeerEndpoint("mooncake", address, token[:INCARNATION_NBYTES])
 
     def _new_peer(self, endpoint: PeerEndpoint, liveness: PeerLiveness) -> MooncakePeer:
@@ -486,15 +512,19 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         return engine
 
 
-def _parse(endpoint: PeerEndpoint) -> tuple[str, int, str]:
-    """Return the token of a peer in hex, its address in the peer's process, and the address of the peer's listener."""
+def _parse(endpoint: PeerEndpoint) -> tuple[str, int, str, bool]:
+    """Return the token of a peer in hex, an address in the peer's process, and the address of the peer's listener.
+
+    The last value is whether the peer's memory contains the token at that address.
+    """
     match = _INCARNATION.fullmatch(endpoint.incarnation)
     if match is None:
         raise PeerUnreachable(
-            f"mooncake: incarnation must be token@address:port, got {endpoint.incarnation!r}"
+            f"mooncake: incarnation must be token@address:[host:]port, got {endpoint.incarnation!r}"
         )
     try:
         host, _ = split_host_port(endpoint.address)
     except ConfigError as error:
         raise PeerUnreachable(f"mooncake: {error}") from error
-    return match[1], int(match[2], 16), join_host_port(host, int(match[3]))
+    listener = f"{match[3]}:{match[4]}" if match[3] else join_host_port(host, int(match[4]))
+    return match[1], int(match[2], 16), listener, not match[3]

@@ -1,0 +1,305 @@
+"""Agent of an SGLang server without Windlass. It runs in a process of its own, on any host that reaches the server.
+
+The agent pauses and resumes the server by SGLang's routes. Trainers write with Mooncake straight into the server's
+parameters. After each write the agent reads the parameters back, one-sided, and compares digests with the trainers'.
+The agent watches the server: if the server ends, trainers stop writing, and a restarted server is connected again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import final
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+
+from windlass.config import PauseMode
+from windlass.control.engine_channel import report_cannot_join
+from windlass.engines.client import EngineClient, EngineWeights
+from windlass.engines.http import EngineHttp
+from windlass.engines.sglang.table import (
+    LayoutFile,
+    WeightTable,
+    match,
+    read_model,
+    read_table,
+    require_captured,
+)
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, RegionError, WindlassError
+from windlass.layout.manifest import ShardManifest
+from windlass.memory.place import memory_on
+from windlass.net.clock import Backoff
+from windlass.net.sockets import keep_alive
+from windlass.transfer.arena import Arena, aligned_offsets
+from windlass.transports.base import WriteBatch
+from windlass.transports.mooncake.transport import MooncakeConfig
+from windlass.transports.mooncake.window import MooncakeWindow
+from windlass.transports.registry import parse_transport
+
+_log = logging.getLogger(__name__)
+READ_DEADLINE_S = 120.0
+WATCH_DEADLINE_S = 10.0
+MIXED = "windlass-update"
+"""Weight version that a server reports during an update. An agent that finds it does not know whether an earlier agent
+left weights of two versions, so the server stays paused until a version has been written."""
+_DEFAULT = "default"
+"""Weight version of an SGLang server that nobody has set."""
+
+
+class Attach(msgspec.Struct, frozen=True, kw_only=True):
+    """Order to connect a running server to a controller.
+
+    Attributes:
+        url: address of the server.
+        transport: `mooncake`, or its configuration as JSON. With `gpu`, copies for verification are on that GPU.
+        api_key, admin_api_key: see `EngineHttp`.
+        return_deadline_s: seconds within which a server that has ended must be back.
+    """
+
+    name: str
+    url: str
+    controller: str
+    token: str
+    transport: str = "mooncake"
+    api_key: str = ""
+    admin_api_key: str = ""
+    return_deadline_s: float = 600.0
+
+    def __repr__(self) -> str:
+        return f"Attach({self.name!r}, {self.url!r}, {self.controller!r})"
+
+
+def attach(order: Attach, layout: LayoutFile) -> int:
+    """Connect a server and serve the controller's commands. Connect the server again when it was restarted.
+
+    Raises:
+        ConfigError, UnsupportedLayout: the layout does not describe the server; see `require_captured` and `match`.
+        PeerUnreachable, PeerTimeout: the server or the controller does not answer.
+    """
+    server = EngineHttp(order.url, "", order.api_key, order.admin_api_key)
+    try:
+        while True:
+            tables = _published(server, layout, order.return_deadline_s)
+            with _joined(order, layout, server, tables):
+                found = {"name": order.name, "url": order.url, "ranks": len(tables)}
+                os.write(1, msgspec.json.encode(found) + b"\n")
+                _wait_changed(server, tables)
+            sys.stderr.write(f"engine {order.name}: its server has ended or was restarted\n")
+    except WindlassError as error:
+        with contextlib.suppress(WindlassError):
+            reason = f"{type(error).__name__}: {error}"
+            report_cannot_join(order.controller, order.token, order.name, reason)
+        raise
+
+
+def _published(
+    server: EngineHttp, layout: LayoutFile, deadline_s: float
+) -> tuple[WeightTable, ...]:
+    """Wait until the server publishes its tables, and return them; see `_described`."""
+    end_s, pauses = time.monotonic() + deadline_s, Backoff(0.1, 2.0).pauses()
+    while True:
+        try:
+            return _described(server, layout)
+        except (PeerUnreachable, PeerTimeout):
+            if time.monotonic() > end_s:
+                raise
+            threading.Event().wait(next(pauses))
+
+
+def _described(server: EngineHttp, layout: LayoutFile) -> tuple[WeightTable, ...]:
+    """Return the tables of a server that the layout describes; raises as `require_captured` and `match` do."""
+    require_captured(server, layout)
+    tables = _tables(server, len(layout.ranks))
+    for rank, (captured, table) in enumerate(zip(layout.ranks, tables, strict=True)):
+        match(rank, captured.parameters, table)
+    return tables
+
+
+def _tables(server: EngineHttp, world_size: int) -> tuple[WeightTable, ...]:
+    return tuple(read_table(server, rank) for rank in range(world_size))
+
+
+@contextlib.contextmanager
+def _joined(
+    order: Attach, layout: LayoutFile, server: EngineHttp, tables: tuple[WeightTable, ...]
+) -> Iterator[None]:
+    """Let all ranks join the controller's fleet; they leave it at the end of the block."""
+    config = parse_transport(order.transport)
+    if not isinstance(config, MooncakeConfig):
+        raise ConfigError(
+            f"--transport must be mooncake, with which SGLang registers its weights, got {order.transport}"
+        )
+    is_whole = read_model(server).weight_version != MIXED
+    if not is_whole:
+        sys.stderr.write(
+            f"engine {order.name}: an earlier update may have left weights of two versions; the server stays paused "
+            "until the next version\n"
+        )
+    with ExitStack() as joined:
+        for rank, (captured, table) in enumerate(zip(layout.ranks, tables, strict=True)):
+            manifest = replace(
+                ShardManifest.decode(captured.manifest), worker=f"{order.name}/{rank}"
+            )
+            window = MooncakeWindow(
+                config.placed(towards=order.controller, gpu=-1),
+                table.session,
+                [(entry.address, entry.nbytes) for entry in table.entries.values()],
+            )
+            # `EngineClient` closes the window, also if it fails.
+            joined.callback(window.close)
+            memory = OutsideMemory(window, manifest, table)
+            joined.callback(memory.close)
+            memory.fetch()
+            client = EngineClient(
+                EngineWeights(
+                    manifest=manifest,
+                    addresses=memory.copies,
+                    regions=(memory.arena.region,),
+                    remote=memory,
+                ),
+                transport=window,
+                hooks=OutsideHooks(server, rank, table),
+                controller=order.controller,
+                token=order.token,
+                world_size=len(tables),
+                url=order.url if rank == 0 else "",
+                can_send=False,
+                serves_own_weights=is_whole,
+            )
+            joined.callback(client.leave)
+        yield
+
+
+def _wait_changed(server: EngineHttp, tables: tuple[WeightTable, ...]) -> None:
+    """Wait until the server has ended, or publishes other tables.
+
+    The kernel closes an idle connection to the server when the server's process ends. If the server itself or a device
+    between has closed the connection, the tables show whether the server is the same.
+    """
+    target, pauses = urlsplit(server.url), Backoff(0.05, 5.0).pauses()
+    port = target.port or (443 if target.scheme == "https" else 80)
+    while True:
+        with contextlib.suppress(OSError):
+            line = socket.create_connection((target.hostname, port), timeout=WATCH_DEADLINE_S)
+            with line:
+                line.settimeout(None)
+                keep_alive(line)
+                line.recv(1)
+        try:
+            if _tables(server, len(tables)) != tables:
+                return
+        except WindlassError:
+            return
+        threading.Event().wait(next(pauses))
+
+
+@final
+class OutsideMemory:
+    """`RemoteMemory` of one rank, and copies of its parameters in this process.
+
+    Attributes:
+        arena: memory of the copies.
+        copies: addresses of the copies, in manifest order.
+    """
+
+    def __init__(self, window: MooncakeWindow, manifest: ShardManifest, table: WeightTable) -> None:
+        sizes = [parameter.nbytes for parameter in manifest.parameters]
+        offsets, total = aligned_offsets(sizes)
+        self.arena = Arena(window, total, memory_on(window.traits.gpu))
+        self.copies = tuple(self.arena.address + offset for offset in offsets)
+        self.endpoint, self.regions = window.owner, window.remote
+        self.addresses = tuple(table.entries[p.name].address for p in manifest.parameters)
+        self._window = window
+        self._batch = WriteBatch(
+            endpoint=window.owner,
+            local_addresses=np.array(self.copies, np.uint64),
+            remote_addresses=np.array(self.addresses, np.uint64),
+            nbytes=np.array(sizes, np.uint64),
+            regions=window.remote,
+        )
+
+    def fetch(self) -> None:
+        self._window.read(self._batch, deadline_s=READ_DEADLINE_S)
+
+    def close(self) -> None:
+        """Free the copies, also if the window is closed already."""
+        with contextlib.suppress(RegionError):
+            self.arena.close()
+
+
+@final
+class OutsideHooks:
+    """`EngineHooks` of one rank, over the server's routes. Rank 0 pauses and resumes the server for all ranks."""
+
+    def __init__(self, server: EngineHttp, rank: int, table: WeightTable) -> None:
+        self._server, self._rank, self._table = server, rank, table
+        self._before = self._label = ""
+
+    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:  # noqa: ARG002
+        """See `EngineHooks.pause`. SGLang flushes its caches only when no step runs and no result is outstanding.
+
+        Raises:
+            ConfigError: the mode keeps requests, whose caches of old weights SGLang does not flush.
+            PeerUnreachable: the server was restarted, so that its weights are elsewhere; nothing was written.
+        """
+        if read_table(self._server, self._rank) != self._table:
+            raise PeerUnreachable(
+                f"{self._server.url}: rank {self._rank} publishes another table than when it joined: the server was "
+                "restarted"
+            )
+        if self._rank:
+            return
+        if mode is PauseMode.IN_PLACE:
+            raise ConfigError(
+                "pause_mode must be abort or retract for a server without Windlass, which would keep caches of old "
+                f"weights otherwise, got {mode}"
+            )
+        end_s = time.monotonic() + deadline_s
+        label = read_model(self._server).weight_version or _DEFAULT
+        self._before = self._before or label
+        self._server.post("/pause_generation", {"mode": str(mode)}, deadline_s)
+        self._flush(end_s)
+        self._set_label(MIXED, end_s - time.monotonic())
+
+    def _flush(self, end_s: float) -> None:
+        for pause_s in Backoff(0.005, 0.5).pauses():
+            try:
+                self._server.post("/flush_cache", {}, max(end_s - time.monotonic(), 0.1))
+            # SGLang refuses while results of the last step are outstanding.
+            except PeerUnreachable:
+                if time.monotonic() + pause_s > end_s:
+                    raise
+                threading.Event().wait(pause_s)
+            else:
+                return
+
+    def resume(self, deadline_s: float) -> None:
+        """See `EngineHooks.resume`. Restore the version's name if the update has not set another."""
+        if self._rank or not self._before:
+            return
+        if self._label == MIXED:
+            self._set_label(self._before, deadline_s)
+        self._server.post("/continue_generation", {}, deadline_s)
+        self._before = ""
+
+    def finalise(self) -> None:
+        """See `EngineHooks.finalise`. A layout with derived state was refused, and caches are empty."""
+
+    def set_version(self, version: int, deadline_s: float) -> None:
+        if self._rank == 0:
+            self._set_label(str(version), deadline_s)
+
+    def _set_label(self, label: str, deadline_s: float) -> None:
+        body: Mapping[str, object] = {"new_version": label, "abort_all_requests": False}
+        self._server.post("/update_weight_version", body, deadline_s)
+        self._label = label

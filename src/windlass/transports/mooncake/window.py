@@ -1,0 +1,69 @@
+"""Memory that a process without Windlass has registered with its own Mooncake engine.
+
+Another process stands in for the owner of the memory: it publishes the memory to peers, and its liveness listener tells
+peers when to stop. It cannot end the owner's registration or connections.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from typing import final
+
+from windlass.errors import RegionError
+from windlass.net.addresses import join_host_port
+from windlass.transports.base import PeerEndpoint, RemoteRegion
+from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener
+from windlass.transports.mooncake.transport import TOKEN_NBYTES, MooncakeConfig, MooncakeTransport
+
+SETTLE_S = 2.0
+"""Seconds that `fence` waits over TCP. The owner's engine reads what its kernel has received at once, in a thread of its
+own. Bytes that a network holds back longer can still arrive."""
+
+
+@final
+class MooncakeWindow(MooncakeTransport):
+    """Transport with the endpoint of another process. Memory that is registered here is local memory for `read`.
+
+    Args:
+        config: configuration of the local engine, with a host (`MooncakeConfig.placed`).
+        session: `host:port` of the other process's engine.
+        spans: (address, nbytes) of the memory that the other process has registered.
+
+    Attributes:
+        owner: endpoint of the other process, with a liveness listener of this process.
+        remote: rights to write the memory of the other process.
+
+    Raises:
+        RegionError: no span has at least `TOKEN_NBYTES` bytes, which peers read before they write.
+        TransportUnavailable: see `MooncakeTransport`.
+    """
+
+    def __init__(
+        self, config: MooncakeConfig, session: str, spans: Sequence[tuple[int, int]]
+    ) -> None:
+        probe, nbytes = max(spans, key=lambda span: span[1], default=(0, 0))
+        if nbytes < TOKEN_NBYTES:
+            raise RegionError(
+                f"mooncake: {session} must have registered {TOKEN_NBYTES} bytes or more, got {nbytes}"
+            )
+        super().__init__(config)
+        token = secrets.token_hex(TOKEN_NBYTES)
+        self._watched = LivenessListener(config.host, token[:INCARNATION_NBYTES], "mooncake")
+        listener = join_host_port(config.host, self._watched.port)
+        self.owner = PeerEndpoint("mooncake", session, f"{token}@{probe:x}:{listener}")
+        self.remote = tuple(RemoteRegion(self.owner, *span) for span in spans)
+
+    def endpoint(self) -> PeerEndpoint:
+        """Return the endpoint of the other process."""
+        return self.owner
+
+    def fence(self, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.fence`. Over TCP, wait `SETTLE_S`; over RDMA, writes end with the writing process."""
+        if self.report().protocol != "rdma":
+            threading.Event().wait(min(SETTLE_S, deadline_s))
+
+    def close(self) -> None:
+        self._watched.close()
+        super().close()
