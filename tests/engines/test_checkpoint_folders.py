@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,21 @@ def test_files_in_subfolders_and_links_are_read(tmp_path: Path) -> None:
     (tmp_path / "in" / "x.safetensors").symlink_to(tmp_path / "blob")
     write_index(tmp_path / "in", {"a": "x.safetensors", "b": "shards/y.safetensors"})
     assert read(tmp_path / "in") == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("name", [INDEX, "model-00001.safetensors"])
+@pytest.mark.parametrize("kind", ["folder", "fifo", "loop", "dangling"])
+def test_files_that_are_no_files_are_refused_by_name(tmp_path: Path, kind: str, name: str) -> None:
+    """A FIFO made the engine wait for ever, a folder was an error without a name, and a loop was called missing."""
+    save_file({"w": torch.ones(4)}, tmp_path / "model-00001.safetensors")
+    (tmp_path / INDEX).write_text('{"weight_map": {"w": "model-00001.safetensors"}}')
+    path = tmp_path / name
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path if kind == "loop" else tmp_path / "gone")
+    with pytest.raises(ConfigError, match=rf"checkpoint: .*{name} must be a file"):
+        checkpoint_specs(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -104,9 +105,10 @@ def _files(folder: Path, adapter: bool) -> list[Path]:
     if adapter:
         return [folder / WEIGHTS]
     index = folder / INDEX
-    if not index.exists():
+    if not os.path.lexists(index):
         found = (file for file in folder.glob("*.safetensors") if file.name != WEIGHTS)
         return sorted(found, key=_natural)
+    _require_file(index)
     try:
         content = index.read_bytes().removeprefix(codecs.BOM_UTF8)
         named = msgspec.json.decode(content, type=_Index).weight_map
@@ -122,6 +124,14 @@ def _files(folder: Path, adapter: bool) -> list[Path]:
                 "into the folder, or a link to it"
             )
     return sorted({folder / file for file in named.values()}, key=_natural)
+
+
+def _require_file(path: Path) -> None:
+    """Raise ConfigError unless `path` is a file or a link to one. Opening a FIFO would wait for ever."""
+    if not path.is_file():
+        raise ConfigError(
+            f"checkpoint: {path} must be a file or a link to one, got a folder, a FIFO or a link to nothing"
+        )
 
 
 def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
@@ -141,13 +151,12 @@ def _opened(folder: Path, adapter: bool) -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         stored: dict[str, Any] = {}
         for file in files:
+            if not os.path.lexists(file):
+                raise ConfigError(f"checkpoint: {file} does not exist, but {INDEX} names it")
+            _require_file(file)
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
-            except FileNotFoundError as error:
-                raise ConfigError(
-                    f"checkpoint: {file} does not exist, but {INDEX} names it"
-                ) from error
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise ConfigError(
                     f"checkpoint: {file} is not a safetensors file: {error}"
                 ) from error
