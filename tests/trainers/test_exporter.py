@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import exporting_rank
 import pytest
@@ -197,6 +199,38 @@ def test_the_error_of_an_exporter_is_in_the_message() -> None:
     tensors = parameters(a=(4, 6))
     with pytest.raises(ConfigError, match="on every rank, got on rank 0: KeyError: 'b'"):
         captured_export(tensors, lambda: joined(tensors), required=tensors, deadline_s=5)
+
+
+WRONG_YIELDS: dict[str, tuple[Callable[[int, torch.Tensor], Any], str]] = {
+    "dict": (lambda _, a: {"a": a}, r"pairs of a name and a tensor, got 'a'"),
+    "array": (
+        lambda _, a: [("a", a.detach().float().numpy())],
+        r"tensors with memory, got a ndarray for 'a'",
+    ),
+    "meta": (lambda _, a: [("a", a.to("meta"))], r"got a tensor on the meta device for 'a'"),
+    "more_later": (
+        lambda run, a: [("a", a), *([("b", a)] if run else [])],
+        r"the same tensors in every run, got 'b' of shape \(4, 6\) and no such tensor in the first",
+    ),
+    "other_shape_later": (
+        lambda run, a: [("a", a.T if run else a)],
+        r"'a' of shape \(6, 4\) and shape \(4, 6\) in the first run",
+    ),
+    "fewer_later": (
+        lambda run, a: [("a", a), *([] if run else [("b", a)])],
+        r"the same tensors in every run, got none of 'b' in the last run",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_YIELDS)
+def test_an_exporter_that_yields_something_wrong_is_refused_with_the_reason(kind: str) -> None:
+    tensors, runs = parameters(a=(4, 6)), itertools.count()
+    wrong, reason = WRONG_YIELDS[kind]
+    with pytest.raises(ConfigError, match=reason):
+        captured_export(
+            tensors, lambda: wrong(next(runs), tensors["a"]), required=tensors, deadline_s=5
+        )
 
 
 def launched(case: str, folder: Path) -> list[list[str]]:

@@ -318,6 +318,7 @@ class _Exported:
         padding: fingerprint of its values without a number in the last run on digits.
         is_constant: True if the last run gives the same values as the first, such as rotary frequencies.
         is_right: True if the run on random values gives the values that the numbers predict.
+        last_run: number of the last run that gave this tensor.
     """
 
     shape: tuple[int, ...]
@@ -326,6 +327,7 @@ class _Exported:
     padding: int = 0
     is_constant: bool = False
     is_right: bool = False
+    last_run: int = 0
 
 
 def _observed(
@@ -335,7 +337,11 @@ def _observed(
     own: range,
     scattered: frozenset[_Key],
 ) -> dict[_Key, _Exported]:
-    """Return the element numbers of every exported tensor, compared with a run on random values."""
+    """Return the element numbers of every exported tensor, compared with a run on random values.
+
+    Raises:
+        ConfigError: the exporter yields other tensors in a later run, or something other than names and tensors.
+    """
     chosen = frozenset(codes.specs[index].name for index in own)
     exported: dict[_Key, _Exported] = {}
     for position in range(codes.num_digits):
@@ -346,18 +352,42 @@ def _observed(
                     numbers = ElementIds(tensor, by_place=by_place)
                     prints = fingerprint(memory_of(tensor))
                     exported[key] = _Exported(tuple(tensor.shape), numbers, prints)
-                one = exported[key]
+                one = _same_as_before(exported, key, tensor, position)
                 one.numbers.observe(tensor, codes, position)
                 if position == codes.num_digits - 1:
                     one.padding = one.numbers.check(tensor, codes, None).padding
     with _filled(tensors, codes.random(_SEED, chosen)):
         for key, tensor in _each(export()):
-            one = exported[key]
+            one = _same_as_before(exported, key, tensor, codes.num_digits)
             one.is_constant = fingerprint(memory_of(tensor)) == one.print
             check = one.numbers.check(tensor, codes, _SEED)
             # Values without a number must not depend on parameters.
             one.is_right = check.is_right and check.padding == one.padding
+    gone = [name for (name, _), one in exported.items() if one.last_run != codes.num_digits]
+    if gone:
+        raise ConfigError(
+            f"it must yield the same tensors in every run, got none of {said(gone)} in the last run"
+        )
     return exported
+
+
+def _same_as_before(
+    exported: Mapping[_Key, _Exported], key: _Key, tensor: torch.Tensor, run: int
+) -> _Exported:
+    """Return the entry of a tensor of the first run, and record that the exporter has yielded it in this run.
+
+    Raises:
+        ConfigError: the first run has no such tensor.
+    """
+    one = exported.get(key)
+    if one is None or one.shape != tuple(tensor.shape):
+        before = "no such tensor" if one is None else f"shape {one.shape}"
+        raise ConfigError(
+            f"it must yield the same tensors in every run, got {key[0]!r} of shape {tuple(tensor.shape)} and {before} "
+            "in the first run"
+        )
+    one.last_run = run
+    return one
 
 
 def _each(
@@ -366,7 +396,8 @@ def _each(
     """Yield the exported tensors, whole and contiguous, each with its key. Skip complex tensors: they are no weights."""
     counts = Counter[str]()
     with torch.no_grad():
-        for name, tensor in exported:
+        for item in exported:
+            name, tensor = _pair(item)
             # Exporters of some frameworks yield None on the ranks that do not save the tensor.
             if tensor is None or not tensor.numel() or tensor.is_complex():
                 continue
@@ -374,6 +405,26 @@ def _each(
             counts[name] += 1
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             yield key, whole.detach().contiguous()
+
+
+def _pair(item: object) -> tuple[str, torch.Tensor | None]:
+    """Return the name and the tensor that an exporter has yielded.
+
+    Raises:
+        ConfigError: the exporter has yielded something else.
+    """
+    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
+        shown = repr(item) if isinstance(item, str) else type(item).__name__
+        raise ConfigError(f"it must yield pairs of a name and a tensor, got {shown}")
+    name, tensor = item
+    if tensor is not None and (not isinstance(tensor, torch.Tensor) or tensor.is_meta):
+        what = (
+            "a tensor on the meta device"
+            if isinstance(tensor, torch.Tensor)
+            else f"a {type(tensor).__name__}"
+        )
+        raise ConfigError(f"it must yield tensors with memory, got {what} for {name!r}")
+    return name, tensor
 
 
 @contextmanager
