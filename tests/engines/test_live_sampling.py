@@ -161,8 +161,10 @@ def test_launched_engines_follow_stop_texts_penalties_and_structures(
         first = next(n for n in range(2, len(whole) + 1) if whole[n - 2 : n] == last)
         stopped, _ = ask(PROMPTS[0], {**greedy, "stop": [f"w{last[0]} w{last[1]}"]})
         assert stopped == whole[:first]
-        tokens, _ = ask(PROMPTS[0], {"regex": "w1[0-9]"})
-        assert 10 <= tokens[0] <= 19
+        # No token is a proper prefix of these words, and the expression ends with the last token of the answer.
+        tokens, _ = ask(PROMPTS[0], {"regex": f"(w[1-9]){{{NUM_TOKENS}}}"})
+        assert len(tokens) == NUM_TOKENS
+        assert all(1 <= token <= 9 for token in tokens)
 
 
 def test_vllm_servers_of_a_user_draw_independent_samples(
