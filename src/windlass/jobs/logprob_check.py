@@ -52,7 +52,10 @@ class LogprobCheck:
             hook.remove()
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean distance as a metric, or no metric if no forward pass contained a whole sample."""
+        """Return the mean absolute difference of the trainer's and the engine's logprobs, as a metric.
+
+        Return no metric if no sample was compared, because no forward pass contained a whole sample.
+        """
         if not self.distances:
             return {}
         return {LOGPROB_DIFFERENCE: float(torch.cat(self.distances).mean())}

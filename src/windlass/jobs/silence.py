@@ -95,7 +95,7 @@ class SilenceWatch:
             async with http.get(url, timeout=aiohttp.ClientTimeout(total=self._beat_s)):
                 return ""
         except PeerUnreachable:
-            # The server has answered with a redirect, which is not followed.
+            # The session refuses to follow a redirect. A redirect is an answer too.
             return ""
         except TimeoutError:
             return f"GET {url}: no answer within {self._beat_s:g} s"

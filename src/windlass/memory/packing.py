@@ -210,8 +210,8 @@ def row_major_blocks(
     if dim == 0:
         yield (0,) * len(sizes), tuple(sizes)
         return
-    # A block has one index of each dim before `dim - 1`, a chunk of `dim - 1`, and the whole dims after
-    # `dim - 1`.
+    # Cut the dim with index `dim - 1`. A block has size 1 in each dim before it, a range of its indices, and the whole of
+    # each dim after it.
     chunk, size, rest = max(max_numel // inner, 1), sizes[dim - 1], sizes[dim:]
     for outer in itertools.product(*map(range, sizes[: dim - 1])):
         for first in range(0, size, chunk):

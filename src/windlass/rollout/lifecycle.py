@@ -258,9 +258,10 @@ class Lifecycle:
         return self._start_timers(record)
 
     def _oldest_token(self, record: Record) -> int | None:
-        """Return the version of the oldest token of an attempt that starts now, or None if unknown.
+        """Return the lowest version of an attempt's tokens when the attempt starts, or None if unknown.
 
-        An engine generates the first token of a plain prompt immediately, with the current version. A workflow may
+        An attempt that continues a partial answer has the tokens of this answer. Otherwise the first token counts. An
+        engine generates the first token of a plain prompt immediately, with the current version. A workflow may
         do other work before it generates, so the version is unknown. With `OnAbort.RETRY` the version is
         unknown because a worker discards an attempt's tokens at every update and starts again.
         """
