@@ -89,7 +89,9 @@ async def _prove(options: argparse.Namespace, folder: Path, logs: Path) -> dict[
     control = ControlConfig(deadlines=PhaseDeadlines(pause_s=60.0))
     with _server(options, folder / "old", logs / "live.log", table=True) as url:
         async with windlass.Controller(token=TOKEN, config=control) as controller:
-            with _attached(options, url, controller.url, folder / "layout.json", logs):
+            with _attached(options, url, controller.url, folder / "layout.json", logs) as agent:
+                # The controller runs in this event loop, and must answer the agent meanwhile.
+                await asyncio.to_thread(_wait_joined, agent, logs)
                 updates = await asyncio.to_thread(_publish, model, controller.url, options.updates)
                 model.save_pretrained(folder / "new")
                 live = _held(url)
@@ -197,7 +199,7 @@ def _server(options: argparse.Namespace, model: Path, log: Path, *, table: bool)
 @contextmanager
 def _attached(
     options: argparse.Namespace, url: str, controller: str, layout: Path, logs: Path
-) -> Iterator[None]:
+) -> Iterator[subprocess.Popen[str]]:
     transport = {"type": "mooncake", "host": "127.0.0.1", "protocol": "tcp"}
     if not options.on_cpu:
         transport["gpu"] = 0  # type: ignore[assignment]
@@ -212,13 +214,16 @@ def _attached(
             command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
         )
     try:
-        assert process.stdout is not None
-        if not process.stdout.readline():
-            raise RuntimeError((logs / "agent.log").read_text()[-3000:])
-        yield
+        yield process
     finally:
         process.kill()
         process.wait(60)
+
+
+def _wait_joined(agent: subprocess.Popen[str], logs: Path) -> None:
+    assert agent.stdout is not None
+    if not agent.stdout.readline():
+        raise RuntimeError((logs / "agent.log").read_text()[-3000:])
 
 
 def _own_path() -> str:
