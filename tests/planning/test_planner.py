@@ -154,6 +154,17 @@ def test_an_engine_that_ties_untied_tensors_of_the_trainer_is_refused() -> None:
         plan_transfer(sources, [rank("engine", FULL, tensor="embed", alias="head")])
 
 
+def test_a_tie_that_only_some_trainer_ranks_have_is_refused() -> None:
+    """The separate tensor of the other ranks was not published."""
+    builder = ManifestBuilder("t0", Role.TRAINER)
+    for name in ("embed", "head"):
+        builder.add_parameter(name, nbytes=ROWS * 64 * 4, dtype=DType.FLOAT32)
+        builder.add_shard(name, (ROWS, 64), FULL, name)
+    sources = [builder.build(), rank("t1", FULL, tensor="embed", alias="head")]
+    with pytest.raises(ManifestError, match="t1 ties 'head' to 'embed', but t0 has two separate"):
+        plan_transfer(sources, [rank("engine", FULL, tensor="head")])
+
+
 def test_a_tie_of_two_shapes_is_refused() -> None:
     sources = [
         rank("t0", FULL, tensor="embed", alias="head"),

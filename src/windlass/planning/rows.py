@@ -77,7 +77,8 @@ def resolve_names(
     `unread` has names that no engine takes. Sources may give these names different shapes.
 
     Raises:
-        ManifestError: two workers disagree on a shape, or an alias of a destination contradicts the sources.
+        ManifestError: two workers disagree on a shape, an alias of a destination contradicts the sources, or an alias of
+            a source contradicts another source.
     """
     index: dict[str, int] = {}
     shapes: list[tuple[int, ...]] = []
@@ -102,6 +103,7 @@ def resolve_names(
                     f"tensor {name!r} must have one shape, got {shapes[known]} at "
                     f"{seen_at[known]} and {shape} {alias}at {manifest.worker}"
                 )
+    _refuse_ties_of_some(sources, unread)
     class_of = _source_classes(sources, index)
     _apply_destination_aliases(destinations, index, class_of)
     derived = _derive_scales(destinations, index, class_of)
@@ -139,6 +141,22 @@ def _derive_scales(
             if quantized.scale in derived:
                 class_of[index[quantized.scale]] = class_of[index[quantized.weight]]
     return frozenset(derived)
+
+
+def _refuse_ties_of_some(sources: Sequence[ShardManifest], unread: Collection[str]) -> None:
+    """Raise ManifestError if one source has two separate tensors that another source ties.
+
+    A source may have only one of the two, such as the last stage of a pipeline, which has its own copy.
+    """
+    ties = {pair: manifest.worker for manifest in sources for pair in manifest.aliases.items()}
+    for manifest in sources if ties else ():
+        own = {spec.name for spec in manifest.tensors}
+        for (alias, target), worker in ties.items():
+            if alias in own and target in own and alias not in unread:
+                raise ManifestError(
+                    f"{worker} ties {alias!r} to {target!r}, but {manifest.worker} has two separate tensors; build the "
+                    "model from the same configuration on all trainer ranks"
+                )
 
 
 def _source_classes(sources: Sequence[ShardManifest], index: dict[str, int]) -> list[int]:
