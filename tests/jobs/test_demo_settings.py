@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from msgspec import structs
 from needs import need_package
 
 from windlass.cli.commands.demo import FOLDER, MODELS, add_arguments, demo_config
-from windlass.config import PauseMode
+from windlass.config import DiskBackend, P2pBackend, PauseMode, XcclBackend
 from windlass.control.report import Measure, RoundOutcome, UpdateReport
 from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
@@ -37,12 +38,41 @@ def config(*options: str) -> LaunchConfig:
     return demo_config(parser.parse_args(options))
 
 
-@pytest.mark.parametrize("wrong", [("--transport", "shm"), ("--backend", "disk")])
-def test_a_real_engine_takes_one_sided_writes_into_its_own_memory_only(
-    wrong: tuple[str, str],
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            ("--transport", "cuda_ipc"),
+            r"--transport must be one of .*'auto'\] with --device cpu, because cuda_ipc writes only memory of GPUs",
+        ),
+        (
+            ("--engine", "vllm", "--transport", "shm"),
+            "--transport must not be shm with --engine vllm, because .* use cma or auto",
+        ),
+    ],
+)
+def test_transports_that_cannot_write_the_engines_memory_are_refused(
+    options: tuple[str, ...], reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match="--engine vllm --device cpu needs --backend p2p"):
-        config("--engine", "vllm", *wrong)
+    with pytest.raises(ConfigError, match=reason):
+        config(*options)
+
+
+@pytest.mark.parametrize("transport", ["cma", "shm", "mooncake", "nixl", "auto"])
+@pytest.mark.parametrize("engine", ["embedded", "vllm", "sglang"])
+def test_every_transport_of_host_memory_is_passed_to_the_job(engine: str, transport: str) -> None:
+    if (engine, transport) in {("vllm", "shm"), ("sglang", "shm")}:
+        pytest.skip("refused")
+    assert config("--engine", engine, "--transport", transport).transport == transport
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm", "sglang"])
+def test_every_engine_takes_every_backend(engine: str) -> None:
+    found = [
+        type(config("--engine", engine, "--backend", backend).update.backend)
+        for backend in ("p2p", "xccl", "disk")
+    ]
+    assert found == [P2pBackend, XcclBackend, DiskBackend]
 
 
 def test_a_demo_that_kills_a_real_engine_has_a_second_engine() -> None:
@@ -102,7 +132,8 @@ def test_an_sglang_server_gets_gpus_like_a_vllm_server(
     ("gpus", "options", "message"),
     [
         ("", (), "needs a GPU, none is visible"),
-        ("0", ("--transport", "cma"), r"--transport in \['cuda_ipc'\], got 'p2p' and 'cma'"),
+        ("0", ("--transport", "cma"), r"--transport must be one of \['cuda_ipc', .*host memory"),
+        ("0", ("--backend", "xccl"), "needs more GPUs than engines, .*; use --backend p2p or disk"),
         ("0", ("--engine", "embedded"), "--device must be cpu with --engine embedded"),
         ("0", ("--model", "/nowhere.json"), "--model must be a file, got '/nowhere.json'"),
     ],
@@ -144,6 +175,17 @@ def test_an_engine_that_is_not_installed_is_named_before_any_start(
     job = config("--engine", "sglang", "--output", str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="WINDLASS_SGLANG_VENV must name an environment"):
         check_demo(job)
+
+
+def test_a_transport_whose_package_an_engine_lacks_is_refused_before_any_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv.create(tmp_path / "empty", with_pip=False)
+    monkeypatch.setenv("WINDLASS_VLLM_VENV", str(tmp_path / "empty"))
+    need_package("nixl")
+    with pytest.raises(ConfigError, match=r"--transport nixl needs the package nixl .*/empty/bin/"):
+        check_demo(config("--engine", "vllm", "--transport", "nixl"))
+    check_demo(config("--engine", "vllm", "--transport", "cma"))
 
 
 def test_a_megatron_trainer_is_another_script_of_the_same_job() -> None:

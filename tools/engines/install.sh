@@ -50,5 +50,5 @@ esac
 : > "$site/torchvision/_meta_registrations.py"
 # Packages that Windlass imports in the engine's processes.
 "${pip[@]}" aiohttp msgspec xxhash rich requests msgpack
-"${pip[@]}" --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
+"${pip[@]}" --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1 nixl==1.5.1 nixl-cu12==1.5.1
 touch "$venv/.installed-$engine"

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -28,8 +28,11 @@ from windlass.net.logs import configure_logging
 
 FOLDER = Path(jobs.__file__).parent / "demo"
 MODELS = {"cpu": "model.json", "cuda": "model_gpu.json"}
-SERVER_TRANSPORTS = {"cpu": ("cma", "mooncake"), "cuda": ("cuda_ipc",)}
-"""Device -> transports that a server can use; the first one is the default."""
+TRANSPORTS = {
+    "cpu": ("cma", "shm", "mooncake", "nixl", "auto"),
+    "cuda": ("cuda_ipc", "mooncake", "nixl", "auto"),
+}
+"""Device -> transports of the weights; the first one is the default."""
 TRAINERS = {"fsdp": "trainer.py", "megatron": "megatron_trainer.py"}
 """Kind of trainer -> script of its ranks."""
 MAX_NEW_TOKENS = {"embedded": 12, "server": 60}
@@ -63,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=int, default=8, help="per answer (default 8)")
     parser.add_argument(
-        "--transport", choices=["cma", "shm", "mooncake", "cuda_ipc"],
+        "--transport", choices=sorted({name for names in TRANSPORTS.values() for name in names}),
         help="default: cma, or cuda_ipc with --device cuda",
     )  # fmt: skip
     parser.add_argument("--mode", default="in_place", choices=[m.value for m in UpdateMode])
@@ -106,7 +109,7 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
     """
     job, folder = load_config(FOLDER / "job.toml"), args.output.resolve()
     engines, trainer, rollout, seed = job.engines, job.trainer, job.rollout, str(args.seed)
-    transport = args.transport or SERVER_TRANSPORTS[args.device][0]
+    transport = args.transport or TRANSPORTS[args.device][0]
     model = str((args.model or FOLDER / MODELS[args.device]).absolute())
     is_server = ENGINES.find(args.engine).server is not None
     room = MAX_NEW_TOKENS["server" if is_server else "embedded"]
@@ -122,8 +125,9 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
             f"demo: --kill-engine-at must be in [0, steps={args.steps}), because the killed engine comes "
             f"back with a later version, got {args.kill_engine_at}"
         )
+    _check_transport(args, transport, is_server=is_server)
     if is_server:
-        _check_server_options(args, transport)
+        _check_server_device(args)
         names = ["engine-a", "engine-b"][: 2 if args.kill_engine_at else 1]
         engines = tuple(_server(args, folder, name) for name in names)
     elif args.device != "cpu":
@@ -139,6 +143,7 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
         engines = (*engines[:-1], replace(engines[-1], max_restarts=restarts))
     if args.device == "cuda":
         trainer, engines = _on_gpus(trainer, engines)
+        _check_groups(args, engines)
     elif is_server:
         # Fewer groups than `job.toml` has: a server on two cores then needs only seconds per step.
         rollout = replace(rollout, groups_per_step=16)
@@ -180,16 +185,36 @@ def _pause_mode(args: argparse.Namespace) -> PauseMode:
     return PauseMode.IN_PLACE if keeps else PauseMode.ABORT
 
 
-def _check_server_options(args: argparse.Namespace, transport: str) -> None:
-    transports = SERVER_TRANSPORTS[args.device]
-    if args.backend != "p2p" or transport not in transports:
+def _check_transport(args: argparse.Namespace, transport: str, *, is_server: bool) -> None:
+    """Check that the transport can move weights on this device into this engine's memory."""
+    able, device = TRANSPORTS[args.device], args.device
+    if transport not in able:
+        kind = "host memory" if device == "cuda" else "memory of GPUs"
         raise ConfigError(
-            f"demo: --engine {args.engine} --device {args.device} needs --backend p2p and a "
-            f"--transport in {list(transports)}, got {args.backend!r} and {transport!r}"
+            f"demo: --transport must be one of {list(able)} with --device {device}, because {transport} writes only "
+            f"{kind}, got {transport!r}"
         )
+    # The other backends move no weights by a transport.
+    if is_server and transport == "shm" and args.backend == "p2p":
+        raise ConfigError(
+            f"demo: --transport must not be shm with --engine {args.engine}, because shm writes only memory that it "
+            f"has allocated, and {args.engine} allocates its weights itself; use cma or auto"
+        )
+
+
+def _check_server_device(args: argparse.Namespace) -> None:
     able = [name for name in ENGINES.names() if ENGINES.find(name).gpu_arguments]
     if args.device == "cuda" and args.engine not in able:
         raise ConfigError(f"demo: --device cuda needs an --engine in {able}, got {args.engine!r}")
+
+
+def _check_groups(args: argparse.Namespace, engines: Sequence[EngineSection]) -> None:
+    """Check that no trainer rank and engine rank of an NCCL group share a GPU."""
+    if args.backend == "xccl" and any(engine.colocate_with for engine in engines):
+        raise ConfigError(
+            f"demo: --backend xccl with --device cuda needs more GPUs than engines, because NCCL refuses a group with "
+            f"two ranks on one GPU; got {len(visible_gpus())} GPUs and {len(engines)} engines; use --backend p2p or disk"
+        )
 
 
 def _server(args: argparse.Namespace, folder: Path, name: str) -> EngineSection:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 import windlass
-from windlass.config import PauseMode
+from windlass.config import P2pBackend, PauseMode
 from windlass.control.report import RoundOutcome
 from windlass.controller import Controller
 from windlass.engines.spec import ENGINES
@@ -34,6 +35,7 @@ from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.live import LiveView
 from windlass.observability.terminal import status_within
 from windlass.progress import Progress
+from windlass.transports.registry import parse_transport
 from windlass.wording import shortest_path
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -89,6 +91,30 @@ def engine_install(kind: str) -> str:
     return "`make engines` first"
 
 
+PACKAGES = {"mooncake": "mooncake", "nixl": "nixl"}
+"""Name of a transport -> package that the transport imports in trainers and engines."""
+
+
+def check_transport_packages(config: LaunchConfig) -> None:
+    """Check that the environments of trainers and engines have the package of the job's transport.
+
+    Raises:
+        ConfigError: an environment lacks the package.
+    """
+    transport = parse_transport(config.transport)
+    package = PACKAGES.get(transport.name, "")
+    if not package or not isinstance(config.update.backend, P2pBackend):
+        return
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    pythons = dict.fromkeys([sys.executable, *(e.python or sys.executable for e in config.engines)])
+    for python in pythons:
+        if subprocess.run([python, "-c", look, package], check=False).returncode:
+            raise ConfigError(
+                f"demo: --transport {transport.name} needs the package {package} in the environment of {python}: "
+                f"{transport.remedy}; or use another --transport"
+            )
+
+
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of `model_type` that `megatron_trainer.py` can train."""
 
@@ -121,6 +147,7 @@ def check_demo(config: LaunchConfig) -> None:
             f"{server.python} does not exist; {engine_install(server.kind)}"
         )
     check_options(config)
+    check_transport_packages(config)
     is_megatron = Path(config.trainer.script).stem == "megatron_trainer"
     if is_megatron and importlib.util.find_spec("megatron") is None:
         raise ConfigError(
