@@ -41,7 +41,7 @@ from windlass.engines.private_routes import saved_key
 from windlass.engines.spec import ENGINES, EngineOptions
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import check_served
-from windlass.jobs.demo.recipe import PaceClock, RepeatOperand
+from windlass.jobs.demo.recipe import DemoRecipe, PaceClock
 from windlass.jobs.demo.run import check_demo, make_directory, prepare_server
 from windlass.jobs.recipe import in_thread, score
 from windlass.jobs.schedulers.base import ProcessSpec
@@ -254,7 +254,7 @@ async def train(
     trainers: TrainController, engines: StaticEngines,
 ) -> tuple[PaceClock, list[TrainingSample]]:  # fmt: skip
     """Draw, score, train and update, as in `windlass.jobs.launch`."""
-    clock, rollout, recipe = PaceClock(), job.rollout, RepeatOperand()
+    clock, rollout, recipe = PaceClock(), job.rollout, DemoRecipe()
     served: list[TrainingSample] = []
 
     async def update(version: int) -> None:

@@ -1,6 +1,6 @@
 """Trainer rank of the demo for `bench_samples_per_hour.py`, which sends its weights in vLLM's own ways.
 
-python benchmarks/own_transfer_trainer.py MODEL_CONFIG VERSIONS_DIR SEED DEVICE
+python benchmarks/own_transfer_trainer.py MODEL_CONFIG VERSIONS_DIR SEED DEVICE LEARNING_RATE
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from windlass.jobs.demo.trainer import make_engine
+from windlass.jobs.demo.trainer import SavingEngine, make_engine, save_version
 from windlass.jobs.train_worker import run_train_worker
 
 
@@ -25,10 +25,10 @@ def whole(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, full.detach().to(torch.bfloat16)
 
 
-def main(config: str, versions_dir: str, seed: str, device: str) -> None:
+def main(config: str, versions_dir: str, seed: str, device: str, learning_rate: str) -> None:
     """Serve the train controller until it sends stop."""
     engine = make_engine(
-        Path(config), Path(versions_dir), int(seed), device, publish_to_fleet=False
+        Path(config), int(seed), device, float(learning_rate), publish_to_fleet=False
     )
 
     def save(path: str) -> None:
@@ -46,7 +46,8 @@ def main(config: str, versions_dir: str, seed: str, device: str) -> None:
         )
         torch.cuda.synchronize()
 
-    run_train_worker(engine, operations={"save": save, "ipc": ipc})
+    saving = SavingEngine(engine, lambda path: save_version(engine.model, path), Path(versions_dir))
+    run_train_worker(saving, operations={"save": save, "ipc": ipc})
 
 
 if __name__ == "__main__":

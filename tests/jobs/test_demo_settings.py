@@ -11,16 +11,26 @@ import venv
 from pathlib import Path
 
 import pytest
+from demo_checkpoint import write_checkpoint
 from msgspec import structs
 from needs import need_package
 
-from windlass.cli.commands.demo import FOLDER, MODELS, add_arguments, demo_config
+from windlass.cli.commands.demo import (
+    CHECKPOINT_RATE,
+    FOLDER,
+    MODELS,
+    add_arguments,
+    demo_config,
+)
 from windlass.config import DiskBackend, P2pBackend, PauseMode, XcclBackend
 from windlass.control.report import Measure, RoundOutcome, UpdateReport
+from windlass.engines.options import options_of
+from windlass.engines.spec import ENGINES
 from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
+from windlass.jobs.demo.arithmetic import load_tokenizer, longest_prompt
 from windlass.jobs.demo.checker import TornReport
-from windlass.jobs.demo.recipe import RepeatOperand
+from windlass.jobs.demo.recipe import DemoRecipe
 from windlass.jobs.demo.run import check_demo, find_problems, make_directory, what_next
 from windlass.jobs.launch import check_job
 from windlass.jobs.results import JobSummary
@@ -188,6 +198,41 @@ def test_a_transport_whose_package_an_engine_lacks_is_refused_before_any_start(
     check_demo(config("--engine", "vllm", "--transport", "cma"))
 
 
+def test_trainer_engine_and_prompts_use_the_checkpoint(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    for engine in ("embedded", "vllm", "sglang"):
+        job = config("--engine", engine, "--checkpoint", str(folder))
+        assert job.trainer.arguments[0] == str(folder)
+        assert float(job.trainer.arguments[4]) == CHECKPOINT_RATE
+        assert {each.model for each in job.engines} == {str(folder)}
+        longest = longest_prompt(load_tokenizer(folder))
+        for each in job.engines:
+            context = dict(options_of(each.arguments)).get(ENGINES.find(engine).context_option)
+            assert context in {None, str(longest + 8)}
+        check_job(job)
+    assert config("--learning-rate", "0.5").trainer.arguments[4] == "0.5"
+
+
+@pytest.mark.parametrize(
+    ("left_out", "options", "reason"),
+    [
+        ("*.safetensors", (), "must be a folder with config.json and safetensors files, got "),
+        ("tokenizer*", (), r"must be a folder with a tokenizer of transformers \(tokenizer.json\)"),
+        ("", ("--model", "m.json"), "--model must not be given with --checkpoint"),
+        ("", ("--max-new-tokens", "255"), "--max-new-tokens must be in .* has 256 tokens, got 255"),
+        ("", ("--learning-rate", "0"), "--learning-rate must be above 0 and below 1, got 0.0"),
+    ],
+)
+def test_a_checkpoint_that_the_demo_cannot_use_is_refused(
+    tmp_path: Path, left_out: str, options: tuple[str, ...], reason: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    for file in folder.glob(left_out) if left_out else ():
+        file.unlink()
+    with pytest.raises(ConfigError, match=reason):
+        config("--checkpoint", str(folder), *options)
+
+
 def test_a_megatron_trainer_is_another_script_of_the_same_job() -> None:
     fsdp, megatron = config(), config("--trainer", "megatron")
     assert Path(megatron.trainer.script).name == "megatron_trainer.py"
@@ -215,7 +260,7 @@ def test_models_that_megatron_cannot_train_are_refused(
     job = config("--trainer", "megatron", "--model", str(tmp_path / "model.json"))
     with pytest.raises(
         ConfigError,
-        match=f"--trainer megatron cannot train this --model: {reason}.*; use --trainer",
+        match=f"--trainer megatron cannot train this model: {reason}.*; use --trainer",
     ):
         check_demo(job)
     check_demo(config("--model", str(tmp_path / "model.json")))
@@ -269,7 +314,7 @@ def test_options_change_the_job_of_the_shipped_file(tmp_path: Path) -> None:
     assert job.update.mode == "staged"
     assert job.update.backend.folder == str(tmp_path / "weights")  # type: ignore[union-attr]
     assert [engine.arguments[-2:] for engine in job.engines] == [("--seed", "7")] * 2
-    assert job.trainer.arguments[1:] == (str(tmp_path / "versions"), "7", "cpu")
+    assert job.trainer.arguments[1:] == (str(tmp_path / "versions"), "7", "cpu", "0")
 
 
 def update(version: int, *engines: str, **changed: object) -> UpdateReport:
@@ -287,7 +332,7 @@ def update(version: int, *engines: str, **changed: object) -> UpdateReport:
 
 
 def test_a_demo_reports_every_wrong_result_as_a_problem() -> None:
-    job, recipe = config(), RepeatOperand()
+    job, recipe = config(), DemoRecipe()
     clean = TornReport(checked=1, torn=0, max_distance={}, control_detected=None)
     summary = JobSummary(
         steps=1, version=1, trainer_restarts=0, stopped_by=0, outcomes=(), rollouts={"lost": 0}

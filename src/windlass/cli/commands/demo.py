@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from windlass import jobs
@@ -26,6 +27,8 @@ from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 from windlass.net.addresses import free_port
 from windlass.net.logs import configure_logging
 
+START = "start"
+"""Folder of the checkpoint that a server loads if the demo makes it."""
 FOLDER = Path(jobs.__file__).parent / "demo"
 MODELS = {"cpu": "model.json", "cuda": "model_gpu.json"}
 TRANSPORTS = {
@@ -35,6 +38,7 @@ TRANSPORTS = {
 """Device -> transports of the weights; the first one is the default."""
 TRAINERS = {"fsdp": "trainer.py", "megatron": "megatron_trainer.py"}
 """Kind of trainer -> script of its ranks."""
+CHECKPOINT_RATE = 5e-5
 MAX_NEW_TOKENS = {"embedded": 12, "server": 60}
 """Kind of engine -> most tokens of an answer that fit into the context after a prompt of four tokens."""
 SCHEDULERS: Mapping[str, KnownScheduler] = {
@@ -61,8 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="p2p", choices=["p2p", "xccl", "disk"])
     parser.add_argument(
         "--model", type=Path, metavar="FILE",
-        help="configuration of a causal LM of transformers, with a vocabulary of at least 13 tokens "
+        help="configuration of a causal LM of transformers, with a vocabulary of at least 13 tokens, for random weights "
         "(default: a tiny Qwen3, larger with --device cuda)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR",
+        help="folder of a causal LM of transformers with its tokenizer: trainers and engines load it, and prompts are "
+        "sums of two numbers as text",
+    )  # fmt: skip
+    parser.add_argument(
+        "--learning-rate", type=float, metavar="RATE",
+        help=f"of Adam (default {CHECKPOINT_RATE:g} with --checkpoint, otherwise larger and for the model's width)",
     )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=int, default=8, help="per answer (default 8)")
     parser.add_argument(
@@ -94,10 +107,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"demo: --json must be a file in a folder that exists, got {args.json}")
     config = demo_config(args)
-    from windlass.jobs.demo.recipe import RepeatOperand
+    from windlass.jobs.demo.arithmetic import arithmetic, load_tokenizer
+    from windlass.jobs.demo.recipe import REPEAT_OPERAND, DemoRecipe
     from windlass.jobs.demo.run import run_demo
 
-    recipe = RepeatOperand(args.seed, args.kill_engine_at)
+    problem = REPEAT_OPERAND
+    if args.checkpoint is not None:
+        problem = arithmetic(load_tokenizer(args.checkpoint))
+    recipe = DemoRecipe(args.seed, args.kill_engine_at, problem)
     return asyncio.run(run_demo(config, recipe, json_path=args.json, plain=args.plain))
 
 
@@ -110,16 +127,13 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
     job, folder = load_config(FOLDER / "job.toml"), args.output.resolve()
     engines, trainer, rollout, seed = job.engines, job.trainer, job.rollout, str(args.seed)
     transport = args.transport or TRANSPORTS[args.device][0]
-    model = str((args.model or FOLDER / MODELS[args.device]).absolute())
+    model = str((args.checkpoint or args.model or FOLDER / MODELS[args.device]).absolute())
     is_server = ENGINES.find(args.engine).server is not None
-    room = MAX_NEW_TOKENS["server" if is_server else "embedded"]
-    if not Path(model).is_file():
-        raise ConfigError(f"demo: --model must be a file, got {model!r}")
-    if not 1 <= args.max_new_tokens <= room:
-        raise ConfigError(
-            f"demo: --max-new-tokens must be in [1, {room}] with --engine {args.engine}, "
-            f"got {args.max_new_tokens}"
-        )
+    if args.checkpoint is None:
+        context = 0
+        _check_room(args, model, is_server=is_server)
+    else:
+        context = _checked_context(args)
     if not 0 <= args.kill_engine_at < args.steps:
         raise ConfigError(
             f"demo: --kill-engine-at must be in [0, steps={args.steps}), because the killed engine comes "
@@ -129,14 +143,18 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
     if is_server:
         _check_server_device(args)
         names = ["engine-a", "engine-b"][: 2 if args.kill_engine_at else 1]
-        engines = tuple(_server(args, folder, name) for name in names)
+        engines = tuple(_server(args, folder, name, context) for name in names)
     elif args.device != "cpu":
         raise ConfigError(
             f"demo: --device must be cpu with --engine {args.engine}, got {args.device!r}"
         )
     else:
         engines = tuple(
-            replace(each, model=model, arguments=(*each.arguments, "--seed", seed))
+            replace(
+                each,
+                model=model,
+                arguments=(*_with_context(each.arguments, each.kind, context), "--seed", seed),
+            )
             for each in engines
         )
         restarts = 1 if args.kill_engine_at else 0
@@ -161,7 +179,7 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
         trainer=replace(
             trainer,
             script=str(FOLDER / TRAINERS[args.trainer]),
-            arguments=(model, str(folder / "versions"), seed, args.device),
+            arguments=(model, str(folder / "versions"), seed, args.device, _learning_rate(args)),
         ),
         engines=engines,
         rollout=replace(
@@ -174,6 +192,66 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
             backend=backends[args.backend],
         ),
     )
+
+
+def _learning_rate(args: argparse.Namespace) -> str:
+    """Return the last argument of the trainer's script: a learning rate, or 0 for the script's default."""
+    rate = args.learning_rate
+    if rate is None:
+        rate = CHECKPOINT_RATE if args.checkpoint is not None else 0.0
+    elif not 0 < rate < 1:
+        raise ConfigError(f"demo: --learning-rate must be above 0 and below 1, got {rate}")
+    return f"{rate:g}"
+
+
+def _check_room(args: argparse.Namespace, model: str, *, is_server: bool) -> None:
+    """Check a model's configuration file, and that answers fit into the context of the demo's own model."""
+    room = MAX_NEW_TOKENS["server" if is_server else "embedded"]
+    if not Path(model).is_file():
+        raise ConfigError(f"demo: --model must be a file, got {model!r}")
+    if not 1 <= args.max_new_tokens <= room:
+        raise ConfigError(
+            f"demo: --max-new-tokens must be in [1, {room}] with --engine {args.engine}, "
+            f"got {args.max_new_tokens}"
+        )
+
+
+def _checked_context(args: argparse.Namespace) -> int:
+    """Check the checkpoint folder; return the number of tokens of the longest prompt and answer together.
+
+    Raises:
+        ConfigError: the folder has no model or no tokenizer, or the model's context is too short.
+    """
+    folder = args.checkpoint
+    if args.model is not None:
+        raise ConfigError(
+            f"demo: --model must not be given with --checkpoint, whose folder has a configuration, got {args.model}"
+        )
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"demo: --checkpoint must be a folder with config.json and safetensors files, got {folder}"
+        )
+    from windlass.jobs.demo.arithmetic import load_tokenizer, longest_prompt
+
+    longest = longest_prompt(load_tokenizer(folder))
+    positions = msgspec.json.decode((folder / "config.json").read_bytes()).get(
+        "max_position_embeddings", sys.maxsize
+    )
+    if not 1 <= args.max_new_tokens <= positions - longest:
+        raise ConfigError(
+            f"demo: --max-new-tokens must be in [1, {positions - longest}] with this --checkpoint, whose context has "
+            f"{positions} tokens, got {args.max_new_tokens}"
+        )
+    return int(longest + args.max_new_tokens)
+
+
+def _with_context(arguments: tuple[str, ...], kind: str, context: int) -> tuple[str, ...]:
+    """Return an engine's arguments with another size of its context; unchanged if they do not set it or for size 0."""
+    option = ENGINES.find(kind).context_option
+    if not context or option not in arguments:
+        return arguments
+    place = arguments.index(option) + 1
+    return (*arguments[:place], str(context), *arguments[place + 1 :])
 
 
 def _pause_mode(args: argparse.Namespace) -> PauseMode:
@@ -217,7 +295,7 @@ def _check_groups(args: argparse.Namespace, engines: Sequence[EngineSection]) ->
         )
 
 
-def _server(args: argparse.Namespace, folder: Path, name: str) -> EngineSection:
+def _server(args: argparse.Namespace, folder: Path, name: str, context: int) -> EngineSection:
     """Return the section of an unmodified engine server.
 
     The server runs in the virtual environment that `WINDLASS_<KIND>_VENV` names. Without this variable, the server runs
@@ -234,11 +312,11 @@ def _server(args: argparse.Namespace, folder: Path, name: str) -> EngineSection:
     return EngineSection(
         name=name,
         kind=kind,
-        model=str(folder / "start"),
+        model=str(args.checkpoint.absolute() if args.checkpoint else folder / START),
         port=free_port(),
         arguments=(
             *("--dtype", "bfloat16"),
-            *(spec.gpu_arguments if on_gpu else spec.cpu_arguments),
+            *_with_context(spec.gpu_arguments if on_gpu else spec.cpu_arguments, kind, context),
         ),
         python=python,
         environment=environment,

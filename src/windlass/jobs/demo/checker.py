@@ -13,6 +13,7 @@ the request was sent again, the newer version computed the whole context.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -32,7 +33,8 @@ from windlass.layout.dtypes import DType
 from windlass.memory.torch_dtypes import torch_dtype
 from windlass.rollout.messages import TrainingSample
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
+TOLERANCE, OF_LAYERS = {"float32": 1e-3, "bfloat16": 3e-2}, 4
+"""Largest distance of a right answer by dtype, and the largest number of layers with this tolerance."""
 BATCH = 1024
 NUM_WORST = 4
 NUM_LOADED = 8
@@ -92,7 +94,7 @@ def check_served(
     Args:
         samples: answers that the trainers trained on.
         published: versions that were published, so engines may have served them.
-        model_config: transformers configuration of the model.
+        model_config: transformers configuration or checkpoint folder of the model.
         versions_dir: folder with VERSION.safetensors for every version that a sample names.
         dtypes: name of an engine -> dtype of its parameters.
         context_is_kept: whether engines may have kept keys and values across an update. If so, the smaller of the
@@ -128,12 +130,15 @@ def check_served(
             own[same], previous[same] = _fresh_distances(models[dtype], weights_of, chosen, tell)
             num_done += len(same)
         mixed = [i for i in indices if context_is_kept and len(set(samples[i].versions)) > 1]
-        for same in _grouped(mixed, lambda i: tuple(samples[i].versions)):
+        for same in _grouped(
+            mixed, lambda i: (len(samples[i].prompt_ids), tuple(samples[i].versions))
+        ):
             kept = _kept_distances(model, weights_of, [samples[i] for i in same])
             for distance, other in zip((own, previous), kept, strict=True):
                 distance[same] = torch.minimum(distance[same], other)
     dtype_of_sample = [dtypes[sample.engine] for sample in samples]
-    tolerance = torch.tensor([TOLERANCE[dtype] for dtype in dtype_of_sample])
+    depth = _depth_factor(models)
+    tolerance = torch.tensor([TOLERANCE[dtype] * depth for dtype in dtype_of_sample])
     torn = unpublished | (own > tolerance)
     later = torch.tensor([min(s.versions) > 0 for s in samples], dtype=torch.bool)
     control = (previous > tolerance)[later]
@@ -155,6 +160,15 @@ def check_served(
         control_detected=float(control.float().mean()) if len(control) else None,
         worst=tuple(worst),
     )
+
+
+def _depth_factor(models: Mapping[str, Sequence[torch.nn.Module]]) -> float:
+    """Return the factor of the tolerance for the depth of the model: rounding adds up over layers like a random walk."""
+    layers = [
+        len(list(of_dtype[0].get_submodule("model.layers").children()))
+        for of_dtype in models.values()
+    ]
+    return max([1.0, *(math.sqrt(number / OF_LAYERS) for number in layers)])
 
 
 def _checking_model(config: Path, dtype: str, device: str) -> torch.nn.Module:

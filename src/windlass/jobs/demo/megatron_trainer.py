@@ -1,12 +1,11 @@
 """Trainer rank of the demo with Megatron-core: the same model, loss and copies of versions as `trainer.py`.
 
-The job starts `megatron_trainer.py MODEL_CONFIG VERSIONS_DIR [SEED [DEVICE]]` once per rank. The ranks split the model by
+The job starts `megatron_trainer.py MODEL VERSIONS_DIR [SEED [DEVICE [LEARNING_RATE]]]` once per rank. The ranks split the model by
 tensor parallelism.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,14 @@ from megatron.core.transformer import TransformerConfig
 from safetensors.torch import save_file
 
 from windlass.envs import environment_value
-from windlass.jobs.demo.trainer import build_model, grpo_loss, learning_rate, tokens_of
+from windlass.jobs.demo.trainer import (
+    SavingEngine,
+    build_model,
+    default_learning_rate,
+    groups_at_once,
+    grpo_loss,
+    tokens_of,
+)
 from windlass.jobs.fsdp_engine import Samples
 from windlass.jobs.megatron_engine import LossOf, MegatronEngine
 from windlass.jobs.train_worker import run_train_worker
@@ -154,17 +160,16 @@ def gathered(
 
 
 def make_engine(
-    model_config: Path, versions_dir: Path, seed: int, device: str, world_size: int
-) -> MegatronEngine:
-    """Return the engine of a rank."""
+    source: Path, versions_dir: Path, seed: int, device: str, learning_rate: float, world_size: int
+) -> SavingEngine:
+    """Return the engine of a rank. Learning rate 0 selects the default."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    start: Any = build_model(model_config)
+    start: Any = build_model(source)
     config, weights = start.config, {n: p.detach() for n, p in start.named_parameters()}
     shapes = {name: weight.shape for name, weight in weights.items()}
     # Each tensor-parallel rank has whole key-value heads. The other ranks are data-parallel.
     tensor_parallel = math.gcd(world_size, config.num_key_value_heads)
-    versions = itertools.count()
 
     def chunk(
         settings: TransformerConfig, first: bool, last: bool, stage: int | None
@@ -174,11 +179,6 @@ def make_engine(
         return model
 
     def forward(model: torch.nn.Module, groups: Samples) -> tuple[torch.Tensor, LossOf]:
-        # At the beginning of a step, the model has the weights of the newest published version.
-        whole = gathered(engine.chunks[0].module, config, shapes)
-        version = next(versions)
-        if dist.get_rank() == 0:
-            save_file(whole, versions_dir / f"{version}.safetensors")
         samples = [sample for group in groups for sample in group]
         tokens = tokens_of(samples, next(model.parameters()).device)
         logits = logits_of(model, config, tokens)
@@ -189,7 +189,7 @@ def make_engine(
         model=chunk,
         optimizer=OptimizerConfig(
             optimizer="adam",
-            lr=learning_rate(config.hidden_size),
+            lr=learning_rate or default_learning_rate(config.hidden_size),
             weight_decay=0.0,
             clip_grad=1.0,
             params_dtype=torch.float32,
@@ -197,18 +197,31 @@ def make_engine(
         forward=forward,
         family=config.model_type,
         vocab_size=config.vocab_size,
+        num_groups=groups_at_once(source),
         backend="gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl",
         device=device,
         seed=seed,
         transport=environment_value("WINDLASS_TRANSPORT") or "auto",
     )
-    return engine
+
+    def save_version(path: Path) -> None:
+        whole = gathered(engine.chunks[0].module, config, shapes)
+        if dist.get_rank() == 0:
+            save_file(whole, path)
+
+    return SavingEngine(engine, save_version, versions_dir)
 
 
-def main(config: str, versions_dir: str, seed: str = "0", device: str = "cpu") -> None:
+def main(
+    config: str, versions_dir: str, seed: str = "0", device: str = "cpu", learning_rate: str = "0"
+) -> None:
     """Run commands of the job's train controller until it sends `Stop`."""
     world_size = int(environment_value("WORLD_SIZE"))
-    run_train_worker(make_engine(Path(config), Path(versions_dir), int(seed), device, world_size))
+    run_train_worker(
+        make_engine(
+            Path(config), Path(versions_dir), int(seed), device, float(learning_rate), world_size
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Recipe of the demo: the model must repeat the operand that the prompt's operator selects.
+"""Recipe of the demo, and its problem without a tokenizer: the model repeats the operand that the prompt selects.
 
-A prompt is `[operator, a, b, go]`. The right answer repeats `a` if the operator is FIRST, and `b` if the operator is
+A prompt of this problem is `[operator, a, b, go]`. The right answer repeats `a` if the operator is FIRST, and `b` if the operator is
 SECOND. The other operand gets partial credit, so that a model can be trained from scratch.
 """
 
@@ -12,6 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import msgspec
@@ -47,6 +48,22 @@ def reward(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
         for token in output_ids
     )
     return credit / max(len(output_ids), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What the model learns.
+
+    Attributes:
+        prompt: function of a random generator that returns the token ids of a prompt.
+        reward: function of the token ids of a prompt and of an answer that returns the answer's reward, at most 1.
+    """
+
+    prompt: Callable[[random.Random], tuple[int, ...]]
+    reward: Callable[[Sequence[int], Sequence[int]], float]
+
+
+REPEAT_OPERAND = Problem(sample_prompt, reward)
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,12 +125,13 @@ class PaceClock:
 
 
 @final
-class RepeatOperand(Recipe):
+class DemoRecipe(Recipe):
     """Recipe that yields prompts, scores answers, and records trained samples and updates. It may kill an engine.
 
     Args:
         seed: seed of the prompts.
         kill_engine_at: the recipe kills the last engine during the update to this version; 0 for never.
+        problem: source of prompts and rewards.
 
     Attributes:
         served: samples that trainers trained on. rewards_by_step: mean reward of each step.
@@ -122,7 +140,10 @@ class RepeatOperand(Recipe):
         show: function that the controller's loop calls after every update and event.
     """
 
-    def __init__(self, seed: int = 0, kill_engine_at: int = 0) -> None:
+    def __init__(
+        self, seed: int = 0, kill_engine_at: int = 0, problem: Problem = REPEAT_OPERAND
+    ) -> None:
+        self._problem = problem
         self.served: list[TrainingSample] = []
         self.rewards_by_step: list[float] = []
         self.staleness: Counter[int] = Counter()
@@ -136,10 +157,10 @@ class RepeatOperand(Recipe):
     def tasks(self) -> Iterator[Task]:
         generator = random.Random(self._seed)  # noqa: S311 - prompts, not secrets
         while True:
-            yield Task(prompt_ids=sample_prompt(generator))
+            yield Task(prompt_ids=self._problem.prompt(generator))
 
     def rewards(self, group: RolloutGroup) -> Sequence[float]:
-        return [reward(rollout.prompt_ids, rollout.output_ids) for rollout in group.rollouts]
+        return [self._problem.reward(r.prompt_ids, r.output_ids) for r in group.rollouts]
 
     def started(self, config: LaunchConfig, controller: Controller, scheduler: Scheduler) -> None:
         self._config, self._controller, self._scheduler = config, controller, scheduler

@@ -25,7 +25,7 @@ from windlass.engines.vllm.spec import PLUGIN, PLUGINS
 from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import TornReport, check_served
-from windlass.jobs.demo.recipe import RepeatOperand
+from windlass.jobs.demo.recipe import DemoRecipe
 from windlass.jobs.demo.trainer import build_model
 from windlass.jobs.launch import check_options, run_job
 from windlass.jobs.output import OutputFolder
@@ -159,25 +159,26 @@ def check_demo(config: LaunchConfig) -> None:
     # The user's configuration may raise any error in transformers.
     except Exception as error:
         raise ConfigError(
-            f"demo: --model must be the configuration of a causal LM of transformers, got "
+            f"demo: --model must be the configuration of a causal LM of transformers, and --checkpoint its folder, got "
             f"{config.trainer.arguments[0]}: {type(error).__name__}: {error}"
         ) from error
     if is_megatron and (reason := megatron_refusal(model.config)):
         raise ConfigError(
-            f"demo: --trainer megatron cannot train this --model: {reason}; use --trainer fsdp"
+            f"demo: --trainer megatron cannot train this model: {reason}; use --trainer fsdp"
         )
 
 
 def prepare_server(config: LaunchConfig) -> None:
-    """Write the checkpoint that the engine's server loads at its start.
+    """Write the checkpoint that the engine's server loads at its start, unless the trainer loads a checkpoint too.
 
     Its weights differ from the trainer's, so that only an update can give the server the right weights.
     """
     server = config.engines[0]
-    model_config, _, seed, _ = config.trainer.arguments
-    torch.manual_seed(int(seed) + 1)
-    model = build_model(Path(model_config)).to(torch.bfloat16)
-    model.save_pretrained(server.model)  # type: ignore[operator]
+    source, _, seed, *_ = config.trainer.arguments
+    if not Path(source).is_dir():
+        torch.manual_seed(int(seed) + 1)
+        model = build_model(Path(source)).to(torch.bfloat16)
+        model.save_pretrained(server.model)  # type: ignore[operator]
     if path := server.environment.get("PYTHONPATH"):
         # Link only this package, so that the server does not see the other packages of this environment.
         link = Path(path) / "windlass"
@@ -204,7 +205,7 @@ class DemoView:
         progress: progress of the job's current slow operation.
     """
 
-    def __init__(self, config: LaunchConfig, recipe: RepeatOperand, *, plain: bool) -> None:
+    def __init__(self, config: LaunchConfig, recipe: DemoRecipe, *, plain: bool) -> None:
         self.console = Console(markup=False, highlight=False, emoji=False)
         self._config, self._recipe = config, recipe
         self._frame: RenderableType = ""
@@ -256,7 +257,7 @@ class DemoView:
 
 
 async def run_demo(
-    config: LaunchConfig, recipe: RepeatOperand, *, json_path: Path | None, plain: bool
+    config: LaunchConfig, recipe: DemoRecipe, *, json_path: Path | None, plain: bool
 ) -> int:
     """Run the demo to its end, with `recipe` instead of the recipe that `config` names.
 
@@ -325,7 +326,7 @@ async def run_demo(
     return 1 if problems else 0
 
 
-def check_answers(config: LaunchConfig, recipe: RepeatOperand, view: DemoView) -> TornReport:
+def check_answers(config: LaunchConfig, recipe: DemoRecipe, view: DemoView) -> TornReport:
     """Compare all answers with the trainer's weights, on all cores, and show the progress."""
     num_answers = len(recipe.served)
     what = f"checking {num_answers} answers against the trainer's own weights"
@@ -368,7 +369,7 @@ def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
 
 
 def find_problems(
-    config: LaunchConfig, recipe: RepeatOperand, job: JobSummary, torn: TornReport
+    config: LaunchConfig, recipe: DemoRecipe, job: JobSummary, torn: TornReport
 ) -> list[str]:
     """Return the problems that the demo found, one line each; empty if there are none."""
     updates, rewards = recipe.updates, recipe.rewards_by_step

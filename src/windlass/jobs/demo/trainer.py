@@ -1,6 +1,7 @@
 """Trainer rank of the demo: the model, the loss, and a copy of every version for the checker.
 
-The job starts `trainer.py MODEL_CONFIG VERSIONS_DIR [SEED [DEVICE]]` once per rank.
+The job starts `trainer.py MODEL VERSIONS_DIR [SEED [DEVICE [LEARNING_RATE]]]` once per rank. MODEL is a transformers
+configuration or a checkpoint folder.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import final
 
 import msgspec
 import torch
@@ -20,18 +22,25 @@ from torch.distributed.tensor import DTensor
 
 from windlass.envs import environment_value
 from windlass.jobs.fsdp_engine import FsdpEngine, Samples
-from windlass.jobs.train_worker import run_train_worker
+from windlass.jobs.train_worker import TrainContext, TrainEngine, run_train_worker
 from windlass.rollout.messages import TrainingSample
 
 CLIP = 0.2
+NUM_GROUPS = 4
 LEARNING_RATE, OF_HIDDEN_SIZE = 2e-3, 128
 """Learning rate, and the largest hidden size with this rate. For larger models the rate is proportional to
 1 / hidden size (muP, arXiv:2203.03466)."""
 
 
-def build_model(config: Path) -> torch.nn.Module:
-    """Build the causal LM that a transformers configuration describes, with random weights."""
-    fields = msgspec.json.decode(config.read_bytes())
+def build_model(source: Path) -> torch.nn.Module:
+    """Return a causal LM in float32: a checkpoint folder's, or with random weights the one of a configuration."""
+    if source.is_dir():
+        transformers.logging.disable_progress_bar()
+        loaded: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            str(source), dtype=torch.float32, local_files_only=True
+        )
+        return loaded
+    fields = msgspec.json.decode(source.read_bytes())
     model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**fields)
     )
@@ -39,8 +48,16 @@ def build_model(config: Path) -> torch.nn.Module:
 
 
 def tokens_of(samples: Sequence[TrainingSample], device: torch.device) -> torch.Tensor:
-    """Return the token ids (B, P + T) of prompts and answers, which have equal lengths in all samples."""
-    return torch.tensor([s.prompt_ids + s.output_ids for s in samples], device=device)
+    """Return the token ids (B, L) of prompts and answers, padded at the end.
+
+    The models are causal, so the padding changes nothing before it.
+    """
+    return _padded([s.prompt_ids + s.output_ids for s in samples], device)
+
+
+def _padded(rows: Sequence[Sequence[float]], device: torch.device) -> torch.Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
 
 
 def grpo_loss(logits: torch.Tensor, samples: Sequence[TrainingSample]) -> torch.Tensor:
@@ -49,20 +66,26 @@ def grpo_loss(logits: torch.Tensor, samples: Sequence[TrainingSample]) -> torch.
     The ratio divides the model's probability by the engine's, so it corrects tokens that older versions generated.
 
     Args:
-        logits: logits (B, P + T or P + T - 1, V) of the model for `tokens_of(samples)`.
+        logits: logits (B, L, V) or (B, L - 1, V) of the model for `tokens_of(samples)`.
         samples: B samples.
     """
-    device, num_prompt = logits.device, len(samples[0].prompt_ids)
-    outputs = torch.tensor([s.output_ids for s in samples], device=device)
-    behaviour = torch.tensor([s.logprobs for s in samples], device=device)
+    device = logits.device
+    outputs = _padded([s.output_ids for s in samples], device)
+    behaviour = _padded([s.logprobs for s in samples], device)
     advantages = torch.tensor(_advantages(samples), device=device)[:, None]
-    following = logits[:, num_prompt - 1 :][:, : outputs.shape[1]].float().log_softmax(-1)
-    ratio = (following.gather(2, outputs[..., None])[..., 0] - behaviour).exp()
+    steps = torch.arange(outputs.shape[1], device=device)
+    first = torch.tensor([len(s.prompt_ids) - 1 for s in samples], device=device)[:, None]
+    is_output = steps < torch.tensor([len(s.output_ids) for s in samples], device=device)[:, None]
+    places = (first + steps).clamp(max=logits.shape[1] - 1)
+    following = logits.gather(1, places[..., None].expand(-1, -1, logits.shape[2]))
+    logprobs = following.float().log_softmax(-1).gather(2, outputs[..., None])[..., 0]
+    ratio = (logprobs - behaviour).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-    return -torch.minimum(ratio * advantages, clipped * advantages).mean()
+    gain = torch.minimum(ratio * advantages, clipped * advantages)
+    return -(gain * is_output).sum() / is_output.sum()
 
 
-def learning_rate(hidden_size: int) -> float:
+def default_learning_rate(hidden_size: int) -> float:
     """Return Adam's learning rate for a model of this width."""
     return LEARNING_RATE * min(1.0, OF_HIDDEN_SIZE / hidden_size)
 
@@ -78,7 +101,7 @@ def _advantages(samples: Sequence[TrainingSample]) -> list[float]:
     return [(s.reward - moments[s.group_id][0]) / (moments[s.group_id][1] + 1e-4) for s in samples]
 
 
-def _save_version(model: torch.nn.Module, path: Path) -> None:
+def save_version(model: torch.nn.Module, path: Path) -> None:
     """Gather the weights, and write them from rank 0 for the checker. Collective.
 
     Only the checker needs this gather; a weight update of Windlass gathers nothing.
@@ -91,16 +114,60 @@ def _save_version(model: torch.nn.Module, path: Path) -> None:
         save_file(weights, path)
 
 
+@final
+class SavingEngine(TrainEngine):
+    """`TrainEngine` that saves every version for the checker. It passes all calls to another engine.
+
+    Args:
+        engine: engine that trains.
+        save_version: collective function that saves the weights of `engine` as a file.
+        versions_dir: folder of the files.
+    """
+
+    def __init__(
+        self, engine: TrainEngine, save_version: Callable[[Path], None], versions_dir: Path
+    ) -> None:
+        self.engine, self._save_version, self._folder = engine, save_version, versions_dir
+        self._versions = itertools.count()
+
+    def setup(self, context: TrainContext) -> tuple[int, int]:
+        return self.engine.setup(context)
+
+    def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:
+        # At the beginning of a step, the model has the weights of the newest published version.
+        self._save_version(self._folder / f"{next(self._versions)}.safetensors")
+        return self.engine.train_step(step, groups)
+
+    def prepare_publish(self, version: int) -> bool:
+        return self.engine.prepare_publish(version)
+
+    def save(self, path: str) -> None:
+        self.engine.save(path)
+
+    def load(self, path: str) -> None:
+        self.engine.load(path)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def groups_at_once(model: Path) -> int:
+    """Return the number of groups in a micro-batch; 0 for all. Checkpoints have large vocabularies, and large logits."""
+    return NUM_GROUPS if model.is_dir() else 0
+
+
 def make_engine(
-    config: Path, versions_dir: Path, seed: int, device: str, *, publish_to_fleet: bool = True
+    config: Path,
+    seed: int,
+    device: str,
+    learning_rate: float = 0.0,
+    *,
+    publish_to_fleet: bool = True,
 ) -> FsdpEngine:
-    """Return the engine of a rank; see `FsdpEngine` for `publish_to_fleet`."""
+    """Return the engine of a rank; see `FsdpEngine` for `publish_to_fleet`. Learning rate 0 selects the default."""
     torch.set_num_threads(1)
-    versions = itertools.count()
 
     def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
-        # At the beginning of a step, the model has the weights of the newest published version.
-        _save_version(model, versions_dir / f"{next(versions)}.safetensors")
         samples = [sample for group in groups for sample in group]
         tokens = tokens_of(samples, next(model.parameters()).device)
         return grpo_loss(model(tokens[:, :-1]).logits, samples)
@@ -109,11 +176,13 @@ def make_engine(
         model=lambda: build_model(config),
         optimizer=lambda model: torch.optim.AdamW(
             model.parameters(),
-            lr=learning_rate(model.get_parameter("model.embed_tokens.weight").shape[1]),
+            lr=learning_rate
+            or default_learning_rate(model.get_parameter("model.embed_tokens.weight").shape[1]),
             weight_decay=0.0,
         ),
         loss=loss,
         units=lambda model: list(model.get_submodule("model.layers").children()),
+        num_groups=groups_at_once(config),
         backend="gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl",
         device=device,
         seed=seed,
@@ -122,9 +191,14 @@ def make_engine(
     )
 
 
-def main(config: str, versions_dir: str, seed: str = "0", device: str = "cpu") -> None:
+def main(
+    config: str, versions_dir: str, seed: str = "0", device: str = "cpu", learning_rate: str = "0"
+) -> None:
     """Run commands of the job's train controller until it sends `Stop`."""
-    run_train_worker(make_engine(Path(config), Path(versions_dir), int(seed), device))
+    engine = make_engine(Path(config), int(seed), device, float(learning_rate))
+    run_train_worker(
+        SavingEngine(engine, lambda path: save_version(engine.model, path), Path(versions_dir))
+    )
 
 
 if __name__ == "__main__":
