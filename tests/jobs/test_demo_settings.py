@@ -30,10 +30,18 @@ from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.arithmetic import load_tokenizer, longest_prompt
 from windlass.jobs.demo.checker import TornReport
+from windlass.jobs.demo.own_transfer import (
+    TRANSFERS,
+    OwnResult,
+    comparison,
+    own_config,
+    own_transfer_of,
+)
 from windlass.jobs.demo.recipe import DemoRecipe
 from windlass.jobs.demo.run import check_demo, find_problems, make_directory, what_next
 from windlass.jobs.launch import check_job
 from windlass.jobs.results import JobSummary
+from windlass.rollout.messages import TrainingSample
 
 
 @pytest.fixture(autouse=True)
@@ -231,6 +239,87 @@ def test_a_checkpoint_that_the_demo_cannot_use_is_refused(
         file.unlink()
     with pytest.raises(ConfigError, match=reason):
         config("--checkpoint", str(folder), *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ((), "--compare needs --engine vllm or sglang"),
+        (
+            ("--engine", "vllm", "--kill-engine-at", "2"),
+            "--kill-engine-at must be 0 with --compare",
+        ),
+        (("--engine", "vllm", "--scheduler", "ray"), "--scheduler must be local with --compare"),
+    ],
+)
+def test_a_comparison_that_cannot_run_is_refused(options: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        config("--compare", *options)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_compared_job_differs_only_in_places(engine: str, tmp_path: Path) -> None:
+    job = config("--engine", engine, "--compare", "--output", str(tmp_path))
+    own = own_config(job)
+    assert own.output_dir == str(tmp_path / "own")
+    assert own.trainer.arguments[1] == str(tmp_path / "own" / "versions")
+    assert own.engines[0].port != job.engines[0].port
+    assert own.engines[0].model == job.engines[0].model
+    changed = structs.replace(
+        own, output_dir=job.output_dir, trainer=job.trainer, engines=job.engines
+    )
+    assert changed == job
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "way"),
+    [
+        ("0,1", ("--device", "cuda"), "nccl"),
+        ("0", ("--device", "cuda"), "disk"),
+        ("", (), "disk"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_compared_transfer_is_nccl_only_between_gpus(
+    monkeypatch: pytest.MonkeyPatch, engine: str, gpus: str, options: tuple[str, ...], way: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: find("windlass" if name == engine else name)
+    )
+    job = config("--engine", engine, "--compare", *options)
+    assert own_transfer_of(job) is TRANSFERS[engine, way]
+
+
+def test_the_comparison_shows_both_jobs() -> None:
+    recipe, torn = (
+        DemoRecipe(),
+        TornReport(checked=1, torn=0, max_distance={}, control_detected=None),
+    )
+    sample = TrainingSample(
+        prompt_ids=(1,), output_ids=(2,), logprobs=(-1.0,), versions=(0,), engine="e", reward=0.0, group_id=0,
+    )  # fmt: skip
+    for version, seconds in enumerate((9.0, 0.002, 0.004, 0.003)):
+        times = {Measure.UPDATE_S.value: seconds, Measure.PAUSE_S.value: seconds / 2}
+        recipe.updates.append(update(version, "engine-a", measures=times))
+        recipe.clock.updated(seconds, seconds / 2)
+        recipe.clock.stepping([sample], version)
+    recipe.clock.updated(0.001, 0.001)
+    own = OwnResult(
+        title="theirs", update_s=(0.05, 0.07, 0.06), pause_s=(0.02, 0.01, 0.03),
+        pace=structs.replace(recipe.clock.pace(), samples_per_hour=1234567.0), torn=torn, lost=0,
+    )  # fmt: skip
+    lines = [line.split("  ") for line in comparison(recipe, own, "ours", 5)]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert cells[:3] == [
+        ["ours", "theirs"],
+        ["update, median", "3.0 ms", "60.0 ms"],
+        ["pause, median", "1.5 ms", "20.0 ms"],
+    ]
+    assert cells[3][0] == "samples per hour"
+    assert cells[3][2] == "1,234,567"
+    assert cells[4] == ["torn answers", "5", "0"]
 
 
 def test_a_megatron_trainer_is_another_script_of_the_same_job() -> None:

@@ -95,6 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scheduler", default="local", choices=[*SCHEDULERS, *SCHEDULER_PLUGINS.names()]
     )
+    parser.add_argument(
+        "--compare", action="store_true",
+        help="run the same job again with the engine's own weight transfer (NCCL if the engine has a separate GPU, otherwise "
+        "a file), and print both",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements")
@@ -115,7 +120,10 @@ def run(args: argparse.Namespace) -> int:
     if args.checkpoint is not None:
         problem = arithmetic(load_tokenizer(args.checkpoint))
     recipe = DemoRecipe(args.seed, args.kill_engine_at, problem)
-    return asyncio.run(run_demo(config, recipe, json_path=args.json, plain=args.plain))
+    compared = DemoRecipe(args.seed, problem=problem) if args.compare else None
+    return asyncio.run(
+        run_demo(config, recipe, json_path=args.json, plain=args.plain, compared=compared)
+    )
 
 
 def demo_config(args: argparse.Namespace) -> LaunchConfig:
@@ -140,6 +148,8 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
             f"back with a later version, got {args.kill_engine_at}"
         )
     _check_transport(args, transport, is_server=is_server)
+    if args.compare:
+        _check_compare(args, is_server=is_server)
     if is_server:
         _check_server_device(args)
         names = ["engine-a", "engine-b"][: 2 if args.kill_engine_at else 1]
@@ -162,6 +172,9 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
     if args.device == "cuda":
         trainer, engines = _on_gpus(trainer, engines)
         _check_groups(args, engines)
+        if args.backend == "xccl" and args.engine == "sglang":
+            # SGLang sets this for its own ranks, and all ranks of an NCCL group must use the same value.
+            trainer = replace(trainer, environment={"NCCL_CUMEM_ENABLE": "0"})
     elif is_server:
         # Fewer groups than `job.toml` has: a server on two cores then needs only seconds per step.
         rollout = replace(rollout, groups_per_step=16)
@@ -284,6 +297,24 @@ def _check_server_device(args: argparse.Namespace) -> None:
     able = [name for name in ENGINES.names() if ENGINES.find(name).gpu_arguments]
     if args.device == "cuda" and args.engine not in able:
         raise ConfigError(f"demo: --device cuda needs an --engine in {able}, got {args.engine!r}")
+
+
+def _check_compare(args: argparse.Namespace, *, is_server: bool) -> None:
+    """Check that a second job with the engine's own transfer can run."""
+    if not is_server:
+        raise ConfigError(
+            f"demo: --compare needs --engine vllm or sglang, because the engine {args.engine} has no weight transfer of "
+            f"its own"
+        )
+    if args.kill_engine_at:
+        raise ConfigError(
+            f"demo: --kill-engine-at must be 0 with --compare, because the engine's own transfer does not survive the "
+            f"death of an engine, got {args.kill_engine_at}"
+        )
+    if args.scheduler != "local":
+        raise ConfigError(
+            f"demo: --scheduler must be local with --compare, whose second job runs on this host, got {args.scheduler!r}"
+        )
 
 
 def _check_groups(args: argparse.Namespace, engines: Sequence[EngineSection]) -> None:

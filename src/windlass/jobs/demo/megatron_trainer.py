@@ -19,7 +19,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
-from safetensors.torch import save_file
 
 from windlass.envs import environment_value
 from windlass.jobs.demo.trainer import (
@@ -159,17 +158,23 @@ def gathered(
     return whole
 
 
-def make_engine(
-    source: Path, versions_dir: Path, seed: int, device: str, learning_rate: float, world_size: int
+def saving_engine(
+    source: Path,
+    versions_dir: Path,
+    seed: int,
+    device: str,
+    learning_rate: float,
+    *,
+    publish_to_fleet: bool = True,
 ) -> SavingEngine:
-    """Return the engine of a rank. Learning rate 0 selects the default."""
+    """Return the engine of a rank; for arguments see `windlass.jobs.demo.trainer.make_engine`."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     start: Any = build_model(source)
     config, weights = start.config, {n: p.detach() for n, p in start.named_parameters()}
     shapes = {name: weight.shape for name, weight in weights.items()}
     # Each tensor-parallel rank has whole key-value heads. The other ranks are data-parallel.
-    tensor_parallel = math.gcd(world_size, config.num_key_value_heads)
+    tensor_parallel = math.gcd(int(environment_value("WORLD_SIZE")), config.num_key_value_heads)
 
     def chunk(
         settings: TransformerConfig, first: bool, last: bool, stage: int | None
@@ -201,26 +206,21 @@ def make_engine(
         backend="gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl",
         device=device,
         seed=seed,
+        publish_to_fleet=publish_to_fleet,
         transport=environment_value("WINDLASS_TRANSPORT") or "auto",
     )
 
-    def save_version(path: Path) -> None:
-        whole = gathered(engine.chunks[0].module, config, shapes)
-        if dist.get_rank() == 0:
-            save_file(whole, path)
-
-    return SavingEngine(engine, save_version, versions_dir)
+    return SavingEngine(
+        engine, lambda: gathered(engine.chunks[0].module, config, shapes), versions_dir
+    )
 
 
 def main(
-    config: str, versions_dir: str, seed: str = "0", device: str = "cpu", learning_rate: str = "0"
+    model: str, versions_dir: str, seed: str = "0", device: str = "cpu", learning_rate: str = "0"
 ) -> None:
     """Run commands of the job's train controller until it sends `Stop`."""
-    world_size = int(environment_value("WORLD_SIZE"))
     run_train_worker(
-        make_engine(
-            Path(config), Path(versions_dir), int(seed), device, float(learning_rate), world_size
-        )
+        saving_engine(Path(model), Path(versions_dir), int(seed), device, float(learning_rate))
     )
 
 

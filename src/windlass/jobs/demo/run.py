@@ -25,6 +25,13 @@ from windlass.engines.vllm.spec import PLUGIN, PLUGINS
 from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import TornReport, check_served
+from windlass.jobs.demo.own_transfer import (
+    OwnResult,
+    comparison,
+    own_config,
+    own_transfer_of,
+    run_own_transfer,
+)
 from windlass.jobs.demo.recipe import DemoRecipe
 from windlass.jobs.demo.trainer import build_model
 from windlass.jobs.launch import check_options, run_job
@@ -257,7 +264,12 @@ class DemoView:
 
 
 async def run_demo(
-    config: LaunchConfig, recipe: DemoRecipe, *, json_path: Path | None, plain: bool
+    config: LaunchConfig,
+    recipe: DemoRecipe,
+    *,
+    json_path: Path | None,
+    plain: bool,
+    compared: DemoRecipe | None = None,
 ) -> int:
     """Run the demo to its end, with `recipe` instead of the recipe that `config` names.
 
@@ -266,6 +278,7 @@ async def run_demo(
         recipe: recipe, which also records the measurements.
         json_path: file for the measurements; None for `demo.json` in the output folder.
         plain: whether to print lines instead of a live view.
+        compared: recipe for a second job, in which the engine's own transfer sends the weights; None for no second job.
 
     Returns:
         0 for success, 1 if the demo found a problem, or 128 plus the number of the signal that ended it.
@@ -289,6 +302,15 @@ async def run_demo(
     torn = await asyncio.to_thread(check_answers, config, recipe, view)
     problems, wall_s = find_problems(config, recipe, job, torn), time.perf_counter() - began_s
     pace = recipe.clock.pace()
+    own: OwnResult | None = None
+    if compared is not None:
+        transfer = own_transfer_of(config)
+        view.console.print(f"the same job with {transfer.title}", soft_wrap=True)
+        own = await run_own_transfer(own_config(config), compared, transfer)
+        if own.torn.torn or own.lost:
+            problems.append(
+                f"{own.title}: torn answers: {own.torn.torn}, lost rollouts: {own.lost}"
+            )
     content = {
         "pace": pace,
         "updates": recipe.updates,
@@ -301,6 +323,7 @@ async def run_demo(
         "events": recipe.events,
         "problems": problems,
         "wall_s": wall_s,
+        "own_transfer": own,
     }
     (json_path or folder / "demo.json").write_bytes(
         msgspec.json.format(msgspec.json.encode(content))
@@ -319,6 +342,10 @@ async def run_demo(
         f"mean staleness {pace.mean_staleness:.2f}, engines paused {100 * pace.paused_share:.2f} % of "
         f"this time, trainers waited for answers {100 * pace.idle_share:.0f} % of it"
     )
+    if own is not None:
+        title = f"Windlass ({config.update.backend.name}, {config.transport})"
+        for line in ["", *comparison(recipe, own, title, torn.torn)]:
+            view.console.print(line, soft_wrap=True)
     for problem in problems:
         view.console.print(f"PROBLEM: {problem}", style="red")
     for line in what_next(config, problems):

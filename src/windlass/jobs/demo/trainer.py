@@ -101,17 +101,15 @@ def _advantages(samples: Sequence[TrainingSample]) -> list[float]:
     return [(s.reward - moments[s.group_id][0]) / (moments[s.group_id][1] + 1e-4) for s in samples]
 
 
-def save_version(model: torch.nn.Module, path: Path) -> None:
-    """Gather the weights, and write them from rank 0 for the checker. Collective.
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gather the weights of an FSDP2 module. Collective.
 
     Only the checker needs this gather; a weight update of Windlass gathers nothing.
     """
-    weights = {
+    return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()
     }
-    if dist.get_rank() == 0:
-        save_file(weights, path)
 
 
 @final
@@ -120,14 +118,17 @@ class SavingEngine(TrainEngine):
 
     Args:
         engine: engine that trains.
-        save_version: collective function that saves the weights of `engine` as a file.
+        whole: collective function that gathers the weights of the whole model.
         versions_dir: folder of the files.
     """
 
     def __init__(
-        self, engine: TrainEngine, save_version: Callable[[Path], None], versions_dir: Path
+        self,
+        engine: TrainEngine,
+        whole: Callable[[], dict[str, torch.Tensor]],
+        versions_dir: Path,
     ) -> None:
-        self.engine, self._save_version, self._folder = engine, save_version, versions_dir
+        self.engine, self.whole, self._folder = engine, whole, versions_dir
         self._versions = itertools.count()
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
@@ -135,7 +136,9 @@ class SavingEngine(TrainEngine):
 
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:
         # At the beginning of a step, the model has the weights of the newest published version.
-        self._save_version(self._folder / f"{next(self._versions)}.safetensors")
+        weights, version = self.whole(), next(self._versions)
+        if dist.get_rank() == 0:
+            save_file(weights, self._folder / f"{version}.safetensors")
         return self.engine.train_step(step, groups)
 
     def prepare_publish(self, version: int) -> bool:
@@ -191,13 +194,26 @@ def make_engine(
     )
 
 
+def saving_engine(
+    model: Path,
+    versions_dir: Path,
+    seed: int,
+    device: str,
+    learning_rate: float,
+    *,
+    publish_to_fleet: bool = True,
+) -> SavingEngine:
+    """Return the engine of a rank, which saves every version; for arguments see `make_engine`."""
+    engine = make_engine(model, seed, device, learning_rate, publish_to_fleet=publish_to_fleet)
+    return SavingEngine(engine, lambda: whole_weights(engine.model), versions_dir)
+
+
 def main(
-    config: str, versions_dir: str, seed: str = "0", device: str = "cpu", learning_rate: str = "0"
+    model: str, versions_dir: str, seed: str = "0", device: str = "cpu", learning_rate: str = "0"
 ) -> None:
     """Run commands of the job's train controller until it sends `Stop`."""
-    engine = make_engine(Path(config), int(seed), device, float(learning_rate))
     run_train_worker(
-        SavingEngine(engine, lambda path: save_version(engine.model, path), Path(versions_dir))
+        saving_engine(Path(model), Path(versions_dir), int(seed), device, float(learning_rate))
     )
 
 

@@ -1,0 +1,118 @@
+"""Trainer rank of `windlass demo --compare`, which sends its weights in the engine's own ways.
+
+`own_transfer_trainer.py KIND MODEL VERSIONS_DIR SEED DEVICE LEARNING_RATE`, where KIND is the name of the script that trains
+in the other job: `trainer` or `megatron_trainer`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from windlass.jobs.demo.trainer import SavingEngine
+from windlass.jobs.demo.trainer import saving_engine as fsdp_engine
+from windlass.jobs.train_worker import run_train_worker
+
+
+def make_saving(
+    kind: str, model: Path, versions_dir: Path, seed: int, device: str, rate: float
+) -> SavingEngine:
+    """Return the engine of a rank that does not connect to a fleet."""
+    if kind == "trainer":
+        return fsdp_engine(model, versions_dir, seed, device, rate, publish_to_fleet=False)
+    from windlass.jobs.demo.megatron_trainer import saving_engine
+
+    return saving_engine(model, versions_dir, seed, device, rate, publish_to_fleet=False)
+
+
+class OwnSender:
+    """Operations of a rank: gather the weights in the engine's dtype, and let rank 0 send them."""
+
+    def __init__(self, saving: SavingEngine) -> None:
+        self._saving = saving
+        self._group: Any = None
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights of the whole model. Collective over all ranks."""
+        return {
+            name: tensor.to(torch.bfloat16).contiguous()
+            for name, tensor in sorted(self._saving.whole().items())
+        }
+
+    def save(self, path: str) -> None:
+        """Write the file that the engine loads."""
+        weights = self.weights()
+        if dist.get_rank() == 0:
+            save_file(weights, path, metadata={"format": "pt"})
+
+    def shapes(self, _: None) -> list[tuple[str, list[int]]]:
+        """Return the names and shapes of all weights, in the order of `own_send`."""
+        return [(name, list(tensor.shape)) for name, tensor in self.weights().items()]
+
+    def own_init(self, argument: tuple[str, int, int]) -> None:
+        """Join the engine's NCCL group as rank 0."""
+        engine, port, world_size = argument
+        if dist.get_rank():
+            return
+        if engine == "vllm":
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+            info = {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
+            self._group = NCCLWeightTransferEngine.trainer_init(info)
+            return
+        from sglang.srt.utils import init_custom_process_group
+
+        self._group = init_custom_process_group(
+            backend="nccl",
+            init_method=f"tcp://127.0.0.1:{port}",
+            world_size=world_size,
+            rank=0,
+            group_name="own",
+        )
+
+    def own_send(self, engine: str) -> None:
+        """Send all weights over the engine's NCCL group."""
+        weights = self.weights()
+        if dist.get_rank():
+            return
+        if engine == "vllm":
+            from vllm.distributed.weight_transfer.nccl_engine import (
+                NCCLTrainerSendWeightsArgs,
+                NCCLWeightTransferEngine,
+            )
+
+            NCCLWeightTransferEngine.trainer_send_weights(
+                iter(weights.items()), NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
+            )
+        else:
+            for tensor in weights.values():
+                dist.broadcast(tensor, src=0, group=self._group)
+        torch.cuda.synchronize()
+
+
+def main(
+    kind: str, model: str, versions_dir: str, seed: str, device: str, learning_rate: str
+) -> None:
+    """Run commands of the train controller until it sends `Stop`."""
+    saving = make_saving(
+        kind, Path(model), Path(versions_dir), int(seed), device, float(learning_rate)
+    )
+    sender = OwnSender(saving)
+    run_train_worker(
+        saving,
+        operations={
+            "save": sender.save,
+            "shapes": sender.shapes,
+            "own_init": sender.own_init,
+            "own_send": sender.own_send,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
