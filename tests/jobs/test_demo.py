@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from demo_checkpoint import write_checkpoint
 from demos import check_demo, run_demo
 from needs import need_package, need_transport
 from slurm_cluster import missing_reason, slurm_cluster
@@ -72,6 +73,24 @@ def test_the_demo_of_the_tutorial_runs(tmp_path: Path, options: str) -> None:
 @pytest.mark.parametrize("backend", ["xccl", "disk"])
 def test_a_demo_updates_engines_by_another_backend(tmp_path: Path, backend: str) -> None:
     check_demo(run_demo(tmp_path, "--backend", backend, steps=FEW_STEPS), FEW_STEPS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
+def test_a_demo_trains_a_checkpoint_on_prompts_of_text(tmp_path: Path, trainer: str) -> None:
+    if trainer == "megatron":
+        need_package("megatron")
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    options = ("--checkpoint", str(folder), "--trainer", trainer, "--learning-rate", "2e-3")
+    check_demo(run_demo(tmp_path, *options, steps=FEW_STEPS), FEW_STEPS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["nixl", "auto"])
+def test_a_demo_updates_engines_by_another_transport(tmp_path: Path, transport: str) -> None:
+    if transport == "nixl":
+        need_transport("nixl")
+    check_demo(run_demo(tmp_path, "--transport", transport, steps=FEW_STEPS), FEW_STEPS)
 
 
 @pytest.mark.cluster

@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from demo_checkpoint import write_checkpoint
 from demos import check_demo, run_demo
-from needs import need_package
+from needs import need_package, need_transport
 from servers import VENVS
 
 pytestmark = pytest.mark.engines
@@ -44,6 +45,10 @@ def test_every_answer_of_a_live_vllm_names_the_versions_that_made_it(
         ("--engine", "sglang"),
         ("--engine", "sglang", "--trainer", "megatron"),
         ("--engine", "vllm", "--trainer", "megatron"),
+        ("--engine", "sglang", "--backend", "xccl"),
+        ("--engine", "vllm", "--backend", "disk"),
+        ("--engine", "vllm", "--transport", "mooncake"),
+        ("--engine", "vllm", "--transport", "auto"),
     ],
     ids=" ".join,
 )
@@ -53,7 +58,39 @@ def test_every_answer_names_the_versions_that_made_it(
     need_engine(options[1])
     if "megatron" in options:
         need_package("megatron")
+    if "mooncake" in options:
+        need_transport("mooncake")
     check_demo(run_demo(tmp_path, *options, steps=STEPS), STEPS, ["engine-a"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--engine", "vllm", "--backend", "xccl", "--trainer", "megatron"),
+        ("--engine", "sglang", "--backend", "disk"),
+    ],
+    ids=" ".join,
+)
+def test_a_checkpoint_and_the_engines_own_transfer(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """Trainer and engine load a checkpoint, prompts are text, and a second job uses the engine's own transfer."""
+    need_engine(options[1])
+    if "megatron" in options:
+        need_package("megatron")
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    measured = run_demo(
+        tmp_path,
+        *(*options, "--checkpoint", str(folder), "--learning-rate", "2e-3", "--compare"),
+        steps=4,
+    )
+    check_demo(measured, 4, ["engine-a"])
+    own = measured["own_transfer"]
+    assert isinstance(own, dict)
+    assert (own["torn"]["torn"], own["lost"]) == (0, 0)
+    assert own["torn"]["checked"] > 0
+    assert own["torn"]["control_detected"] > 0.9
+    assert len(own["update_s"]) == len(own["pause_s"]) == 4
 
 
 def test_a_vllm_server_killed_during_an_update_serves_the_last_version(tmp_path: Path) -> None:

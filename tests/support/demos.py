@@ -26,7 +26,7 @@ def run_demo(
         command,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=420,
         check=False,
         env={**inherited_environment(), **(environment or {})},
     )
