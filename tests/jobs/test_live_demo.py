@@ -67,7 +67,7 @@ def test_every_answer_names_the_versions_that_made_it(
     "options",
     [
         ("--engine", "vllm", "--backend", "xccl", "--trainer", "megatron"),
-        ("--engine", "sglang", "--backend", "disk"),
+        ("--engine", "sglang", "--trainer", "megatron"),
     ],
     ids=" ".join,
 )

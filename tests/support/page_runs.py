@@ -45,6 +45,7 @@ RUN: Mapping[str, str] = {
     r"windlass launch --check examples/launch/slurm.toml": "tests/jobs/test_launch_config.py::test_the_examples_of_several_nodes_are_valid",
     r"windlass launch examples/launch/slurm.toml": "tests/jobs/test_launch.py::test_the_example_of_several_nodes_runs_on_slurm",
     r"windlass launch examples/launch/job.toml": "tests/jobs/test_launch.py::test_the_example_trains_publishes_saves_and_leaves_nothing_behind",
+    r"windlass demo --engine sglang --trainer megatron .* --compare": "tests/jobs/test_live_demo.py::test_a_checkpoint_and_the_engines_own_transfer",
     r"windlass report .*": 'tests/observability/test_operations.py::"report", controller.url',
     r"windlass status .*": "tests/cli/test_terminal.py::test_status_watch_shows_each_change_until_the_controller_ends",
     r"WINDLASS_TOKEN=\.\.\. windlass serve .* --advertise-host controller.example": TLS,
