@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import venv
@@ -39,6 +40,7 @@ from windlass.jobs.demo.own_transfer import (
 )
 from windlass.jobs.demo.recipe import DemoRecipe
 from windlass.jobs.demo.run import check_demo, find_problems, make_directory, what_next
+from windlass.jobs.demo.trainer import build_model
 from windlass.jobs.launch import check_job
 from windlass.jobs.results import JobSummary
 from windlass.rollout.messages import TrainingSample
@@ -320,6 +322,37 @@ def test_the_comparison_shows_both_jobs() -> None:
     assert cells[3][0] == "samples per hour"
     assert cells[3][2] == "1,234,567"
     assert cells[4] == ["torn answers", "5", "0"]
+
+
+def test_an_old_sglang_pauses_by_abort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang 0.5.18 labels an answer with one version; 0.5.19 labels every token."""
+    venv.create(tmp_path / "env", with_pip=False)
+    monkeypatch.setenv("WINDLASS_SGLANG_VENV", str(tmp_path / "env"))
+    (site,) = (tmp_path / "env" / "lib").glob("python3*/site-packages")
+    info = site / "sglang-1.dist-info"
+    info.mkdir()
+    keeping = config("--engine", "sglang", "--pause-mode", "in_place")
+    for version in ("0.5.18", "0.5.19"):
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+        check_demo(config("--engine", "sglang"))
+        if version == "0.5.19":
+            check_demo(keeping)
+            continue
+        with pytest.raises(ConfigError, match=r"--pause-mode must be abort with SGLang 0.5.18"):
+            check_demo(keeping)
+
+
+def test_copies_of_versions_that_do_not_fit_the_disk_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = config("--steps", "5")
+    numel = sum(p.numel() for p in build_model(FOLDER / MODELS["cpu"]).parameters())
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20 * numel))
+    check_demo(job)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20 * numel - 1))
+    with pytest.raises(ConfigError, match=r"copies of 5 versions, .*; use fewer --steps"):
+        check_demo(job)
 
 
 def test_a_megatron_trainer_is_another_script_of_the_same_job() -> None:

@@ -32,6 +32,13 @@ REPLICAS = Feature(
     without="`--dp` is refused",
 )
 
+TOKEN_VERSIONS = Feature(
+    "weight version per token",
+    since=(0, 5, 19),
+    missing_in=(0, 5, 18),
+    without="all tokens of an answer carry one version, even if an update came between them",
+)
+
 RELEASES = EngineReleases(
     name="SGLang",
     package="sglang",
@@ -66,12 +73,7 @@ RELEASES = EngineReleases(
             without="its pause has no modes",
             needed=True,
         ),
-        Feature(
-            "weight version per token",
-            since=(0, 5, 19),
-            missing_in=(0, 5, 18),
-            without="all tokens of an answer carry one version, even if an update came between them",
-        ),
+        TOKEN_VERSIONS,
         Feature(
             "sessions (`/begin_weight_update`, `/end_weight_update`)",
             since=(0, 5, 21),

@@ -20,7 +20,9 @@ import windlass
 from windlass.config import P2pBackend, PauseMode
 from windlass.control.report import RoundOutcome
 from windlass.controller import Controller
+from windlass.engines.sglang.spec import TOKEN_VERSIONS
 from windlass.engines.spec import ENGINES
+from windlass.engines.versions import has
 from windlass.engines.vllm.spec import PLUGIN, PLUGINS
 from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
@@ -122,6 +124,42 @@ def check_transport_packages(config: LaunchConfig) -> None:
             )
 
 
+def check_pause_mode(config: LaunchConfig) -> None:
+    """Check that the engine's release labels the tokens of answers that run across an update.
+
+    Raises:
+        ConfigError: SGLang's release labels an answer with one version, and the pause mode keeps running answers.
+    """
+    server, mode = config.engines[0], config.update.pause_mode
+    if server.kind != "sglang" or mode is PauseMode.ABORT:
+        return
+    ask = "import importlib.metadata; print(importlib.metadata.version('sglang'))"
+    asked = [server.python or sys.executable, "-c", ask]
+    version = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    if not has(TOKEN_VERSIONS, version):
+        raise ConfigError(
+            f"demo: --pause-mode must be abort with SGLang {version}, because {TOKEN_VERSIONS.without}, and the demo would "
+            f"call right answers torn; got {mode}"
+        )
+
+
+def check_room(config: LaunchConfig, model: torch.nn.Module) -> None:
+    """Check that the disk has room for a copy of every version.
+
+    Raises:
+        ConfigError: the copies need more than the free space.
+    """
+    nbytes = 4 * sum(parameter.numel() for parameter in model.parameters()) * config.steps
+    folder = Path(config.output_dir)
+    while not folder.exists():
+        folder = folder.parent
+    if nbytes > (free := shutil.disk_usage(folder).free):
+        raise ConfigError(
+            f"demo: --output must have {nbytes / 1e9:.1f} GB for the copies of {config.steps} versions, with which the demo "
+            f"checks answers, but {folder} has {free / 1e9:.1f} GB; use fewer --steps or another --output"
+        )
+
+
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of `model_type` that `megatron_trainer.py` can train."""
 
@@ -155,6 +193,7 @@ def check_demo(config: LaunchConfig) -> None:
         )
     check_options(config)
     check_transport_packages(config)
+    check_pause_mode(config)
     is_megatron = Path(config.trainer.script).stem == "megatron_trainer"
     if is_megatron and importlib.util.find_spec("megatron") is None:
         raise ConfigError(
@@ -169,6 +208,7 @@ def check_demo(config: LaunchConfig) -> None:
             f"demo: --model must be the configuration of a causal LM of transformers, and --checkpoint its folder, got "
             f"{config.trainer.arguments[0]}: {type(error).__name__}: {error}"
         ) from error
+    check_room(config, model)
     if is_megatron and (reason := megatron_refusal(model.config)):
         raise ConfigError(
             f"demo: --trainer megatron cannot train this model: {reason}; use --trainer fsdp"
