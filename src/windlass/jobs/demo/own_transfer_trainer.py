@@ -36,6 +36,7 @@ class OwnSender:
     def __init__(self, saving: SavingEngine) -> None:
         self._saving = saving
         self._group: Any = None
+        self._shapes: list[tuple[str, list[int]]] = []
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights of the whole model. Collective over all ranks."""
@@ -52,7 +53,10 @@ class OwnSender:
 
     def shapes(self, _: None) -> list[tuple[str, list[int]]]:
         """Return the names and shapes of all weights, in the order of `own_send`."""
-        return [(name, list(tensor.shape)) for name, tensor in self.weights().items()]
+        # Gather once: shapes do not change, and later calls are part of an update's time.
+        if not self._shapes:
+            self._shapes = [(name, list(tensor.shape)) for name, tensor in self.weights().items()]
+        return self._shapes
 
     def own_init(self, argument: tuple[str, int, int]) -> None:
         """Join the engine's NCCL group as rank 0."""

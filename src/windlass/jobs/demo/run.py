@@ -383,7 +383,9 @@ async def run_demo(
         f"this time, trainers waited for answers {100 * pace.idle_share:.0f} % of it"
     )
     if own is not None:
-        title = f"Windlass ({config.update.backend.name}, {config.transport})"
+        backend = config.update.backend
+        way = config.transport if isinstance(backend, P2pBackend) else backend.name
+        title = f"Windlass ({way})"
         for line in ["", *comparison(recipe, own, title, torn.torn)]:
             view.console.print(line, soft_wrap=True)
     for problem in problems:
