@@ -85,7 +85,7 @@ async def ipc(routes: Routes, trainers: TrainController, _folder: Path, version:
 
 
 async def connect_ipc(routes: Routes, _trainers: TrainController) -> None:
-    await routes.post("/init_weight_transfer_engine", init_info={})
+    await routes.post("/init_weight_transfer_engine", {"init_info": {}})
 
 
 INSECURE = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}

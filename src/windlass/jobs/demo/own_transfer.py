@@ -19,6 +19,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import final
 
 import msgspec
@@ -72,13 +73,13 @@ class Routes:
         """Whether running requests keep their KV cache across an update."""
         return self.mode is PauseMode.IN_PLACE
 
-    async def post(self, path: str, **body: object) -> None:
+    async def post(self, path: str, body: Mapping[str, object] = MappingProxyType({})) -> None:
         """Post JSON to a route."""
-        await asyncio.to_thread(self._http.post, path, body, DEADLINE_S)
+        await asyncio.to_thread(self._http.post, path, dict(body), DEADLINE_S)
 
-    async def rpc(self, method: str, *args: object, **kwargs: object) -> None:
+    async def rpc(self, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Call a method of vLLM's workers."""
-        await self.post("/collective_rpc", method=method, args=args, kwargs=kwargs)
+        await self.post("/collective_rpc", {"method": method, "args": args, "kwargs": kwargs})
 
     async def pause_vllm(self) -> None:
         """Pause vLLM in the job's pause mode."""
@@ -87,7 +88,7 @@ class Routes:
 
     async def resume_vllm(self, version: int) -> None:
         """Set the version of later tokens and resume vLLM."""
-        await self.rpc("windlass_set_version", version)
+        await self.rpc("windlass_set_version", [version], {})
         await self.post("/resume")
 
 
@@ -127,7 +128,7 @@ async def vllm_disk(routes: Routes, trainers: TrainController, folder: Path, ver
     await _save(trainers, folder)
     paused = time.monotonic()
     await routes.pause_vllm()
-    await routes.rpc("reload_weights", weights_path=str(folder))
+    await routes.rpc("reload_weights", [], {"weights_path": str(folder)})
     await routes.resume_vllm(version)
     return paused
 
@@ -138,13 +139,15 @@ async def sglang_disk(
     """Let SGLang load a file, by `/update_weights_from_disk`."""
     await _save(trainers, folder)
     paused = time.monotonic()
-    await routes.post("/pause_generation", mode=str(routes.mode))
+    await routes.post("/pause_generation", {"mode": str(routes.mode)})
     await routes.post(
         "/update_weights_from_disk",
-        model_path=str(folder),
-        weight_version=str(version),
-        abort_all_requests=False,
-        flush_cache=not routes.keeps,
+        {
+            "model_path": str(folder),
+            "weight_version": str(version),
+            "abort_all_requests": False,
+            "flush_cache": not routes.keeps,
+        },
     )
     await routes.post("/continue_generation")
     return paused
@@ -169,7 +172,10 @@ async def connect_vllm(routes: Routes, trainers: TrainController) -> None:
     port = free_port()
     info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
     await _meet(
-        trainers, "vllm", port, partial(routes.post, "/init_weight_transfer_engine", init_info=info)
+        trainers,
+        "vllm",
+        port,
+        partial(routes.post, "/init_weight_transfer_engine", {"init_info": info}),
     )
 
 
@@ -189,7 +195,7 @@ async def vllm_nccl(
     }
     await asyncio.gather(
         trainers.call("own_send", "vllm", deadline_s=DEADLINE_S),
-        routes.post("/update_weights", update_info=info),
+        routes.post("/update_weights", {"update_info": info}),
     )
     await routes.post("/finish_weight_update")
     await routes.resume_vllm(version)
@@ -203,9 +209,7 @@ async def connect_sglang(routes: Routes, trainers: TrainController) -> None:
         "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2,
         "group_name": "own", "backend": "nccl",
     }  # fmt: skip
-    await _meet(
-        trainers, "sglang", port, partial(routes.post, "/init_weights_update_group", **body)
-    )
+    await _meet(trainers, "sglang", port, partial(routes.post, "/init_weights_update_group", body))
 
 
 async def sglang_nccl(
@@ -214,17 +218,19 @@ async def sglang_nccl(
     """Broadcast every tensor by `/update_weights_from_distributed`."""
     names = await _names(trainers)
     paused = time.monotonic()
-    await routes.post("/pause_generation", mode=str(routes.mode))
+    await routes.post("/pause_generation", {"mode": str(routes.mode)})
     await asyncio.gather(
         trainers.call("own_send", "sglang", deadline_s=DEADLINE_S),
         routes.post(
             "/update_weights_from_distributed",
-            names=[name for name, _ in names],
-            dtypes=[DTYPE] * len(names),
-            shapes=[shape for _, shape in names],
-            group_name="own",
-            flush_cache=not routes.keeps,
-            weight_version=str(version),
+            {
+                "names": [name for name, _ in names],
+                "dtypes": [DTYPE] * len(names),
+                "shapes": [shape for _, shape in names],
+                "group_name": "own",
+                "flush_cache": not routes.keeps,
+                "weight_version": str(version),
+            },
         ),
     )
     await routes.post("/continue_generation")
