@@ -112,6 +112,14 @@ def test_a_version_that_was_never_published_is_torn(versions_dir: Path) -> None:
     assert check(versions_dir, sample, kept=False, published=2).torn == 1
 
 
+def test_the_last_version_needs_no_copy(versions_dir: Path) -> None:
+    """Trainers save a version when they train on its answers, and they train on no answer of the last version."""
+    sample = serve(versions_dir, (2,) * 8, kept=False)
+    found = check(versions_dir, sample, kept=False, published=NUM_VERSIONS + 1)
+    assert found.torn == 0
+    assert {"version 1", "version 2"} < found.worst[0].expected.keys()
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_the_check_reports_its_progress(versions_dir: Path, kept: bool) -> None:
     samples = [serve(versions_dir, versions, kept=kept) for versions in ACROSS + WITHIN]

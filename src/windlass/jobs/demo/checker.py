@@ -51,7 +51,7 @@ class WorstAnswer(msgspec.Struct, frozen=True, kw_only=True):
         distance: mean |logprob difference| over the answer's tokens.
         expected: name of a computation -> log-probabilities of the answer's tokens. The names are "as named" (with the
             versions that the tokens name); "as named, context kept" (with keys and values of older versions); and
-            "version N" for each published version that a token names or that is next to such a version.
+            "version N" for each published version with a file that a token names or that is next to such a version.
     """
 
     sample: TrainingSample
@@ -146,12 +146,14 @@ def check_served(
     for dtype, value in zip(dtype_of_sample, own.tolist(), strict=True):
         largest[dtype] = max(largest[dtype], value)
     worst: list[WorstAnswer] = []
+    # Trainers save a version before they train on its answers. So the last version has no file.
+    saved = [v for v in published if (versions_dir / f"{v}.safetensors").exists()]
     for index in own.argsort(descending=True)[:NUM_WORST].tolist():
         sample = samples[index]
         if unpublished[index]:
             continue
         expect = partial(_logprobs, models[dtypes[sample.engine]][0], weights_of, [sample])
-        expected = _explain(expect, sample, published, context_is_kept=context_is_kept)
+        expected = _explain(expect, sample, saved, context_is_kept=context_is_kept)
         worst.append(WorstAnswer(sample=sample, distance=float(own[index]), expected=expected))
     return TornReport(
         checked=len(samples),
@@ -196,7 +198,7 @@ def _float32_linear(module: torch.nn.Linear, values: torch.Tensor) -> torch.Tens
 def _explain(
     expect: Callable[..., torch.Tensor],
     sample: TrainingSample,
-    published: Sequence[int],
+    saved: Sequence[int],
     *,
     context_is_kept: bool,
 ) -> dict[str, tuple[float, ...]]:
@@ -205,7 +207,7 @@ def _explain(
     by_way = {"as named": expect(sample.versions, kept=False)}
     if context_is_kept and len(set(sample.versions)) > 1:
         by_way["as named, context kept"] = expect(sample.versions, kept=True)
-    for version in sorted(near.intersection(published)):
+    for version in sorted(near.intersection(saved)):
         by_way[f"version {version}"] = expect((version,) * len(sample.versions), kept=False)
     return {way: tuple(logprobs[0].tolist()) for way, logprobs in by_way.items()}
 
