@@ -92,7 +92,7 @@ def control_token() -> str:
     if not has_certificate():
         raise ConfigError(
             f"{TOKEN_VARIABLE} must be set to the controller's token, or {TOKEN_FILE_VARIABLE} to a file "
-            f"that contains the token, got ''"
+            f"that contains the token, got ''; the token is a secret that you choose for all processes of a run"
         )
     return ""
 

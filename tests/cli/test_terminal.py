@@ -80,10 +80,10 @@ async def test_status_watch_shows_each_change_until_the_controller_ends() -> Non
             shown = await watching.stdout.readuntil(b"count): 2: 1")
             assert b"1.23 MB" in shown
     async with asyncio.timeout(30):
-        _, errors = await watching.communicate()
-    assert watching.returncode == 2
-    assert b"ended the stream" in errors
-    assert b"next: check that a controller runs at this address" in errors
+        shown, errors = await watching.communicate()
+    assert watching.returncode == 0
+    assert b"the controller has ended" in shown
+    assert errors == b""
 
 
 async def test_the_error_of_a_wrong_token_names_the_setting() -> None:
@@ -285,3 +285,16 @@ def test_a_log_shows_a_slow_part_while_it_runs_and_a_terminal_shows_it_instead(
         "gave up: engines load: 0 s of at most 300 s",
         True,
     ]
+
+
+async def test_a_misspelt_option_gets_the_command_and_the_option_that_was_meant() -> None:
+    code, output, errors = await command(*WINDLASS, "launch", "--chek", "job.toml", token="")
+    assert (code, output) == (2, "")
+    assert "usage: windlass launch" in errors
+    assert "--chek; did you mean --check?" in errors
+
+
+async def test_an_abbreviated_option_is_refused() -> None:
+    code, _, errors = await command(*WINDLASS, "demo", "--step", "6", token="")
+    assert code == 2
+    assert "--step 6; did you mean --steps?" in errors

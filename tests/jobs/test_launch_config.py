@@ -553,6 +553,10 @@ def with_arguments(*words: str) -> tuple[str, str]:
             r"engines 'engine-a': model must be an existing checkpoint folder .*, got '/no/model'",
         ),
         (
+            ((f'model = "{EXAMPLE.parent}/model.json"', f'model = "{EXAMPLE.parent}"'),),
+            r"engines 'engine-a': model must be a checkpoint folder with a config\.json, got ",
+        ),
+        (
             (("world_size = 2", 'world_size = 2\npython = "/no/python"'),),
             r"trainer\.python must be a program on this host, got '/no/python'",
         ),

@@ -315,7 +315,12 @@ def _engines() -> list[Finding]:
             missing.append(releases.name)
     if findings:
         return findings
-    remedy = f"{install_command('vllm')}, or '.[sglang]'; or --engine-python PATH for another environment"
+    install = (
+        f"{install_command('vllm')}, or '.[sglang]'"
+        if count_gpus()
+        else "docs/integrations/vllm.md says how to install vLLM for CPUs"
+    )
+    remedy = f"{install}; or --engine-python PATH for another environment"
     return [Finding(" and ".join(missing), LIMITED, "not in this environment", remedy)]
 
 

@@ -52,13 +52,13 @@ async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, A
 async def follow_overview(
     url: str, token: str, deadline_s: float
 ) -> AsyncGenerator[dict[str, Any]]:
-    """Yield each overview that the controller at `url` sends on `/v1/events`. Raise an error when the stream ends.
+    """Yield each overview that the controller at `url` sends on `/v1/events`, until the controller ends the stream.
 
     The controller sends data at least every `HEARTBEAT_S` seconds.
 
     Raises:
         PeerTimeout: no data within `deadline_s` at the start, or within `3 * HEARTBEAT_S` later.
-        PeerUnreachable: the controller ended the stream, or did not answer.
+        PeerUnreachable: the connection broke, or the controller did not answer.
         WindlassError: any other error of `fetch_overview`.
     """
     with _errors_of(url, deadline_s):
@@ -75,7 +75,6 @@ async def follow_overview(
                 for whole in frames:
                     if whole.startswith(b"data: "):
                         yield _decode(url, whole[6:])
-    raise PeerUnreachable(f"{url}: the controller ended the stream of overviews")
 
 
 async def _check(url: str, answer: aiohttp.ClientResponse) -> None:

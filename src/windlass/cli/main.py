@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -79,19 +81,32 @@ def _run(arguments: Sequence[str], chosen: str) -> int:
     parser, subparsers = _empty_parser()
     wants_summaries = arguments[:1] in ([], ["-h"], ["--help"])
     command: Command | None = None
+    chosen_parser = parser
     for name in COMMANDS.names():
         summary = _summary(name) if wants_summaries or name == chosen else None
-        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        subparser = subparsers.add_parser(
+            name, help=summary, description=summary, allow_abbrev=False
+        )
         if name == chosen:
-            command = COMMANDS.find(name)
+            command, chosen_parser = COMMANDS.find(name), subparser
             command.add_arguments(subparser)
     if not arguments:
         parser.print_help(sys.stderr)
         return 2
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        chosen_parser.error(_unknown_options(unknown, chosen_parser))
     if command is None:  # pragma: no cover - argparse has refused anything else
         parser.error(f"unknown command {chosen!r}")
     return command.run(args)
+
+
+def _unknown_options(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Return an error text for words that a command does not know, with similar options of this command."""
+    known = [*re.findall(r"--[a-z0-9-]+", parser.format_help())]
+    similar = difflib.get_close_matches(words[0], known, n=1)
+    meant = f"; did you mean {similar[0]}?" if similar else ""
+    return f"unrecognized arguments: {' '.join(words)}{meant}"
 
 
 def full_parser() -> argparse.ArgumentParser:
@@ -99,7 +114,9 @@ def full_parser() -> argparse.ArgumentParser:
     parser, subparsers = _empty_parser()
     for name in COMMANDS.names():
         summary = _summary(name)
-        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        subparser = subparsers.add_parser(
+            name, help=summary, description=summary, allow_abbrev=False
+        )
         with contextlib.suppress(ConfigError):
             COMMANDS.find(name).add_arguments(subparser)
     return parser
@@ -109,6 +126,7 @@ def _empty_parser() -> tuple[argparse.ArgumentParser, _Subparsers]:
     parser = argparse.ArgumentParser(
         prog="windlass",
         description="Weights from trainers to rollout engines, and asynchronous rollouts.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"windlass {__version__}")
     return parser, parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

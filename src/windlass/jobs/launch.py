@@ -981,6 +981,10 @@ def _check_model(engine: EngineSection) -> None:
             f"engines {engine.name!r}: model must be an existing checkpoint folder (or, for the embedded engine, "
             f"an existing configuration), got {engine.model!r}"
         )
+    if is_known and Path(engine.model).is_dir() and not Path(engine.model, "config.json").exists():
+        raise ConfigError(
+            f"engines {engine.name!r}: model must be a checkpoint folder with a config.json, got {engine.model!r}"
+        )
 
 
 def _check_port(engine: EngineSection, owner: str) -> None:

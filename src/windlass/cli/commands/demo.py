@@ -142,6 +142,8 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
         _check_room(args, model, is_server=is_server)
     else:
         context = _checked_context(args)
+    if args.steps < 1:
+        raise ConfigError(f"demo: --steps must be >= 1, got {args.steps}")
     if not 0 <= args.kill_engine_at < args.steps:
         raise ConfigError(
             f"demo: --kill-engine-at must be in [0, steps={args.steps}), because the killed engine comes "

@@ -40,16 +40,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _watch(args: argparse.Namespace, console: Console) -> None:
-    """Show each overview that the controller sends. A terminal gets a live view; other outputs get them one by one."""
+    """Show each overview that the controller sends, until the controller ends.
+
+    A terminal gets a live view, and the last overview at the end. Other outputs get the overviews one by one.
+    """
     views = follow_overview(args.url.rstrip("/"), control_token(), args.deadline_s)
     newest: RenderableType = ""
+    last: RenderableType = ""
     with LiveView(console, lambda: newest, fills_screen=True) as shown:
         async for view in views:
             if shown.is_drawn:
-                newest = status_within(view, console, console.height)
+                newest, last = status_within(view, console, console.height), status_of(view)
                 shown.refresh()
             else:
                 console.print(status_of(view), "")
+    console.print(last, f"{args.url}: the controller has ended", soft_wrap=True)
 
 
 COMMAND = Command("the state of a running controller's fleet", add_arguments, run)

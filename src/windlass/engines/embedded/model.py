@@ -88,7 +88,12 @@ def load_model(
 
 def _build(source: Path) -> Any:
     if source.is_dir():
-        return transformers.AutoModelForCausalLM.from_pretrained(source, local_files_only=True)
+        try:
+            return transformers.AutoModelForCausalLM.from_pretrained(source, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"model: {source} is no checkpoint of a causal LM: {error}"
+            ) from error
     try:
         config = transformers.AutoConfig.for_model(**json.loads(source.read_text()))
     except (OSError, ValueError, TypeError) as error:

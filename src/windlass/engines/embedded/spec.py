@@ -62,7 +62,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def arguments(description: str | None = None) -> argparse.ArgumentParser:
     """Return a parser for the engine's command line."""
-    parser = argparse.ArgumentParser(prog=MODULE, description=description)
+    parser = argparse.ArgumentParser(prog=MODULE, description=description, allow_abbrev=False)
     parser.add_argument("--name", required=True)
     parser.add_argument("--model", required=True, help="configuration JSON or checkpoint folder")
     parser.add_argument("--tp", type=int, dest="tensor_parallel_size")
