@@ -37,13 +37,13 @@ help:
 
 setup: $(STAMP)
 
+# The distribution is called windlass-rl; until 2026-11-28 it had the name of another project on PyPI.
+# Megatron-core is installed without its dependencies, which are for training on GPUs.
 $(STAMP): pyproject.toml constraints-cpu.txt tools/install_system_packages.sh tools/install_prometheus.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt torch
-	# The distribution is called windlass-rl; until 2026-11-28 it had the name of another project on PyPI.
 	$(BIN)/pip uninstall --quiet --disable-pip-version-check --yes windlass 2>/dev/null
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
-	# Megatron-core without its dependencies, which are for training on GPUs.
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps megatron-core==0.16.1
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	bash tools/install_system_packages.sh

@@ -140,7 +140,6 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
     config = write(
         tmp_path,
         ("steps = 4", "steps = 2"),
-        ("world_size = 2", "world_size = 2\nsave_every = 2"),
         (str(EXAMPLE / "recipe.py"), str(recipe)),
         ("CountSevens", "EverySecond"),
     )
@@ -315,7 +314,6 @@ def test_a_job_restarts_a_dead_trainer_rank_from_its_checkpoint(
         tmp_path,
         ("steps = 4", "steps = 5"),
         (str(EXAMPLE / "trainer.py"), str(RANK)),
-        ("world_size = 2", "world_size = 2\nsave_every = 2"),
         (str(EXAMPLE / "recipe.py"), str(recipe)),
         ("CountSevens", "Watching"),
         ("max_staleness = 1", "max_staleness = 0"),

@@ -40,7 +40,7 @@ from windlass.jobs.config import (
     LaunchConfig,
     check_all,
 )
-from windlass.jobs.output import REPORT, SUMMARY, OutputFolder, find_start
+from windlass.jobs.output import METRICS, REPORT, SUMMARY, OutputFolder, find_start
 from windlass.jobs.recipe import (
     CallThread,
     Recipe,
@@ -342,7 +342,7 @@ class Job:
         self._notify(
             f"{ended}: {counted(summary.steps, 'step')}, version {summary.version} published"
         )
-        written = [REPORT, SUMMARY, "logs"]
+        written = [REPORT, SUMMARY, *([METRICS] if self._num_trained else []), "logs"]
         if self._newest is not None and self._newest[0].is_relative_to(self._output_dir):
             written.append(str(self._newest[0].relative_to(self._output_dir)))
         self._notify(f"in {shortest_path(self._output_dir)}: {', '.join(written)}")

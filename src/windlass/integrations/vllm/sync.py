@@ -63,7 +63,8 @@ class WeightSync:
     in the same order. Each rank sends its own shards, and no rank gathers tensors.
 
     Rank 0 hosts the controller and calls the servers' routes. The constructor calls `/init_weight_transfer_engine`. For
-    each version, rank 0 calls `/update_weights` of servers that have several ranks. With the pause modes `abort` and
+    each version, rank 0 calls `/update_weights` of servers that have several ranks, or one rank outside of the process
+    of vLLM's EngineCore. With the pause modes `abort` and
     `wait`, rank 0 calls `/pause`, `/update_weights` and `/resume` of every server. Start the servers with
     `--weight-transfer-config '{"backend": "windlass"}'` and VLLM_SERVER_DEV_MODE=1.
 
