@@ -135,7 +135,9 @@ class Report(NamedTuple):
         }
 
     def leave(self) -> None:
-        """Write the report into `folder` and notify the HTTP process, a process of this user on this host.
+        """Write the report into `folder`, and notify the server's HTTP process through a Unix socket.
+
+        The HTTP process must run on this host, as this user.
 
         Raises:
             OSError: the HTTP process no longer waits for the report.

@@ -227,7 +227,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
             self._work.set()
 
     def acknowledge(self, last: int) -> None:
-        """Acknowledge the outcomes up to number `last` in the next batch."""
+        """Let the next messages to this worker acknowledge all its outcomes up to number `last`."""
         self.next_outcome = max(self.next_outcome, last + 1)
         self._acknowledged = self.next_outcome - 1
         self._work.set()

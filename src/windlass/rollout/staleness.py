@@ -134,12 +134,12 @@ class StalenessPolicy:
         self.running += 1
 
     def accept(self) -> None:
-        """Count a running sample that ended with tokens."""
+        """Count a sample that has ended successfully: it is accepted, and runs no longer."""
         self.release()
         self.accepted += 1
 
     def release(self) -> None:
-        """Count a running sample that ended without usable tokens.
+        """Count a sample that has ended: it runs no longer.
 
         Raises:
             RolloutError: no sample is running.

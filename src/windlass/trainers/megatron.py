@@ -193,8 +193,8 @@ def _check_plain(held: HeldTensor) -> None:
     check_memory(name, tensor)
     if type(tensor.detach()) is not torch.Tensor:
         raise UnsupportedLayout(
-            f"parameter {name!r} must be a plain tensor, got {type(tensor.detach()).__name__}: no naming table "
-            "describes tensors whose memory has another form than their dtype, such as fp8 with scales"
+            f"parameter {name!r} must be a plain tensor, got {type(tensor.detach()).__name__}: Windlass cannot "
+            "name the values of tensor subclasses, such as fp8 values with scales; keep parameters in bfloat16 or float32"
         )
     refuse_strided({name: tensor})
 

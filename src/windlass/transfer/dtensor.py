@@ -668,7 +668,9 @@ class LiveTensors:
             return self._located
 
     def _as_described(self, index: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the local part of a tensor; None if engines do not get the tensor and it has changed or is freed.
+        """Return the local part of a tensor, or None if engines do not get this tensor and its memory is of no use.
+
+        The memory is of no use if it is freed, or if the tensor's layout differs from the layout at connect time.
 
         Raises:
             UnsupportedLayout, PlanError: engines get the tensor, and its layout has changed.

@@ -123,7 +123,7 @@ class RegisteredMemory:
         return seconds
 
     def _wanted(self, memories: Sequence[ParameterMemory]) -> dict[Span, Span | None]:
-        """Return range to register -> its allocation, in address order."""
+        """Return the ranges to register, in address order: (address, nbytes) -> the allocation that contains the range."""
         storages: dict[int, Span | None] = {}
         spans: dict[int, set[Span]] = {}
         for memory in memories:
@@ -131,7 +131,8 @@ class RegisteredMemory:
             span = memory.address, memory.nbytes
             if memory.nbytes and not (before and _holds(self._by_owner[before - 1], span)):
                 storages[memory.address] = memory.storage
-                # Parameters before and after a region of `by_owner` must not share a range, which would overlap it.
+                # The owner of some memory has registered it already (`_by_owner`). Do not merge parameters on both
+                # sides of such a region into one range, because the range would contain the region.
                 spans.setdefault(before, set()).add(span)
 
         def allocation(address: int) -> Span | None:

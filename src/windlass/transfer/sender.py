@@ -439,7 +439,11 @@ class Sender:
         return digest, after
 
     def _copied(self, name: str) -> PackedLink | None:
-        """Return the packed link of a destination in `links.copy_of`; None if its planned link is not packed as a whole."""
+        """Return the packed link of a destination that gets the same bytes as another one.
+
+        `links.copy_of[name]` is the other destination. Its link was packed and hashed, so only the addresses differ.
+        Return None if that link is not packed as a whole.
+        """
         packed = self._packed.get(self.links.copy_of[name])
         if packed is None:
             return None

@@ -258,7 +258,7 @@ def pause_at_once(manager_class: Any) -> None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s), manager.model_update_lock.writer_lock:
                         pass
-                # Let a request that waits for the writer take the lock.
+                # A request may wait for this method to release the lock. Let it take the lock, so that the check sees it.
                 await asyncio.sleep(0)
                 if not await manager.model_update_lock.is_locked():
                     return

@@ -317,8 +317,9 @@ def reloading(model: torch.nn.Module) -> Iterator[None]:
     """Change vLLM (0.24, 0.32) in the `with` block so that a reload gives the same weights as the first load.
 
     - vLLM reads the `__name__` of each weight loader, but a `functools.partial` (MiniMax-M2) has none. Set it.
-    - vLLM 0.32 packs experts for its CPU kernel only if a layer has no kernel. Remove the kernels of all layers, and
-      restore them at the end: the original kernels reference the tensors that the model keeps.
+    - vLLM 0.32 packs the experts of a layer for its CPU kernel only while the layer's kernel object is None. Set it to
+      None for the reload. At the end, put the old kernel objects back: they reference the tensors that the model keeps,
+      and kernel objects of the reload reference temporary tensors.
     - vLLM logs a warning for each layer that gets no tensors. Suppress the warnings, because capture loads parts of a
       checkpoint.
     - vLLM keeps the tensors of incomplete layers in `LAYERWISE_INFO`. If a load fails, delete these tensors, so that

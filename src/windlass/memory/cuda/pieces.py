@@ -160,7 +160,10 @@ def store_packed(pieces: StructuredArray, first: int, address: int) -> None:
 
 
 def cut_op(op: BoundOp, *, at_source: bool) -> StructuredArray:
-    """Cut an op. `src` and `dst` count from the op's offsets, and `pos` from the start of the op's payload."""
+    """Return the pieces of an op.
+
+    Their fields `src` and `dst` are relative to the op's own offsets, and `pos` is relative to the start of its payload.
+    """
     match op.transform:
         case Transform.NONE:
             return cut_copy(StridedCopy.of_op(op, 0, 0), 0)
