@@ -5,6 +5,7 @@ Converters: mbridge, and mcore-bridge for the models of 2026. Transformers loads
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -90,7 +91,8 @@ VISION = {
 
 
 def config(model_type: str, *parts: Mapping[str, Any], **others: Any) -> dict[str, Any]:
-    made = dict(SMALL)
+    # transformers writes into `rope_parameters`, which other tests share.
+    made = copy.deepcopy(dict(SMALL))
     for part in parts:
         made |= part
     return {**made, **others, "model_type": model_type}
