@@ -144,33 +144,29 @@ def find_mirrors(
             or not _varies(tensor)
         ):
             continue
-        if (mirror := _mirror_on_any_device(holding, sources)) is not None:
+        mirror, source = _origin(holding, sources)
+        if mirror is not None:
             mirrors[holding.name] = mirror = replace(mirror, holder=_holder(holding))
             derived.pop(holding.name, None)
             if holding.is_copy and mirror.holder is None:
                 derived[holding.name] = f"is a copy of {mirror.sources[0]} in read-only memory"
             elif rival := _rival(holding, mirror, sources):
                 derived[holding.name] = f"may be a copy of {mirror.sources[0]} or of {rival}"
-        elif source := next(
-            (
-                name
-                for found, on in _on_devices(holding, sources)
-                if (name := _correlated(found, on))
-            ),
-            None,
-        ):
+        elif source is not None:
             derived[holding.name] = f"follows from {source}"
     return Found(mirrors, derived | _extremes(numbers or {}, sources))
 
 
-def _mirror_on_any_device(holding: Holding, sources: Sequence[Holding]) -> Mirror | None:
-    if not holding.tensor.is_floating_point():
-        return None
+def _origin(holding: Holding, sources: Sequence[Holding]) -> tuple[Mirror | None, str | None]:
+    """Return the mirror that a tensor is; otherwise None and the name of a weight that it correlates with, or None."""
+    correlated: str | None = None
     for found, on in _on_devices(holding, sources):
-        if (mirror := _mirror(found, on)) is not None:
+        mirror = _mirror(found, on) if found.tensor.is_floating_point() else None
+        if mirror is not None:
             parts = (_in_memory_of(part, found.tensor, holding.tensor) for part in mirror.parts)
-            return replace(mirror, parts=tuple(parts))
-    return None
+            return replace(mirror, parts=tuple(parts)), None
+        correlated = correlated or _correlated(found, on)
+    return None, correlated
 
 
 def _on_devices(
