@@ -6,7 +6,7 @@ python benchmarks/own_transfer_trainer.py KIND MODEL VERSIONS_DIR SEED DEVICE LE
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 
@@ -14,13 +14,9 @@ from windlass.jobs.demo.own_transfer_trainer import OwnSender, make_saving
 from windlass.jobs.train_worker import run_train_worker
 
 
-def main(
-    kind: str, model: str, versions_dir: str, seed: str, device: str, learning_rate: str
-) -> None:
-    """Serve the train controller until it sends stop."""
-    saving = make_saving(
-        kind, Path(model), Path(versions_dir), int(seed), device, float(learning_rate)
-    )
+def main(words: Sequence[str]) -> None:
+    """Run commands of the train controller until it sends `Stop`."""
+    saving = make_saving(*words)
     sender = OwnSender(saving)
 
     def ipc(url: str) -> None:
@@ -36,4 +32,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

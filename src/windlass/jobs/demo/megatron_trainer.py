@@ -27,11 +27,11 @@ from windlass.jobs.demo.trainer import (
     default_learning_rate,
     groups_at_once,
     grpo_loss,
+    run_rank,
     tokens_of,
 )
 from windlass.jobs.fsdp_engine import Samples
 from windlass.jobs.megatron_engine import LossOf, MegatronEngine
-from windlass.jobs.train_worker import run_train_worker
 from windlass.layout.box import Box
 from windlass.trainers.megatron import describe_megatron_trainer
 
@@ -215,14 +215,5 @@ def saving_engine(
     )
 
 
-def main(
-    model: str, versions_dir: str, seed: str = "0", device: str = "cpu", learning_rate: str = "0"
-) -> None:
-    """Run commands of the job's train controller until it sends `Stop`."""
-    run_train_worker(
-        saving_engine(Path(model), Path(versions_dir), int(seed), device, float(learning_rate))
-    )
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_rank(saving_engine, *sys.argv[1:])

@@ -7,6 +7,7 @@ in the other job: `trainer` or `megatron_trainer`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ from windlass.jobs.train_worker import run_train_worker
 
 
 def make_saving(
-    kind: str, model: Path, versions_dir: Path, seed: int, device: str, rate: float
+    kind: str, model: str, versions_dir: str, seed: str, device: str, learning_rate: str
 ) -> SavingEngine:
-    """Return the engine of a rank that does not connect to a fleet."""
+    """Return the engine of a rank that does not connect to a fleet. The arguments are the words of the command line."""
+    words = Path(model), Path(versions_dir), int(seed), device, float(learning_rate)
     if kind == "trainer":
-        return fsdp_engine(model, versions_dir, seed, device, rate, publish_to_fleet=False)
+        return fsdp_engine(*words, publish_to_fleet=False)
     from windlass.jobs.demo.megatron_trainer import saving_engine
 
-    return saving_engine(model, versions_dir, seed, device, rate, publish_to_fleet=False)
+    return saving_engine(*words, publish_to_fleet=False)
 
 
 class OwnSender:
@@ -99,13 +101,9 @@ class OwnSender:
         torch.cuda.synchronize()
 
 
-def main(
-    kind: str, model: str, versions_dir: str, seed: str, device: str, learning_rate: str
-) -> None:
+def main(words: Sequence[str]) -> None:
     """Run commands of the train controller until it sends `Stop`."""
-    saving = make_saving(
-        kind, Path(model), Path(versions_dir), int(seed), device, float(learning_rate)
-    )
+    saving = make_saving(*words)
     sender = OwnSender(saving)
     run_train_worker(
         saving,
@@ -119,4 +117,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

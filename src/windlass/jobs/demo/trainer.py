@@ -208,14 +208,20 @@ def saving_engine(
     return SavingEngine(engine, lambda: whole_weights(engine.model), versions_dir)
 
 
-def main(
-    model: str, versions_dir: str, seed: str = "0", device: str = "cpu", learning_rate: str = "0"
+def run_rank(
+    make: Callable[[Path, Path, int, str, float], SavingEngine],
+    model: str,
+    versions_dir: str,
+    seed: str = "0",
+    device: str = "cpu",
+    learning_rate: str = "0",
 ) -> None:
-    """Run commands of the job's train controller until it sends `Stop`."""
-    run_train_worker(
-        saving_engine(Path(model), Path(versions_dir), int(seed), device, float(learning_rate))
-    )
+    """Run commands of the job's train controller until it sends `Stop`.
+
+    `make` is a `saving_engine`. The other arguments are the words of the script's command line.
+    """
+    run_train_worker(make(Path(model), Path(versions_dir), int(seed), device, float(learning_rate)))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_rank(saving_engine, *sys.argv[1:])
