@@ -10,23 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hf_settings import SMALL
 from needs import need_package
 
 from windlass.jobs.demo.trainer import build_model
 
 need_package("megatron")
 
-MODEL = {
-    "vocab_size": 16,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
+MODEL = {**SMALL, "vocab_size": 16, "tie_word_embeddings": True}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**MODEL, "model_type": "qwen3"},
     "llama": {**MODEL, "model_type": "llama", "tie_word_embeddings": False},

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from child_process import running
-from hf_settings import DENSE, SPARSE
+from hf_settings import DENSE, SPARSE, transformers_config
 from needs import need_package
 
 import windlass
@@ -54,7 +54,7 @@ class Alone:
 
     def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
         torch.manual_seed(3)
-        settings = transformers.AutoConfig.for_model(**config)
+        settings = transformers_config(config)
         self.model = transformers.AutoModelForCausalLM.from_config(settings)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hf_settings import transformers_config
 from te_stub import install as install_te
 
 Chunks = list[torch.nn.Module]
@@ -217,9 +218,7 @@ def fill(chunks: Chunks) -> None:
 
 
 def hf_config(config: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    made = AutoConfig.for_model(**config)
+    made = transformers_config(config)
     # Converters for older transformers read these at the top level.
     for one in {id(c): c for c in (made, made.get_text_config())}.values():
         rope = getattr(one, "rope_parameters", None) or {}

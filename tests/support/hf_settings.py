@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,6 +68,13 @@ SMALL_LATENT: Mapping[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
+
+
+def transformers_config(values: Mapping[str, Any]) -> Any:
+    """Return the configuration of transformers, which writes into nested values: it gets copies of the shared ones."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**copy.deepcopy(dict(values)))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Converters: mbridge, and mcore-bridge for the models of 2026. Transformers loads
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -91,8 +90,7 @@ VISION = {
 
 
 def config(model_type: str, *parts: Mapping[str, Any], **others: Any) -> dict[str, Any]:
-    # transformers writes into `rope_parameters`, which other tests share.
-    made = copy.deepcopy(dict(SMALL))
+    made = dict(SMALL)
     for part in parts:
         made |= part
     return {**made, **others, "model_type": model_type}
@@ -324,7 +322,7 @@ def test_four_ranks_describe_what_the_converter_exports(row: Row, four_ranks: Pa
 def test_a_transformers_model_gives_the_same_by_its_save_conversion(config: dict[str, Any]) -> None:
     from transformers.core_model_loading import revert_weight_conversion
 
-    made = transformers.AutoConfig.for_model(**config)
+    made = hf_settings.transformers_config(config)
     is_text = "text_config" not in config
     auto = (
         transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText

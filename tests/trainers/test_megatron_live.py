@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from child_process import running
-from hf_settings import DENSE, SMALL_LATENT, SPARSE, spec_of
+from hf_settings import DENSE, SMALL_LATENT, SPARSE, spec_of, transformers_config
 from live_trainer import NUM_TOKENS
 from megatron_rank import checkpoint
 from needs import need_package
@@ -102,9 +102,7 @@ async def test_the_engine_computes_the_loss_that_megatron_reached(
 async def served_weights(
     http: aiohttp.ClientSession, url: str, config: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    names = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**config)
-    ).state_dict()
+    names = transformers.AutoModelForCausalLM.from_config(transformers_config(config)).state_dict()
     served = {}
     for name in names:
         async with http.get(f"{url}/get_weights_by_name?name={name}") as response:
@@ -117,9 +115,7 @@ async def served_weights(
 
 def loss_of(config: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> float:
     """Return the next-token loss of transformers on Megatron's sequences."""
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**config)
-    ).eval()
+    model = transformers.AutoModelForCausalLM.from_config(transformers_config(config)).eval()
     model.load_state_dict(weights)
     losses = []
     for _, ids in zip(range(NUM_MICROBATCHES), microbatches(NUM_TOKENS), strict=False):
