@@ -134,7 +134,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[s
                 found[way] = await run(options, place)
         except TimeoutError:
             found[way] = {"failed": f"did not end within {options.way_s:.0f} s"}
-        except Exception as error:  # noqa: BLE001 - the other ways are told all the same
+        except Exception as error:  # noqa: BLE001 - run the other ways too
             found[way] = {"failed": f"{type(error).__name__}: {error}"[:3000]}
         print(f"{way}: {json.dumps(found[way])}", flush=True)
         if options.logs and (place / "logs").exists():

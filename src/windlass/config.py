@@ -332,7 +332,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings for updates of the fleet.
 
     Attributes:
-        mode: memory of the engines that an update writes.
+        mode: whether an update writes the live weights of the engines, or a second copy.
         pause_mode: treatment of running requests during a pause.
         backend: backend that moves the bytes. The controller sends this setting to trainers and engines.
         deadlines: deadline of each phase of an update.
@@ -341,8 +341,8 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
         min_engines: number of engines that must be connected before a round begins.
         compare_share: trainer ranks compare replicated weights for at most this share of the update time, in [0, 1].
             The first update compares all replicated weights; with 1, every update compares all of them.
-        unchanged: reaction to a version in which all bytes equal the trainers' previous version.
-        non_finite: reaction to a version in which a parameter contains NaN or infinity. REFUSE checks all parameters
+        unchanged: reaction to a version with the same bytes as the trainers' previous version.
+        non_finite: reaction to a version with NaN or infinity in a parameter. REFUSE checks all parameters
             before the first byte is sent. WARN checks a different 4 MiB per rank in each update.
         heartbeat_s: if a peer does not answer a ping within these seconds, the connection counts as dead.
         max_message_nbytes: maximum size of a frame. The controller closes a connection that sends a larger frame.

@@ -65,7 +65,7 @@ class CommandHandler(Protocol):
 
 
 class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
-    """Session of a rank with the controller. `Client.connect` starts it in a thread of its own.
+    """Session of a rank with the controller. `Client.connect` starts a thread for the session.
 
     Args:
         url: the controller's address.

@@ -225,10 +225,10 @@ class ChangeLinks(msgspec.Struct, frozen=True, tag="change_links"):
     no engine ranks relay.
 
     Attributes:
-        since: epoch of the last command that bound this rank. The rank refuses the command if this is another epoch,
-            because it then has other links than the controller assumes.
-        gone: destinations whose links end, including destinations that are bound again.
-        plan: encoded part for this rank of the plan for the new destinations; empty without new destinations.
+        since: epoch of the last command that bound this rank, as the controller knows it. The rank refuses the command
+            if it was bound in another epoch, because its links are then different.
+        gone: destinations to end links to. A destination with a new link is included.
+        plan: this rank's encoded part of the plan for the new destinations; empty without new destinations.
         bindings: addresses of the new destinations.
     """
 

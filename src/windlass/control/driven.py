@@ -1,8 +1,8 @@
-"""Rounds that trainer ranks drive themselves, call by call, through a backend.
+"""Rounds that trainer ranks drive through a backend, call by call.
 
-A publish ends WRITE as soon as every source has answered its command. A driven round has no links. It stays in WRITE
-until its backend calls `end`, and meanwhile the backend sends its own commands to the engines (`call`). All other phases
-are those of every round.
+A publish ends WRITE as soon as every source has answered its command. A driven round has no links. The round stays in
+WRITE until the backend calls `end`. Before that, the backend sends its own commands to the engines (`call`). The other
+phases do not differ from the phases of a publish.
 """
 
 from __future__ import annotations

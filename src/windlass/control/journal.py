@@ -86,7 +86,7 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kin
 
 @dataclass(slots=True)
 class JournalSummary:
-    """Summary of all entries: the state with which a controller starts.
+    """Summary of all entries. A controller starts with this state.
 
     Attributes:
         epoch: highest epoch; 0 for none.
@@ -124,7 +124,7 @@ class JournalSummary:
                 pass
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Yield entries from which `add` makes an equal summary."""
+        """Yield entries. An empty summary that adds them becomes equal to this summary."""
         at, said = (self.epoch, self.round), ((), "compacted")
         yield JournalEntry(JournalKind.STARTED, *at, self.published, *said, self.lineage)
         if self.published >= 0:

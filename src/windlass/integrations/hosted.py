@@ -259,9 +259,9 @@ class TrainerRanks:
 
         Args:
             what: name of the call: equal on all ranks, and different for every call.
-            host: function with which rank 0 starts the controller; returns the address for trainer ranks.
+            host: function that starts the controller and returns the address for trainer ranks. Rank 0 calls it.
             connect: function that every rank calls with this address.
-            join: function with which rank 0 lets servers join, after all ranks have connected.
+            join: function that lets servers join. Rank 0 calls it after all ranks have connected.
             deadline_s: longest time in seconds of each wait for another rank.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Custom weight loader through which SGLang's ranks get orders (`windlass.engines.sglang.hook.run`).
+"""Custom weight loader that passes orders to SGLang's ranks (`windlass.engines.sglang.hook.run`).
 
 SGLang calls a custom weight loader in every rank's scheduler loop, between batches, with the rank's model. The
 "weights" are one empty tensor, whose name is an order in JSON (`windlass.engines.sglang.orders`).
@@ -148,7 +148,7 @@ def own_rank() -> int:
 def _own_replica() -> int:
     """Return the index of this rank's data-parallel replica.
 
-    Return 0 in releases whose ranks do not know this index; the launcher refuses several replicas with such a release.
+    Some releases do not tell their ranks this index. Return 0 there; the launcher refuses several replicas with them.
     """
     try:
         from sglang.srt.runtime_context import get_parallel
@@ -281,7 +281,7 @@ _NO_NAMESPACES = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
 
 
 def separate_caches() -> None:
-    """Patch SGLang so that a request finds only prefix-cache entries of the weights with which it starts.
+    """Patch SGLang so that a request finds only prefix-cache entries of the weights that are live when it starts.
 
     The patched `Req.init_next_round_input` adds the namespace of the current weights to a request's `extra_key`, which is
     part of the key of cache entries. The method adds the namespace only if SGLang (0.5.16, 0.5.23) passes a `tree_cache`:

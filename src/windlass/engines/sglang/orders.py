@@ -137,8 +137,8 @@ def send_order(
 ) -> None:
     """Send an order in an open session; see `order_ranks`.
 
-    `selector` has the fields that `session` yielded. `deadline_s` is None (no limit) only for an order that blocks main
-    loops. `hook` is the path of the custom weight loader.
+    `selector` has the fields that `session` yielded. An order that blocks main loops has no deadline
+    (`deadline_s` is None). `hook` is the path of the custom weight loader.
     """
     name = msgspec.json.encode(order).decode()
     # These are the bytes that SGLang's own serialiser would produce.

@@ -53,7 +53,7 @@ MIXED = "windlass-update"
 """Weight version that a server reports during an update. An agent that finds it does not know whether an earlier agent
 left weights of two versions, so the server stays paused until a version has been written."""
 _DEFAULT = "default"
-"""Weight version of an SGLang server that nobody has set."""
+"""Weight version of an SGLang server before the first update."""
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,8 +183,8 @@ def _joined(
 def _wait_changed(server: EngineHttp, tables: tuple[WeightTable, ...]) -> None:
     """Wait until the server has ended, or publishes other tables.
 
-    The kernel closes an idle connection to the server when the server's process ends. If the server itself or a device
-    between has closed the connection, the tables show whether the server is the same.
+    Hold an idle connection to the server: the server's kernel closes it when the process ends. The server or a proxy may
+    also close it earlier. So compare the tables after each close, and wait again if they are the same.
     """
     target, pauses = urlsplit(server.url), Backoff(0.05, 5.0).pauses()
     port = target.port or (443 if target.scheme == "https" else 80)

@@ -145,7 +145,7 @@ def _prepare(server_args: Any) -> None:
 
 
 def check_ranks_have_the_token() -> None:
-    """Check that ranks on this host can read the token with which they authenticate to the first host.
+    """Check that ranks on this host can read the token. They show it to the first host.
 
     Raises:
         ConfigError: the variable for the token's file is not set.

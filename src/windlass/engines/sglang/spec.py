@@ -107,7 +107,7 @@ _ENCODERS = "its encoders are in other processes, whose weights are not updated"
 
 
 def _rule(setting: str, allowed: tuple[object, ...], why: str) -> Rule:
-    """Return the rule of a setting whose command-line option has the same name."""
+    """Return the rule of a setting. The command-line option has the name of the setting."""
     return Rule(f"--{setting.replace('_', '-')}", allowed, why, (setting,))
 
 

@@ -1,4 +1,4 @@
-"""The weight table of an SGLang server without Windlass, and the layout file that says what the table's bytes mean.
+"""The weight table of an SGLang server without Windlass, and the layout file that describes the table's bytes.
 
 With `ENABLING`, every rank of SGLang registers its parameters with its own Mooncake engine, and the server publishes
 address, number of elements and element size of each. A process with SGLang and Windlass writes the layout file once
@@ -126,7 +126,7 @@ class _Model(msgspec.Struct, frozen=True):
 
 
 def config_digest(folder: Path) -> str:
-    """Return SHA-256 of a checkpoint's config.json without formatting and labels; empty if there is no such file."""
+    """Return SHA-256 of a checkpoint's config.json without formatting and labels; empty if the file does not exist."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except OSError:
