@@ -30,7 +30,7 @@ from windlass.engines.http import EngineHttp
 from windlass.engines.private_routes import saved_key
 from windlass.engines.spec import ENGINES, EngineOptions
 from windlass.envs import inherited_environment
-from windlass.errors import WindlassError
+from windlass.errors import PeerTimeout, WindlassError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import TornReport, check_served
 from windlass.jobs.demo.recipe import DemoRecipe, Pace, PaceClock
@@ -392,7 +392,8 @@ async def _start_server(
     """Start the engine without a controller; return its address when it serves.
 
     Raises:
-        WindlassError: the server ended, or does not serve within `start_deadline_s`.
+        PeerTimeout: the server does not serve within `start_deadline_s`.
+        WindlassError: the server ended.
     """
     section = config.engines[0]
     command = ENGINES.find(section.kind).command(
@@ -426,13 +427,24 @@ async def _start_server(
     async def end() -> None:
         if process.returncode is None:
             process.terminate()
-        await process.wait()
+        try:
+            async with asyncio.timeout(config.shutdown_s):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
 
     stack.push_async_callback(end)
     line = b""
     if process.stdout is not None:
-        async with asyncio.timeout(config.start_deadline_s):
-            line = await process.stdout.readline()
+        try:
+            async with asyncio.timeout(config.start_deadline_s):
+                line = await process.stdout.readline()
+        except TimeoutError as error:
+            raise PeerTimeout(
+                f"--compare: the server {section.name} did not serve within {config.start_deadline_s:g} s; its log is "
+                f"in {logs}"
+            ) from error
     if not line:
         raise WindlassError(f"--compare: the server {section.name} ended; its log is in {logs}")
     return str(msgspec.json.decode(line, type=dict[str, str])["url"])
