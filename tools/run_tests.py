@@ -19,7 +19,18 @@ from pathlib import Path
 
 TESTS_FAILED = 1
 """pytest's exit status when a test failed."""
-ALONE = ("-n", "0", "--last-failed", "--last-failed-no-failures", "none")
+ALONE = (
+    "-n",
+    "0",
+    "--last-failed",
+    "--last-failed-no-failures",
+    "none",
+    "--splits",
+    "1",
+    "--group",
+    "1",
+)
+"""Arguments of the second run. One split replaces the caller's splits: pytest-split would cut the failed tests again."""
 
 
 def main(words: Sequence[str]) -> int:

@@ -219,6 +219,6 @@ async def test_a_rank_with_another_token_than_its_server_is_named(
             )
         assert status == 502
         assert (
-            "rank 1: a rank must have the token that the server was started with" in said["error"]
+            "rank 1: the rank must have the token that the server was started with" in said["error"]
         )
         assert first.call(lambda: server.sample(PROMPT, NUM_TOKENS)) == answered

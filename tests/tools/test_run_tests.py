@@ -63,13 +63,25 @@ def test_the_turns_of_a_suite_go_through_all_its_parts(target: str) -> None:
 def test_a_failed_test_runs_again_alone_and_is_counted(
     number: int, steady: bool, status: int, says: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "test_them.py").write_text(UNSTEADY.format(number=number, steady=steady))
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    ran = subprocess.run(
-        [sys.executable, ROOT / "tools" / "run_tests.py", "-q", "-n", "2", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
+    ran = run_tests(UNSTEADY.format(number=number, steady=steady), tmp_path)
     assert (ran.returncode, says in ran.stdout) == (status, True), ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("group", ["1", "2", "3"])
+def test_a_failed_test_of_a_split_runs_again(group: str, tmp_path: Path) -> None:
+    ran = run_tests(
+        UNSTEADY.format(number=2, steady=False), tmp_path, "--splits", "3", "--group", group
+    )
+    assert "1 tests failed and run again, alone" in ran.stdout
+    is_unsteady = group != "3"
+    assert ran.returncode == (0 if is_unsteady else 1), ran.stdout + ran.stderr
+    assert f"{int(is_unsteady)} tests failed beside others and passed alone" in ran.stdout
+
+
+def run_tests(tests: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `tools/run_tests.py` on this source of a test file."""
+    (folder / "test_them.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    script = ROOT / "tools" / "run_tests.py"
+    command = [sys.executable, script, "-q", "-n", "2", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
