@@ -249,7 +249,7 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         check_numbers(self, one | none, ("batch_deadline_s",), where="rollout.")
 
     def limits(self) -> RolloutConfig:
-        """Return the settings of the rollout controller."""
+        """Return only the settings that `RolloutConfig` defines, for the rollout controller."""
         return RolloutConfig(
             **{name: getattr(self, name) for name in RolloutConfig.__struct_fields__}
         )
@@ -391,12 +391,12 @@ def check_all(checks: Iterable[Callable[[], object]], mistakes: Iterable[str] = 
 
 
 def mistakes_of(error: ConfigError) -> list[str]:
-    """Return the texts of an error and of its notes."""
+    """Return all mistakes in an error from `error_of`: its text and its notes."""
     return [str(error), *vars(error).get("__notes__", ())]
 
 
 def error_of(mistakes: Iterable[str]) -> ConfigError:
-    """Return an error with the first mistake as text and the other mistakes as notes."""
+    """Return one error for all mistakes (at least one): the first is the error's text, the others are its notes."""
     # Two checks may find the same mistake.
     first, *others = dict.fromkeys(mistakes)
     error = ConfigError(first)
@@ -407,7 +407,12 @@ def error_of(mistakes: Iterable[str]) -> ConfigError:
 
 @contextmanager
 def name_file(path: Path) -> Iterator[None]:
-    """Context manager that puts the path of the job file before each mistake of a ConfigError from the block."""
+    """Put the path of the job file before each mistake in a ConfigError that the block raises.
+
+    Raises:
+        ConfigError: the block raised ConfigError. The new error has the text and the notes of the old error, each with
+            the path.
+    """
     try:
         yield
     except ConfigError as error:
@@ -419,8 +424,8 @@ def name_file(path: Path) -> Iterator[None]:
 def _convert(raw: dict[str, Any], meant: Collection[str]) -> tuple[LaunchConfig | None, list[str]]:
     """Return the configuration and a list of mistakes; the configuration is None if a value is missing or not allowed.
 
-    msgspec's conversion ends at the first mistake. To find more mistakes, replace the wrong value with the default of
-    its key, or with another value that the key's type allows, and convert again.
+    msgspec's conversion stops at the first mistake. To find further mistakes, this function puts an allowed value in
+    place of the wrong value, in a copy, and converts again.
 
     Args:
         raw: tables of the file; not changed.
@@ -458,9 +463,17 @@ def _place_of(error: msgspec.ValidationError) -> tuple[str | int, ...]:
 
 
 def _replace(raw: dict[str, Any], place: tuple[str | int, ...]) -> bool:
-    """Replace the value at a path with the default of the key, or with another value that the key's type allows.
+    """Replace a wrong value in `raw`, so that a further conversion can find other mistakes.
 
-    Return whether this was possible.
+    An optional key is removed, so that its default counts. A required key gets a value that its type allows.
+
+    Args:
+        raw: tables of a job file; changed in place.
+        place: path of the wrong value, as keys and indices.
+
+    Returns:
+        Whether the value was replaced. False for a path that `LaunchConfig` does not have, an optional key that is not
+        in `raw`, or a required key of a type that is not in `_ALLOWED`.
     """
     if not place:
         return False
@@ -484,7 +497,7 @@ def _replace(raw: dict[str, Any], place: tuple[str | int, ...]) -> bool:
 
 
 def _without_union(raw: Any, kind: inspect.Type) -> tuple[Any, inspect.Type]:
-    """Return a value and its type. If the type is a union, return the union's member that the table's tag names."""
+    """Return `raw` and its type. If `kind` is a union, the returned type is the member that the tag in `raw` names."""
     if isinstance(kind, inspect.UnionType):
         for _, _, member in _values("", raw, kind):
             return raw, member
@@ -500,7 +513,7 @@ _ALLOWED: Mapping[type[inspect.Type], Any] = {
 
 
 def _keys_of(where: str) -> list[str]:
-    """Return the known keys of the table at a path such as `engines[0].`."""
+    """Return the keys that the table at a path such as `engines[0].` may have."""
     table = re.sub(r"\[\d+\]", "", where).rstrip(".")
     return [
         key
@@ -511,7 +524,11 @@ def _keys_of(where: str) -> list[str]:
 
 
 def _convert_path(kind: type, value: object) -> object:
-    """Convert text to a path. msgspec calls this for types that it does not know."""
+    """Convert the text `value` to a `Path`. msgspec calls this for every type without built-in support.
+
+    Raises:
+        ValueError: the type is not `Path`, or the value is not text.
+    """
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise ValueError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
@@ -544,7 +561,13 @@ def _take_unknown(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[st
 
 
 def _values(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, Any, inspect.Type]]:
-    """Yield path, value and type of each item of a table or a list."""
+    """Yield path, value and type of each direct item of a table or a list. Each path ends with a dot.
+
+    Args:
+        where: path of the table or list; empty for the whole file, else with a dot at the end.
+        raw: the table or list.
+        kind: type of `raw`. For a union, yield only the path, the table and the member of the union that its tag names.
+    """
     match kind, raw:
         case inspect.StructType(fields=fields), dict():
             for field in fields:
@@ -568,7 +591,10 @@ def _values(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, Any
 def _all_values(
     where: str, raw: Any, kind: inspect.Type
 ) -> Iterator[tuple[str, Any, inspect.Type]]:
-    """Yield path, value and type of each item of a table or a list, including nested items."""
+    """Yield path (without a final dot), value and type of each item of a table or a list, including nested items.
+
+    For arguments see `_values`.
+    """
     for place, value, value_kind in _values(where, raw, kind):
         yield place.rstrip("."), value, value_kind
         yield from _all_values(place, value, value_kind)
@@ -587,7 +613,12 @@ def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
 
 
 def _tables(where: str, kind: inspect.Type) -> Iterator[tuple[str, list[str]]]:
-    """Yield the path and the keys of every table that a job file may have."""
+    """Yield the path and the allowed keys of every table in a table of type `kind`, this table first.
+
+    Args:
+        where: path of the table; empty for the whole file, else with a dot at the end.
+        kind: type of the table. Items of a list of tables have the path of the list.
+    """
     match kind:
         case inspect.StructType(fields=fields):
             yield where.rstrip("."), [field.encode_name for field in fields]
@@ -612,7 +643,7 @@ _KINDS = {
 
 
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
-    """Return an error text for a msgspec error, with the key, the rule and the wrong value."""
+    """Return our error text for a msgspec error about the tables `raw`, with the key, the rule and the wrong value."""
     rule, _, place = str(error).partition(" - at `")
     key = place.rstrip("`").removeprefix("$").lstrip(".")
     if lacking := re.fullmatch(r"Object missing required field `(\w+)`", rule):

@@ -33,7 +33,15 @@ Samples = Sequence[Sequence[TrainingSample]]
 
 
 def start_process_group(context: TrainContext, backend: str, device: torch.device) -> None:
-    """Start torch.distributed with the TCP store of rank 0, and set this rank's CUDA device. Collective."""
+    """Start torch.distributed's default process group, and set this rank's CUDA device. Collective over all ranks.
+
+    The ranks meet at the TCP store that rank 0 already serves, see `TrainContext.store_host`.
+
+    Args:
+        context: argument of `TrainEngine.setup`; its deadline is also the timeout of later collectives.
+        backend: backend of torch.distributed.
+        device: torch device of the model; a CUDA device without an index is the first GPU that this rank sees.
+    """
     timeout = timedelta(seconds=context.deadline_s)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         context.store_host, context.store_port, is_master=False, timeout=timeout
@@ -55,7 +63,7 @@ class LossMean(StrEnum):
     TOKENS = "tokens"
 
     def weight(self, groups: Samples) -> int:
-        """Return the number of samples, or of generated tokens, in these groups."""
+        """Return the weight of these groups in a mean: the number of their samples, or of their generated tokens."""
         samples = [sample for group in groups for sample in group]
         if self is LossMean.SAMPLES:
             return len(samples)
@@ -67,7 +75,8 @@ def micro_batches(
 ) -> list[tuple[Samples, float]]:
     """Cut a rank's groups into micro-batches, the same number on every rank. Collective over all ranks.
 
-    All ranks must enter the same collectives. So a rank with too few groups repeats one of its groups with weight 0.
+    The number must be the same because every micro-batch runs collectives. So a rank with too few groups repeats its
+    last group with weight 0.
 
     Args:
         groups: groups of this rank.
@@ -127,7 +136,9 @@ class ParallelSizes:
         check_numbers(self, {"dp_replicate": 1, "cp": 1, "tp": 1})
 
     def axes(self, world_size: int) -> dict[str, int]:
-        """Return the size of each axis of the mesh, outermost first; only `dp_shard` may have size 1.
+        """Return the name and size of each axis of the mesh, outermost first, without axes of size 1.
+
+        The axis `dp_shard` is always included. The mesh has `world_size` ranks.
 
         Raises:
             ConfigError: the product of the sizes does not divide `world_size`.
@@ -159,7 +170,8 @@ class FsdpEngine(TrainEngine):
         optimizer: function that builds the optimizer from the sharded module.
         loss: function of the module and this rank's groups; returns a scalar. The scalar must depend on the module even
             without samples, because all ranks must enter the collectives of the backward pass.
-        units: function that returns the submodules to shard separately, usually decoder layers.
+        units: function that returns the submodules to shard separately, usually decoder layers; None to shard the
+            module as a whole.
         sizes: sizes of the mesh axes. With `cp`, the loss must cut sequences over `mesh["cp"]`.
         tensor_parallel: function that splits the module over `mesh["tp"]`, for example with torch's
             `parallelize_module`; called before FSDP2 shards the module. Required if `sizes.tp` > 1.
@@ -287,7 +299,7 @@ class FsdpEngine(TrainEngine):
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:
         if step or self._sampling is None:
             return self._train_step(groups)
-        # Before the first step, engines serve the same weights as the trainer.
+        # Compare in the first step only: its samples come from engines with the weights that this rank still has.
         check = LogprobCheck([s for group in groups for s in group], self._sampling)
         with check.watching(self.model):
             metrics = self._train_step(groups)
@@ -299,7 +311,7 @@ class FsdpEngine(TrainEngine):
         losses = []
         pieces = micro_batches(groups, self._num_groups, self._loss_mean, self._device)
         for number, (micro_batch, weight) in enumerate(pieces, 1):
-            # Average gradients over replicas once per step, but reduce them over shards in each micro-batch.
+            # Reduce gradients over the shards in each micro-batch, but over the replicas only in the last micro-batch.
             if isinstance(model, FSDPModule):
                 model.set_requires_all_reduce(number == len(pieces))
             loss = self._loss(model, micro_batch) * weight
@@ -324,7 +336,7 @@ class FsdpEngine(TrainEngine):
         return self._replica is not ReplicaPlace.OFF
 
     def save(self, path: str) -> None:
-        """Save model and optimiser as a distributed checkpoint; a different number of ranks may load it."""
+        """Save model, optimiser and schedule as a distributed checkpoint, which another number of ranks may load."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -368,7 +380,11 @@ class FsdpEngine(TrainEngine):
 
 
 def _clip(parameters: Iterator[torch.nn.Parameter], max_norm: float) -> float:
-    """Clip the gradients by their common norm; return this norm. torch's function accepts only gradients of one mesh."""
+    """Scale the gradients so that their total norm is at most `max_norm`; return the total norm before the scaling.
+
+    `torch.nn.utils.clip_grad_norm_` accepts only gradients of one device mesh. So this function computes the norm of the
+    gradients of each mesh, and combines these norms.
+    """
     of_mesh: defaultdict[DeviceMesh | None, list[torch.nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:

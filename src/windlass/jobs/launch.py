@@ -98,9 +98,9 @@ async def run_job(
 
     Args:
         config: configuration from `load_config`.
-        notify: called with one line of text per event.
+        notify: function that the job calls with one line of text per event, in its event loop.
         recipe: recipe to use instead of the recipe that `config` names.
-        progress: shows the slow parts of the start.
+        progress: display of the slow parts of the start.
 
     Raises:
         ConfigError: see `check_job`, or another job runs in the output folder. No process was started.
@@ -179,9 +179,10 @@ async def _run_in(
 
 
 def _check_last_update(summary: JobSummary, version: int) -> None:
-    """Raise WindlassError if the last version was not published, unless a signal stopped the job.
+    """Raise WindlassError if `version`, the job's last version, was not published, unless a signal stopped the job.
 
-    With replicas, the last update may end while the job closes the ranks, and no other code checks its result.
+    With replicas, the last update may end while the job closes the ranks. No other code checks the result of this
+    update.
     """
     if not summary.stopped_by and summary.version < version:
         raise WindlassError(
@@ -286,7 +287,11 @@ class Job:
         self._num_trained = self._restarts_since_checkpoint = 0
 
     async def run(self) -> JobSummary:
-        """Run the job to its end, and end all its processes."""
+        """Run the job until its steps are done, its tasks end, or a signal arrives; then end all its processes.
+
+        Raises:
+            WindlassError: see `run_job`. The processes have been ended.
+        """
         controller, config = self.controller, self._config
         self._notify(f"controller {controller.url}")
         work = asyncio.create_task(self._work())
@@ -368,9 +373,10 @@ class Job:
             _log.warning("%s is not written: %s", self._output_dir / REPORT, error)
 
     async def _call_ended(self, summary: JobSummary) -> None:
-        """Call the recipe's `ended`, and cancel this call after a signal.
+        """Call the recipe's `ended`. A signal that arrives during the call cancels the call.
 
-        If a signal has stopped the job, the call has `shutdown_s`, and a further signal cancels it.
+        If a signal has already stopped the job, the call is also cancelled after `shutdown_s`. Without such a signal, it
+        has no deadline.
         """
 
         async def call() -> None:
@@ -393,10 +399,13 @@ class Job:
             await asyncio.gather(hook, insisted, return_exceptions=True)
 
     async def _clean_up(self) -> float:
-        """Cancel all rollouts and wait for their clean-up; a second signal skips or ends this wait.
+        """Cancel all rollouts, and wait at most `shutdown_s` until their workflows have cleaned up.
+
+        If the job has got a second signal, cancel nothing. A signal that arrives during the wait ends the wait.
 
         Returns:
-            Seconds that worker processes may take to end after the clean-up.
+            Seconds that worker processes get to end afterwards: `shutdown_s` after a complete clean-up, 5 if attempts
+            are left, 0 after a signal.
         """
         if self._insisted:
             return 0.0
@@ -421,7 +430,11 @@ class Job:
         return deadline_s
 
     async def _end_at_signal(self, work: asyncio.Task[None]) -> None:
-        """Wait for a signal, stop dispatching rollouts, let a running step or update end, and cancel `work`."""
+        """Wait for a signal. Then stop dispatching rollouts, wait for the end of a running step or update, and return.
+
+        If the step or update ends within `shutdown_s` and before a second signal, cancel `work` before this method
+        returns. Otherwise the caller cancels `work`.
+        """
         self._stopped_by = await self.signals.get()
         self.controller.rollouts.pause()
         self._notify(
@@ -450,8 +463,11 @@ class Job:
     async def _guard(self, parts: Sequence[ProcessSpec], role: Access, max_restarts: int) -> None:
         """Start an engine or worker, and start it again when it ends or hangs.
 
-        An engine on several nodes has one process per node, each with its own entry in `parts`. If one process ends,
-        the job ends the engine's other processes, and starts all of them again in a new reservation.
+        Args:
+            parts: processes to start. A worker has one process. An engine has one process per node; if one of them
+                ends, the job ends the others, and starts all of them again in a new reservation.
+            role: role of the processes; they get the token of this role.
+            max_restarts: largest number of restarts between two steps.
 
         Raises:
             WindlassError: the engine or worker ended or hung more than `max_restarts` times between two steps.
@@ -484,12 +500,18 @@ class Job:
             restarts += 1
 
     async def _ended(self, name: str) -> tuple[str, str]:
-        """Wait for the end of a process; return its name and a text with its exit status."""
+        """Wait for the end of the process `name`; return its name and a text with its exit status."""
         status = await self._scheduler.wait(name)
         return name, f"{name} ended with exit status {status.returncode}"
 
     async def _hung(self, name: str, role: Access) -> tuple[str, str]:
-        """Wait until an engine or worker runs and does not answer; return the name and a text with the reason."""
+        """Wait until an engine or worker has left the queue and then fails to answer in time; return name and reason.
+
+        The time limits are `start_deadline_s` for the first answer and `max_silence_s` afterwards.
+
+        Raises:
+            PeerUnreachable: the process ended in the queue, or could not be started.
+        """
         # With Slurm or Ray, the process may wait in a queue before it runs.
         await self._scheduler.wait_healthy(name, deadline_s=math.inf)
         return name, await self._silence.until_silent(name, role)
@@ -587,7 +609,12 @@ class Job:
             raise PeerTimeout(progress.text()) from error
 
     async def _start_ranks(self) -> None:
-        """End running ranks, start new ranks, and load the newest checkpoint if there is one."""
+        """End running ranks, start new ranks, and let them load the newest checkpoint if there is one.
+
+        Raises:
+            TrainerError: a rank died, did not connect in time, or raised an error.
+            ConfigError: a step has fewer groups than there are data-parallel ranks.
+        """
         deadline_s = self._config.start_deadline_s
         await self._trainers.start(self.controller.url, deadline_s=deadline_s)
         num_groups, size = self._config.rollout.groups_per_step, self._trainers.data_parallel_size
@@ -603,7 +630,10 @@ class Job:
             self._notify(f"continues from {folder}, after {counted(self._steps, 'step')}")
 
     def _journalled_version(self) -> int:
-        """Return the newest version in the journal of rollouts, or -1; the job's next version must be greater."""
+        """Return the newest version in the journal of rollouts; -1 if the journal contained no groups at the start.
+
+        The first version that the job publishes must be greater.
+        """
         rollouts = self.controller.rollouts
         return rollouts.stats().version if rollouts.recovered.groups else -1
 
@@ -653,10 +683,14 @@ class Job:
         return f"{said}; not connected: {', '.join(missing.values())}" if missing else said
 
     async def _save(self) -> None:
-        """Save a checkpoint. Its record is written last, because a folder with a record counts as finished."""
+        """Save a checkpoint of the ranks and the recipe, and delete old checkpoints as `trainer.keep` says.
+
+        Write the checkpoint's record last, because a folder with a record counts as finished.
+        """
         folder = self._output.checkpoint_folder(self._steps)
         (folder / CHECKPOINT_RECORD).unlink(missing_ok=True)
-        # Read the recipe's state first: tasks that it yields while the ranks save belong to the next checkpoint.
+        # Read the recipe's state before the ranks save: tasks that the recipe yields during the save belong to the
+        # next checkpoint.
         state, tasks, trained = self._recipe_state, self._open_tasks(), self._trained
         self._trained = []
         with self._waiting_for(lambda: f"the trainer ranks: checkpoint {self._steps}"):
@@ -670,9 +704,10 @@ class Job:
         await asyncio.to_thread(self._output.prune, self._config.trainer.keep)
 
     def _open_tasks(self) -> bytes:
-        """Return the encoded tasks that the recipe yielded and the job did not train on.
+        """Return the tasks that the recipe yielded and the job has not trained on yet, encoded for a checkpoint.
 
-        Return no bytes if the recipe has no state, or if the journal of rollouts records these tasks.
+        Return no bytes if the recipe has no state, if the journal of rollouts records these tasks, or if msgpack cannot
+        encode them.
         """
         if self._config.rollout.journal is not None or not self._recipe_state:
             return b""
@@ -685,7 +720,13 @@ class Job:
             return b""
 
     def _acknowledge(self, task_ids: Sequence[str]) -> None:
-        """Remove the groups of these tasks from the journal of rollouts, because the job has trained on them."""
+        """Remove groups from the journal of rollouts, because the job has trained on them.
+
+        Do nothing unless `rollout.acknowledge` is set.
+
+        Args:
+            task_ids: one rollout id of each group.
+        """
         if self._config.rollout.acknowledge:
             self.controller.rollouts.acknowledge(task_ids)
 
@@ -735,7 +776,10 @@ class Job:
             await self._recipe.after_step(step, result)
 
     async def _produce(self) -> None:
-        """Submit the recipe's tasks, as fast as the staleness bound admits them."""
+        """Submit the recipe's tasks one by one, each as soon as the staleness bound admits it, until the tasks end.
+
+        After a start from a checkpoint, first restore the recipe's state and submit the checkpoint's tasks.
+        """
         deadline_s = room_deadline_s(self._config)
         if self._newest is not None and (checkpoint := self._newest[1]).recipe:
             state = msgspec.msgpack.decode(checkpoint.recipe)
@@ -749,9 +793,9 @@ class Job:
             await self._submit(task, deadline_s)
 
     async def _next_task(self, tasks: Iterator[tuple[Task, bytes]]) -> tuple[Task, bytes] | None:
-        """Return the recipe's next task and the recipe's state after this task; None if there are no more tasks.
+        """Return the recipe's next task and the encoded state of the recipe after this task; None after the last task.
 
-        The recipe runs in a thread.
+        The recipe runs in the thread of `_task_calls`, so this method does not block the event loop.
         """
         self._asked_for_task_at = asyncio.get_running_loop().time()
         try:
@@ -760,10 +804,11 @@ class Job:
             self._asked_for_task_at = None
 
     async def _submit(self, task: Task, deadline_s: float) -> None:
-        """Wait until the staleness bound admits a task, and submit the task.
+        """Wait until the staleness bound admits a task, and submit the task as one group.
 
         Raises:
             ConfigError: no worker knows the task's workflow.
+            PeerTimeout: the staleness bound did not admit the task within `deadline_s`.
         """
         rollout, rollouts = self._config.rollout, self.controller.rollouts
         if unknown := rollouts.refusal(task.workflow):
@@ -780,7 +825,10 @@ class Job:
         handle.add_done_callback(partial(self._group_ended, handle.group_id))
 
     def _group_ended(self, group_id: int, ended: asyncio.Future[RolloutGroup]) -> None:
-        """Remove a failed group from `_open`. A completed group stays there until it is trained on or declined."""
+        """Handle the end of a group: remove a failed or cancelled group from `_open`.
+
+        A completed group stays in `_open` until a step has trained on it or the recipe declines it.
+        """
         if ended.cancelled() or ended.exception() is not None:
             self._forget(group_id)
 
@@ -789,7 +837,7 @@ class Job:
         self._open.pop(group_id, None)
 
     def _describe_tasks(self) -> str:
-        """Return a text for `_waiting_for` if the job waits for the recipe's `tasks`; otherwise an empty text."""
+        """Return how long the job has waited for the next task of the recipe; an empty text below one second."""
         if self._asked_for_task_at is None:
             return ""
         waited_s = asyncio.get_running_loop().time() - self._asked_for_task_at
@@ -808,13 +856,17 @@ class Job:
 
     @contextmanager
     def _in_hook(self, hook: str) -> Iterator[None]:
-        """Context manager for a call of a recipe's hook: errors and messages of `_waiting_for` name the hook."""
+        """Run a hook of the recipe inside the block: report a long wait, and name the hook in reports and errors.
+
+        Raises:
+            WindlassError: the hook raised an exception.
+        """
         with recipe_code(hook), self._waiting_for(lambda: f"the recipe's {hook}"):
             yield
 
     @contextmanager
     def _waiting_for(self, describe: Callable[[], str]) -> Iterator[None]:
-        """While the block runs, report the text of `describe` every `SAID_EVERY_S`."""
+        """While the block runs, report every `SAID_EVERY_S` seconds what the job waits for, as `describe` returns it."""
         began_s = asyncio.get_running_loop().time()
 
         async def say() -> None:
@@ -854,7 +906,7 @@ def _pause_s(restarts: int) -> float:
 
 
 def owner_token() -> str:
-    """Return the token in WINDLASS_TOKEN or in the file WINDLASS_TOKEN_FILE; a new token if neither is set."""
+    """Return the job's secret: from WINDLASS_TOKEN, else from the file in WINDLASS_TOKEN_FILE, else a new random one."""
     if secret_value(TOKEN_VARIABLE) or environment_value(TOKEN_FILE_VARIABLE):
         return control_token()
     return secrets.token_hex(16)
@@ -908,7 +960,7 @@ def _check_nodes(config: LaunchConfig) -> None:
 
 
 def _check_processes(config: LaunchConfig) -> None:
-    """Check that the scheduler's settings fit the processes of the job."""
+    """Check that the scheduler's settings fit the processes of the job; see `SchedulerConfig.check`."""
     try:
         engines = job_processes(config, "")
     except ConfigError:
@@ -1037,10 +1089,10 @@ def _ranks(config: LaunchConfig) -> list[ProcessSpec]:
 
 
 def room_deadline_s(config: LaunchConfig) -> float:
-    """Return the seconds within which the staleness bound must have room for another task.
+    """Return the seconds that the job waits until the staleness bound admits another task.
 
-    The bound may rise only with the next version. Before this version is published, the job may wait for a batch and its
-    scores, a step, a checkpoint, an update, and restarts of failed ranks.
+    If the bound is reached, it admits further tasks only after the next version is published. So the result is the sum
+    of all waits that may come before: a batch and its scores, a step, a checkpoint, an update, and restarts of ranks.
     """
     rollout, trainer = config.rollout, config.trainer
     return (
@@ -1057,7 +1109,8 @@ def job_processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec
     An engine has one process per node; a worker has one process. All connect to the controller at `url`.
 
     Raises:
-        ConfigError: see `_engine`.
+        ConfigError: an engine has a wrong option, number of GPUs or number of nodes, or names no rank in
+            `colocate_with`.
     """
     engines = [
         (_engine(config, each, url), Access.ENGINE, each.max_restarts) for each in config.engines
@@ -1163,8 +1216,13 @@ def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[Proce
 def _num_ranks(spec: EngineSpec, engine: EngineSection, words: Sequence[str]) -> int:
     """Check an engine's command line; return the number of ranks that the engine will have.
 
+    Args:
+        spec: kind of the engine.
+        engine: settings of the engine.
+        words: command line without the interpreter, `-m` and the module.
+
     Raises:
-        ConfigError: the engine cannot be started with these arguments.
+        ConfigError: the engine cannot be started with these words.
     """
     if spec.check is not None:
         spec.check(words)

@@ -44,7 +44,7 @@ class LogprobCheck:
 
     @contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Compare samples in all forward passes of `model` inside the block."""
+        """Inside the block, compare each sample with the logits of the first forward pass of `model` that contains it."""
         hook = model.register_forward_hook(self._compare, with_kwargs=True)
         try:
             yield
@@ -52,9 +52,10 @@ class LogprobCheck:
             hook.remove()
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean absolute difference of the trainer's and the engine's logprobs, as a metric.
+        """Return the metric `LOGPROB_DIFFERENCE`, the mean |trainer's - engine's logprob| per token of compared samples.
 
-        Return no metric if no sample was compared, because no forward pass contained a whole sample.
+        Return no metric if no sample was compared: no forward pass contained a whole sample, or the trainer cannot
+        compute the engines' distribution from the sampling parameters.
         """
         if not self.distances:
             return {}
@@ -83,7 +84,10 @@ class LogprobCheck:
 
 
 def _can_compute(sampling: SamplingParams) -> bool:
-    """Return whether the distribution follows from the logits and the sampling parameters alone, for every engine."""
+    """Return whether the distribution of a token follows from its logits and the sampling parameters alone.
+
+    Return False if it also depends on earlier tokens, on a grammar, or on the kind of the engine.
+    """
     depends_on_tokens = sampling.repetition_penalty != 1.0 or sampling.min_new_tokens > 0
     # vLLM applies `top_p` to the tokens that `min_p` leaves, and SGLang to all tokens.
     differs = sampling.min_p > 0 and sampling.top_p < 1
@@ -98,7 +102,10 @@ def _whole(tensor: object, num_dims: int) -> torch.Tensor | None:
 
 
 def _find(tokens: torch.Tensor, wanted: Sequence[int]) -> tuple[int, int] | None:
-    """Return row and column where `wanted` begins in tokens (B, T), padded or packed; None if not found."""
+    """Return row and column where the tokens `wanted` begin in `tokens` (B, T); None if they are not there.
+
+    A row may be padded, or contain several samples.
+    """
     if len(wanted) > tokens.shape[1]:
         return None
     windows = tokens.unfold(1, len(wanted), 1)
@@ -109,10 +116,15 @@ def _find(tokens: torch.Tensor, wanted: Sequence[int]) -> tuple[int, int] | None
 def _distance(
     logits: torch.Tensor, sample: TrainingSample, sampling: SamplingParams
 ) -> torch.Tensor:
-    """Return the absolute difference of each token's log-probability, at most `_MAX_DISTANCE`.
+    """Return the absolute difference (T,) of each token's log-probability in the trainer and in the sample.
 
-    vLLM applies `top_p` to the `top_k` tokens, SGLang to all tokens. Return the smaller of both differences, because
-    the sample does not name its engine's kind.
+    vLLM applies `top_p` to the `top_k` tokens, SGLang to all tokens. The sample does not tell which of the two engines
+    generated it, so return the smaller of both differences, and at most `_MAX_DISTANCE`.
+
+    Args:
+        logits: the trainer's logits (T, V) for the answer's tokens, on the CPU.
+        sample: sample with T answer tokens and their log-probabilities from the engine.
+        sampling: sampling parameters of the engine.
     """
     tokens = torch.tensor(sample.output_ids)[:, None]
 

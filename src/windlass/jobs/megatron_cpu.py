@@ -25,9 +25,9 @@ class _Stream:
 
 
 def install() -> None:
-    """Replace the functions of `torch.cuda` in this process. Idempotent.
+    """Replace CUDA functions of torch and Megatron-core in this process by functions that use the CPU. Idempotent.
 
-    Call this function only in a process that computes on a CPU: it cannot use a GPU afterwards.
+    Call this function only in a process that computes on a CPU: the process cannot use a GPU afterwards.
     """
     cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
@@ -53,7 +53,10 @@ def install() -> None:
 
 
 def name_te_gemm() -> None:
-    """Define a name that Megatron's router (0.16.1) reads, and that exists only with Transformer Engine."""
+    """Define `te_general_gemm` as None in Megatron's router module (0.16.1), unless Transformer Engine defines it.
+
+    Without this, the router fails: it reads the name even if Transformer Engine is not installed.
+    """
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)
@@ -75,7 +78,10 @@ class _OnCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def without_cuda_tensors() -> Iterator[None]:
-    """Let Megatron's schedules and optimizers use CUDA devices and CUDA types inside the block."""
+    """Inside the block, create tensors for CUDA devices on the CPU, and let `Tensor.type()` return names of CUDA types.
+
+    Megatron's schedules create tensors on "cuda", and its optimizers accept only parameters of CUDA types.
+    """
     kind = torch.Tensor.type
 
     def _as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

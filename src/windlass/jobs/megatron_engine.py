@@ -241,9 +241,16 @@ class MegatronEngine(TrainEngine):
     def _forward_step(
         self, num_pieces: int, pieces: Iterator[tuple[Samples, float]], chunk: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
-        """Run one micro-batch, for Megatron's schedule.
+        """Run the forward pass of the next micro-batch. Megatron's schedule calls this with its iterator and model chunk.
 
-        The schedule divides each loss by the number of micro-batches, so the loss is first multiplied by this number.
+        Args:
+            num_pieces: number of micro-batches of the step. The schedule divides each loss by this number, so the loss
+                is first multiplied by it.
+            pieces: iterator over (groups, weight) of the micro-batches.
+            chunk: model chunk that computes.
+
+        Returns:
+            Output of the chunk, and a function that computes the loss from the output of the last pipeline stage.
         """
         groups, weight = next(pieces)
         output, loss_of = self._forward(chunk, groups)
@@ -255,7 +262,11 @@ class MegatronEngine(TrainEngine):
         return output, weighted
 
     def _loss(self, losses: Sequence[torch.Tensor]) -> float:
-        """Return the loss of the step, which the last pipeline stages computed. Collective over all ranks."""
+        """Return the loss of the step on every rank. Collective over all ranks.
+
+        `losses` has one loss per micro-batch on ranks of the last pipeline stage. The loss of the step is their sum,
+        summed over context-parallel ranks and averaged over data-parallel ranks.
+        """
         group = parallel_state.get_pipeline_model_parallel_group()
         total = torch.zeros((), device=self._device)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
@@ -275,9 +286,9 @@ class MegatronEngine(TrainEngine):
     def save(self, path: str) -> None:
         """Save model, optimizer and schedule as Megatron's distributed checkpoint, without states of random generators.
 
-        Ranks with other parallel sizes may load the checkpoint. With a distributed optimizer, only the number of
-        data-parallel ranks may differ, because Megatron 0.16.1 with torch's Adam cannot load its own format for
-        arbitrary sizes.
+        A job with other parallel sizes may load the checkpoint. With a distributed optimizer, only the number of
+        data-parallel ranks may differ between the two jobs: Megatron 0.16.1 with torch's Adam cannot load the
+        checkpoint format that allows other sizes.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
         dist_checkpointing.save(self._state(is_loading=False), path)
@@ -292,15 +303,16 @@ class MegatronEngine(TrainEngine):
         self._num_steps = found["num_steps"]
         self._set_steps()
         if self._lr_schedule is not None:
-            # `load_state_dict` adds the saved number of steps to `num_steps`.
+            # Megatron's `load_state_dict` adds the saved number of steps to the schedule's `num_steps`.
             self._lr_schedule.num_steps = 0
             self._lr_schedule.load_state_dict(found["lr_schedule"])
 
     def _set_steps(self) -> None:
-        """Give every parameter a separate step counter, if Megatron uses torch's Adam (no Transformer Engine).
+        """Create torch's Adam states, and give every parameter its own step counter with the value `_num_steps`.
 
-        Megatron's distributed optimizer (0.16.1) needs an optimizer state before a load. A load leaves one counter tensor
-        that all parameters share, so each optimizer step would increase this counter once per parameter.
+        Do nothing if Megatron uses another optimizer than torch's Adam. `load` calls this twice. Before the load,
+        because Megatron's distributed optimizer (0.16.1) can only load into existing states. After the load, because
+        all parameters then share one counter tensor, and each optimizer step would increase it once per parameter.
         """
         if not USING_PYTORCH_OPTIMIZER or self._options.optimizer != "adam":
             return

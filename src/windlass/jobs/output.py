@@ -45,7 +45,9 @@ class OutputFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder against other jobs inside the block. The kernel also unlocks it when this process ends.
+        """Keep other jobs out of the folder inside the block, by a lock that the kernel frees if this process dies.
+
+        If the file system cannot lock folders, log this and run the block without a lock.
 
         Raises:
             ConfigError: another running job uses this folder.
@@ -79,7 +81,10 @@ class OutputFolder:
         return sorted(found, key=lambda each: each[1].steps)
 
     def save_record(self, checkpoint: Checkpoint) -> Path:
-        """Write the record that marks the folder as a finished checkpoint, after all ranks have saved; return the folder."""
+        """Write the record that marks a checkpoint's folder as finished; return the folder.
+
+        The caller must first have waited until all ranks have saved into the folder.
+        """
         folder = self.checkpoint_folder(checkpoint.steps)
         record, written = folder / CHECKPOINT_RECORD, folder / f"{CHECKPOINT_RECORD}.new"
         written.write_bytes(msgspec.json.encode(checkpoint))
@@ -87,11 +92,14 @@ class OutputFolder:
         return folder
 
     def checkpoint_folder(self, steps: int) -> Path:
-        """Return the folder of the checkpoint after `steps` steps."""
+        """Return the folder of the checkpoint after `steps` steps, whether or not it exists."""
         return self.path / CHECKPOINTS / str(steps)
 
     def prune(self, keep: int) -> None:
-        """Delete all folders of checkpoints that are older than the newest `keep` checkpoints. With 0, delete nothing."""
+        """Keep the newest `keep` finished checkpoints and delete all older checkpoint folders, also unfinished ones.
+
+        With `keep` = 0, delete nothing.
+        """
         finished = [folder for folder, _ in self.checkpoints()]
         if not keep or len(finished) <= keep:
             return
@@ -114,10 +122,14 @@ class OutputFolder:
 
 
 def find_start(config: LaunchConfig) -> tuple[Path, Checkpoint] | None:
-    """Return the folder and record of the checkpoint from which a job starts; None if there is no checkpoint.
+    """Return the folder and record of the checkpoint from which a job starts; None to start without a checkpoint.
+
+    With `resume = "auto"`, the newest checkpoint of the output folder comes before `trainer.resume_from`. Otherwise only
+    `trainer.resume_from` counts.
 
     Raises:
-        ConfigError: the output folder contains another run, or `resume_from` is not a finished checkpoint.
+        ConfigError: the output folder contains files of a run and `resume` is not "auto", unless `resume_from` is the
+            newest checkpoint of this folder; or `resume_from` is not a finished checkpoint.
     """
     output = OutputFolder(Path(config.output_dir).resolve())
     found = output.checkpoints()

@@ -67,14 +67,16 @@ class Recipe(ABC):
 
     @abstractmethod
     def tasks(self) -> Iterator[Task]:
-        """Yield tasks. The job takes a task as soon as the staleness bound admits one, and ends after the last task.
+        """Yield tasks. The job ends after the last task.
+
+        The job takes the next task as soon as the staleness bound admits another group.
 
         Runs in a thread, so this method may block, for example while it reads a dataset.
         """
 
     @abstractmethod
     def rewards(self, group: RolloutGroup) -> Sequence[float]:
-        """Return one finite number per rollout of a finished group, as a sequence, an array or a tensor.
+        """Return the rewards of a finished group: one finite number per rollout, as a sequence, an array or a tensor.
 
         Runs in a thread, so this method may block, but it cannot use `signal.alarm`, which needs the main thread.
         """
@@ -116,17 +118,18 @@ class Recipe(ABC):
         """
 
     def state(self) -> object:
-        """Return the recipe's position in its tasks for a checkpoint, msgpack-plain; None if the recipe has no state.
+        """Return the recipe's position in its tasks, as a value that msgpack can encode; None if there is no state.
 
-        Called after each task that `tasks` yields, in the same thread. The position includes this task: the checkpoint
-        itself contains tasks that were yielded and not trained on, and a later job submits these tasks again.
+        Called after each task that `tasks` yields, in the same thread. The job writes the value to its checkpoints. The
+        position must be after the yielded task: the checkpoint also contains all tasks that were yielded and not
+        trained on, and a job that continues from the checkpoint submits these tasks again.
         """
         return None
 
     def load(self, state: Any) -> None:  # noqa: B027 - as above
-        """Continue from a value that `state` returned.
+        """Set the recipe's position in its tasks to a value that `state` returned in an earlier job.
 
-        Called before `tasks`, in the same thread, by a job that continues from a checkpoint.
+        Called only if the job continues from a checkpoint with such a value: before `tasks`, in the same thread.
         """
 
     def workflows(self) -> Mapping[str, Workflow]:
@@ -138,7 +141,8 @@ def find_recipe(file: Path, name: str) -> type[Recipe]:
     """Run the user's file and return the `Recipe` class `name`. The file may import modules in the same folder.
 
     Raises:
-        ConfigError: there is no such file or class, the file cannot be run, or the class lacks a method.
+        ConfigError: there is no such file or class, the file raises an error, or the class does not define an abstract
+            method of `Recipe`.
     """
     spec = importlib.util.spec_from_file_location(MODULE, file)
     if spec is None or spec.loader is None or not file.is_file():
@@ -191,7 +195,7 @@ def load_recipe(file: Path, name: str) -> Recipe:
 
 
 def raised_at(error: BaseException, file: Path) -> str:
-    """Return the line of the user's file that raised an exception, and the exception's type and text."""
+    """Describe an exception for an error text: the innermost line of `file` in its traceback, its type and its text."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(file)]
     where = f"line {lines[-1]}: " if lines else ""
@@ -199,7 +203,7 @@ def raised_at(error: BaseException, file: Path) -> str:
 
 
 def score(recipe: Recipe, group: RolloutGroup) -> list[TrainingSample]:
-    """Return the samples that the recipe returns for a group; may block.
+    """Call `recipe.samples` for a group and check the result. May block, and raises every error of the recipe.
 
     Raises:
         ConfigError: the recipe returned a value that is not a sequence of `TrainingSample`.
@@ -230,10 +234,14 @@ class CallThread:
             call()
 
     async def call(self, what: str, call: Callable[[], _T]) -> _T:
-        """Run `call` in the thread after all earlier calls, and return the result.
+        """Run `call` in the thread after all earlier calls, and return the result of `call`.
+
+        Args:
+            what: name of the code, for the error.
+            call: the code.
 
         Raises:
-            WindlassError: `call` raised. The message contains `what`.
+            WindlassError: `call` raised this error, or another exception, which the error names together with `what`.
         """
         result: Future[_T] = Future()
         # Make the future uncancellable: if the caller is cancelled, the thread still calls `set_result`.
@@ -254,7 +262,7 @@ async def in_thread(what: str, call: Callable[[], _T]) -> _T:
         call: the code.
 
     Raises:
-        WindlassError: the code raised any exception, including SystemExit.
+        WindlassError: the code raised this error, or another exception (also SystemExit), which the error names.
     """
     result: Future[_T] = Future()
     # Make the future uncancellable: if the caller is cancelled, the thread still calls `set_result`.
@@ -267,7 +275,10 @@ async def in_thread(what: str, call: Callable[[], _T]) -> _T:
 def _run_into(
     result: Future[_T], context: contextvars.Context, what: str, call: Callable[[], _T]
 ) -> None:
-    """Run `call` in `context` (with the caller's log fields), and set the result or the error in `result`."""
+    """Run `call` in `context`, which has the caller's log fields, and store its result or error in the future `result`.
+
+    Any exception of `call` is stored as a `WindlassError` that names `what`.
+    """
     try:
         result.set_result(context.run(call))
     except BaseException as error:  # noqa: BLE001 - the boundary of user code
@@ -275,7 +286,10 @@ def _run_into(
 
 
 def recipe_error(what: str, error: BaseException) -> WindlassError:
-    """Return the job's error for an exception of the recipe; log the traceback unless it is a `WindlassError`."""
+    """Convert an exception of the recipe to a `WindlassError` with `what`, the name of the recipe's code.
+
+    Return a `WindlassError` unchanged. For every other exception, log the traceback.
+    """
     if isinstance(error, WindlassError):
         return error
     _log.error("recipe: %s raised", what, exc_info=error)
@@ -290,10 +304,10 @@ def recipe_error(what: str, error: BaseException) -> WindlassError:
 
 @contextmanager
 def recipe_code(what: str) -> Iterator[None]:
-    """Convert any exception of the recipe inside the block to an error that names `what` and ends the job.
+    """Convert any exception that the recipe raises inside the block; a cancellation of the block passes through.
 
     Raises:
-        WindlassError: the recipe raised.
+        WindlassError: the recipe raised this error, or another exception, which the error names together with `what`.
     """
     try:
         yield
@@ -304,11 +318,13 @@ def recipe_code(what: str) -> Iterator[None]:
 
 
 def tasks_of(recipe: Recipe) -> Iterator[tuple[Task, bytes]]:
-    """Yield each task of the recipe, with `Recipe.state` after the task as msgpack (empty for None).
+    """Yield each task of the recipe with the value that `Recipe.state` returns after the task.
+
+    The value is encoded as msgpack; it is empty if `Recipe.state` returns None.
 
     Raises:
         WindlassError: the recipe raised an exception.
-        ConfigError: the recipe yielded a value that is not a `Task`.
+        ConfigError: the recipe yielded a value that is not a `Task`, or msgpack cannot encode the state.
     """
     with recipe_code("tasks"):
         tasks = iter(recipe.tasks())
@@ -328,13 +344,13 @@ def encode_tasks(tasks: Iterable[Task]) -> bytes:
     """Return tasks as msgpack, for a checkpoint.
 
     Raises:
-        ConfigError: arguments or metadata of a task are not msgpack-plain.
+        ConfigError: msgpack cannot encode the arguments or the metadata of a task.
     """
     return encode_value("tasks", [dataclasses.astuple(task) for task in tasks])
 
 
 def decode_tasks(encoded: bytes) -> list[Task]:
-    """Return the tasks of a checkpoint. Tuples in arguments and metadata have become lists."""
+    """Decode the result of `encode_tasks`. Tuples in arguments and metadata become lists."""
     found = msgspec.msgpack.decode(encoded) if encoded else []
     return [
         Task(tuple(prompt), workflow, arguments, metadata)

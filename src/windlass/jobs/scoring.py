@@ -50,12 +50,12 @@ class Scoring:
         rollouts.on_change(self._on_rollouts)
 
     def close(self) -> None:
-        """Stop waiting for scores. Idempotent."""
+        """Cancel the wait for all scores; a thread in which the recipe still scores continues. Idempotent."""
         for scoring in self._scores.values():
             scoring.cancel()
 
     def describe(self) -> str:
-        """Describe, for a message, the groups that the next step needs, and all rollouts."""
+        """Describe what the next step waits for: the groups that it needs, the scored groups, and all rollouts."""
         num_scored = sum(scoring.done() for scoring in self._scores.values())
         said = (
             f"{self._config.groups_per_step} groups; {num_scored} are scored, "
@@ -66,8 +66,9 @@ class Scoring:
     async def next_batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
         """Return the samples of the groups of one step, or None if too few tasks are left for a step.
 
-        A group without samples is declined, and another group takes its place. `batch_deadline_s` limits the wait for
-        enough complete groups, and, separately, the scoring of each group.
+        If the recipe returns no samples for a group, the group is declined, and another group takes its place.
+        `batch_deadline_s` limits two times separately: the wait for enough complete groups, and the scoring of each
+        group.
 
         Args:
             producer: asyncio task that submits the recipe's tasks, and ends after the last task.
@@ -75,6 +76,7 @@ class Scoring:
         Raises:
             PeerTimeout: there were not enough groups, or a group was not scored, within `batch_deadline_s`.
             RolloutError: too many rollouts failed in a row, see `MIN_ALIKE`.
+            WindlassError: the recipe raised an exception, in its tasks or while it scored a group.
         """
         num_groups, left_s = self._config.groups_per_step, self._config.batch_deadline_s
         loop = asyncio.get_running_loop()
@@ -116,7 +118,7 @@ class Scoring:
         self._changed.set()
 
     def _look(self) -> None:
-        """Start scoring new groups, and stop waiting for the scores of groups that were dropped."""
+        """Start to score groups that have become complete, and forget groups that were dropped as too old."""
         ready = self._rollouts.ready_ids()
         for group_id in [known for known in self._scores if known not in ready]:
             self._scores.pop(group_id).cancel()
@@ -128,7 +130,7 @@ class Scoring:
                 self._scores[group_id] = scoring
 
     def _scored(self) -> list[int]:
-        """Return the ids of groups that have samples, in order of completion; decline groups without samples."""
+        """Return the ids of scored groups that have samples, in order of completion; decline those without samples."""
         found = []
         for group_id in self._rollouts.ready_ids():
             scoring = self._scores[group_id]

@@ -45,7 +45,11 @@ class SilenceWatch:
         self._beat_s = max_silence_s / NUM_BEATS
 
     async def until_silent(self, name: str, role: Access) -> str:
-        """Wait until the engine or worker `name`, which has just started, does not answer in time; return the reason."""
+        """Wait until the engine or worker `name` has not answered in time; return a text with the reason.
+
+        The caller has just started the process. Until its first answer the limit is `start_deadline_s`, and after this
+        answer `max_silence_s`.
+        """
         clock = asyncio.get_running_loop().time
         answered_at, limit_s, what = clock(), self._start_deadline_s, "start_deadline_s"
         has_served = is_noted = False
@@ -75,7 +79,10 @@ class SilenceWatch:
                 await asyncio.sleep(max(beat_at + self._beat_s - clock(), 0.0))
 
     def _fault(self, name: str, role: Access) -> str:
-        """Return why a process does not answer, according to the controller's connections; empty if it answers."""
+        """Return why the process `name` counts as silent, according to the controller's connections.
+
+        The text is empty if a worker is connected, or if all ranks of an engine are connected and answer.
+        """
         if role is Access.WORKER:
             return "" if self._controller.rollouts.has_worker(name) else "it is not connected"
         group = self._controller.coordinator.fleet.group_of(name)
@@ -86,7 +93,10 @@ class SilenceWatch:
         return group.reason if group.status is EngineStatus.SILENT else ""
 
     async def _ask(self, http: aiohttp.ClientSession, name: str) -> str:
-        """Return why an engine's HTTP server does not answer; empty if it answers, or if `name` has no server."""
+        """Return why the HTTP server of the engine `name` does not answer; empty if it answers.
+
+        The text is also empty for a worker and for an engine without a server.
+        """
         group = self._controller.coordinator.fleet.group_of(name)
         if group is None or not group.url:
             return ""

@@ -59,7 +59,7 @@ BROKEN_GRACE_S = 1.0
 
 
 class _RankEnded(Exception):
-    """The process of a rank has ended. A call prefers this error to errors of other ranks, because it may cause them."""
+    """The process of a rank has ended. A call raises this rather than another rank's error, which may be its effect."""
 
 
 class _RankFailed(TrainerError):
@@ -82,7 +82,10 @@ def rank_specs(
     num_gpus: int,
     num_nodes: int,
 ) -> list[ProcessSpec]:
-    """Return the specs of the processes that a `TrainController` with these arguments starts, in rank order."""
+    """Return the specs of the processes that a `TrainController` with these arguments starts, in rank order.
+
+    Rank 0 reserves all nodes, cores and GPUs of the job; the other ranks share its reservation.
+    """
     per_node, specs = world_size // num_nodes, []
     for rank in range(world_size):
         node, local = divmod(rank, per_node)
@@ -196,7 +199,7 @@ class TrainController:
         self._lock = asyncio.Lock()
 
     def mount(self, server: ControlServer) -> None:
-        """Add the HTTP route for the ranks to a server that has not started.
+        """Add the HTTP route to which the ranks connect to a server that has not started yet.
 
         A server may have several train controllers with different names, for example of an actor and a critic.
 
@@ -212,15 +215,17 @@ class TrainController:
     async def start(self, url: str, *, deadline_s: float) -> None:
         """Start all ranks, wait until they have connected, and call `TrainEngine.setup` on each.
 
-        Ranks of an earlier start are ended first. The new ranks have loaded no checkpoint. If an engine still shares the
-        reservation of the earlier ranks, the new ranks start in this reservation.
+        Ranks of an earlier start are ended first. The new ranks do not load a checkpoint; see `load`. If an engine still
+        shares the reservation of the earlier ranks, the new ranks start in this reservation.
 
         Args:
             url: URL of the server on which this object is mounted, as the ranks can reach it.
             deadline_s: seconds for the whole start.
 
         Raises:
-            TrainerError: a rank died or did not connect, or its setup raised.
+            ConfigError: the scheduler cannot start the processes.
+            TrainerError: a rank died, did not connect or set up within `deadline_s`, or its `setup` raised or returned
+                impossible data-parallel numbers.
         """
         deadline = Deadline.after(deadline_s, "connect")
         await self._end_ranks(BROKEN_GRACE_S)
@@ -257,6 +262,11 @@ class TrainController:
     ) -> StepResult:
         """Run one optimiser step on all ranks. Group i goes to data-parallel rank i modulo `data_parallel_size`.
 
+        Args:
+            step: number of the step, for the engines.
+            groups: samples of each group. A data-parallel rank may get no group.
+            deadline_s: seconds for the whole step.
+
         Raises:
             ConfigError: a value of a group is not a `TrainingSample`.
             TrainerError: a rank died, did not answer within `deadline_s`, or raised.
@@ -269,15 +279,17 @@ class TrainController:
         return StepResult(step, found, _weighted_mean(found, weights))
 
     async def publish(self, version: int, *, deadline_s: float) -> None:
-        """Publish the weights of all ranks as `version`; return once engines serve it and the weights may change again.
+        """Publish the weights of all ranks as `version`. When this method returns, training may change the weights.
 
-        If all ranks send from replicas, this method returns as soon as the weights are copied. The next call of
-        `publish` then first waits for the end of this update, and raises an error if the update failed. The first call
-        always waits until engines serve the version, because until then engines serve no version of this job.
+        This method returns when engines serve the version. If all ranks send from replicas, it returns earlier: as soon
+        as the weights are copied to the replicas. The next call of `publish` then first waits for the end of this
+        update, and raises an error if the update failed. The first call always waits until engines serve the version,
+        because before this call engines serve no version of this job.
 
         Raises:
             ConfigError: this object has no coordinator.
-            TrainerError: the version was not published, with the reason; see also `train_step`.
+            TrainerError: this version (or with replicas the previous version) was not published, with the reason; a rank
+                died, did not answer within `deadline_s`, or raised.
         """
         if self._coordinator is None:
             raise ConfigError("TrainController: coordinator must be given to publish, got none")
@@ -295,17 +307,25 @@ class TrainController:
         self._coordinator.catch_ups.serve_again()
 
     async def _finish_update(self, deadline: Deadline) -> None:
-        """Wait for the update in progress, if there is one."""
+        """Wait for the end of the update in progress, if there is one.
+
+        Raises:
+            TrainerError: the version was not published, a rank died, or the deadline passed.
+        """
         update, self._under_way = self._under_way, None
         if update is not None:
             await self._wait_for(_published(update), deadline)
 
     async def _wait_for(self, work: Coroutine[Any, Any, TrainResult], deadline: Deadline) -> None:
-        """Wait for `work`. If a rank ends first, raise an error that names this rank."""
+        """Wait for `work`, which waits for an update.
+
+        Raises:
+            TrainerError: `work` returned `Failed`, a rank ended first, or the deadline passed.
+        """
         await self._wait_for_all([asyncio.create_task(work)] * len(self._ranks), deadline)
 
     async def save(self, path: str, *, deadline_s: float) -> None:
-        """Write a checkpoint of all ranks.
+        """Let all ranks write a checkpoint into the folder `path`, with `TrainEngine.save`.
 
         Raises:
             TrainerError: see `train_step`.
@@ -313,7 +333,7 @@ class TrainController:
         await self._collective([Save(path)] * len(self._ranks), deadline_s)
 
     async def load(self, path: str, *, deadline_s: float) -> None:
-        """Load a checkpoint, which `save` has written, into all ranks.
+        """Let all ranks load the checkpoint that `save` wrote into the folder `path`.
 
         Raises:
             TrainerError: see `train_step`.
@@ -327,11 +347,11 @@ class TrainController:
 
         Args:
             operation: name of the operation.
-            argument: msgpack-plain argument, the same for all ranks.
-            deadline_s: deadline of the whole call.
+            argument: argument of the operation, the same for all ranks; a value that msgpack can encode.
+            deadline_s: seconds for the whole call.
 
         Raises:
-            ConfigError: a rank has no such operation, or `argument` is not msgpack-plain. No rank was called.
+            ConfigError: a rank has no such operation, or msgpack cannot encode `argument`. No rank was called.
             TrainerError: see `train_step`.
         """
         commands = self._commands(operation, [argument] * len(self._ranks))
@@ -391,11 +411,11 @@ class TrainController:
         return [Operation(operation, encode_value(what, argument)) for argument in arguments]
 
     async def close(self, *, grace_s: float = 10.0) -> None:
-        """Ask all ranks to stop, then end the processes that still run. Idempotent.
+        """Wait for an update in progress, ask all ranks to stop, and end the processes that still run. Idempotent.
 
         Args:
-            grace_s: seconds that ranks have to answer `Stop`, and the same time again to end. After a failure, ranks
-                get no `Stop` and have at most `BROKEN_GRACE_S` to end.
+            grace_s: limit in seconds of each of three waits: for the update, for the ranks' answers to `Stop`, and for
+                the end of the processes. After a failure, ranks get no `Stop` and have at most `BROKEN_GRACE_S` to end.
         """
         self._is_closing = True
         if not self._failure:
@@ -457,12 +477,17 @@ class TrainController:
     async def _wait_for_all(
         self, waits: Sequence[_Wait], deadline: Deadline, *, from_ranks: bool = False
     ) -> tuple[Done, ...]:
-        """Wait for the answers of all ranks. The call fails when a rank dies or raises, or at the deadline.
+        """Wait for the answers of all ranks. A rank may end after its answer, as it does after `Stop`.
 
-        A rank may end after it has answered, as it does after `Stop`.
+        Args:
+            waits: future or task of each rank's answer, in rank order; all are cancelled at the end.
+            deadline: deadline of the wait; its purpose names the call in errors.
+            from_ranks: whether the ranks themselves answer. If so, the error for a rank that raised contains the end of
+                the rank's log.
 
         Raises:
-            TrainerError: the call failed; all later calls fail with the same error.
+            TrainerError: a rank died before its answer or answered with `Failed`, or the deadline passed. All later
+                calls, except `start` and `close`, raise the same error.
         """
         answers = [
             asyncio.create_task(_answer(rank, wait, deadline.purpose))
@@ -547,13 +572,23 @@ class TrainController:
         session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
 
     async def lost(self, session: _Rank, reason: str, *, ended: bool) -> None:  # noqa: ARG002
-        """Log a lost connection. The rank may connect again: only the scheduler reports that a rank has ended."""
+        """Log a lost connection. This is no failure: the rank may connect again, and the scheduler reports its end."""
         level = logging.DEBUG if self._is_closing else logging.INFO
         _log.log(level, "%s: %s", session.peer, reason)
 
 
 async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
-    """Return the answer of a rank; raise if the rank's process ends before the answer."""
+    """Wait for a rank's answer and return it.
+
+    Args:
+        rank: the rank.
+        wait: future or task of the answer. A task without an answer of its own counts as `Done()`.
+        what: name of the call, for errors.
+
+    Raises:
+        _RankEnded: the rank's process ended before the answer.
+        _RankFailed: the answer is `Failed`.
+    """
     watches = [rank.watch] if rank.watch is not None else []
     await asyncio.wait([wait, *watches], return_when=asyncio.FIRST_COMPLETED)
     if not wait.done():
@@ -565,7 +600,11 @@ async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
 
 
 def _value_of(rank: _Rank, done: Done) -> Any:
-    """Decode the result that an operation returned on this rank."""
+    """Decode the value that an operation returned on this rank.
+
+    Raises:
+        TrainerError: the rank sent bytes that are not msgpack.
+    """
     try:
         return msgspec.msgpack.decode(done.value)
     except DECODE_ERRORS as error:

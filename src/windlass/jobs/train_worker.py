@@ -198,7 +198,7 @@ class TrainEngine(Protocol):
     def train_step(
         self, step: int, groups: Sequence[Sequence[TrainingSample]]
     ) -> Mapping[str, float]:
-        """Take one optimiser step on this rank's groups (there may be none); return metrics.
+        """Take one optimiser step on this rank's groups (there may be none); return metrics by name.
 
         The job warns if the optional metric `LOGPROB_DIFFERENCE` is above `LARGEST_DIFFERENCE`. This metric is the mean
         absolute difference per token between the log-probabilities of the rollouts and of the trainer's model, both
@@ -207,32 +207,33 @@ class TrainEngine(Protocol):
         ...
 
     def prepare_publish(self, version: int) -> bool:
-        """Prepare the weights for `version`, and do not change them until the controller has published them.
+        """Make this rank's weights ready to be sent as `version`, usually with `TrainerClient.prepare_publish`.
 
-        Usually calls `TrainerClient.prepare_publish`.
+        The weights are sent after this method has returned. The engine must not change them before its next
+        `train_step` or `load`.
 
         Returns:
-            True if the rank sends the weights from a replica. Training may then change the weights as soon as they are
-            copied to the replica.
+            Whether the rank sends a copy of the weights (a replica). If all ranks do, the controller may call the next
+            `train_step` as soon as the weights are copied.
         """
         ...
 
     def save(self, path: str) -> None:
-        """Write a checkpoint."""
+        """Write this rank's part of a checkpoint into the folder `path`, the same on all ranks."""
         ...
 
     def load(self, path: str) -> None:
-        """Load a checkpoint that `save` wrote."""
+        """Load this rank's part of the checkpoint that `save` wrote into the folder `path`. Called after `setup`."""
         ...
 
     def close(self) -> None:
-        """Free everything. Idempotent."""
+        """Free connections, process groups and memory. Must be idempotent: called on `Stop`, and when the rank ends."""
         ...
 
 
 TrainOperation = Callable[[Any], object]
-"""Function of a msgpack-plain argument that returns a msgpack-plain value. It runs on all ranks, in the thread of the
-`TrainEngine`."""
+"""Function that the controller may call on all ranks. It gets one argument and returns a value, both of types that msgpack
+can encode. It runs in the same thread as the methods of the `TrainEngine`."""
 
 
 def run_train_worker(
@@ -271,7 +272,7 @@ def run_train_worker(
 
 @final
 class _CallingThread(concurrent.futures.Executor):
-    """Executor that runs functions in the thread that calls `run_next`, because user code may need the same thread."""
+    """Executor that runs functions in the thread that calls `run_next`: user code may need to run always in one thread."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -294,11 +295,11 @@ class _CallingThread(concurrent.futures.Executor):
         return future
 
     def put(self, job: Callable[[], object]) -> None:
-        """Queue a function; `run_next` raises the function's exceptions."""
+        """Queue a function. If the function raises, the call of `run_next` that runs it raises the same exception."""
         self._jobs.put(job)
 
     def run_next(self) -> None:
-        """Wait for a queued function and run it."""
+        """Wait for the next queued function and run it in this thread."""
         self._jobs.get()()
 
 
@@ -341,7 +342,7 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
         )
 
     def work(self) -> None:
-        """Execute the controller's commands until `Stop`.
+        """Connect, and execute the controller's commands in this thread until `Stop`.
 
         Raises:
             AuthenticationError, ProtocolError, PeerUnreachable: see `run_train_worker`.
@@ -359,7 +360,7 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
         return self._joined
 
     def on_frame(self, frame: Welcome) -> None:
-        """Do nothing: a welcome has no content."""
+        """Ignore the controller's answer to `Joined`: it has no content."""
 
     def failed(self, error: Exception, command: TrainCommand | None) -> Failed:
         name = "unreadable command" if command is None else type(command).__name__
@@ -414,7 +415,7 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
 
 
 def step_metrics(found: object) -> dict[str, float]:
-    """Convert the metrics that an engine's `train_step` returned to Python numbers; None becomes an empty dict.
+    """Convert the metrics that an engine's `train_step` returned to Python floats; None becomes an empty dict.
 
     Raises:
         ConfigError: `found` is not a mapping of names to numbers.

@@ -23,7 +23,8 @@ def load_tokenizer(checkpoint: Path) -> Any:
     """Load the tokenizer of a checkpoint.
 
     Raises:
-        ConfigError: transformers cannot load it, or it loses digits. Without files, transformers makes an empty tokenizer.
+        ConfigError: transformers cannot load the tokenizer; or a text changes when it is encoded and decoded, because
+            transformers makes an empty tokenizer if the folder has no tokenizer files.
     """
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -63,12 +64,12 @@ def longest_prompt(tokenizer: Any) -> int:
     """Return the largest number of tokens of a prompt."""
     numbers = range(LARGEST + 1)
     longest = max(numbers, key=lambda number: len(render(tokenizer, number, number)))
-    # The first and the second number of a prompt may both be the longest one, but may also join with other characters.
+    # With the longest number first, try every second number: a tokenizer may join digits with neighbouring characters.
     return max(len(render(tokenizer, longest, second)) for second in numbers)
 
 
 def reward(text: str, total: int) -> float:
-    """Return 1 if the first number of an answer is the sum; otherwise a credit for the share of digits."""
+    """Return 1 if the first number in an answer is `total`; otherwise `DIGIT_CREDIT` times the share of digits."""
     found = re.search(r"[0-9]+", text)
     if found is not None and found.group() == str(total):
         return 1.0
@@ -76,7 +77,7 @@ def reward(text: str, total: int) -> float:
 
 
 def arithmetic(tokenizer: Any) -> Problem:
-    """Return the problem that a tokenizer renders."""
+    """Return the problem "add two numbers up to `LARGEST`", with prompts and answers as this tokenizer's tokens."""
     totals: dict[tuple[int, ...], int] = {}
 
     def prompt(generator: random.Random) -> tuple[int, ...]:

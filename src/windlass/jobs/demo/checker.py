@@ -165,7 +165,13 @@ def check_served(
 
 
 def _depth_factor(models: Mapping[str, Sequence[torch.nn.Module]]) -> float:
-    """Return the factor of the tolerance for the depth of the model: rounding adds up over layers like a random walk."""
+    """Return the factor by which the tolerance grows with the model's depth: at least 1, and sqrt(layers / `OF_LAYERS`).
+
+    The rounding errors of the layers are independent, so their sum grows with the square root of the number of layers.
+
+    Args:
+        models: engine dtype -> models of the check; all have the same depth.
+    """
     layers = [
         len(list(of_dtype[0].get_submodule("model.layers").children()))
         for of_dtype in models.values()
@@ -202,7 +208,15 @@ def _explain(
     *,
     context_is_kept: bool,
 ) -> dict[str, tuple[float, ...]]:
-    """Return `WorstAnswer.expected` of a sample. `expect` computes log-probabilities, given a version for each token."""
+    """Return the log-probabilities of a sample by several computations, for `WorstAnswer.expected`.
+
+    Args:
+        expect: function of a version for each token, and of `kept` (whether keys and values of older versions are
+            reused). It returns the log-probabilities (1, T).
+        sample: the sample.
+        saved: published versions with a file.
+        context_is_kept: whether engines may have kept keys and values across an update.
+    """
     near = {version + step for version in sample.versions for step in (-1, 0, 1)}
     by_way = {"as named": expect(sample.versions, kept=False)}
     if context_is_kept and len(set(sample.versions)) > 1:
@@ -223,7 +237,10 @@ def _grouped(indices: Sequence[int], key: Callable[[int], Hashable]) -> list[lis
 def _kept_distances(
     model: torch.nn.Module, weights_of: Callable[[int], Weights], samples: Sequence[TrainingSample]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same distances as `_fresh_distances`, for an engine that kept keys and values across updates.
+    """Return each sample's distance for the versions that its tokens name, and for the previous versions.
+
+    Each version reuses the keys and values that older versions computed for earlier tokens, as in an engine that keeps
+    running requests during an update.
 
     Args:
         model: model of the demo; this function overwrites its weights with the weights of each version.
@@ -241,7 +258,7 @@ def _kept_distances(
 
 
 def _add_to(progress: Callable[[int], object], num_before: int, num: int) -> None:
-    """Report `num` samples of the current dtype's group plus `num_before` earlier samples."""
+    """Call `progress` with the number of all compared samples: `num` of the current group, and `num_before` before it."""
     progress(num_before + num)
 
 
@@ -253,8 +270,8 @@ def _fresh_distances(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each sample's distance for the versions that its tokens name, and for the previous versions.
 
-    For each token, the token's version computes the whole context. One forward pass per version covers all samples that
-    name the version, because the model is causal: later tokens do not change the log-probability of a token.
+    The log-probability of a token is computed with its version for the token's whole context. One forward pass per
+    version covers all tokens that name the version: the model is causal, so later tokens do not change the result.
 
     Args:
         models: models that run forward passes in parallel, each in its own thread.

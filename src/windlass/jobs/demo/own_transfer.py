@@ -74,11 +74,11 @@ class Routes:
         return self.mode is PauseMode.IN_PLACE
 
     async def post(self, path: str, body: Mapping[str, object] = MappingProxyType({})) -> None:
-        """Post JSON to a route."""
+        """Post JSON to a route of the server and wait for the answer, at most `DEADLINE_S`."""
         await asyncio.to_thread(self._http.post, path, dict(body), DEADLINE_S)
 
     async def rpc(self, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        """Call a method of vLLM's workers."""
+        """Call a method of all vLLM workers, over the route `/collective_rpc`."""
         await self.post("/collective_rpc", {"method": method, "args": args, "kwargs": kwargs})
 
     async def pause_vllm(self) -> None:
@@ -87,7 +87,7 @@ class Routes:
         await self.post(f"/pause?{words}")
 
     async def resume_vllm(self, version: int) -> None:
-        """Set the version of later tokens and resume vLLM."""
+        """Set the version that vLLM stamps on later tokens, and resume vLLM."""
         await self.rpc("windlass_set_version", [version], {})
         await self.post("/resume")
 
@@ -124,7 +124,7 @@ async def _save(trainers: TrainController, folder: Path) -> None:
 
 
 async def vllm_disk(routes: Routes, trainers: TrainController, folder: Path, version: int) -> float:
-    """Let vLLM load a file, by `reload_weights`."""
+    """Let the trainers write a file and vLLM load it with `reload_weights`. For arguments and result see `Send`."""
     await _save(trainers, folder)
     paused = time.monotonic()
     await routes.pause_vllm()
@@ -136,7 +136,7 @@ async def vllm_disk(routes: Routes, trainers: TrainController, folder: Path, ver
 async def sglang_disk(
     routes: Routes, trainers: TrainController, folder: Path, version: int
 ) -> float:
-    """Let SGLang load a file, by `/update_weights_from_disk`."""
+    """Let the trainers write a file and SGLang load it by `/update_weights_from_disk`. For arguments, see `Send`."""
     await _save(trainers, folder)
     paused = time.monotonic()
     await routes.post("/pause_generation", {"mode": str(routes.mode)})
@@ -161,7 +161,14 @@ async def _names(trainers: TrainController) -> list[tuple[str, list[int]]]:
 async def _meet(
     trainers: TrainController, engine: str, port: int, joining: Callable[[], Awaitable[None]]
 ) -> None:
-    """Create an NCCL group of trainer rank 0 and one engine rank."""
+    """Create an NCCL group of trainer rank 0 and one engine rank.
+
+    Args:
+        trainers: the trainer ranks.
+        engine: kind of the engine.
+        port: free port for the group's TCP store.
+        joining: function that lets the engine join the group.
+    """
     await asyncio.gather(
         trainers.call("own_init", [engine, port, 2], deadline_s=DEADLINE_S), joining()
     )
@@ -182,7 +189,7 @@ async def connect_vllm(routes: Routes, trainers: TrainController) -> None:
 async def vllm_nccl(
     routes: Routes, trainers: TrainController, _folder: Path, version: int
 ) -> float:
-    """Send by vLLM's weight transfer over NCCL, packed."""
+    """Send the weights with vLLM's own transfer over NCCL, packed. For arguments and result see `Send`."""
     names = await _names(trainers)
     paused = time.monotonic()
     await routes.pause_vllm()
@@ -215,7 +222,7 @@ async def connect_sglang(routes: Routes, trainers: TrainController) -> None:
 async def sglang_nccl(
     routes: Routes, trainers: TrainController, _folder: Path, version: int
 ) -> float:
-    """Broadcast every tensor by `/update_weights_from_distributed`."""
+    """Broadcast every tensor over NCCL to `/update_weights_from_distributed`. For arguments and result see `Send`."""
     names = await _names(trainers)
     paused = time.monotonic()
     await routes.post("/pause_generation", {"mode": str(routes.mode)})
@@ -380,7 +387,7 @@ async def run_own_transfer(
 
 
 def _copy_configs(model: Path, folder: Path) -> None:
-    """Copy the configuration of a model next to the weights, because SGLang reads it again."""
+    """Copy a model's JSON files to the folder of the weights, because SGLang reads them again when it loads a file."""
     for file in model.glob("*.json"):
         if not file.name.endswith(".index.json"):
             shutil.copy(file, folder)
@@ -389,7 +396,9 @@ def _copy_configs(model: Path, folder: Path) -> None:
 async def _start_server(
     config: LaunchConfig, transfer: OwnTransfer, token: str, stack: AsyncExitStack
 ) -> str:
-    """Start the engine without a controller; return its address when it serves.
+    """Start the job's engine server without a controller. Return the server's URL as soon as the server is ready.
+
+    The end of `stack` ends the server.
 
     Raises:
         PeerTimeout: the server does not serve within `start_deadline_s`.
@@ -475,7 +484,12 @@ class _Loop:
         self.pause_s: list[float] = []
 
     async def run(self, send: Callable[[int], Awaitable[float]], url: str) -> None:
-        """Publish version 0, and then draw, score, train and update until all steps are done."""
+        """Publish version 0. Then, for each step, wait for groups, score them, train on them and publish a version.
+
+        Args:
+            send: function that sends a version to the engine and returns the time of the pause command.
+            url: URL of the engine's server.
+        """
         rollout, recipe = self._config.rollout, self._recipe
         await self._update(send, url, 0)
         producer = asyncio.create_task(self._produce())
@@ -517,7 +531,7 @@ class _Loop:
 
 
 def own_config(config: LaunchConfig) -> LaunchConfig:
-    """Return the configuration of the second job: the same job in a folder within the first one's."""
+    """Return the configuration of the second job: the same job in the folder `own` of the first job, with free ports."""
     folder = Path(config.output_dir) / "own"
     source, _, *others = config.trainer.arguments
     return replace(
@@ -529,7 +543,14 @@ def own_config(config: LaunchConfig) -> LaunchConfig:
 
 
 def comparison(recipe: DemoRecipe, own: OwnResult, title: str, torn: int) -> list[str]:
-    """Return the lines of a table with both jobs."""
+    """Return the lines of a table that compares both jobs.
+
+    Args:
+        recipe: recipe of the job with Windlass, with its measurements.
+        own: result of the job with the engine's own transfer.
+        title: heading of the column for the job with Windlass.
+        torn: number of torn answers of the job with Windlass.
+    """
     updates = recipe.updates[1:]
 
     def median(seconds: Sequence[float]) -> str:

@@ -23,7 +23,7 @@ from windlass.jobs.train_worker import run_train_worker
 def make_saving(
     kind: str, model: str, versions_dir: str, seed: str, device: str, learning_rate: str
 ) -> SavingEngine:
-    """Return the engine of a rank that does not connect to a fleet. The arguments are the words of the command line."""
+    """Return the engine of a rank that does not connect to a fleet. For the arguments see the top of this file."""
     words = Path(model), Path(versions_dir), int(seed), device, float(learning_rate)
     if kind == "trainer":
         return fsdp_engine(*words, publish_to_fleet=False)
@@ -41,27 +41,31 @@ class OwnSender:
         self._shapes: list[tuple[str, list[int]]] = []
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights of the whole model. Collective over all ranks."""
+        """Return the weights of the whole model in bfloat16, in the order of their names. Collective over all ranks."""
         return {
             name: tensor.to(torch.bfloat16).contiguous()
             for name, tensor in sorted(self._saving.whole().items())
         }
 
     def save(self, path: str) -> None:
-        """Write the file that the engine loads."""
+        """Write the whole model's weights to the file `path`, which the engine then loads. Collective over all ranks."""
         weights = self.weights()
         if dist.get_rank() == 0:
             save_file(weights, path, metadata={"format": "pt"})
 
     def shapes(self, _: None) -> list[tuple[str, list[int]]]:
-        """Return the names and shapes of all weights, in the order of `own_send`."""
+        """Return the names and shapes of all weights, in the order of `own_send`. The first call is collective."""
         # Gather once: shapes do not change, and later calls are part of an update's time.
         if not self._shapes:
             self._shapes = [(name, list(tensor.shape)) for name, tensor in self.weights().items()]
         return self._shapes
 
     def own_init(self, argument: tuple[str, int, int]) -> None:
-        """Join the engine's NCCL group as rank 0."""
+        """On trainer rank 0, join the engine's NCCL group as rank 0; do nothing on other ranks.
+
+        Args:
+            argument: kind of the engine, port of the group's TCP store on this host, and number of ranks in the group.
+        """
         engine, port, world_size = argument
         if dist.get_rank():
             return
@@ -82,7 +86,11 @@ class OwnSender:
         )
 
     def own_send(self, engine: str) -> None:
-        """Send all weights over the engine's NCCL group."""
+        """Gather the weights (collective over all ranks), and let rank 0 send them over the engine's NCCL group.
+
+        Args:
+            engine: kind of the engine, `vllm` or `sglang`.
+        """
         weights = self.weights()
         if dist.get_rank():
             return

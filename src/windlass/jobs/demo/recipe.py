@@ -40,7 +40,7 @@ def sample_prompt(generator: random.Random) -> tuple[int, ...]:
 
 
 def reward(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
-    """Return the mean credit per token: 1 for the right symbol, a little for the other operand."""
+    """Return the mean credit per answer token: 1 for the selected operand, `WRONG_OPERAND_CREDIT` for the other, else 0."""
     operator, first, second, _ = prompt_ids
     wanted, other = (first, second) if operator == FIRST else (second, first)
     credit = sum(
@@ -99,7 +99,10 @@ class PaceClock:
         self._num_samples = self._num_tokens = self._num_versions = 0
 
     def updated(self, update_s: float, pause_s: float) -> None:
-        """Record that a version has just been published. The first version starts the clock."""
+        """Record that a version has just been published, after an update and a pause of these lengths in seconds.
+
+        The first call starts the clock.
+        """
         self._updates.append((time.monotonic(), update_s, pause_s))
 
     def stepping(self, samples: Sequence[TrainingSample], version: int) -> None:
@@ -110,7 +113,7 @@ class PaceClock:
         self._num_versions += sum(version - min(sample.versions) for sample in samples)
 
     def pace(self) -> Pace:
-        """Return the speed of the job; at least one trained version must have been published."""
+        """Return the speed of the job from its first to its newest version. At least two versions must be published."""
         seconds, later = self._updates[-1][0] - self._updates[0][0], self._updates[1:]
         updating_s = sum(update_s for _, update_s, _ in later)
         return Pace(

@@ -94,7 +94,7 @@ def make_directory(config: LaunchConfig) -> None:
 
 
 def engine_install(kind: str) -> str:
-    """Return a text that tells the user how to install an engine on this machine."""
+    """Return a text that tells the user how to install an engine of this kind: with pip on GPUs, else `make engines`."""
     if visible_gpus():
         return f"`pip install {kind}` there, docs/integrations/{kind}.md"
     return "`make engines` first"
@@ -125,10 +125,10 @@ def check_transport_packages(config: LaunchConfig) -> None:
 
 
 def check_pause_mode(config: LaunchConfig) -> None:
-    """Check that the engine's release labels the tokens of answers that run across an update.
+    """Check that the engine names the version of every token, if the pause mode lets answers run across an update.
 
     Raises:
-        ConfigError: SGLang's release labels an answer with one version, and the pause mode keeps running answers.
+        ConfigError: the installed SGLang names only one version per answer, and the pause mode keeps running answers.
     """
     server, mode = config.engines[0], config.update.pause_mode
     if server.kind != "sglang" or mode is PauseMode.ABORT:
@@ -144,7 +144,7 @@ def check_pause_mode(config: LaunchConfig) -> None:
 
 
 def check_room(config: LaunchConfig, model: torch.nn.Module) -> None:
-    """Check that the disk has room for a copy of every version.
+    """Check that the disk of the output folder has room for a float32 copy of the model for every step.
 
     Raises:
         ConfigError: the copies need more than the free space.
@@ -216,9 +216,11 @@ def check_demo(config: LaunchConfig) -> None:
 
 
 def prepare_server(config: LaunchConfig) -> None:
-    """Write the checkpoint that the engine's server loads at its start, unless the trainer loads a checkpoint too.
+    """Write the files that the engine's server needs before it starts.
 
-    Its weights differ from the trainer's, so that only an update can give the server the right weights.
+    If the trainer starts with random weights, write a checkpoint for the server with other random weights, so that only
+    an update can give the server the right weights. If the server runs in another environment, make a folder with a link
+    to this package and with vLLM's entry point.
     """
     server = config.engines[0]
     source, _, seed, *_ = config.trainer.arguments
@@ -287,7 +289,7 @@ class DemoView:
         self._num_events, self._num_updates = len(recipe.events), len(recipe.updates)
 
     def _draw(self) -> RenderableType:
-        """Return the newest frame, and the current slow operation with its duration in a line below."""
+        """Return the newest frame, and below it a line with the current slow operation and its duration."""
         return Group(self._frame, *filter(None, [self.progress.text()]))
 
     def _training(self) -> Text:
@@ -396,7 +398,7 @@ async def run_demo(
 
 
 def check_answers(config: LaunchConfig, recipe: DemoRecipe, view: DemoView) -> TornReport:
-    """Compare all answers with the trainer's weights, on all cores, and show the progress."""
+    """Compare all answers of the job with the weights that the trainers saved (see `check_served`); show the progress."""
     num_answers = len(recipe.served)
     what = f"checking {num_answers} answers against the trainer's own weights"
     progress = Progress(is_shown=view.shown.is_drawn)

@@ -33,7 +33,7 @@ LEARNING_RATE, OF_HIDDEN_SIZE = 2e-3, 128
 
 
 def build_model(source: Path) -> torch.nn.Module:
-    """Return a causal LM in float32: a checkpoint folder's, or with random weights the one of a configuration."""
+    """Return a causal LM in float32. `source` is a checkpoint folder, or a configuration file for random weights."""
     if source.is_dir():
         transformers.logging.disable_progress_bar()
         loaded: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
@@ -48,9 +48,9 @@ def build_model(source: Path) -> torch.nn.Module:
 
 
 def tokens_of(samples: Sequence[TrainingSample], device: torch.device) -> torch.Tensor:
-    """Return the token ids (B, L) of prompts and answers, padded at the end.
+    """Return the token ids (B, L) of prompts and answers, padded with 0 at the end.
 
-    The models are causal, so the padding changes nothing before it.
+    No attention mask is needed: the models are causal, so tokens do not attend to the padding after them.
     """
     return _padded([s.prompt_ids + s.output_ids for s in samples], device)
 
@@ -86,7 +86,7 @@ def grpo_loss(logits: torch.Tensor, samples: Sequence[TrainingSample]) -> torch.
 
 
 def default_learning_rate(hidden_size: int) -> float:
-    """Return Adam's learning rate for a model of this width."""
+    """Return Adam's learning rate for a model with this hidden size; see `LEARNING_RATE`."""
     return LEARNING_RATE * min(1.0, OF_HIDDEN_SIZE / hidden_size)
 
 
@@ -102,7 +102,7 @@ def _advantages(samples: Sequence[TrainingSample]) -> list[float]:
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Gather the weights of an FSDP2 module. Collective.
+    """Return a copy of the whole weights of an FSDP2 module, by name. Collective over all ranks.
 
     Only the checker needs this gather; a weight update of Windlass gathers nothing.
     """
@@ -155,7 +155,10 @@ class SavingEngine(TrainEngine):
 
 
 def groups_at_once(model: Path) -> int:
-    """Return the number of groups in a micro-batch; 0 for all. Checkpoints have large vocabularies, and large logits."""
+    """Return the number of groups in a micro-batch; 0 for all groups.
+
+    Only a checkpoint folder needs small micro-batches: its model has a large vocabulary, so its logits are large.
+    """
     return NUM_GROUPS if model.is_dir() else 0
 
 
@@ -218,7 +221,8 @@ def run_rank(
 ) -> None:
     """Run commands of the job's train controller until it sends `Stop`.
 
-    `make` is a `saving_engine`. The other arguments are the words of the script's command line.
+    `make` returns the rank's engine, as `saving_engine` of this file does. The other arguments are the words of the
+    script's command line.
     """
     run_train_worker(make(Path(model), Path(versions_dir), int(seed), device, float(learning_rate)))
 

@@ -76,7 +76,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_node(spec: ProcessSpec, address: str) -> dict[str, str]:
-    """Return the environment variable with the first node's address; empty for a reservation of one node."""
+    """Return the variable WINDLASS_FIRST_NODE with `address`; no variable if `spec.num_nodes` is 1."""
     return {FIRST_NODE_VARIABLE: address} if spec.num_nodes > 1 else {}
 
 
@@ -135,15 +135,15 @@ class ClusterBackend(Protocol):
         ...
 
     async def signal(self, name: str, signal_number: int) -> None:
-        """Send a signal to the process and all its child processes; do nothing if the process has ended."""
+        """Send a signal to a launched process and all its child processes; do nothing if the process has ended."""
         ...
 
     async def log_tail(self, name: str, num_lines: int) -> str:
-        """Return the last lines that the process printed."""
+        """Return the last `num_lines` lines that the process printed to stdout and stderr."""
         ...
 
     async def release(self, reservation: str) -> None:
-        """Return the reservation to the cluster, and kill all its remaining processes. Idempotent."""
+        """Give the reservation back to the cluster, and kill all processes that still run in it. Idempotent."""
         ...
 
     async def close(self) -> None:
@@ -165,14 +165,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, tag_field="kind", forbid_unkn
         return not self.is_one_host
 
     def check(self, specs: Sequence[ProcessSpec]) -> None:
-        """Check that the configuration fits the processes of a job.
+        """Check that the configuration fits the processes of a job. The base class checks nothing.
 
         Raises:
             ConfigError: a setting matches no process, or the processes need more resources than exist.
         """
 
     def make_backend(self, log_dir: Path) -> ClusterBackend:
-        """Return the operations of the host or cluster.
+        """Return the backend: the object that reserves, starts and ends processes on the host or cluster.
 
         Args:
             log_dir: folder on this host. The output of process NAME goes to `NAME.log` there, or to a log on its node.
@@ -224,7 +224,7 @@ class PluginSchedulerConfig(SchedulerConfig, frozen=True, tag="plugin"):
         return SCHEDULER_PLUGINS.find(self.name).is_one_host
 
     def make_backend(self, log_dir: Path) -> ClusterBackend:
-        """Return the backend that the package creates."""
+        """Return the backend that the package creates; see `SchedulerConfig.make_backend`."""
         return SCHEDULER_PLUGINS.find(self.name).make_backend(self.options, log_dir)
 
 
@@ -252,8 +252,12 @@ class _Process:
 class Scheduler:
     """Starts processes and waits for their end.
 
-    Use it as a context manager, or call `open` and `close`. Not thread-safe. Every method with the argument `name` raises
+    Enter it with `async with`, or call `open` and `close`. Not thread-safe. Every method with the argument `name` raises
     ConfigError if no process has this name. `close` also closes the backend.
+
+    Args:
+        backend: operations of the host or cluster.
+        environment: variables added to the environment of every process.
     """
 
     def __init__(
@@ -270,12 +274,13 @@ class Scheduler:
     async def start(self, spec: ProcessSpec) -> ProcessStatus:
         """Start a process. On a cluster, the process may still be queued when this method returns.
 
-        If an earlier process of this name was deleted and another process still shares its reservation, the new process
-        uses the same reservation.
+        A process of the same name that has ended is deleted first. If another process still shares the reservation of
+        a deleted process of this name, the new process uses this reservation.
 
         Raises:
-            ConfigError: a running process has the same name, the program does not exist, the host has too few free GPUs,
-                `colocate_with` names no known process, or the reservation does not contain the node or a GPU.
+            ConfigError: a process of the same name is queued or runs; the program does not exist; the host has too few
+                free GPUs, or the cluster refuses the reservation; `colocate_with` names no known process; or the
+                reservation does not contain the node or a GPU.
         """
         known = self._processes.get(spec.name)
         if known is not None:
@@ -322,13 +327,12 @@ class Scheduler:
             process.ended.set()
 
     async def wait_healthy(self, name: str, *, deadline_s: float) -> ProcessStatus:
-        """Wait until the process has left the queue and runs.
-
-        The program may not be ready yet: it connects to the controller later.
+        """Wait until the process has left the queue and runs. Its program may still load and not serve yet.
 
         Raises:
             PeerTimeout: the process is still queued after `deadline_s`.
-            PeerUnreachable: the process ended or could not be placed; the text contains the end of its log.
+            PeerUnreachable: the process has ended, or was never started. The text contains the end of its log, or the
+                reason why it was not started.
         """
         process = self._process(name)
         try:
@@ -344,7 +348,10 @@ class Scheduler:
         return self.status(name)
 
     async def wait(self, name: str) -> ProcessStatus:
-        """Wait until the process has ended, and return its state, even if a new process has the same name by then."""
+        """Wait until the process that now has this name has ended, and return its last state.
+
+        This holds even if the process is deleted and a new process of the same name is started during the wait.
+        """
         process = self._process(name)
         await process.ended.wait()
         return process.status()
@@ -364,7 +371,7 @@ class Scheduler:
             await self._backend.signal(name, signal_number)
 
     async def log_tail(self, name: str, num_lines: int = 40) -> str:
-        """Return the last lines that the process printed, or the reason why it was not started."""
+        """Return the last lines that the process printed, or why it was not started, or why its log cannot be read."""
         process = self._process(name)
         if not process.pid:
             return process.failure
@@ -375,9 +382,10 @@ class Scheduler:
         return f"{tail}{process.failure}"
 
     async def delete(self, name: str, *, grace_s: float = 5.0) -> None:
-        """End one process (SIGTERM, wait `grace_s`, SIGKILL) and remove it from the list.
+        """End one process (SIGTERM, wait `grace_s`, SIGKILL) and remove it from `list`.
 
-        Its reservation is released unless another process shares it.
+        Release the process's reservation, unless another listed process shares the reservation. If the killed process
+        has not ended after `END_DEADLINE_S`, log an error and return.
         """
         process = self._process(name)
         if process.is_running:
@@ -410,7 +418,10 @@ class Scheduler:
             _log.warning("%s: not signalled: %s", name, error)
 
     async def close(self, *, grace_s: float = 5.0) -> None:
-        """End all processes at the same time (SIGTERM, wait `grace_s`, SIGKILL). Idempotent."""
+        """End all processes at the same time (SIGTERM, wait `grace_s`, SIGKILL), and close the backend. Idempotent.
+
+        If ending a process fails, first end the other processes and close the backend, then raise the first error.
+        """
         try:
             deletes = (self.delete(name, grace_s=grace_s) for name in list(self._processes))
             # Wait for every deletion before raising an error: closing the backend kills all processes at once.

@@ -19,11 +19,12 @@ KnownScheduler = (
 def create_scheduler(
     config: SchedulerConfig, log_dir: Path, environment: Mapping[str, str] | None = None
 ) -> Scheduler:
-    """Return the scheduler that `config` describes. Use the result as a context manager.
+    """Return the scheduler that `config` describes. Enter it with `async with` before you start processes.
 
     Args:
         config: configuration of a host or a cluster.
-        log_dir: folder on this host; the output of process NAME goes to `NAME.log` in it. Ray keeps logs on the nodes.
+        log_dir: folder on this host; the output of process NAME goes to `NAME.log` in this folder. With Ray, each node
+            keeps the logs of its processes instead.
         environment: variables added to the environment of every process.
 
     Raises:

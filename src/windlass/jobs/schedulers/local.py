@@ -35,11 +35,15 @@ class LocalSchedulerConfig(SchedulerConfig, frozen=True, tag="local"):
 
     @property
     def is_one_host(self) -> bool:
-        """Return True."""
+        """Whether all processes run on this host: always True."""
         return True
 
     def check(self, specs: Sequence[ProcessSpec]) -> None:
-        """Check that this host has enough GPUs for all processes together."""
+        """Check that this host has enough GPUs for all processes together.
+
+        Raises:
+            ConfigError: the processes need more GPUs than `gpus` contains (or this process sees).
+        """
         gpus = visible_gpus() if self.gpus is None else self.gpus
         num_gpus = sum(spec.num_gpus for spec in specs if not spec.colocate_with)
         if num_gpus > len(gpus):
@@ -49,7 +53,7 @@ class LocalSchedulerConfig(SchedulerConfig, frozen=True, tag="local"):
             )
 
     def make_backend(self, log_dir: Path) -> ClusterBackend:
-        """Return the backend of this host. Its processes also end if this process dies."""
+        """Return the backend of this host. A watchdog kills the backend's processes if this process dies."""
         return LocalBackend(log_dir, watched=True, gpus=self.gpus)
 
 
@@ -186,7 +190,13 @@ class LocalBackend(ClusterBackend):
             self._temporary.cleanup()
 
     async def mark(self) -> Mapping[str, str]:
-        """Start the watchdog; return the environment variables that mark processes for the watchdog to kill."""
+        """Return the environment variable that marks a process for the watchdog to kill; start the watchdog if necessary.
+
+        Return no variable if the backend is not watched.
+
+        Raises:
+            PeerTimeout: the watchdog did not start within `START_DEADLINE_S`.
+        """
         if not self._mark:
             return {}
         if self._watchdog is None:
@@ -198,7 +208,13 @@ class LocalBackend(ClusterBackend):
 
 
 async def _start_watchdog(mark: str) -> int:
-    """Start the watchdog; return the write end of the pipe that the watchdog reads. Only this process has this end."""
+    """Start the watchdog; return the write end of the pipe that the watchdog reads.
+
+    Only this process has the write end. When the write end closes, the watchdog kills all processes with `mark`.
+
+    Raises:
+        PeerTimeout: the watchdog did not start within `START_DEADLINE_S`.
+    """
     # Child processes do not inherit Python's pipes, so the write end closes when this process dies.
     read_end, write_end = os.pipe()
     try:
@@ -226,10 +242,11 @@ async def _start_watchdog(mark: str) -> int:
 
 
 def _signal_group(process: asyncio.subprocess.Process, signal_number: int) -> None:
-    """Send a signal to a process and its children. If the process has ended, send only SIGKILL, to remaining children.
+    """Send a signal to a process and its children, which form one process group.
 
-    The kernel does not reuse the id of a process group that has members. So if a running process has the id of the ended
-    process, the group was empty, and a signal would hit another program.
+    If the process has ended, send only SIGKILL, to children that remain. The kernel does not reuse the id of a process
+    group that has members. So if a running process now has the id of the ended process, no children remain, and a
+    signal would hit another program: send nothing.
     """
     if process.returncode is not None and (
         signal_number != signal.SIGKILL or os.path.exists(f"/proc/{process.pid}")

@@ -24,7 +24,7 @@ CONNECT_DEADLINE_S = 30.0
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Enable TCP keep-alive: a connection ends within `SILENCE_S` if the other host no longer answers."""
+    """Enable TCP keep-alive: the kernel ends the connection if the other host has not answered for `SILENCE_S`."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, SILENCE_S // 4),
@@ -35,7 +35,11 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def wait_for_owner(host: str, port: int, lease: str) -> None:
-    """Connect to the owner, send the lease, and wait until the connection ends."""
+    """Connect to the owner, send the secret `lease`, and return when the connection ends.
+
+    Raises:
+        OSError: the owner accepts no connection within `CONNECT_DEADLINE_S`.
+    """
     with socket.create_connection((host, port), timeout=CONNECT_DEADLINE_S) as connection:
         keep_alive(connection)
         connection.settimeout(None)
@@ -45,7 +49,7 @@ def wait_for_owner(host: str, port: int, lease: str) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Read stdin to its end, then kill all marked processes."""
+    """Wait for the end of stdin (the owner has died), then kill until no process has `mark` in its environment."""
     sys.stdin.read()
     entry = f"{MARK_VARIABLE}={mark}".encode()
     while victims := _carriers(entry):

@@ -47,12 +47,12 @@ class RaySchedulerConfig(SchedulerConfig, frozen=True, tag="ray"):
 
     @property
     def is_one_host(self) -> bool:
-        """Whether the cluster starts on this host."""
+        """Whether the scheduler starts a cluster on this host, because no address is given."""
         return not self.address
 
     @property
     def crosses_hosts(self) -> bool:
-        """Whether the cluster's address is not a loopback address."""
+        """Whether the cluster runs already and its address is not a loopback address."""
         return bool(self.address) and not is_loopback(
             self.address.rpartition(":")[0] or self.address
         )
@@ -177,13 +177,13 @@ class RayBackend(ClusterBackend):
 
 
 async def _close(launcher: Any) -> None:
-    """End the processes of a launcher. Ignore a launcher that is queued or dead, because it has no processes."""
+    """End the processes of a launcher actor. Ignore an actor that does not answer: queued or dead, it has no processes."""
     with contextlib.suppress(PeerUnreachable, PeerTimeout):
         await answer_of(launcher.close.remote(), 2.0)
 
 
 async def answer_of(call: Awaitable[Any], deadline_s: float | None = CALL_DEADLINE_S) -> Any:
-    """Wait for the answer of an actor call; return it.
+    """Wait until the call of an actor has ended, and return the result of the call.
 
     Args:
         call: pending call of an actor.

@@ -117,7 +117,11 @@ class SlurmSchedulerConfig(SlurmOptions, SchedulerConfig, frozen=True, tag="slur
         return not is_loopback(self.host)
 
     def check(self, specs: Sequence[ProcessSpec]) -> None:
-        """Check that every pattern of `processes` matches a process."""
+        """Check that every pattern of `processes` matches a process.
+
+        Raises:
+            ConfigError: a pattern matches no process.
+        """
         names = [spec.name for spec in specs]
         for pattern in self.processes:
             if not fnmatch.filter(names, pattern):
@@ -131,7 +135,11 @@ class SlurmSchedulerConfig(SlurmOptions, SchedulerConfig, frozen=True, tag="slur
         return SlurmBackend(log_dir, self)
 
     def options_of(self, name: str) -> SlurmOptions:
-        """Return the options of a process. Slurm uses the last value of an option, so options of patterns come last."""
+        """Return the options of a process: the options of every process, followed by those of each matching pattern.
+
+        Slurm uses the last value of an option, so a pattern overrides the options of every process. A `prefix` or
+        `gpu_type` of a pattern replaces the earlier value.
+        """
         found: SlurmOptions = self
         for pattern, added in self.processes.items():
             if fnmatch.fnmatchcase(name, pattern):
@@ -243,8 +251,8 @@ class SlurmBackend(ClusterBackend):
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._unproven[writer] = None
         if len(self._unproven) > MAX_UNPROVEN:
-            # A node of a job sends its secret as soon as it connects. So a connection that is silent while
-            # MAX_UNPROVEN newer connections wait comes from another program.
+            # A node of a job sends its lease as soon as it connects. So a connection that has sent nothing while
+            # MAX_UNPROVEN newer connections arrived comes from another program.
             next(iter(self._unproven)).transport.abort()
         try:
             async with asyncio.timeout(COMMAND_DEADLINE_S):
@@ -321,7 +329,10 @@ class SlurmBackend(ClusterBackend):
 
 
 async def _watch(reservation: str, job: _Job) -> None:
-    """Wait until `sbatch --wait` ends, some seconds after the job, and record the failure."""
+    """Wait until `sbatch --wait` ends, which is some seconds after the job's end, and then set `job.is_known`.
+
+    Also set `job.failure`, which counts only if the first node has not sent the lease.
+    """
     said = [line async for line in _lines(job.client)]
     code = await job.client.wait()
     job.failure = (
