@@ -19,8 +19,8 @@ One load of random values is enough if all of these conditions are true; otherwi
   have at least `FEW` elements.
 - Padding has the same bytes after the load of digits and after the load of random values. This shows that padding does
   not depend on the checkpoint.
-- Every parameter changed. Before a second load, capture fills parameters that did not change with a constant, to see
-  whether the loader writes these parameters at all.
+- Every parameter has other bytes after the load of random values than after the load of digits. Before a second load,
+  capture fills the other parameters with a constant, to see whether the loader writes these parameters at all.
 
 vLLM's sharded weight transfer also runs a loader on tensors that record their origin. Capture stores the origin in
 the values, so that capture does not depend on the torch operators that the loader uses.
@@ -187,7 +187,11 @@ def capture(
 
 
 def _early(watched: Watched) -> Found:
-    """Return the mirrors of parameters before the first load."""
+    """Return the values of the model that were computed from its parameters.
+
+    Call this before the first load. If `capture` does not restore parameters, a load destroys the values that mirrors
+    were copied from.
+    """
     held, copies = watched().values(), watched.copies().values()
     weights = [h for h in held if h.kind is Kind.PARAMETER]
     return find_mirrors([*(h for h in held if h.kind is not Kind.PARAMETER), *copies], weights)
@@ -196,13 +200,13 @@ def _early(watched: Watched) -> Found:
 def _mirrors(
     loads: _Loads, seen: Seen, now: Mapping[str, Holding], early: Found | None
 ) -> Mapping[str, Mirror]:
-    """Return the mirrors among the constants, by name.
+    """Return the mirrors among the tensors that no load changed, by name.
 
-    `now` has the current tensors of the model. `early` is the result of `_early` if capture does not restore the
-    parameters; otherwise `early` is None.
+    `now` has the tensors of the restored model. `early` is the result of `_early` if `capture` does not restore
+    parameters; otherwise `early` is None, and this function makes the search.
 
     Raises:
-        UnsupportedLayout: a constant depends on weights but is not a mirror; the message names these constants.
+        UnsupportedLayout: a value depends on weights, but an update cannot refill it; the message names these values.
     """
     weights = seen.numbers.keys() | seen.computed
     constants = {
@@ -295,7 +299,12 @@ class _Loads:
     """Inputs and state that the steps of one capture share.
 
     Attributes:
+        codes: coded checkpoint tensors.
+        load: the engine's loader.
+        held: current tensors of the model.
         factors: name of a tensor -> constant factor of the engine's loader for this tensor.
+        start: state of the model before the first load.
+        seconds: stage of the capture -> seconds spent so far.
         counted: paths of Python numbers that a load has changed.
     """
 
@@ -308,6 +317,7 @@ class _Loads:
     counted: set[str] = field(default_factory=set)
 
     def random(self, seed: int) -> None:
+        """Load the values `codes.random(seed)` into the model."""
         with _timed(self.seconds, "random values"):
             self.load(self.codes.random(seed))
 
@@ -332,7 +342,10 @@ def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) 
 
 
 def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen, Recompute | None]:
-    """Repeat `_observe` until each tensor that a load changes is proven to be a copy, or is known to be computed.
+    """Find out for each tensor that a load changes whether it is a copy of checkpoint elements or a computed tensor.
+
+    Repeat the loads of `_observe` until this is known of every tensor. A repetition reads more tensors at every place,
+    or loads digits into all layers instead of one layer per group.
 
     Returns:
         The layout of every tensor, and the partial load for computed tensors (None if there are none).
@@ -449,7 +462,10 @@ def _observe(
 
 
 def _counted(before: Mapping[str, Number], loads: _Loads) -> frozenset[str]:
-    """Return the paths of Python numbers that differ from `before`, and of the same numbers in all other layers."""
+    """Return the paths of Python numbers that a load changed, and of the same numbers in all other layers.
+
+    `before` has the numbers of the model before the load, by path.
+    """
     changed = patterns_of(differing(before, loads.held.all_numbers()))
     if not changed:
         return frozenset()
@@ -469,9 +485,13 @@ def _checks(
 
 
 def _is_certain(numbers: ElementIds, check: Check, paddings: Mapping[int, int]) -> bool:
-    """Return whether one successful check proves a tensor's layout; see the module docstring.
+    """Return whether one successful check proves a tensor's layout.
 
-    `paddings` maps `id(ElementIds)` -> fingerprint of the tensor's padding after the load of digits.
+    The padding must have the same bytes as after the load of digits. A tensor with an assumed layout must also have at
+    least `FEW` elements.
+
+    `paddings` maps the `id` of the `ElementIds` of a tensor that was loaded with digits -> fingerprint of the tensor's
+    padding after that load.
     """
     origin = numbers.origin
     is_read = numbers is origin
@@ -536,6 +556,7 @@ def _read(loads: _Loads, placed: frozenset[str]) -> frozenset[str]:
 
 
 def _watched(loads: _Loads, names: frozenset[str]) -> _Reading:
+    """Load only the checkpoint tensors `names`, and return the record of the loader's reads."""
     with (reading := _Reading()):
         loads.load(reading.over(loads.codes.some(names, 0)))
     return reading
@@ -544,8 +565,8 @@ def _watched(loads: _Loads, names: frozenset[str]) -> _Reading:
 def _must_stay(holding: Holding) -> bool:
     """Return whether capture must refuse a tensor that every load moves.
 
-    `Snapshot` restores HELD tensors and CPU attributes, so these may move. Python numbers have no fixed address, because
-    every walk through the model makes new tensors of them.
+    `Snapshot` restores HELD tensors and CPU attributes, so these may move. The tensor of a Python number has no fixed
+    address, because every walk through the model makes a new tensor for the number.
     """
     if holding.kind in (Kind.HELD, Kind.NUMBER):
         return False
@@ -576,9 +597,10 @@ _QUESTIONS = frozenset(
 class _Reading(TorchFunctionMode):
     """Torch function mode that records which checkpoint tensors a loader reads.
 
-    If a checkpoint tensor has no element in the model, either the loader skipped the tensor (a layer for multi-token
-    prediction, a tied output matrix, a vision tower that was not built), or capture cannot see where the loader stored
-    it. A loader that skips a tensor calls at most `_QUESTIONS` and keeps no reference to the tensor.
+    A checkpoint tensor without elements in the model has one of two reasons. Either the loader skipped the tensor (a
+    layer for multi-token prediction, a tied output matrix, a vision tower that was not built), or the loader stored the
+    elements where capture does not see them. This record distinguishes the two: a loader that skips a tensor calls at
+    most `_QUESTIONS` of the tensor and keeps no reference to the tensor.
     """
 
     def __init__(self) -> None:
@@ -591,7 +613,7 @@ class _Reading(TorchFunctionMode):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `weights` unchanged, and store each tensor's name, by which `__torch_function__` records reads."""
         while True:
-            # Do not record the creation of the tensor.
+            # `weights` generates the tensor with torch calls, which are no reads by the loader.
             with torch._C.DisableTorchFunction():
                 name, tensor = next(weights, ("", None))
             if tensor is None:
@@ -625,6 +647,7 @@ class _Reading(TorchFunctionMode):
 
 
 def _tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among `values`, and the tensors in nested lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -639,6 +662,7 @@ def _device(held: Mapping[str, Holding]) -> torch.device:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape and the same bytes, so that equal NaNs count as equal."""
     return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
@@ -649,16 +673,18 @@ def _require_repeated(
     part: Recompute | None,
     layers: Layers | None,
 ) -> frozenset[str]:
-    """Load the engine's own checkpoint again, and compare the model with its initial bytes.
+    """Load the engine's own checkpoint again, and check that the model has the same bytes as before the capture.
 
-    If `layers` is given and the loader accepts it, load only one layer of each group of identical layers. Copy the
-    sources of computed tensors into the buffers of `part`, and run `part` too.
+    If `layers` is given, load only one layer of each group of identical layers; if the loader fails on this part of the
+    checkpoint, load all of it. If `part` is given, also compute the computed tensors again as after an update, and check
+    their bytes.
 
     Returns:
         Names of the tensors that were not compared, because their layers were not loaded.
 
     Raises:
-        UnsupportedLayout: bytes differ from the model's initial bytes; or see `_refuse_numbers`.
+        UnsupportedLayout: a tensor has other bytes than before the capture, or a Python number depends on the
+            checkpoint but not on coded values. The message names them.
     """
     computed = frozenset() if part is None else frozenset(part.names)
     buffers = frozenset() if part is None else frozenset(spec.name for spec, _ in part.buffers)
@@ -687,9 +713,10 @@ def _require_repeated(
 
 
 def _refuse_numbers(loads: _Loads, before: Mapping[str, Number]) -> None:
-    """Raise UnsupportedLayout if a Python number depends on the checkpoint, but coded loads did not change it.
+    """Raise UnsupportedLayout if a Python number depends on the checkpoint, but not on the values of coded loads.
 
-    Such a number lost its initial value during the capture, and the load of the engine's own checkpoint restored it.
+    The coded loads gave such a number another value than it had at the start. The load of the engine's own checkpoint
+    then restored the first value. `before` has the numbers between these loads, by path.
     """
     start, now = loads.start.numbers, loads.held.all_numbers()
     hidden = differing(start, before) - differing(start, now) - loads.counted
@@ -703,11 +730,12 @@ def _refuse_numbers(loads: _Loads, before: Mapping[str, Number]) -> None:
 def _load_reference(
     loads: _Loads, weights: Iterator[tuple[str, torch.Tensor]], part: Recompute | None
 ) -> None:
+    """Load checkpoint tensors; copy the sources of computed tensors also into the buffers of `part`."""
     loads.load(weights if part is None else part.filling(weights))
 
 
 def _require_start(loads: _Loads, ignored: Collection[str]) -> None:
-    """Raise UnsupportedLayout if tensors outside `ignored` differ from their initial bytes."""
+    """Raise UnsupportedLayout if a tensor outside `ignored` has other bytes than before the capture."""
     changed = [
         n
         for n, h in loads.held().items()

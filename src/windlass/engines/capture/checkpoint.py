@@ -135,14 +135,18 @@ def _require_file(path: Path) -> None:
 
 
 def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
-    """Return a sort key that compares file names, and compares numbers in file names by value."""
+    """Return a sort key of a file name, in which numbers compare by value."""
     pieces = re.split(r"(\d+)", file.name)
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in pieces], str(file)
 
 
 @contextmanager
 def _opened(folder: Path, adapter: bool) -> Iterator[dict[str, Any]]:
-    """Open all files of a checkpoint; yield tensor name -> open safetensors file."""
+    """Open all files of a checkpoint; yield tensor name -> open safetensors file.
+
+    Raises:
+        ConfigError: the folder has no safetensors files, or one of them is missing or invalid.
+    """
     from safetensors import SafetensorError, safe_open
 
     files = _files(folder, adapter)
@@ -165,7 +169,7 @@ def _opened(folder: Path, adapter: bool) -> Iterator[dict[str, Any]]:
 
 
 def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor, ...]:
-    """Return the block float8 matrices that have scales in the same checkpoint."""
+    """Return the float8 matrices with one scale per block, each with the name of its scales in the same checkpoint."""
     by_name = {spec.name: spec for spec in specs}
     found: list[QuantizedTensor] = []
     for spec in by_name.values():

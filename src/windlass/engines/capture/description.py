@@ -39,7 +39,7 @@ class Repack:
 
     Attributes:
         target: memory of the parameter, flat.
-        buffer: memory that updates write, (n,), in checkpoint order. Its dtype is `_received_dtype` of the parameter.
+        buffer: memory that updates write, (n,), in checkpoint order.
         places: (m,) indices into `target`; `target[places]` gets `factor * buffer[elements]`.
         elements: (m,) indices into `buffer`.
         factor: constant of the engine's loader; the product is computed in the dtype of `target`.
@@ -88,7 +88,7 @@ _ROUNDED_AT_ONCE = 64 << 20
 
 
 def _round(roundings: Sequence[Rounding]) -> None:
-    """Round the values that an update has written.
+    """Round the values that an update has written, and write the rounded values to the roundings' targets.
 
     Raises:
         TransferFailed: a finite value is too large for the dtype of the checkpoint.
@@ -174,10 +174,13 @@ class Captured:
         return sum(buffer.nbytes for buffer in buffers)
 
     def finalise(self) -> None:
-        """Update all values that the engine derives from received bytes. Idempotent.
+        """Compute all values that the engine derives from received bytes again. Idempotent.
+
+        Call this after every update, while the engine is quiesced.
 
         Raises:
-            UnsupportedLayout: see `Recompute.run`.
+            UnsupportedLayout: the engine's loader could not load the computed tensors again. The model's weights are
+                then unknown.
             TransferFailed: a received value is too large for the dtype of the checkpoint.
         """
         # torch forbids writes to inference tensors outside inference mode.
@@ -196,7 +199,13 @@ class Captured:
             self.later.refill()
 
     def look(self) -> None:
-        """Search for values that the engine has computed from weights since the capture; see `Later.look`."""
+        """Search for values that the engine has computed from weights since the capture or the last call.
+
+        Call this while the engine is quiesced, and before the next version writes into the weights.
+
+        Raises:
+            UnsupportedLayout: an update cannot refill such a value, or a tensor that updates write has moved.
+        """
         if self.later is not None:
             self.later.look()
 
@@ -206,6 +215,7 @@ class Seen:
     """Tensors of the model, and the checkpoint elements in the tensors that a load changes.
 
     Attributes:
+        holdings: tensors of the model, by name.
         numbers: numbers of the checkpoint elements in each tensor that a load changes, by name.
         factors: constant by which the engine's loader multiplies a tensor, by name; 1 for a missing name.
         constants: names of tensors that a load does not change.
@@ -226,7 +236,11 @@ class Seen:
         return self.numbers[name].parts(codes, MAX_BOXES)
 
     def scattered(self, codes: Codes) -> frozenset[str]:
-        """Return the names of the tensors that capture must still read at every place."""
+        """Return the names of the tensors that capture must still read at every place.
+
+        These tensors failed their check; or capture has read only rows of them, and the loader multiplies them or they
+        have more than `MAX_BOXES` boxes.
+        """
         in_rows = {name for name, numbers in self.numbers.items() if not numbers.by_place}
         return self.unproven | {
             name
@@ -267,7 +281,7 @@ class Seen:
         ]
 
     def placed(self, codes: Codes, recompute: Recompute | None) -> frozenset[str]:
-        """Return the names of the checkpoint tensors that have elements in the engine or in buffers of `recompute`."""
+        """Return the names of the checkpoint tensors that have elements in this rank's tensors or in buffers of `recompute`."""
         placed = set() if recompute is None else {spec.name for spec, _ in recompute.buffers}
         filled = () if recompute is None else recompute.names
         return frozenset(
@@ -297,7 +311,9 @@ def describe(
     tensors outside `placed` that the engine's loader reads.
 
     Raises:
-        UnsupportedLayout: see `_repack` and `_received_dtype`.
+        UnsupportedLayout: the elements of a tensor are scattered over too many boxes, or are scattered in a tensor that
+            is too large to read every place. Or updates must send the checkpoint's dtype for a tensor, but its
+            checkpoint tensors have several dtypes.
     """
     builder = ManifestBuilder(worker, Role.ENGINE)
     addresses: list[int] = []
@@ -352,8 +368,9 @@ _HALVES = (DType.BFLOAT16, DType.FLOAT16)
 def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
     """Return the dtype that updates send for a tensor.
 
-    This is the checkpoint's dtype if the tensor is bfloat16 and the checkpoint float16, or the reverse, because neither
-    dtype can represent all values of the other. Otherwise this is the tensor's dtype.
+    If one of the engine's tensor and the checkpoint's tensor is bfloat16 and the other is float16, this is the
+    checkpoint's dtype, because neither dtype can represent all values of the other. Otherwise this is the dtype of the
+    engine's tensor.
 
     Raises:
         UnsupportedLayout: the checkpoint's dtype is needed, but the checkpoint tensors have several dtypes.
@@ -419,10 +436,10 @@ def _add_parameter(
 
 
 def _aliases(name: str, tensor: str, tied: frozenset[str]) -> set[str]:
-    """Return the checkpoint's names for a tied parameter's other names in the engine.
+    """Return the other names under which a checkpoint may have a tied parameter, such as the output matrix.
 
-    The checkpoint's names may have another prefix than the engine's names. Comparing `name` and `tensor` from the end
-    shows both prefixes.
+    These are the other names of the parameter in the engine, but with the prefix of the checkpoint's names. `name` and
+    `tensor` show both prefixes: after their prefixes, they are equal.
 
     Args:
         name: name of the parameter in the engine.
@@ -456,7 +473,7 @@ def _repack(
 
     Raises:
         UnsupportedLayout: capture has not read every place of the parameter, or a checkpoint tensor has more than
-            `MAX_BOXES` boxes in the buffer; or see `_received_dtype`.
+            `MAX_BOXES` boxes in the buffer, or the buffer needs the checkpoint's dtype and there are several dtypes.
     """
     if not numbers.by_place:
         raise UnsupportedLayout(

@@ -52,8 +52,8 @@ class Layers:
     def alike(cls, codes: Codes, held: Mapping[str, Holding]) -> Layers | None:
         """Return the layers of a checkpoint, or None if capture could skip less than half of the checkpoint's tensors.
 
-        From each group, choose a layer that the engine has. `held` are the engine's tensors by name: a rank of a
-        pipeline stage has only some of the layers.
+        `held` has the tensors of this rank, by name. A rank of a pipeline stage has only some of the layers, so the
+        layer that is loaded for a group is one that this rank has, if possible.
         """
         here = {int(found[2]) for name in held if (found := _LAYER.fullmatch(name))}
         members = defaultdict[tuple[str, int], list[int]](list)
@@ -114,5 +114,6 @@ class Layers:
 
 
 def _lies_alike(one: Holding, other: Holding) -> bool:
+    """Return whether two tensors have the same shape, strides and dtype."""
     a, b = one.tensor, other.tensor
     return (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)

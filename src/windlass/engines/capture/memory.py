@@ -44,7 +44,8 @@ class Holding:
     Attributes:
         name: path of the tensor in the model.
         node: entry of the tensor's object in the walk through the model; None for a Python number.
-        is_copy: True if writes to the tensor would not reach the object, or are forbidden; see `Watched.copies`.
+        is_copy: True if the tensor has the values of an object that cannot be written through the tensor: a copy of
+            bytes, or a view of a read-only array.
     """
 
     name: str
@@ -167,7 +168,10 @@ def _writable(node: Node) -> torch.Tensor | None:
 
 
 def _without_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the same memory, without torch's negative and conjugate bits and without quantisation."""
+    """Return a tensor that shares memory with a tensor and shows the stored values.
+
+    These are the integers of a quantised tensor, and the values before negation or conjugation of a lazy view.
+    """
     if tensor.is_quantized:
         integers = torch.empty(0, dtype=_QUANTISED[tensor.dtype], device=tensor.device)
         return integers.set_(
@@ -179,7 +183,10 @@ def _without_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _may_be_written(array: np.ndarray[Any, Any]) -> bool:
-    """Return whether an array's memory may be written. A read-only array may have writable memory."""
+    """Return whether an array's memory may be written.
+
+    A read-only array may have writable memory; numpy then allows its flag to be set.
+    """
     if array.flags.writeable:
         return True
     try:
@@ -209,7 +216,7 @@ def _copied(node: Node) -> torch.Tensor | None:
     """Return a tensor of the elements of an object whose memory torch cannot view, or None.
 
     Such an object has bytes, is a read-only array, an array of another byte order, a tensor in a layout of oneDNN, or a
-    weight that torch has packed for a quantised kernel.
+    weight that torch has packed for a quantised kernel. Return None for fewer than `_FEWEST_BYTES` bytes.
     """
     item = node.item
     if node.shape.form is Form.TENSOR:
@@ -232,7 +239,8 @@ def _copied(node: Node) -> torch.Tensor | None:
 def bytes_in(item: Any) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
     """Return an array that shares memory with an object with bytes.
 
-    Return None for a mapped file that is closed, read-only or larger than 1 GiB: it is rather data than derived state.
+    Return None for a closed object, and for a mapped file that is read-only or larger than 1 GiB: such a file probably
+    contains data, and no values that the engine computed from weights.
     """
     if isinstance(item, mmap.mmap):
         with suppress(ValueError):
@@ -266,7 +274,7 @@ _LARGEST_NUMBER = 1 << 40
 
 @final
 class Watched:
-    """Cached tensors of a model. After `changed`, the next call searches the model again.
+    """Tensors of a model, found by a walk through its objects and cached until `changed` is called.
 
     Attributes:
         numbers: paths of the model's Python numbers that `__call__` returns as tensors, in addition to the tensors.
@@ -280,7 +288,7 @@ class Watched:
         self.numbers: frozenset[str] = frozenset()
 
     def changed(self) -> None:
-        """Discard the cached tensors."""
+        """Discard the cached tensors, because the model may have changed."""
         self._reach = self._held = None
 
     @property
@@ -291,7 +299,7 @@ class Watched:
         return self._reach
 
     def settle(self) -> None:
-        """From now on, exclude tensors of kind HELD that the model does not have at this moment.
+        """Exclude tensors of kind HELD that the model gets after this call from all later results.
 
         During a load, an engine's loader may keep temporary tensors in its objects.
         """
@@ -314,9 +322,10 @@ class Watched:
         }
 
     def copies(self) -> Mapping[str, Holding]:
-        """Return the elements of bytes and read-only arrays of the model, by path.
+        """Return the elements of the model's bytes, read-only arrays and packed weights, by path.
 
-        A returned tensor may share memory with a read-only array, so do not write to the tensor.
+        `__call__` does not return these objects, because torch cannot view their memory or may not write to it. A
+        returned tensor may share memory with a read-only array, so do not write to the tensor.
         """
         found: dict[str, Holding] = {}
         ranges = [(h.address, h.address + h.nbytes) for h in self().values()]
@@ -346,6 +355,7 @@ def differing(one: Mapping[str, Number], other: Mapping[str, Number]) -> frozens
 
 
 def _of_number(value: Number) -> torch.Tensor:
+    """Return a tensor (1,) with the value of a Python number."""
     return torch.tensor([value], dtype=torch.complex128 if isinstance(value, complex) else torch.float64)  # fmt: skip
 
 
