@@ -73,7 +73,8 @@ class Mirror:
     """A tensor with rows that are copies of rows of the weights named in `sources`.
 
     Attributes:
-        holder: Python object with bytes of which the tensor is a copy; None if the tensor is the engine's own.
+        holder: Python object whose bytes `refill` must write too, because the tensor is only a copy of these bytes;
+            None if the tensor has memory of the engine.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Mirror:
     holder: object | None = None
 
     def refill(self) -> None:
-        """Copy the weights' rows into the mirror."""
+        """Copy the weights' rows into the mirror, and then into the bytes of `holder`."""
         for part in self.parts:
             part.refill()
         if self.holder is not None:
@@ -129,8 +130,8 @@ def find_mirrors(
         numbers: Python numbers of the engine, by path.
 
     Returns:
-        The mirrors; and, as `derived`, tensors that correlate with a weight, mirrors that may copy either of two
-        weights, and numbers that equal the smallest or largest element of a weight.
+        The mirrors; and, as `derived`, tensors that correlate with a weight, mirrors in read-only memory, mirrors
+        that may copy either of two weights, and numbers that equal the smallest or largest element of a weight.
     """
     sources = [h for h in weights if h.tensor.is_floating_point() and h.tensor.numel() >= FEW]
     mirrors: dict[str, Mirror] = {}
@@ -158,7 +159,10 @@ def find_mirrors(
 
 
 def _origin(holding: Holding, sources: Sequence[Holding]) -> tuple[Mirror | None, str | None]:
-    """Return the mirror that a tensor is; otherwise None and the name of a weight that it correlates with, or None."""
+    """Return (mirror, None) if a tensor is a mirror, and (None, name of a weight) if it only correlates with a weight.
+
+    Otherwise return (None, None).
+    """
     correlated: str | None = None
     for found, on in _on_devices(holding, sources):
         mirror = _mirror(found, on) if found.tensor.is_floating_point() else None
@@ -193,7 +197,10 @@ def _on_devices(
 
 
 def _in_memory_of(part: Part, copy: torch.Tensor, tensor: torch.Tensor) -> Part:
-    """Return a part of `copy` as the same part of `tensor`, which has the same shape and strides."""
+    """Return a part whose target is a view of `tensor`, made from a part whose target is a view of `copy`.
+
+    `copy` is a copy of `tensor` on another device, with the same shape and strides.
+    """
     if copy is tensor:
         return part
     at = part.target.storage_offset() - copy.storage_offset() + tensor.storage_offset()
@@ -202,9 +209,10 @@ def _in_memory_of(part: Part, copy: torch.Tensor, tensor: torch.Tensor) -> Part:
 
 
 def _readings(target: Holding, sources: Sequence[Holding]) -> Iterator[Holding]:
-    """Yield the target; if it has integers, also yield its bytes in each float dtype of the sources and float32.
+    """Yield a tensor; if its dtype is an integer, also yield its bytes as each dtype of the sources and as float32.
 
-    If the bytes have as many elements as a source, yield them in the source's shape.
+    An engine may keep floats in a buffer of bytes. The bytes are yielded as a vector, and in the shape of each source
+    with the same number of elements.
     """
     tensor = _once(target.tensor)
     yield target if tensor is target.tensor else replace(target, tensor=tensor)
@@ -233,6 +241,7 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _holder(holding: Holding) -> object | None:
+    """Return the Python object that has the tensor's bytes, or None if the bytes cannot be written or are a tensor's."""
     item = holding.node.item if holding.node is not None else None
     return item if isinstance(item, BUFFERS) else None
 
@@ -271,6 +280,7 @@ def _common(one: str, other: str) -> int:
 
 
 def _nearest(holding: Holding, sources: Iterable[Holding]) -> list[Holding]:
+    """Return the weights, sorted by similarity of their names to the tensor's name; see `_common`."""
     return sorted(sources, key=lambda source: -_common(holding.name, source.name))
 
 
@@ -325,6 +335,11 @@ def _forms(tensor: torch.Tensor, width: int | None = None) -> Iterator[torch.Ten
 
 
 def _mirror(holding: Holding, sources: list[Holding]) -> Mirror | None:
+    """Return the mirror that a tensor is, or None.
+
+    Compare whole rows with all weights first. If this fails, compare a vector with pieces of the weights with the most
+    similar names, and a matrix with submatrices of these weights.
+    """
     for rows in _forms(holding.tensor):
         if rows.shape[1] >= FEW and (found := _from_rows(holding, rows, sources)):
             return found
@@ -347,9 +362,9 @@ def _spread(size: int, count: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _from_rows(holding: Holding, rows: torch.Tensor, sources: list[Holding]) -> Mirror | None:
-    """Return a mirror if every nonzero row equals a row of a weight and `_is_slice` accepts the row indices.
+    """Return a mirror if every nonzero row equals a row of a weight, and the copied rows look like a slice.
 
-    Compare three rows first, because most tensors are not mirrors.
+    Compare a few elements of three rows first, because most tensors are not mirrors.
     """
     width = rows.shape[1]
     alike = [(source, matrix) for source in sources for matrix in _forms(source.tensor, width)]
@@ -372,6 +387,11 @@ def _from_rows(holding: Holding, rows: torch.Tensor, sources: list[Holding]) -> 
 def _from_all_rows(
     name: str, rows: torch.Tensor, alike: list[tuple[Holding, torch.Tensor]]
 ) -> Mirror | None:
+    """Search every nonzero row in each matrix of `alike`, and return the mirror.
+
+    `alike` has the weights as matrices with the width of `rows`. Return None if a row is in no matrix, or the rows found
+    in one matrix do not look like a slice.
+    """
     missing = (_comparable(rows) != 0).any(1)
     parts: list[Part] = []
     names: dict[str, None] = {}
@@ -409,6 +429,10 @@ def _is_slice(places: torch.Tensor, found: torch.Tensor) -> bool:
 def _part(
     rows: torch.Tensor, places: torch.Tensor, matrix: torch.Tensor, found: torch.Tensor
 ) -> Part:
+    """Return the part in which rows `found` of `matrix` are copied to rows `places` of `rows`.
+
+    If both row indices are contiguous, the part has two slices and no indices, because such a copy is faster.
+    """
     first, start, size = int(places[0]), int(found[0]), len(places)
     if int(places[-1]) - first == int(found[-1]) - start == size - 1 and bool(
         (found.diff() == 1).all()
@@ -437,6 +461,7 @@ def _rows_in(rows: torch.Tensor, places: torch.Tensor, matrix: torch.Tensor) -> 
 
 
 def _hashes(values: torch.Tensor) -> torch.Tensor:
+    """Return an int64 hash of each row's bytes, (rows,)."""
     bits = values.contiguous().view(torch.uint8).view(len(values), -1).to(torch.int64)
     places = torch.arange(1, bits.shape[1] + 1, device=bits.device)
     return (bits * (places * 0x9E3779B97F4A7C1 + 0x5851F42D)).sum(1)
@@ -493,9 +518,10 @@ def _longest(
 
 
 def _starts(rest: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return, for each position in a weight, whether the weight equals the first `FEW` elements of `rest` from there on.
+    """Return a bool for each position of a weight: whether the elements from this position on begin like `rest`.
 
-    The positions are all columns of a weight with one row, and the starts of rows of any other weight.
+    `FEW` elements are compared. The positions are all columns of a weight with one row, and the starts of rows of any
+    other weight.
     """
     windows = matrix[0].unfold(0, FEW, 1) if len(matrix) == 1 else matrix[:, :FEW]
     return _equal(rest[:FEW], windows).all(1)
@@ -563,6 +589,7 @@ def _places(flat: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, .
 
 
 def _cosine(both: torch.Tensor) -> torch.Tensor:
+    """Return the absolute correlation of the two rows of `both`; 0 if a row is constant."""
     both = both - both.mean(1, keepdim=True)
     return ((both[0] @ both[1]).abs() / both.square().sum(1).prod().sqrt()).nan_to_num(0.0)
 
@@ -601,7 +628,10 @@ def _uncommon(value: Number) -> float | None:
 
 
 _NUM_FULL_LOOKS = 2
-"""The first calls of `look`, up to this number, also search tensors that existed before: the engine may fill them late."""
+"""Number of first calls of `Later.look` that also search tensors that existed at the capture and were written since.
+
+An engine may allocate a tensor at its start and fill the tensor in its first forward passes.
+"""
 _TRIES = 3
 
 
@@ -654,6 +684,7 @@ class Later:
             self._watched.changed()
 
     def _is_unchanged(self) -> bool:
+        """Return whether the model references the same objects, and written tensors have the same addresses, as before."""
         return (
             self._signature is not None
             and self._signature.holds()
@@ -661,6 +692,11 @@ class Later:
         )
 
     def _look(self, *, is_full: bool) -> None:
+        """Search new tensors and numbers, and update `mirrors`.
+
+        A tensor is new if it did not exist at the last call or has another address. If `is_full`, a tensor that was
+        written since the last call is new, too.
+        """
         held = self._walked()
         moved = [
             name
@@ -723,6 +759,7 @@ def _state(holding: Holding) -> _State:
 
 
 def _is_new(now: _State, known: _State | None, *, is_full: bool) -> bool:
+    """Return whether a tensor may have a new value. `known` is its earlier state; None if the tensor did not exist."""
     if known is None or now[1] != known[1]:
         return True
     return is_full and (now[0] is None or now[0] != known[0])

@@ -205,6 +205,7 @@ def joined(path: str, join: Join, key: Any) -> str:
 
 
 def _spelt(key: object) -> str:
+    """Return the text of a dict's key in a path; the name of the class for a key that is no plain value."""
     if isinstance(key, str | int | float | bool | torch.dtype | torch.device) or key is None:
         return repr(key)
     if type(key) is tuple:
@@ -213,6 +214,10 @@ def _spelt(key: object) -> str:
 
 
 def _put(holder: Node, join: Join, key: Any, old: object, value: object) -> bool:
+    """Replace `old` by `value` in the object of `holder`; return False if Python does not allow this.
+
+    A tuple cannot change, so a new tuple replaces it in the object that references the tuple.
+    """
     item = holder.item
     match holder.shape.form:
         case Form.DICT if join is Join.ITEM or not holder.shape.has_dict:
@@ -298,6 +303,7 @@ class Signature:
                 self._note(item, _shape_of(item))
 
     def _note(self, item: Any, shape: Shape) -> None:
+        """Record the identities of the values in an object."""
         if shape.has_dict:
             self._add(vars(item))
         if isinstance(item, dict):
@@ -306,6 +312,7 @@ class Signature:
             self._others.append((item, shape, _followed(_members(item, shape))))
 
     def _add(self, held: Mapping[Any, Any]) -> None:
+        """Record the identities of the values in a dict or in an object's `__dict__`."""
         self._dicts.append((held, [*map(id, held.values())], _followed(held.values())))
 
     def holds(self) -> bool:
@@ -325,11 +332,12 @@ class Signature:
 
 
 def _followed(values: Iterable[object]) -> list[int]:
+    """Return the identities of those values that the walk may enter: no numbers, locks, or objects that it skips."""
     return [id(v) for v in values if _SHAPES.get(type(v), _UNSET) not in (None, _NUMBER, _LOCK)]
 
 
 def _members(item: Any, shape: Shape) -> Iterable[object]:
-    """Return the values in an object that is no dict. Values in the object's `__dict__` are left out."""
+    """Return the values in an object that is no dict, except the values in the object's `__dict__`."""
     held: Iterable[object] = ()
     match shape.form:
         case Form.SEQUENCE | Form.SET:
@@ -384,6 +392,8 @@ def _reached(model: torch.nn.Module) -> Reach:
 
 @final
 class _Walk:
+    """One walk through a model. Each method adds what it finds to the `Reach` that the constructor gets."""
+
     def __init__(self, found: Reach) -> None:
         self._found = found
         # `id` of every object found. `Reach.nodes` keeps these objects alive, so no other object gets the same `id`.
@@ -476,14 +486,18 @@ class _Walk:
                 self._values(node, Join.CALL, (("", value) for value in _returned(item, shape.form)))  # fmt: skip
 
     def _is_of_server(self, kind: type) -> bool:
-        """Return whether a class with a lock is outside the packages of the model's modules, or in a server's package."""
+        """Return whether the objects of a class that have a lock belong to the server, so that the walk skips them.
+
+        This is true for a class of a server's package, and for a class of a package without a module of the model.
+        """
         package = kind.__module__.partition(".")[0]
         return package in _SERVERS or package not in self._packages
 
     def _attributes(self, node: Node, held: Mapping[str, Any]) -> bool:
-        """Add nodes for an object's attributes, and return True.
+        """Add nodes for an object's attributes, and return True. If the walk must skip the object, return False instead.
 
-        If an attribute's class is in `_SHARED`, remove the object's node and return False.
+        The walk skips an object with an attribute of a class in `_SHARED`, and an object of the server with a lock; this
+        method removes the node of such an object. Any other object with a lock becomes global.
         """
         if node.shape.form is Form.OBJECT:
             shapes = _SHAPES
@@ -524,6 +538,7 @@ class _Walk:
             self._add(value, shape, node, join, key)
 
     def _function(self, node: Node, function: FunctionType) -> None:
+        """Add the closure and the default arguments of a function, and the global variables that it uses."""
         if function.__closure__:
             names = function.__code__.co_freevars
             self._values(node, Join.ATTRIBUTE, zip(names, function.__closure__, strict=True))
@@ -552,6 +567,7 @@ class _Walk:
                 self._found.nodes.append(node)
 
     def _class_state(self, kind: type) -> None:
+        """Add a class and the data in its attributes; skip names that begin with two underscores."""
         if id(kind) in self._seen:
             return
         self._seen.add(id(kind))
@@ -563,6 +579,7 @@ class _Walk:
             self._values(node, Join.ATTRIBUTE, held)
 
     def _globals(self, named: Iterable[tuple[dict[str, Any], str]]) -> None:
+        """Add global variables, given as (namespace, name). Of a class, add the data in its attributes."""
         for names, name in named:
             value = names.get(name)
             if isinstance(value, type):
@@ -592,7 +609,11 @@ def contents_of(cell: CellType) -> Iterator[tuple[str, object]]:
 
 
 def _returned(item: Any, form: Form) -> Iterable[object]:
-    """Return the values that an object gives to Python code only from a call (a weak reference) or not at all (a queue)."""
+    """Return the values in an object that are neither its attributes nor its items.
+
+    These are the target of a weak reference, the value of a context variable, the values in a queue, the fields of a
+    structured array, and the parts of a nested or sparse tensor or a tensor's gradient.
+    """
     match form:
         case Form.REFERENCE:
             return (item(),)
@@ -619,7 +640,7 @@ def _returned(item: Any, form: Form) -> Iterable[object]:
 
 
 def _inside(item: Any) -> Iterable[object]:
-    """Return the values in an object that does not show its values in Python."""
+    """Return the values in an object of a class that gives Python code no list of them, such as a queue or a future."""
     if isinstance(item, torch.jit.ScriptFunction | torch.jit.ScriptModule):
         return _script_values(item)
     if not isinstance(item, torch.Future):
@@ -633,7 +654,7 @@ def _inside(item: Any) -> Iterable[object]:
 def _script_values(item: Any) -> list[object]:
     """Return the tensors of compiled TorchScript, and other values of a module's attributes.
 
-    The constants of a graph share memory with the compiled code.
+    The tensors include the constants of the compiled graph. The returned constants share memory with the graph.
     """
     found: list[object] = []
     if isinstance(item, torch.jit.ScriptModule):
@@ -663,6 +684,7 @@ def value_of(member: MemberDescriptorType, item: object) -> object:
 
 
 def _shape_of(item: object) -> Shape:
+    """Return the description of an object's class. The walk must not skip the class."""
     # Use `type`, because `__class__` of a proxy object is the class of another object.
     kind = type(item)
     found: Shape = _SHAPES[kind] if kind in _SHAPES else _look_at(kind)
@@ -674,7 +696,7 @@ _OPAQUE = (
     *(queue.Queue, queue.SimpleQueue, concurrent.futures.Future, asyncio.Future),
     *(torch.Future, torch.jit.ScriptFunction, torch.jit.ScriptModule),
 )
-"""Classes whose objects do not show their values in Python. The walk asks the garbage collector for the values."""
+"""Classes whose objects give Python code no list of their values. The walk asks the garbage collector for the values."""
 _OF_C = frozenset({"builtins", "itertools", "operator", "_collections"})
 """Python modules of other C classes (iterators, views, generators, bound methods) that the walk treats like `_OPAQUE`."""
 _COLLECTED = 1 << 14
@@ -705,6 +727,7 @@ _FORMS: tuple[tuple[type | tuple[type, ...], Form], ...] = (
     (ContextVar, Form.VARIABLE),
 )
 _LINKS = "_lru_list_elem"
+"""Name of the C class in which `functools.lru_cache` keeps a cached value."""
 
 
 def _look_at(kind: type) -> Any:
@@ -714,7 +737,7 @@ def _look_at(kind: type) -> Any:
 
 
 def _looked_at(kind: type) -> Any:
-    """Return the entry of `_SHAPES` for a class."""
+    """Find out how the walk treats the objects of a class, and return the new entry of `_SHAPES`."""
     if issubclass(kind, _SHARED):
         return _SHARED_STATE
     if issubclass(kind, _LOCKS):
@@ -745,9 +768,9 @@ def _looked_at(kind: type) -> Any:
 
 @functools.cache
 def _is_foreign(module: object) -> bool:
-    """Return whether `module`, the `__module__` of a class or function, is in a package of `_FOREIGN` or is not a string.
+    """Return whether a class or function is in a package of `_FOREIGN`, from its attribute `__module__`.
 
-    In some C classes, `__module__` is a descriptor.
+    Return True if the attribute is no string: in some C classes, it is a descriptor.
     """
     return not isinstance(module, str) or module.partition(".")[0] in _FOREIGN
 
@@ -763,6 +786,7 @@ def _is_outside(module: str) -> bool:
 
 
 def _is_of_c(kind: type) -> bool:
+    """Return whether the garbage collector must list the values of a class, because it is a C class of `_OF_C`."""
     is_listed = kind.__module__ in _OF_C and not issubclass(kind, _NO_DATA)
     return is_listed and bool(kind.__flags__ & _COLLECTED)
 
@@ -808,6 +832,7 @@ def _globals_of(function: FunctionType) -> _Named:
 
 
 def _globals_of_class(kind: type) -> _Named:
+    """Return the global variables that the functions of a class may read; see `_named`."""
     if kind not in _OF_CLASS:
         functions = [f for value in vars(kind).values() if (f := _function_in(value)) is not None]
         _OF_CLASS[kind] = tuple(_named(functions))
@@ -815,6 +840,7 @@ def _globals_of_class(kind: type) -> _Named:
 
 
 def _function_in(value: object) -> FunctionType | None:
+    """Return the function behind a function, static method, class method or property; None if it is in `_FOREIGN`."""
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     elif isinstance(value, property):
@@ -825,8 +851,8 @@ def _function_in(value: object) -> FunctionType | None:
 def _named(functions: list[FunctionType]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield (namespace, name) of the global variables that functions use.
 
-    Follow calls to functions of the same Python module, and one call into another module. A variable may be named
-    through its Python module, as `cache` in `kernels.cache`.
+    Include the variables of functions that these functions call: any chain of calls in the same Python module, and the
+    first call into another Python module. Code may name a variable through its module, as `cache` in `kernels.cache`.
     """
     waiting = [(function, True) for function in functions]
     seen = {function.__code__ for function in functions}
@@ -865,6 +891,7 @@ def _spelt_in(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in compiled code, including functions that it defines."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

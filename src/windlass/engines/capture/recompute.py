@@ -124,7 +124,9 @@ class Recompute:
         }
 
     def run(self) -> None:
-        """Load the buffers. The engine must be quiesced; any thread may call this.
+        """Compute the computed tensors again, by a load of the buffers that the update has written.
+
+        The engine must be quiesced; any thread may call this.
 
         Raises:
             UnsupportedLayout: the loader failed, did not read a buffer, did not write a tensor in `names`, moved a
@@ -182,6 +184,7 @@ class Recompute:
         refuse(missing, "tensors that the engine's loader has not read")
 
     def _received(self, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a copy of each buffer, which the loader may keep. Add the name of each yielded tensor to `taken`."""
         for spec, buffer in self.buffers:
             taken.append(spec.name)
             yield spec.name, buffer.clone().reshape(spec.shape)
@@ -241,7 +244,7 @@ class Search:
         return members
 
     def _changed(self, names: frozenset[str]) -> frozenset[str]:
-        """Return the names of the computed tensors that change if the checkpoint tensors `names` change."""
+        """Load other values for the checkpoint tensors `names`; return the names of the computed tensors that change."""
         if not names:
             return frozenset()
         self.load(self.codes.mixed(names, _SEEDS[0]))
@@ -285,6 +288,7 @@ class Search:
 
 
 def _numbers(name: str) -> tuple[int, ...]:
+    """Return the numbers in a tensor's name, such as (3, 17) for layer 3 and expert 17."""
     return tuple(int(number) for number in NUMBER.findall(name))
 
 
@@ -385,7 +389,10 @@ class _Part:
         return max(len(name.split(".")) for name in [*self.computed, *self.copied])
 
     def disturbed(self, sources: frozenset[str]) -> frozenset[str]:
-        """Make two trial updates; return the names of tensors that have wrong bytes afterwards or have moved."""
+        """Make two trial updates; return the names of tensors that have wrong bytes afterwards or have moved.
+
+        The partial load of a trial update gets the tensors `sources`. If the loader raises, return all computed tensors.
+        """
         self.load(self.codes.random(0))
         before = self._fixed(sources)
         try:
@@ -444,7 +451,11 @@ class _Part:
         )
 
     def _unwritten(self, sources: frozenset[str]) -> dict[str, int]:
-        """Return `Recompute.unwritten`, except tensors that the loader reads before it writes them (NaN would spread)."""
+        """Return the attribute `unwritten` of the `Recompute` for `sources`: name -> number of elements not written.
+
+        Fill tensors with NaN and load `sources`, to count the elements that are still NaN. Leave out tensors that the
+        loader reads before it writes them, because NaN would spread from them to other tensors.
+        """
         held = self.held()
         names = {
             n
@@ -481,7 +492,7 @@ class _Part:
         return frozenset(self.copied.keys() - self._filled(sources))
 
     def _fixed(self, sources: frozenset[str]) -> dict[str, int]:
-        """Return the addresses that a load of `sources` must not change; see `_places`."""
+        """Return name -> address for the tensors that a load of `sources` must not move."""
         written, filled = self._written(sources), self._filled(sources)
         return _places(self.held(), written, filled)
 
@@ -505,8 +516,9 @@ def _places(
 class _Marks:
     """Fills floating-point tensors with marks (a NaN that no weight has), to find the elements that a load writes.
 
-    The keys of `left` are the names of the tensors to fill. Its values are the numbers of elements that a load does not
-    write (-1 if unknown).
+    Args:
+        held: tensors of the model, by name.
+        left: name of a tensor to fill -> number of its elements that a load does not write; -1 if unknown.
     """
 
     def __init__(self, held: Mapping[str, Holding], left: Mapping[str, int]) -> None:
@@ -523,7 +535,8 @@ class _Marks:
     def clear(self, held: Mapping[str, Holding]) -> dict[str, int]:
         """Restore the old values of elements that still have a mark, and return the number of these elements by name.
 
-        The number is -1 for a tensor that no longer exists.
+        Call this after the load, with the model's tensors at that time. The number is -1 for a tensor that no longer
+        exists.
         """
         found = dict.fromkeys(self._names, -1)
         with torch.inference_mode():
@@ -563,7 +576,7 @@ def _tensors_in(numbers: ElementIds, codes: Codes) -> frozenset[str]:
 
 @contextmanager
 def _nothing_left_over() -> Iterator[None]:
-    """Let torch fill uninitialised tensors with NaN in the `with` block.
+    """Make torch fill new uninitialised tensors with NaN in the `with` block.
 
     Without this, freed memory of an earlier load might contain the right values by chance.
     """

@@ -96,7 +96,10 @@ class Snapshot:
         self._on_host = HostCopies([on_gpu[name] for name in self._moved]) if self._moved else None
 
     def _keep(self, node: Node) -> None:
-        """Record the contents of an object, unless the object is global and contains no value that depends on weights."""
+        """Record the contents of an object; skip a global object that contains no tensor, array or float.
+
+        Other models and threads may change global objects, so a snapshot restores only those that may depend on weights.
+        """
         item, shape = node.item, node.shape
         if node.is_global and not _holds_values(item):
             return
@@ -123,7 +126,10 @@ class Snapshot:
                 pass
 
     def restore(self) -> None:
-        """Restore the model. Idempotent; may be called in any thread, and inside or outside inference mode."""
+        """Restore the model's objects, and the bytes of the tensors that were copied. Idempotent.
+
+        May be called in any thread, and inside or outside inference mode.
+        """
         for container in (*self._empty, *filter(_holds_values, self._empty_globals)):
             container.clear()
         for restore, item, held in self._kept:
@@ -146,7 +152,7 @@ class Snapshot:
 
 
 def _refill(container: Any, kept: Any) -> None:
-    """Restore a container's contents and their order, if they have changed."""
+    """Restore the contents of a container and their order, if the contents or the order have changed."""
     # Sets have no order to compare.
     is_set = isinstance(kept, set)
     if container != kept if is_set else not _same(_members(container), _members(kept)):
@@ -155,17 +161,19 @@ def _refill(container: Any, kept: Any) -> None:
 
 
 def _restore_bytes(item: object, kept: np.ndarray[Any, Any]) -> None:
-    """Restore the bytes of a buffer, if it still has its size."""
+    """Restore the bytes of an object such as a bytearray, if the object still has as many bytes."""
     held = bytes_in(item)
     if held is not None and len(held) == len(kept) and not np.array_equal(held, kept):
         held[:] = kept
 
 
 def _members(container: Any) -> tuple[object, ...]:
+    """Return the items of a container in their order; of a dict, the keys and then the values."""
     return (*container, *container.values()) if isinstance(container, dict) else (*container,)
 
 
 def _restore_slots(item: object, values: dict[MemberDescriptorType, object]) -> None:
+    """Assign to each slot of an object its recorded value, unless the slot still has this value."""
     for member, value in values.items():
         if value_of(member, item) is not value:
             # A read-only member of a class in C cannot be assigned, and may create a new value at each access.
@@ -255,6 +263,7 @@ def _put_back(before: Mapping[str, Holding], now: Mapping[str, Holding]) -> bool
 
 
 def _lies_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape, strides, dtype and device."""
     return (one.shape, one.stride(), one.dtype, one.device) == (
         *(other.shape, other.stride(), other.dtype, other.device),
     )
@@ -291,6 +300,7 @@ class HostCopies:
         self._run(chosen, to_host=False)
 
     def _run(self, chosen: Sequence[int], *, to_host: bool) -> None:
+        """Copy the tensors with the indices `chosen` to the host, or their host copies to the GPU, and wait."""
         chunks = [chunk for index in chosen for chunk in _chunks(*self._pairs[index])]
         if not chunks:
             return
@@ -303,12 +313,16 @@ class HostCopies:
 
 
 def _chunks(memory: torch.Tensor, copy: torch.Tensor) -> Iterator[_Pair]:
+    """Yield a tensor and its copy in pairs of at most `CHUNK_NBYTES` bytes."""
     for begin, end in pairwise([*range(0, len(memory), CHUNK_NBYTES), len(memory)]):
         yield memory[begin:end], copy[begin:end]
 
 
 def _copy(device: torch.device, to_host: bool, chunks: Sequence[_Pair]) -> None:
-    """Copy one thread's share of the chunks, each a pair (GPU memory, host memory)."""
+    """Copy one thread's share of the chunks, each a pair (GPU memory, host memory), through pinned staging buffers.
+
+    Copy to the host if `to_host`, else to the GPU. The copies are complete when this function returns.
+    """
     size = max(len(memory) for memory, _ in chunks)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     # torch forbids writes to inference tensors outside inference mode.
@@ -345,7 +359,7 @@ def _move(target: torch.Tensor, source: torch.Tensor) -> None:
 class _KeptTensor:
     """A tensor, and its class, `requires_grad` and memory at the time of the snapshot.
 
-    `data` is None for a tensor without memory.
+    `data` is a second tensor with the same memory; None if the tensor had no memory.
     """
 
     tensor: torch.Tensor
@@ -355,10 +369,12 @@ class _KeptTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _KeptTensor:
+        """Record the present state of a tensor."""
         data = tensor.data if has_memory(tensor) else None
         return cls(tensor, tensor.__class__, tensor.requires_grad, data)
 
     def restore(self) -> None:
+        """Give the tensor its recorded class, memory and `requires_grad`. The bytes in the memory do not change."""
         if self.tensor.__class__ is not self.kind:
             self.tensor.__class__ = self.kind
         if self.data is not None and not _is_at(self.tensor, self.data):
