@@ -113,7 +113,7 @@ async def test_strangers_and_other_roles_are_refused(server: str, shown: str) ->
     status, answer = await ask(joined, b"{}", shown, server=server)
     assert (status, answer["error"]) == (
         403,
-        "/windlass/join requires a token of role owner or engine, got none",
+        "/windlass/join requires a token of role owner or engine or the server's key, got neither",
     )
     assert (await ask(joined, b"{}", server=server))[0] == 403
     assert (await ask(joined, b"{}", ENGINE, shown, server=server))[0] == 403

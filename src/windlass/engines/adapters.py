@@ -43,6 +43,7 @@ _KEEP_BASE = frozenset({"gaussian", "orthogonal", "eva", "mica"})
 _OUTER = frozenset(
     {"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out", "word_embeddings"}
 )
+"""Names of modules that are embeddings or output matrices."""
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -74,9 +75,11 @@ class _Config(msgspec.Struct, frozen=True):
     arrow_config: Any = None
 
     def ranks(self) -> set[int]:
+        """Return all ranks of the adapter's matrices."""
         return {self.r, *(self.rank_pattern or {}).values()}
 
     def scalings(self) -> tuple[float, ...]:
+        """Return all values of alpha / rank (with `use_rslora`, of alpha / sqrt(rank)), sorted."""
         alphas = {self.lora_alpha, *(self.alpha_pattern or {}).values()}
         divisors = [rank**0.5 if self.use_rslora else rank for rank in self.ranks()]
         return tuple(sorted({alpha / divisor for alpha in alphas for divisor in divisors}))

@@ -60,7 +60,8 @@ class EngineClient(Closing):
         can_send: whether this engine may send its weights to other engines (in a catch-up or a relay).
         serves_own_weights: True to serve requests with the initial weights until a version is published;
             False to stay paused until then.
-        comes_to_rest: see `Hello`.
+        comes_to_rest: whether `hooks` of this rank can pause the engine and keep its running requests. False if the
+            trainer pauses the engine.
         connect_deadline_s: seconds to wait for the controller.
         intercept: function that wraps the agent; tests use it to inject faults.
 
@@ -69,7 +70,8 @@ class EngineClient(Closing):
 
     Raises:
         ConfigError: `controller` is not a URL, or the transport cannot write every parameter.
-        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
+        AuthenticationError, ProtocolError: the controller refused the token or this rank.
+        PeerTimeout: the controller did not answer within `connect_deadline_s`.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class EngineClient(Closing):
             undo.pop_all()
 
     def wait_disconnected(self, deadline_s: float) -> bool:
-        """Wait until the controller has disconnected; return False if it is still connected after `deadline_s`."""
+        """Wait until the connection to the controller has ended; return False if it still exists after `deadline_s`."""
         return self._channel.wait_disconnected(deadline_s)
 
     def leave(self) -> None:
@@ -161,7 +163,7 @@ class EngineClient(Closing):
         self._receiver.close()
 
     def close(self) -> None:
-        """Leave the fleet and close the transport. No trainer or engine may be writing. Idempotent."""
+        """Leave the fleet and close the transport. Call this only if no trainer or engine writes any more. Idempotent."""
         self.leave()
         self._transport.close()
 
@@ -169,10 +171,10 @@ class EngineClient(Closing):
 def _offers_for(
     transport: OneSidedTransport, regions: Sequence[MemoryRegion]
 ) -> tuple[TransportOffer, ...]:
-    """Return the transport offers that can write every live parameter.
+    """Return those offers of the transport through which peers can write into every region.
 
     Raises:
-        ConfigError: no offer can write every live parameter.
+        ConfigError: no offer reaches every region.
     """
     published = [{exported.endpoint for exported in region.remotes} for region in regions]
     found = tuple(

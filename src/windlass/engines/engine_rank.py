@@ -100,6 +100,12 @@ class RankHooks:
         return self._api is not None
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
+        """Pause the engine, wait until this rank is quiesced, and search for new derived values.
+
+        Raises:
+            WindlassError: the engine did not pause, the main loop was not quiesced within `deadline_s`, or
+                `Captured.look` found a value that an update cannot refill.
+        """
         blocked = self._gate.ask(pause_id)
         try:
             if not blocked and self._api is not None:
@@ -136,7 +142,10 @@ class RankHooks:
             self._gate.fail(pause_id, error)
 
     def resume(self, deadline_s: float) -> None:
-        """Resume the engine if it was paused; see `EngineHooks.resume`."""
+        """Release a blocked main loop, and resume the engine if `EngineApi.pause` paused its scheduler.
+
+        The caller may repeat this after an error; see `EngineHooks.resume`.
+        """
         self._gate.end()
         if self._api is None or not self._paused:
             return
@@ -149,14 +158,15 @@ class RankHooks:
         self._paused = False
 
     def finalise(self) -> None:
+        """Compute all values of this rank that are derived from received weights again; see `Captured.finalise`."""
         if self._captured is not None:
             self._captured.finalise()
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """Set the engine's version; see `EngineHooks.set_version`.
+        """Set the version that the engine reports for later tokens; see `EngineHooks.set_version`.
 
-        If the engine's scheduler is paused, end the block of its main loop first. The loop then runs no step, but
-        can carry out the call that sets the version.
+        If the engine's scheduler is paused, release a blocked main loop first: the loop then runs no step, but can carry
+        out the call that sets the version.
         """
         if self._paused:
             self._gate.end()
@@ -194,10 +204,10 @@ class EngineRank:
         return self.required()[0]
 
     def required(self) -> tuple[AgentSettings, Captured, RankHooks]:
-        """Return the settings, the layout and the hooks of the first capture.
+        """Return the settings, the layout and the hooks of the capture that this rank uses.
 
         Raises:
-            UnsupportedLayout: this rank has captured nothing.
+            UnsupportedLayout: `capture` has not been called, or has failed.
         """
         if self._first is None:
             raise UnsupportedLayout("this rank has not captured its layout")
@@ -255,8 +265,10 @@ class EngineRank:
         Raises:
             UnsupportedLayout: `capture` has not been called.
             ConfigError: `name`, `url`, `checkpoint` or `world_size` differs from the captured settings.
-            ProtocolError: see `leave`; or the controller uses another protocol version.
-            AuthenticationError, PeerTimeout: see `AgentChannel.connect`.
+            ProtocolError: this rank cannot leave its previous fleet (see `leave`), or the new controller uses
+                another protocol version.
+            AuthenticationError: the controller refused the token.
+            PeerTimeout: the controller did not answer in time.
             TransportUnavailable, RegionError: the transport cannot register this memory.
         """
         self._require_same(settings)
@@ -299,8 +311,8 @@ class EngineRank:
         """Leave the current fleet, if any, and unregister the rank's memory. The fleet's controller must have ended.
 
         Raises:
-            ProtocolError: the controller is still connected after `deadline_s`, so that a trainer may be
-                writing; or the weights are mixed, so that this fleet must first update them again.
+            ProtocolError: the controller is still connected after `deadline_s`, so that a trainer may still write;
+                or the weights may be mixed, and only an update by the current fleet makes them whole.
         """
         if self._client is None:
             return
@@ -336,6 +348,7 @@ def freeze_heap() -> None:
 
 
 def _identity(settings: AgentSettings) -> tuple[str, str, str, int]:
+    """Return the settings that must be the same in every join of a rank."""
     return settings.name, settings.url, settings.checkpoint, settings.world_size
 
 

@@ -115,7 +115,7 @@ class JoinRoute:
             roles = " or ".join(_ROLES)
             return (
                 HTTPStatus.FORBIDDEN,
-                f"{JOIN_PATH} requires a token of role {roles}, got none",
+                f"{JOIN_PATH} requires a token of role {roles} or the server's key, got neither",
             )
         order = await read_json(receive, JoinOrder, MAX_BODY_NBYTES, "a join order")
         if isinstance(order, Refusal):
@@ -130,6 +130,7 @@ class JoinRoute:
 
 
 def _status_of(error: WindlassError) -> HTTPStatus:
+    """Return the HTTP status for an error of a join; see `JoinRoute`."""
     if isinstance(error, ConfigError):
         return HTTPStatus.BAD_REQUEST
     return HTTPStatus.CONFLICT if isinstance(error, ProtocolError) else HTTPStatus.BAD_GATEWAY

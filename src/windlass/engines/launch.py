@@ -213,7 +213,7 @@ def _check(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[str]) ->
 
 
 def _own_words(args: argparse.Namespace) -> list[str]:
-    """Return the options in `args` that the rules of some engines refuse.
+    """Return those options in `args` that the rules of an engine may refuse, as words of a command line.
 
     Raises:
         ConfigError: a number of ranks or nodes is below 1, or the join deadline is not finite and above 0.
@@ -324,8 +324,9 @@ def attach_running(args: argparse.Namespace) -> int:
         Always 0, the exit status.
 
     Raises:
-        ConfigError: no controller is given, or the server does not run on this host; see also `_order_join`.
-        EngineRefused, PeerUnreachable, PeerTimeout: see `_order_join`.
+        ConfigError: no controller is given, the server does not run on this host, or it has left no key here.
+        EngineRefused: the server did not join; the message has the server's reason.
+        PeerUnreachable, PeerTimeout: the server did not answer.
         SystemExit: SIGTERM or SIGINT arrived.
     """
     if not args.controller:
@@ -398,13 +399,14 @@ def serve(
     ready_line: str,
     task: Callable[[str], None] | None = None,
 ) -> int:
-    """Run `command` until it ends. On the first node, print one JSON line once its ranks have joined.
+    """Run an engine's server until it ends. On the first node, order all ranks to join, and then print one JSON line.
 
     Args:
         args: options from `arguments`, with all addresses; the server listens on `args.port`.
         command: command of the engine's own server.
         ready_line: text that the server logs when it is ready.
-        task: function that gets the URL of the ready server instead of an order to join. The server ends after it.
+        task: function that this function calls with the URL of the ready server, instead of ordering a join. When the
+            function returns, this function kills the server.
 
     Returns:
         The exit status of the server, or 2 if the server did not become ready or a rank failed to join. After a `task`,
@@ -483,9 +485,13 @@ def _make_join(
 ) -> None:
     """Wait until a server serves, order the server to join, and print one JSON line.
 
-    If the server ends before it serves, report this to the controller.
+    If there is a `task`, call the task with the server's URL instead of ordering the join. If the server ends before it
+    serves, report this to the controller and return. `ready` is set when the server has logged `ready_line`, or has
+    ended.
 
-    If there is a `task`, carry it out instead. `ready` is set when the server has logged `ready_line`, or has ended.
+    Raises:
+        PeerTimeout: the server is not ready within its start deadline, or did not answer the order in time.
+        ConfigError, EngineRefused, PeerUnreachable: the server did not join; see `_order_join`.
     """
     progress = _progress_of(args)
     progress.begin("its server starts and loads its model", args.start_deadline_s)
@@ -516,6 +522,7 @@ def _progress_of(args: argparse.Namespace) -> Progress:
 
 
 def _say_joined(args: argparse.Namespace, url: str) -> None:
+    """Print the JSON line with the engine's name and address, by which other programs know that it has joined."""
     os.write(1, msgspec.json.encode({"name": args.name, "url": url}) + b"\n")
 
 
@@ -545,5 +552,6 @@ def wait_for_server(host: str, port: int) -> None:
 
 
 def _kill(group: int) -> None:
+    """Kill a process group. Do nothing if all of its processes have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)

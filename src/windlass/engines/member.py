@@ -37,7 +37,7 @@ def keep_key(port: int) -> str:
     """Create the key of this process's server and return the key. Delete the key's file when the process ends.
 
     Raises:
-        ConfigError: see `new_key`.
+        ConfigError: another user owns the folder of the keys, or can read it.
     """
     kept = ExitStack()
     key = kept.enter_context(new_key(port))
@@ -60,8 +60,9 @@ class Member(ABC):
         spans_hosts: whether ranks on other hosts must reach the server.
 
     Raises:
-        ConfigError: the token is missing (see `control_token`), the controller's URL is invalid, or see `_host`.
-        PeerUnreachable: see `_host`.
+        ConfigError: the token is missing (see `control_token`), the controller's URL is invalid, or the server
+            listens on a loopback address although the controller or a rank is on another host.
+        PeerUnreachable: this host has no address from which it reaches the controller.
     """
 
     def __init__(self, host: str, port: int, *, key: str, spans_hosts: bool) -> None:
@@ -103,8 +104,8 @@ class Member(ABC):
 
         Raises:
             ProtocolError: another join is in progress.
-            ConfigError: the controller's URL is invalid; see also `_host` and `_have_ranks_join`.
-            WindlassError: see `_have_ranks_join`.
+            ConfigError: the order is not valid for this server, or this host does not have the checkpoint.
+            WindlassError: a rank failed or did not answer in time.
         """
         if not self._is_joining.acquire(blocking=False):
             raise ProtocolError(
@@ -149,6 +150,7 @@ class Member(ABC):
         return join_host_port(self._host(controller), self._port)
 
     def url_for(self, controller: str) -> str:
+        """Return the URL at which the controller and all ranks reach this server; raises as the constructor does."""
         return url_of(self._host(controller), self._port)
 
     def _host(self, controller: str) -> str:
@@ -156,7 +158,7 @@ class Member(ABC):
 
         Raises:
             ConfigError: the host is a loopback address, but the controller or a rank is on another host.
-            PeerUnreachable: see `own_address`.
+            PeerUnreachable: this host has no address from which it reaches the controller.
         """
         host = self._listens_on
         if is_wildcard(host):

@@ -161,6 +161,7 @@ class PrivateRoutes:
             await send({"type": "websocket.close", "code": 1008})
 
     def _may(self, scope: Message) -> bool:
+        """Return whether a request is for an open route or shows the server's key."""
         path = route_path(scope)
         if path in self._open or (path.startswith(_OPEN_PREFIX) and path not in _LOADS):
             return True

@@ -102,18 +102,18 @@ class ReportHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """Message that a rank sends to the launcher's socket after the rank has written its report."""
+    """Message that a rank sends to the HTTP process's socket after the rank has written its report."""
 
     rank: int
     failed: bool
 
 
 class Report(NamedTuple):
-    """Result of one rank for the server's HTTP process.
+    """Report of one rank to the server's HTTP process about an order.
 
     Attributes:
         folder, rank, failed: see `ReportHead`.
-        body: the result; the reason in UTF-8 if the rank failed.
+        body: result of the order; the reason in UTF-8 if the rank failed.
     """
 
     folder: str
@@ -197,7 +197,7 @@ def _socket_of(folder: Path) -> Iterator[str]:
 
 
 def is_waited_for(report: ReportHead) -> bool:
-    """Return whether a launcher of this user waits for the report in `report.folder`."""
+    """Return whether a process of this user on this host waits for the report in `report.folder`."""
     folder = Path(report.folder)
     try:
         require_own(folder)
@@ -213,6 +213,11 @@ def reason_of(error: Exception) -> str:
 
 
 def _secrets_in(folder: str) -> Secrets:
+    """Return the secrets that the HTTP process has written into the folder of an order.
+
+    Raises:
+        ConfigError: this rank cannot read the folder: it runs on another host or as another user.
+    """
     try:
         return msgspec.json.decode((Path(folder) / _SECRETS).read_bytes(), type=Secrets)
     except OSError as error:
@@ -264,6 +269,7 @@ class RankReports(ExitStack):
         return [(Path(self.folder) / str(rank)).read_bytes() for rank in range(self._world_size)]
 
     def _next(self, end_s: float) -> Notice:
+        """Wait for the next notice of a rank; raise TimeoutError at the monotonic time `end_s`."""
         self._listening.settimeout(max(end_s - time.monotonic(), 0.001))
         line, _ = self._listening.accept()
         with line, line.makefile("rb") as sent:
@@ -285,8 +291,9 @@ def join_fleet(send: SendStep, settings: AgentSettings, secrets: Secrets) -> Non
     All ranks capture their layouts, this process checks the layouts, and then all ranks join.
 
     Raises:
-        ConfigError: see `check_layouts` and `SendStep`.
-        PeerUnreachable: a rank failed (the message has the rank's reason); see also `SendStep`.
+        ConfigError: updates would not reach a tensor that the engine's loader reads, or a setting would make updates
+            wrong.
+        PeerUnreachable: a rank failed (the message has the rank's reason), or the server did not pass an order on.
         PeerTimeout: a rank or the server did not answer in time.
     """
     captured = order_step(send, RankStep.CAPTURE, settings, secrets)
@@ -298,7 +305,13 @@ def join_fleet(send: SendStep, settings: AgentSettings, secrets: Secrets) -> Non
 def order_step(
     send: SendStep, step: RankStep, settings: AgentSettings, secrets: Secrets
 ) -> list[bytes]:
-    """Order every rank to carry out one step; return the bodies of their reports in the order of ranks."""
+    """Order every rank to carry out one step; return the bodies of their reports in the order of ranks.
+
+    Raises:
+        ConfigError: a setting would make updates wrong; nothing was ordered.
+        PeerUnreachable: a rank failed (the message has the rank's reason), or the server did not pass the order on.
+        PeerTimeout: a rank has not reported within `settings.join_deadline_s`, or the server did not answer.
+    """
     with RankReports(settings.world_size, secrets) as reports:
         try:
             send(secrets.server(settings.url), step, settings, reports.folder)

@@ -123,6 +123,7 @@ def device_of(engine: EngineReleases) -> str:
 
 
 def _version_of(distribution: str) -> str:
+    """Return the version of an installed distribution; empty if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -148,6 +149,7 @@ def check_installed(engine: EngineReleases) -> tuple[str, ...]:
 
 
 def _parsed(version: str) -> Release:
+    """Return the numbers at the start of a version, such as (0, 24) for `0.24rc1`; empty if there are none."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, numbers.group().split("."))) if numbers else ()
 

@@ -51,6 +51,7 @@ def main() -> NoReturn:
 
 
 def _lead(settings: EngineSettings) -> NoReturn:
+    """Start the other ranks as child processes, and run rank 0 until this process ends."""
     token = control_token()
     if settings.tensor_parallel_size > 1:
         rendezvous = Rendezvous("127.0.0.1", STORE_DEADLINE_S)
@@ -61,11 +62,13 @@ def _lead(settings: EngineSettings) -> NoReturn:
 
 
 def _meet(settings: EngineSettings, rank: int, store: Store) -> None:
+    """Create the default process group of all ranks. Collective."""
     size = settings.tensor_parallel_size
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=IDLE_TIMEOUT)
 
 
 def _start_follower(settings: EngineSettings, rank: int, store_port: int) -> None:
+    """Start another rank as a child process. End this process when the child process ends."""
     command = [
         *(sys.executable, "-m", "windlass.engines.embedded"),
         *("--name", settings.name, "--model", settings.model),
@@ -83,6 +86,7 @@ def _start_follower(settings: EngineSettings, rank: int, store_port: int) -> Non
 
 
 def _follow(rank: int, store_port: int, encoded: str) -> NoReturn:
+    """Run a rank other than 0 until rank 0 ends. `encoded` has the engine's settings as JSON."""
     settings, token = msgspec.json.decode(encoded, type=EngineSettings), control_token()
 
     def watch() -> None:

@@ -49,7 +49,14 @@ TENSOR_PARALLEL_STYLES: dict[str, type[ColwiseParallel | RowwiseParallel]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """Model of one rank. `arena` is the memory of the parameters, and `addresses` (of the parameters) never change."""
+    """Model of one rank.
+
+    Attributes:
+        module: model, with this rank's shards as plain tensors.
+        manifest: manifest of this rank.
+        arena: registered memory that contains all parameters and persistent buffers.
+        addresses: addresses of the tensors in the manifest, in manifest order; they never change.
+    """
 
     module: transformers.PreTrainedModel
     manifest: ShardManifest
@@ -87,6 +94,7 @@ def load_model(
 
 
 def _build(source: Path) -> Any:
+    """Build the whole model on the CPU, from a checkpoint folder or with random weights; see `load_model`."""
     if source.is_dir():
         try:
             return transformers.AutoModelForCausalLM.from_pretrained(source, local_files_only=True)
@@ -102,6 +110,11 @@ def _build(source: Path) -> Any:
 
 
 def _parallelize(module: Any, mesh: DeviceMesh) -> None:
+    """Shard the linear layers of all decoders over the mesh, as `TENSOR_PARALLEL_STYLES` says. Collective.
+
+    Raises:
+        ConfigError: a size of the model is not divisible by the number of ranks.
+    """
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         value = int(module.config.to_dict()[name])
         if value % mesh.size():
@@ -228,7 +241,7 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
-        """Return float32 logits (B, V) for the next token of each row."""
+        """Run one forward pass, and return float32 logits (B, V) for the next token of each row of the step."""
         tokens = torch.tensor(step.tokens)
         start = torch.tensor(step.start)[:, None]
         lengths = torch.tensor(step.lengths)

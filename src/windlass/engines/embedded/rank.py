@@ -30,8 +30,8 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
     If the engine has several ranks, the default process group of `torch.distributed` must exist.
 
     Raises:
-        ConfigError: see `load_model` and `EngineServer`.
-        WindlassError: the controller refused this engine.
+        ConfigError: the model cannot be loaded or sharded, or the server cannot listen on its address.
+        WindlassError: the controller refused this engine or did not answer.
     """
     torch.set_num_threads(1)
     transport = create_transport(parse_transport(settings.transport), towards=settings.controller)
@@ -103,7 +103,9 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
 
 
 def _broadcast(step: Step | None) -> Step:
-    """Send a step from rank 0 to the other ranks, which pass None. Collective; returns the step on every rank.
+    """Send a step from rank 0 to all other ranks, and return the step on every rank. Collective.
+
+    Only rank 0 passes a step; the other ranks pass None.
 
     The bytes are msgpack, because a rank must not unpickle bytes that it receives.
     """
@@ -116,12 +118,18 @@ def _broadcast(step: Step | None) -> Step:
 
 
 def _eos_token_ids(configured: Any) -> frozenset[int]:
+    """Return the tokens that end an answer, from the value in a transformers configuration (None, an id or a list)."""
     if configured is None:
         return frozenset()
     return frozenset(configured if isinstance(configured, list) else [configured])
 
 
 def _read_weight(shard: ModelShard, name: str) -> list[Any]:
+    """Return the values of a parameter's shard on this rank, as nested lists of floats.
+
+    Raises:
+        ConfigError: the model has no parameter or persistent buffer of this name.
+    """
     held = shard.module.state_dict()
     if name not in held:
         raise ConfigError(f"name must be a parameter or persistent buffer, got {name!r}")

@@ -52,11 +52,15 @@ class Request:
     """One request and its generated tokens.
 
     Attributes:
+        rid: id of the request.
+        input_ids: tokens of the prompt.
+        stop_token_ids: tokens that end the generation.
         has_stop_text: function that takes the output ids and returns whether the last ids contain a stop text.
         on_finish: callback, called once with this request, in the model loop's thread or in the thread that
             aborts the request.
         output_ids, logprobs, versions: one entry per generated token. `versions` has the version of the weights
             that computed the token.
+        finish: reason why the generation ended; None until then.
         failure: error message if a token could not be sampled; else empty.
     """
 
@@ -83,6 +87,12 @@ class Scheduler:
     """Thread-safe request scheduler, and `EngineHooks` of rank 0.
 
     The HTTP server submits requests, the agent pauses and resumes generation, and the model loop calls `next_step`.
+
+    Args:
+        num_slots: number of requests that can run at once.
+        max_positions: maximum number of tokens (prompt and output) of a request.
+        paused: whether generation is paused until `resume` is called.
+        seed: seed of sampling.
     """
 
     def __init__(self, *, num_slots: int, max_positions: int, paused: bool, seed: int) -> None:
@@ -155,7 +165,7 @@ class Scheduler:
                 )
 
     def resume(self, deadline_s: float = 0.0) -> None:  # noqa: ARG002
-        """Continue generation."""
+        """Continue generation, from this thread or another than the thread that paused it. Idempotent."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
@@ -200,10 +210,12 @@ class Scheduler:
                     self._append(request, *row)
 
     def _has_work(self) -> bool:
+        """Return whether a pause is wanted, or requests exist and generation is not paused."""
         runs = not self._paused and bool(self._running or self._waiting)
         return runs or self._pause_wanted is not None
 
     def _apply_pause(self, mode: PauseMode) -> None:
+        """End all requests (`ABORT`), or return running requests to the queue and free their slots (`RETRACT`)."""
         if mode is PauseMode.ABORT:
             for request in (*self._running.values(), *self._waiting):
                 self._finish(request, FinishReason.ABORT)
@@ -268,6 +280,7 @@ class Scheduler:
         return tokens.tolist(), chosen.tolist()
 
     def _append(self, request: Request, token: int, logprob: float) -> None:
+        """Add a sampled token to a request, and end the request if the token ends the generation."""
         request.output_ids.append(token)
         request.logprobs.append(logprob)
         request.versions.append(self._version)
@@ -277,6 +290,7 @@ class Scheduler:
             self._finish(request, FinishReason.LENGTH)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request, free its slot, and call `on_finish`. Do nothing if the request has ended before."""
         if request.finish is not None:
             return
         request.finish = reason

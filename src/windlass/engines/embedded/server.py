@@ -141,6 +141,7 @@ class EngineServer:
             raise PeerTimeout(f"{where} does not serve after {START_DEADLINE_S} s") from None
 
     async def _generate(self, http: web.Request) -> web.Response:
+        """Queue a request and answer when its generation has ended. An invalid request is answered with status 400."""
         body = msgspec.json.decode(await http.read(), type=_Generate)
         if body.stream:
             raise ConfigError("stream must be false, got true")
@@ -267,6 +268,7 @@ def _tokenizer_of(model: str) -> Any:
 async def _name_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
+    """Answer with JSON and status 400 if a request is invalid, and with status 504 if a pause exceeds its deadline."""
     try:
         return await handler(request)
     except (ConfigError, *DECODE_ERRORS) as error:
