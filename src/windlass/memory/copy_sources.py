@@ -23,12 +23,14 @@ _TOUCHED_NBYTES = 256 << 20
 
 @final
 class SourceMemory:
-    """Parameters that kernels of `device` can access.
+    """Access of one GPU's kernels to a rank's parameters, on the GPU or in host memory.
 
-    This object pins pageable host memory, which takes about as long as reading the memory once. Memory
-    that its owner has pinned (torch's `pin_memory`) is used as it is. The owner of memory that this
-    object has pinned must not free the memory before `close`, or before `reach` is called with other
-    parameters.
+    `reach` pins pageable host memory, which takes about as long as reading the memory once. It does not pin
+    memory that is pinned already (torch's `pin_memory`). The trainer must keep the pinned parameters allocated
+    until `close` or the next `reach` unpins them.
+
+    Args:
+        device: GPU whose kernels read the parameters.
     """
 
     def __init__(self, device: Device) -> None:
@@ -41,14 +43,14 @@ class SourceMemory:
         return bool(self._pinned)
 
     def reach(self, parameters: Sequence[tuple[int, int]]) -> list[int]:
-        """Make `parameters` accessible to kernels. First unpin the memory that an earlier call pinned.
+        """Unpin the memory that an earlier call pinned, and make `parameters` accessible to kernels.
 
         Args:
-            parameters: address and size in bytes of each parameter. The size is 0 if only other ranks have the
-                parameter.
+            parameters: address and size in bytes of each parameter. The size is 0 for a parameter that this rank
+                does not have.
 
         Returns:
-            The address of each parameter for kernels; 0 for size 0.
+            For each parameter, the address that kernels use; 0 for size 0.
 
         Raises:
             RegionError: a parameter is in memory of another GPU, or in GPU memory that is not from cudaMalloc.

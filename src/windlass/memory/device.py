@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     import torch
 
 BESIDE_TRANSFERS = 16
-"""Multiprocessors for copies that run while NCCL sends. With all of them, copies would take NCCL's
-memory bandwidth."""
+"""Number of multiprocessors for copies that run while NCCL sends. Copies on all multiprocessors would take the memory
+bandwidth that NCCL needs."""
 
 
 @final
@@ -73,7 +73,7 @@ class DeviceMemory:
 
 @final
 class CudaMemory:
-    """See `MemoryOps`. All queued work runs in one stream of the GPU, in the order of the calls."""
+    """`MemoryOps` of GPU memory. All queued work runs in one stream of the GPU, in the order of the calls."""
 
     digest_kind = DigestKind.POSITION
 
@@ -355,6 +355,11 @@ def _source_pieces(program: LinkProgram, addresses: UInt64Array) -> Iterator[OpP
 
 
 def _digest_sent(gpu: Gpu, words: int, program: LinkProgram) -> str:
+    """Return the digest that kernels added to `words` at the source of a link.
+
+    Raises:
+        TransferFailed: a cast overflowed.
+    """
     digest, overflow = read_sent(gpu, words, program)
     if overflow:
         raise TransferFailed(overflow)

@@ -1,4 +1,4 @@
-"""`MemoryOps` of host memory: torch copies and casts, xxh3 hashes, and this module quantises blocks."""
+"""`MemoryOps` of host memory. torch copies and casts, xxh3 hashes, and `pack_quantized` quantises."""
 
 from __future__ import annotations
 
@@ -102,8 +102,7 @@ class HostMemory(MemoryOps):
 def _import_torch(programs: Mapping[str, LinkProgram]) -> None:
     """Import torch if an op packs or gathers elements.
 
-    Ranks call this function when they connect, because an import during an update could take longer than the deadline
-    of a phase.
+    This happens when links are bound. An import during an update could exceed the deadline of a phase.
     """
     if "torch" not in sys.modules and any(
         not op.is_direct
@@ -117,7 +116,9 @@ def _import_torch(programs: Mapping[str, LinkProgram]) -> None:
 
 @final
 class HostBuffer:
-    """Zeroed pages, mapped when they are touched and unmapped when their last view is deleted.
+    """Zeroed pages of host memory. Linux allocates each page at the first access.
+
+    The memory is freed after `close`, when no other view of `bytes` exists.
 
     Attributes:
         bytes: (nbytes,) uint8; empty after `close`.
@@ -133,6 +134,7 @@ class HostBuffer:
         self.address = int(self.bytes.ctypes.data)
 
     def close(self) -> None:
+        """Drop this object's view of the memory. Idempotent."""
         self.bytes = np.empty(0, np.uint8)
 
 
@@ -199,7 +201,7 @@ class _HostPack:
 
 
 def least_half(program: LinkProgram) -> int:
-    """Return the smallest size in bytes of a place that can hold each part which `split_op` cannot cut."""
+    """Return the smallest size in bytes of packing memory for one turn: the largest row of blocks of the link."""
     rows_of_blocks = (
         min(op.nbytes, _row_of_blocks(op))
         for op in program.ops
@@ -280,7 +282,10 @@ def _hash_received(program: LinkProgram, addresses: UInt64Array, staging_address
 
 
 def _hash_ranges(addresses: UInt64Array, nbytes: Int64Array) -> str:
-    """Return the digest of ranges in order. Short ranges of equal size are first copied together, `GATHERED` at a time."""
+    """Return one digest of all ranges in order.
+
+    Many short ranges of equal size are hashed faster after they are copied into one array, `GATHERED` ranges at a time.
+    """
     digest = new_digest()
     if len(nbytes) > 1 and nbytes[0] <= SHORT_NBYTES and (nbytes == nbytes[0]).all():
         within = np.arange(int(nbytes[0]), dtype=np.uint64)
@@ -302,14 +307,17 @@ GATHERED = 1 << 16
 
 
 _Cut = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Part of an op: index of its first element, sizes at the source, and sizes of the payload."""
+"""Part of an op: index of the part's first element, its sizes at the source, and its sizes in the payload."""
 
 
 def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
-    """Cut an op with a contiguous payload at the destination into parts of at most `limit` bytes.
+    """Cut an op into parts of at most `limit` bytes of payload.
 
-    PACKED and staged ops have such a payload, so the bytes of each part follow the bytes of the
-    previous part. Parts describe the source only; the caller computes the destination addresses.
+    In the packed payload, the bytes of each part follow the bytes of the previous part. A part has the op's
+    destination fields unchanged, so the caller computes the destination address of each part.
+
+    Raises:
+        PlanError: the op quantises, and one row of blocks has more than `limit` bytes.
     """
     if op.nbytes <= limit:
         yield op
@@ -356,9 +364,16 @@ def pack_quantized(
 ) -> None:
     """Quantise a matrix in rows of blocks, so that scratch memory is about 128 rows of float32.
 
-    `dst_address` is the address of the row-major payload: float8 of `sizes`, or float32 of
-    `scale_shape(sizes)`. The result equals `per_block_cast_to_fp8` (DeepGEMM) of the whole matrix
-    on a GPU, bit for bit.
+    The result equals `per_block_cast_to_fp8` (DeepGEMM) of the whole matrix on a GPU, bit for bit.
+
+    Args:
+        transform: which of the two results to store: the values or the scales.
+        sizes: rows and columns of the matrix.
+        src_address: address of the first element of the matrix.
+        src_strides: strides of the matrix in bytes.
+        src_dtype: dtype of the matrix.
+        dst_address: address of the row-major result: float8 of `sizes`, or float32 of `scale_shape(sizes)`.
+        tensor: name of the tensor, for the error.
 
     Raises:
         TransferFailed: a finite weight is too large for bfloat16.

@@ -50,10 +50,10 @@ class PackedPart(NamedTuple):
 
 @final
 class Turns(Generic[Work]):
-    """Distribution of a payload over turns. One turn fills one place of the packing memory.
+    """Distribution of a payload over turns. One turn fills one of the places, with the next part of the payload.
 
     Args:
-        places: address ranges of packing memory, which the turns use in rotation.
+        places: address ranges of packing memory. Turn i fills place i modulo their number.
 
     Attributes:
         parts: parts of the payload that each turn packs, in the order of the payload.
@@ -67,9 +67,15 @@ class Turns(Generic[Work]):
         self.work: list[list[Work]] = []
 
     def place(self, op: int, start: int, nbytes: int, work: Work) -> int:
-        """Return the address for the next part of the payload, of `nbytes`; record its `work`.
+        """Assign an address to the next part of the payload, and return the address.
 
-        A part that does not fit into the current turn begins a new turn.
+        A part that does not fit into the place of the current turn begins a new turn.
+
+        Args:
+            op: index of the part's op in the link.
+            start: position of the part in the op's payload, in bytes.
+            nbytes: size of the part.
+            work: entry of `work` for the part.
         """
         if not self.parts or self._at + aligned(nbytes) > self._stop:
             place = self._places[len(self.parts) % len(self._places)]
@@ -148,7 +154,7 @@ class PreparedCopies(Protocol):
     """Copies between fixed addresses that can be run any number of times."""
 
     def run(self) -> None:
-        """Run all copies. On a GPU, only queue them: `MemoryOps.finish` waits for them, and `check` finds overflows.
+        """Run all copies. On a GPU, only queue them; then call `MemoryOps.finish`, and `check` for casts that overflowed.
 
         Raises:
             TransferFailed: a cast in host memory overflowed.
@@ -270,8 +276,8 @@ def hash_strided(
     """Add the elements of an array in host memory to a digest, in row-major order of `sizes`.
 
     The digest of a link covers the ops in plan order, and for each op the elements in row-major
-    order and in the destination's dtype. Therefore the digest does not depend on the layout of the
-    bytes or on the transport. This function uses at most 1 MiB of scratch memory.
+    order and in the destination's dtype. Therefore source and destination compute the same digest, although
+    their strides differ. This function uses at most 1 MiB of scratch memory.
     """
     outer, run_nbytes = split_inner(sizes, strides_bytes, dtype.itemsize)
     if outer == 0:

@@ -11,7 +11,11 @@ from windlass.memory.ops import MemoryOps
 
 
 def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
-    """Return the `MemoryOps` for a rank's parameters. An empty parameter has address 0.
+    """Return the `MemoryOps` for a rank's parameters. Without parameters, return the `MemoryOps` of host memory.
+
+    Args:
+        addresses: address of each parameter; 0 for an empty parameter.
+        worker: name of the rank, for errors.
 
     Raises:
         PlanError: the parameters are on several GPUs, or both on a GPU and in host memory.
@@ -20,7 +24,7 @@ def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
     ordinals = {gpu_of(address) for address in addresses if address}
     if len(ordinals) > 1:
         raise PlanError(
-            f"{worker}: its weights must be on one GPU or in host memory, got GPUs {sorted(ordinals)} "
+            f"{worker}: weights must be on one GPU or in host memory, got GPUs {sorted(ordinals)} "
             "(-1 is host memory)"
         )
     return memory_on(ordinals.pop() if ordinals else -1)

@@ -37,7 +37,13 @@ def split_pieces(
 
 
 def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[slice]:
-    """Yield a slice of pieces for each native call: as many pieces as the limits allow, at least one."""
+    """Group pieces into native calls. Yield a slice of piece indices per call.
+
+    Args:
+        nbytes: (n,) size of each piece.
+        max_pieces: largest number of pieces of a call.
+        max_nbytes: largest number of bytes of a call. A call with a single piece may have more.
+    """
     ends = np.cumsum(nbytes)
     start, done = 0, 0
     while start < len(nbytes):
@@ -48,7 +54,7 @@ def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[
 
 
 def edges_of(address: int, nbytes: int, step_nbytes: int) -> list[int]:
-    """Return the addresses at which registrations of `step_nbytes` divide a region.
+    """Return the addresses at which a region is cut, so that one registration covers at most `step_nbytes`.
 
     The list is empty if one registration covers the region, or if `step_nbytes` is 0 (no limit).
     """

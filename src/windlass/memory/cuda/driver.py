@@ -100,7 +100,11 @@ def memory_kind(address: int) -> MemoryKind:
 
 
 def gpu_of(address: int) -> int:
-    """Return the ordinal of the GPU that owns `address`; -1 for host memory or without a driver."""
+    """Return the ordinal of the GPU that owns `address`; -1 for host memory or without a driver.
+
+    Raises:
+        TransferFailed: the address is in GPU memory, but the driver does not report the GPU.
+    """
     if not _has_driver() or memory_kind(address) is not MemoryKind.DEVICE:
         return -1
     ordinal = _attribute_of(address, "DEVICE_ORDINAL")
@@ -115,7 +119,8 @@ def pointer_device(address: int) -> int:
     """Return the ordinal of the GPU that owns `address`.
 
     Raises:
-        RegionError: `address` is not in GPU memory, or another process could not open the memory.
+        RegionError: `address` is not in GPU memory, or CUDA IPC cannot share the memory because it does not come
+            from cudaMalloc.
     """
     ordinal = _attribute_of(address, "DEVICE_ORDINAL")
     capable = _attribute_of(address, "IS_LEGACY_CUDA_IPC_CAPABLE")
@@ -154,9 +159,12 @@ class Stream:
 
 @final
 class Event:
-    """A point in a stream.
+    """An event that is recorded in a stream when this object is created.
+
+    `wait` or `close` must be called once, because each destroys the driver's event.
 
     Args:
+        device: GPU of the stream.
         stream: handle of the stream.
     """
 
@@ -168,10 +176,10 @@ class Event:
             _call("cuEventRecord", self._handle, stream)
 
     def wait(self) -> None:
-        """Block this thread until the stream reaches the event. Destroy the event.
+        """Block this thread until all work before the event has ended, and destroy the event.
 
         Raises:
-            TransferFailed: work before the event failed, or earlier work of this process failed.
+            TransferFailed: that work or earlier work of this process on the GPU failed. The event is not destroyed.
         """
         self._device.call("cuEventSynchronize", self._handle)
         self.close()
@@ -242,6 +250,7 @@ class Device:
         return int(self.call("cuMemAlloc", nbytes))
 
     def free(self, address: int) -> None:
+        """Free GPU memory that `allocate` returned."""
         self.call("cuMemFree", address)
 
     def upload(self, address: int, data: bytes | memoryview) -> None:
@@ -254,7 +263,10 @@ class Device:
             _call("cuStreamSynchronize", 0)
 
     def download(self, address: int, nbytes: int, stream: Stream | None = None) -> bytes:
-        """Return bytes of GPU memory, after the work in `stream` (by default, in CUDA's default stream) has ended."""
+        """Wait for the work in `stream`, then copy `nbytes` bytes of GPU memory to the host and return them.
+
+        Without `stream`, wait for the work in CUDA's default stream.
+        """
         target = bytearray(nbytes)
         with self.current():
             if stream is None:
@@ -269,7 +281,10 @@ class Device:
         self.call("cuMemsetD8Async", address, 0, nbytes, stream.handle)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Queue a copy by a copy engine in `stream`. Source and target may be memory of a peer."""
+        """Queue a copy by a copy engine in `stream`.
+
+        `source` and `target` are addresses in memory of this device, or in a peer's memory that `open` mapped.
+        """
         self.call("cuMemcpyAsync", target, source, nbytes, stream.handle)
 
     def allocation(self, address: int) -> tuple[int, int]:
@@ -283,7 +298,13 @@ class Device:
         return ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES)
 
     def open(self, handle: bytes) -> int:
-        """Map a peer's allocation into this process, so that this device's kernels can access it."""
+        """Map a peer's allocation into this process, and return its address for kernels of this device.
+
+        The caller unmaps the allocation by `close_handle`.
+
+        Args:
+            handle: what the peer's `export` returned.
+        """
         made = driver().CUipcMemHandle()
         # Not every release of cuda-bindings has the field `reserved`.
         ctypes.memmove(made.getPtr(), handle, IPC_HANDLE_NBYTES)
@@ -291,15 +312,21 @@ class Device:
         return int(self.call("cuIpcOpenMemHandle", made, flags))
 
     def close_handle(self, address: int) -> None:
+        """Unmap a peer's allocation that `open` mapped at `address`. Errors of the driver are ignored."""
         with self.current():
             driver().cuIpcCloseMemHandle(address)
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Pin whole pages of host memory, so that kernels can read them."""
+        """Pin whole pages of host memory, so that kernels can access them at `device_pointer`.
+
+        Raises:
+            TransferFailed: the driver cannot pin the pages, for example because they are pinned already.
+        """
         flags = driver().CU_MEMHOSTREGISTER_PORTABLE | driver().CU_MEMHOSTREGISTER_DEVICEMAP
         self.call("cuMemHostRegister", address, nbytes, flags)
 
     def unpin(self, address: int) -> None:
+        """Unpin host memory that `pin` pinned from `address`. Errors of the driver are ignored."""
         with self.current():
             driver().cuMemHostUnregister(address)
 
@@ -320,7 +347,15 @@ class Device:
     def launch(
         self, function: object, grid: int, block: int, arguments: Sequence[Any], stream: int
     ) -> None:
-        """Queue a kernel. `arguments` are ctypes values. `stream` is a stream's handle, perhaps of another library."""
+        """Queue a kernel.
+
+        Args:
+            function: a kernel from `function`.
+            grid: number of blocks.
+            block: number of threads per block.
+            arguments: arguments of the kernel, as ctypes values.
+            stream: handle of the stream. Another library, such as torch, may own the stream.
+        """
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         shape = (grid, 1, 1, block, 1, 1, 0)
         self.call("cuLaunchKernel", function, *shape, stream, ctypes.addressof(pointers), 0)

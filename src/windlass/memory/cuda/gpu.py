@@ -40,12 +40,12 @@ class Gpu:
         return bool(self._late)
 
     def wait(self, event: Event, deadline_s: float) -> None:
-        """Return once the stream has reached `event`.
+        """Wait until all work before `event` has ended. If the deadline passes, mark the GPU as late for ever.
 
         Raises:
             TransferFailed: queued work failed.
-            TransferOutcomeUnknown: the stream did not reach `event` within `deadline_s`, or an earlier wait exceeded
-                its deadline, or no thread could start to wait. Queued work may still run.
+            TransferOutcomeUnknown: the work did not end within `deadline_s`, or an earlier `wait` exceeded its
+                deadline, or no thread could start to wait. Queued work may still run.
         """
         self.refuse_late()
         try:
@@ -60,27 +60,28 @@ class Gpu:
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from error
 
     def wait_or_leave(self, event: Event, deadline_s: float) -> None:
-        """Wait like `wait`, but do not treat the GPU as late after `deadline_s`.
+        """Wait until all work before `event` has ended. If the deadline passes, raise, but do not mark the GPU as late.
 
         Raises:
-            TransferFailed: queued work failed, `event` was not reached within `deadline_s`, or no
-                waiting thread could start.
-            TransferOutcomeUnknown: kernels exceeded an earlier deadline.
+            TransferFailed: queued work failed, or did not end within `deadline_s`, or no thread could start to wait.
+            TransferOutcomeUnknown: the GPU is late since an earlier wait.
         """
         self._wait_for(event.wait, deadline_s, "queued work was")
 
     def settle(self, deadline_s: float, step: Event | None = None) -> float:
-        """Wait for all work of this process on the GPU, also of other libraries, such as a training step.
+        """Wait, before a transfer, for work of this process that may still change the weights.
 
-        With `step`, wait only for this event and not for other streams or later work. Call this
-        before a transfer: the error says that nothing was sent.
+        Args:
+            deadline_s: longest time to wait, in seconds.
+            step: event after the training step; this method then waits for no other stream and no later work.
+                None: wait for all work of this process on the GPU, also of other libraries.
 
         Returns:
-            Seconds that the driver call took.
+            Seconds that the wait took.
 
         Raises:
-            TransferFailed: the work failed or did not end within `deadline_s`.
-            TransferOutcomeUnknown: kernels exceeded an earlier deadline.
+            TransferFailed: the work failed or did not end within `deadline_s`. The text says that nothing was sent.
+            TransferOutcomeUnknown: the GPU is late since an earlier wait.
         """
         wait = self.device.synchronize if step is None else step.wait
         return self._wait_for(wait, deadline_s, "work of this process was", "; nothing was sent")
@@ -88,6 +89,7 @@ class Gpu:
     def _wait_for(
         self, wait: Callable[[], None], deadline_s: float, what: str, hence: str = ""
     ) -> float:
+        """Call `wait` in a thread, and return the seconds it took. `what` and `hence` are parts of the errors' texts."""
         self.refuse_late()
         try:
             return _waits.submit(wait).result(deadline_s)
@@ -115,19 +117,20 @@ class Gpu:
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}")
 
     def finish(self, deadline_s: float) -> None:
-        """Wait like `wait` for all work that is in the stream now."""
+        """Wait for all work that is in this object's stream at the time of the call. Raises the same errors as `wait`."""
         self.wait(self.stream.record(), deadline_s)
 
 
 def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
-    """Wait for queued work after `error`. If this returns, the work has ended, and the caller can raise `error`.
+    """Wait until the work that was queued before `error` has ended. The caller then raises `error`.
 
     Raises:
-        TransferOutcomeUnknown: the work did not end, or its end cannot be determined.
+        TransferOutcomeUnknown: the work did not end within `deadline_s`, or the wait itself failed. The GPU is then
+            marked as late.
     """
     try:
         gpu.finish(deadline_s)
-    # After any failure the end of the queued work is unknown, so bytes may still arrive.
+    # If the wait fails for any reason, it is unknown whether the queued work has ended, so bytes may still arrive.
     except Exception as again:  # noqa: BLE001
         gpu.distrust(f"{error}; then {again}: bytes may still land")
         raise TransferOutcomeUnknown(f"{error}; then {again}: bytes may still land") from error

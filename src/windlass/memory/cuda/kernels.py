@@ -39,16 +39,20 @@ SMALL_BLOCK, LARGE_BLOCK = 128, 512
 THREADS_PER_MULTIPROCESSOR = 2048
 
 PART_NBYTES = 1 << 30
-"""Smallest size of one part of a table. The last part is hashed after all bytes are sent. With parts of 1 GiB, this
-hashing takes 0.5 ms, and all parts together are written as fast as one whole table (H200, 2026-11-21)."""
+"""Smallest size in bytes of a part of a table. The sender reports each part when the part is written, and the receiver
+then hashes the part while the sender writes the next part. Only the hashing of the last part comes after all writes: 0.5
+ms for 1 GiB. The parts together are written as fast as one whole table (H200, 2026-11-21)."""
 
 
 def raw_pieces(
     sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array, max_nbytes: int
 ) -> StructuredArray:
-    """Return pieces of at most `max_nbytes` that copy n ranges of bytes, consecutive in the payload.
+    """Cut n ranges of bytes into pieces of at most `max_nbytes`. In the payload, each range follows the previous range.
 
-    `sources`, `targets` and `nbytes` are (n,): addresses, and sizes in bytes.
+    Args:
+        sources, targets: (n,) addresses.
+        nbytes: (n,) sizes in bytes.
+        max_nbytes: largest size of a piece.
     """
     source, target, size = split_pieces(sources, targets, nbytes, max_nbytes)
     pieces = np.zeros(len(size), PIECE)
@@ -71,7 +75,9 @@ class PieceTable:
         TransferFailed: the GPU has too little free memory.
 
     Attributes:
-        parts: index ranges that divide the pieces into parts of about `PART_NBYTES`.
+        address: address of the pieces in GPU memory; 0 after `close`.
+        block: threads per block of a launch.
+        parts: index ranges that divide the pieces into parts of `PART_NBYTES` or a little more.
     """
 
     def __init__(
@@ -99,7 +105,10 @@ class PieceTable:
 
 
 def cut_parts(nbytes: Int64Array) -> tuple[range, ...]:
-    """Return `PieceTable.parts` for pieces with the sizes `nbytes`, (num_pieces,)."""
+    """Divide pieces into parts of `PART_NBYTES` or a little more. Return the index range of each part.
+
+    `nbytes`, (num_pieces,), are the sizes of the pieces. Pieces of less than two parts' size are one part.
+    """
     ends = np.cumsum(nbytes)
     if not len(ends):
         return ()

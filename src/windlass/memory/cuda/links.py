@@ -112,7 +112,16 @@ def read_digest(gpu: Gpu, address: int) -> str:
 
 
 def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
-    """Return a link's digest at its source, and the error text of a cast that overflowed, or ""."""
+    """Wait for the GPU's stream, and return the digest of a link that was hashed at its source.
+
+    Args:
+        gpu: GPU of the source.
+        address: address of the link's words.
+        program: the link.
+
+    Returns:
+        The digest in hexadecimal, and the error text if a cast overflowed; "" otherwise.
+    """
     words, reason = read_words(gpu, address), ""
     if words[2]:
         op = item_at(words[2], program.ops, (op.nbytes for op in program.ops))
@@ -121,7 +130,10 @@ def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
 
 
 def read_words(gpu: Gpu, address: int) -> list[int]:
-    """Return the words at `address`: two of the digest, then 1 + the payload position of an overflow, or 0."""
+    """Wait for the GPU's stream, and return the three words at `address`.
+
+    The first two words are the digest. The third word is 0, or 1 + the payload position of a cast that overflowed.
+    """
     found = gpu.device.download(address, WORDS_NBYTES, gpu.stream)
     words: list[int] = np.frombuffer(found, "<u8").tolist()
     return words

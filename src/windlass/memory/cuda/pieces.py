@@ -67,11 +67,11 @@ def block_tables(
 
     Args:
         program: program of the link.
-        sources: (num_parameters,) addresses of the source's parameters; None at the destination. For one float8 scale,
-            the piece is a whole block at the source (to compute the scale), and one element at the destination (to hash
-            the scale).
-        targets: (num_parameters,) addresses of the destination's parameters, for the kernel.
-        staging_address: address of the payload of staged ops; 0 to store elements at their final addresses.
+        sources: (num_parameters,) addresses of the source's parameters. None at the destination, which only hashes.
+            The piece of a float8 scale differs: the source reads a whole block to compute the scale, and the
+            destination hashes one element.
+        targets: (num_parameters,) addresses of the destination's parameters, as the kernels of this GPU see them.
+        staging_address: address of the packed payload of staged ops. 0: kernels store elements at final addresses.
 
     Returns:
         Kind -> `PIECE` array. Positions count from the start of the link's payload.
@@ -151,18 +151,19 @@ def join_tables(
 
 
 def store_packed(pieces: StructuredArray, first: int, address: int) -> None:
-    """Change pieces in place to store their payload packed and row-major at `address`.
+    """Change the destinations of pieces in place, so that kernels store the payload packed and row-major.
 
-    `first` is the position in the link's payload that corresponds to `address`.
+    The byte at position `first` of the link's payload is stored at `address`.
     """
     pieces["dst"] = pieces["pos"] - np.uint64(first) + np.uint64(address)
     pieces["dst_pitch"] = pieces["pos_pitch"]
 
 
 def cut_op(op: BoundOp, *, at_source: bool) -> StructuredArray:
-    """Return the pieces of an op.
+    """Return the pieces of an op. `src`, `dst` and `pos` of a piece count from the op's first element.
 
-    Their fields `src` and `dst` are relative to the op's own offsets, and `pos` is relative to the start of its payload.
+    Raises:
+        UnsupportedLayout: the op quantises, and its rows are not contiguous.
     """
     match op.transform:
         case Transform.NONE:
@@ -285,9 +286,10 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
 
 
 def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -> Int64Array:
-    """Return the indices, ascending, at which the pieces can be divided into two parts.
+    """Return, in ascending order, the indices at which the sorted pieces can be divided into two parts.
 
-    The payload of the pieces before such an index ends where the payload of the other pieces begins.
+    At such an index, every earlier piece ends in the payload before the first later piece begins. `starts`,
+    (num_pieces,), are the positions of the pieces in the op's payload.
     """
     itemsize = found.op.dst_dtype.itemsize
     # A piece of scales is a block at the source but one element in the payload.
