@@ -1,8 +1,8 @@
-"""Several transports of one process behind one interface; each peer is written with its link's transport.
+"""Several transports of one process behind one interface.
 
 A rank offers one endpoint per transport that starts on its host and can register its memory. The
-controller chooses the fastest transport that both ends of a link offer (`choice.py`). The endpoint
-of a `WriteBatch` selects the transport.
+controller chooses for each link the fastest transport that both ranks offer (`choice.py`). A write uses
+the transport of the endpoint in its `WriteBatch`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ _log = logging.getLogger(__name__)
 
 
 class AutoConfig(TransportConfig, frozen=True, tag="auto"):
-    """Configuration of a set of transports: by default all that start in this process for this kind of memory.
+    """Configuration of a set of transports.
 
-    Transports between hosts are left out if this process reaches the controller over loopback, because
-    all peers are then on this host. They are started anyway if no other transport starts. A transport
-    that can only expose memory which it allocated is left out if another transport reaches processes
-    on this host.
+    By default, the set has every transport that starts in this process for this kind of memory, with two exceptions:
+
+    - Transports between hosts are not started if this process reaches the controller over loopback, because all
+      peers are then on this host. If no other transport starts, they are started nevertheless.
+    - A transport that can only expose memory from its own allocator is closed again if another transport within
+      one host has started.
 
     Attributes:
         offers: names or JSON configurations of transports, all of which must start. Empty for the
@@ -75,7 +77,11 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
 
 
 def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTransport]:
-    """Start all transports that can be started in this process. Add their `close` to `undo`."""
+    """Start the default set of `AutoConfig`. Add the `close` of each started transport to `undo`.
+
+    Raises:
+        TransportUnavailable: no transport starts.
+    """
     reasons: dict[str, str] = {}
     configs = _configs_for(MemoryType.HOST if gpu < 0 else MemoryType.CUDA, reasons)
 
@@ -124,8 +130,8 @@ def _configs_for(kind: MemoryType, reasons: dict[str, str]) -> list[TransportCon
 class TransportSet(OneSidedTransport):
     """`OneSidedTransport` that combines several transports (members), all for the same kind of memory.
 
-    If a member refuses memory, peers can write it only through the other members. If several members
-    have an allocator, the fastest of them allocates.
+    If a member refuses to register memory, peers can write this memory only through the other members. If several
+    members have an allocator, `allocator` is the allocator of the fastest of these members.
 
     Args:
         members: transports with different names, at least one. They are closed together with the set.
@@ -250,9 +256,9 @@ class TransportSet(OneSidedTransport):
 def _registered_with(
     name: str, member: OneSidedTransport, spans: Sequence[tuple[int, int]]
 ) -> list[MemoryRegion | RegionError]:
-    """Register ranges with one transport. Return a region, or the error, for each range.
+    """Register ranges with one transport. For each range, return the region, or the error if the range is refused.
 
-    If the transport refuses the ranges together, register each range separately.
+    If the transport refuses the ranges in one call, register each range in a separate call.
     """
     try:
         return list(member.register_all(spans))

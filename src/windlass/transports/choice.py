@@ -35,14 +35,15 @@ def choose_transport(
     same_host: bool,
     same_address: bool,
 ) -> LinkChoice:
-    """Return the fastest transport of a link.
+    """Return the fastest transport that both ranks of a link offer and that reaches the destination.
 
     Args:
         source: offers of the rank that writes.
         destination: offers of the rank that is written.
-        same_host: whether both ranks report the same host, PID namespace and network namespace, and connect from the
-            same address.
-        same_address: whether both ranks connect from the same address, so that each reaches the other over loopback.
+        same_host: whether both ranks report the same host, PID namespace and network namespace, and connect to the
+            controller from the same address.
+        same_address: whether both ranks connect to the controller from the same address. A loopback address of the
+            destination is then usable.
 
     Raises:
         ConfigError: the ranks have no transport in common, or no common transport reaches the destination. The

@@ -1,9 +1,9 @@
 """Close inbound TCP connections of peers, including sockets owned by a library in this process.
 
-After a process dies, its kernel still delivers the bytes in its send buffers, and after a network
-partition it may do so minutes later. To be sure that no old bytes arrive, a TCP receiver must close
-the connection. The library that reads the connection has no function for that, but its sockets
-belong to this process, and the kernel lists them.
+After a process dies, its kernel still sends the bytes in the process's send buffers. After a network
+partition, these bytes may arrive minutes later. To be sure that no old bytes arrive, a TCP receiver
+must close the connection. Transport libraries such as Mooncake and UCX have no function for that, but
+their sockets belong to this process, and the kernel lists them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Connection = tuple[Hashable, Hashable]
 """Address of this process and address of the peer, as the kernel returns them."""
 
 OPENING = threading.Lock()
-"""Lock that each transport holds while it starts, so that each port opened during the start belongs to it."""
+"""Lock that a transport holds during its start. A port that opens while the lock is held belongs to this transport."""
 BACKOFF = Backoff(0.001, 0.1)
 MAX_SYN_RETRIES = 127
 
@@ -39,7 +39,7 @@ def listening_ports() -> frozenset[int]:
 
 
 def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
-    """Return the TCP connections of this process to a remote port in `ports`."""
+    """Return the TCP connections of this process whose remote port is in `ports`."""
     found = set()
     for own in _sockets():
         # Unconnected sockets have no peer.
@@ -51,10 +51,10 @@ def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
 
 
 def new_mark() -> int:
-    """Return a number of SYN retries to mark the sockets of a library, different from the system's default.
+    """Return a number of SYN retries that differs from the system's default and marks the sockets of a library.
 
-    Some libraries let the caller set this number, but nothing else that would identify the
-    library's sockets. All sockets that such a library opens or accepts have the number that the caller set.
+    This number is the only socket option that some libraries let the caller set. All sockets that such a
+    library opens or accepts then have this number, and `end_connections` can find them.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as fresh:
         default: int = fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT)
@@ -62,16 +62,21 @@ def new_mark() -> int:
 
 
 def end_connections(is_meant: Callable[[socket.socket], bool], deadline: Deadline) -> int:
-    """Shut down the TCP connections that `is_meant` selects by their sockets; return their number.
+    """Shut down TCP connections of this process, and wait until the libraries that own the sockets have closed them.
 
-    Wait until the library that reads each connection has closed its socket.
+    Args:
+        is_meant: returns whether to shut down the connection of a socket.
+        deadline: deadline of the wait.
+
+    Returns:
+        Number of connections that were shut down.
 
     Raises:
         TransferFailed: a library still has a socket open after `deadline`.
     """
     cut = set()
     for own in _sockets():
-        # Skip sockets of other families and unconnected ones.
+        # Skip unconnected sockets, which have no peer.
         with contextlib.suppress(OSError):
             listens = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if not listens and is_meant(own):

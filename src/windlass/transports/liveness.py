@@ -1,9 +1,9 @@
 """Liveness of peers: identify the process behind an address, and detect its end at once.
 
-RDMA verbs do neither. A write to a dead peer stays in progress for seconds, or for ever if the
-device retries without limit, and a queue pair does not identify the process behind it. Therefore
-each transport listens on a TCP port. A peer that connects receives the transport's incarnation and
-keeps the connection open. The kernel closes the connection when the process ends.
+RDMA verbs can do neither of these. A queue pair does not identify the process that owns it. A write to
+a dead peer stays in progress for seconds, or for ever if the device retries without limit. Therefore
+each transport between hosts listens on a TCP port. A peer that connects receives the transport's
+incarnation and keeps the connection open. The kernel closes the connection when the process ends.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ INCARNATION_NBYTES = 16
 _MAX_CLIENTS = 4096
 ACCEPT_AGAIN_S = 0.1
 RECONNECT_S = 1.0
-"""Seconds that an attempt to reconnect may take after a connection broke, and seconds between two
-attempts."""
+"""Longest duration in seconds of one attempt to reconnect, and pause in seconds after a failed attempt."""
 
 _log = logging.getLogger(__name__)
 
 
 def listen_on(host: str, transport: str) -> socket.socket:
-    """Listen on `host` at a port that the kernel chooses.
+    """Return a socket that listens on `host` at a port that the kernel chooses. The caller closes the socket.
 
     Raises:
         ConfigError: `host` is a wildcard address.
@@ -126,8 +125,12 @@ class LivenessListener:
 class PeerLiveness:
     """Connection to the liveness listener of one incarnation of one peer. Thread-safe.
 
-    When the peer's process or transport ends, the connection is closed normally. If it breaks with an
-    error, the cause may be the network, so this class reconnects to find out.
+    When the peer's process or transport ends, the connection is closed normally. If the connection fails
+    with an error, the cause may be the network. This class then reconnects, to find out whether the peer has ended.
+
+    Args:
+        endpoint: address and incarnation of the peer's listener.
+        deadline: deadline of the first connection.
 
     Raises:
         PeerUnreachable: no process or another process listens at the address, or the peer did not
@@ -156,9 +159,9 @@ class PeerLiveness:
         """Return whether the peer's process or transport has ended.
 
         Args:
-            reconnect: whether to reconnect if the connection broke, at most once per `RECONNECT_S`;
-                this may take `RECONNECT_S`. If False, return at once, with False for a broken
-                connection. Use False while other threads wait for the caller.
+            reconnect: whether to reconnect if the connection is broken. The call may then take `RECONNECT_S`
+                seconds. With False, the call does not block, and a broken connection does not count as
+                an end. Pass False if the caller holds a lock that other threads need.
         """
         if self._gone or self._closed.is_set():
             return True
@@ -171,16 +174,20 @@ class PeerLiveness:
                 return reconnect and self._reconnect()
 
     def _look(self) -> _State:
-        """Return the state of the connection. Remember a broken connection, because a socket reports an error only once."""
+        """Return the state of the connection. Store BROKEN in this object, because a socket reports an error only once."""
         with self._looking:
             state = _State.BROKEN if self._is_broken else _state_of(self._socket)
             self._is_broken = state is _State.BROKEN
             return state
 
     def wait_ended(self, timeout_s: float, wake: int = -1) -> bool:
-        """Wait until the peer has ended, `wake` is readable, or `timeout_s` has passed.
+        """Wait until the peer has ended, `wake` is readable, or `timeout_s` has passed. Return whether the peer has ended.
 
-        `wake` is a file descriptor; -1 for none. Return whether the peer has ended.
+        If the connection is broken, wait at most `RECONNECT_S` and then reconnect, to find out.
+
+        Args:
+            timeout_s: longest wait for an event, in seconds.
+            wake: file descriptor; -1 for none.
         """
         waiting = select.poll()
         if wake >= 0:
@@ -207,10 +214,10 @@ class PeerLiveness:
                 connection.close()
 
     def _reconnect(self) -> bool:
-        """Connect again; return whether the peer has ended or this object is closed.
+        """Try to connect again, unless another thread has done so. Return whether the peer has ended, or `close` was called.
 
         The peer has ended if its address refuses the connection or belongs to another process.
-        After a timeout the peer may still be alive.
+        If the attempt times out, return False, because the peer may still be alive.
         """
         with self._lock:
             if self._gone or self._closed.is_set() or time.monotonic() < self._again_s:
@@ -248,7 +255,13 @@ class _State(Enum):
 
 
 def _connect(endpoint: PeerEndpoint, deadline: Deadline) -> socket.socket:
-    """Return a connection to the listener of `endpoint`."""
+    """Connect to the listener of `endpoint`, check its incarnation, and return the connection.
+
+    Raises:
+        PeerUnreachable: the endpoint's address is malformed.
+        _OtherProcessError: the listener sent another incarnation.
+        OSError: no connection, or no answer by the deadline.
+    """
     try:
         host, port = split_host_port(endpoint.address)
     except ConfigError as error:

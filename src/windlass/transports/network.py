@@ -1,12 +1,12 @@
 """Base classes of transports between hosts: common settings, and writes through a library.
 
 A library such as NIXL performs a write as native calls (`NativeCall`), which have no deadline. The
-writing thread follows each call until it ends, the deadline passes or the peer's process ends. If the
-thread does not learn the outcome, bytes may still arrive, even if the library reports an error. So
-the call and the memory that it reads are kept until the call ends, and no other write to this peer
-begins before that. RDMA verbs do not identify the process behind a queue pair, so the liveness of
-each peer is watched (`liveness.py`). Derived classes define the calls, how the end of a call is
-detected, and how a peer is checked before the first byte is sent.
+writing thread waits for each call until the call ends, the deadline passes or the peer's process ends. If
+the thread then does not know the outcome, the call is given up: bytes may still arrive, even if the library
+reports an error. The transport keeps the call and the memory that it reads until the call ends, and begins
+no other write to this peer before that. RDMA verbs do not identify the process that owns a queue pair, so
+`liveness.py` identifies each peer and watches its process. Derived classes define the calls, how the end of
+a call is detected, and how a peer is checked before the first byte is sent.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ from windlass.transports.registry import TransportConfig
 from windlass.transports.traits import MemoryType
 
 GRACE_S = 0.25
-"""Seconds after a failed call within which the kernel reports the end of the peer's process, if that was the cause."""
+"""Seconds to wait after a failed call. If the call failed because the peer's process ended, the kernel reports the end
+within this time."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
 """Shortest and longest pause between two checks of a call, for libraries that do not report the end of a call. The
 end of the peer's process ends a pause at once."""
@@ -112,7 +113,7 @@ class NativeCall(ABC):
         error: the library's description of a failure.
         wake: file descriptor that becomes readable when the call ends; -1 if `look` must be called to
             find out.
-        is_late: whether the call was given up only because its deadline passed.
+        is_late: whether the call was given up because its deadline passed, and for no other reason.
     """
 
     def __init__(self, local: UInt64Array, nbytes: UInt64Array) -> None:
@@ -123,7 +124,7 @@ class NativeCall(ABC):
 
     @abstractmethod
     def look(self) -> Outcome:
-        """Return the state of the call, as far as the library reports it."""
+        """Return the state of the call. After FAILED, bytes may still arrive."""
 
     @abstractmethod
     def cancel(self) -> bool:
@@ -191,7 +192,7 @@ class NetworkPeer(ABC):
         return bool(self._under_way)
 
     def is_open(self) -> bool:
-        """Return whether a call that was given up may still run. Forget calls that have ended."""
+        """Return whether a call that was given up may still run. First remove calls that have ended from the record."""
         with self.lock:
             if self._given_up:
                 has_ended = not self.outlives_process and self.liveness.has_ended(reconnect=False)
@@ -254,7 +255,11 @@ class NetworkPeer(ABC):
         self.perform(partial(self._begin, pieces), deadline)
 
     def perform(self, begin: Callable[[], NativeCall], deadline: Deadline) -> None:
-        """Perform one native call from start to end. `begin` starts the call; this method holds the lock meanwhile.
+        """Perform one native call from start to end.
+
+        Args:
+            begin: function that starts the call. It runs while this thread holds the lock of the peer.
+            deadline: deadline of the call.
 
         Raises:
             PeerUnreachable: the peer's process has ended.
@@ -281,9 +286,9 @@ class NetworkPeer(ABC):
             raise failure
 
     def close(self) -> None:
-        """Close `liveness`, which wakes waiting threads. Idempotent.
+        """Close `liveness`, which wakes the threads that wait for calls. Idempotent.
 
-        The threads report that the peer has ended, unless `is_closed` was set before.
+        These threads raise `PeerUnreachable`. If the caller set `is_closed` first, they report a closed transport.
         """
         self.liveness.close()
 
@@ -304,10 +309,7 @@ class NetworkPeer(ABC):
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
 
     def _failure(self, call: NativeCall, outcome: Outcome, deadline: Deadline) -> TransferError:
-        """Return the exception for a write that is not DONE; keep the call if bytes may still arrive.
-
-        Only this function turns the outcome of a native call into an exception.
-        """
+        """Return the exception for a call whose outcome is not DONE. Give the call up if bytes may still arrive."""
         purpose, failed = deadline.purpose, outcome is Outcome.FAILED
         if failed and self._has_refused(call, deadline):
             return TransferFailed(
@@ -448,10 +450,15 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
 
     @abstractmethod
     def _new_peer(self, endpoint: PeerEndpoint, liveness: PeerLiveness) -> PeerT:
-        """Return an object for the calls to a peer. The caller holds the lock."""
+        """Return a new object for the calls to a peer. The object closes `liveness`. The caller holds the lock.
+
+        Raises:
+            PeerUnreachable: the endpoint is malformed, or the library has no more memory for it.
+            RegionError: memory cannot be registered for this peer.
+        """
 
     def _listener_of(self, endpoint: PeerEndpoint) -> PeerEndpoint:
-        """Return the address and incarnation of a peer's liveness listener."""
+        """Return an endpoint with the address and the incarnation of a peer's liveness listener."""
         return endpoint
 
     def _is_touched(self, region: MemoryRegion) -> bool:
@@ -464,7 +471,12 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             peer.write(pieces, deadline)
 
     def _peer(self, endpoint: PeerEndpoint, deadline: Deadline) -> PeerT:
-        """Return the object for the calls to a peer, which must be alive. Create the object at the first write."""
+        """Return the object for the calls to a peer. Create the object at the first write to the peer.
+
+        Raises:
+            PeerUnreachable: the peer's process has ended.
+            TransferFailed: the transport is closed.
+        """
         with self._lock:
             found = self.peers.get(endpoint)
         if found is None:
@@ -491,9 +503,9 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             raise TransferFailed(f"{deadline.purpose}: the transport is closed")
 
     def _forget_ended(self) -> None:
-        """Close ended peers without unfinished calls. The caller holds the lock.
+        """Close and remove peers that have ended and have no unfinished calls. The caller holds the lock.
 
-        A thread that is about to write to such a peer gets an error from `refuse_open`.
+        If another thread is about to write to such a peer, `refuse_open` raises in that thread.
         """
         for endpoint, peer in list(self.peers.items()):
             if peer.liveness.has_ended(reconnect=False) and not (peer.is_in_use or peer.is_open()):

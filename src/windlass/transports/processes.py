@@ -58,7 +58,7 @@ def process_start_time(pid: int) -> str:
 
 
 def own_endpoint(transport: str) -> PeerEndpoint:
-    """Return an endpoint of this process, with a new secret in the incarnation."""
+    """Return a new endpoint of this process: its pid as the address, and its start time and a secret as incarnation."""
     pid = os.getpid()
     incarnation = f"{process_start_time(pid)}-{secrets.token_hex(16)}"
     return PeerEndpoint(transport, str(pid), incarnation)
@@ -99,12 +99,15 @@ def is_own_process(peer: PeerEndpoint) -> bool:
 
 @final
 class OwnProcess:
-    """Endpoint of a transport of this process, and proof for peers, until `close`, that this process owns the endpoint.
+    """Endpoint of a transport of this process, with a proof that this process owns the endpoint.
 
-    The incarnation is the process's start time and a secret. While the transport is open, this process listens at an
+    The incarnation is the process's start time and a secret. Until `close`, this process listens at an
     abstract Unix socket. The name of the socket is a digest of the incarnation. A peer that has the endpoint connects
     to this socket, and the kernel tells the peer the pid of the listening process. A forged endpoint with the pid of
     another process fails, because that process does not listen at a socket of this name.
+
+    Args:
+        transport: registry name of the transport.
 
     Attributes:
         endpoint: address and identity that peers receive.
@@ -146,10 +149,11 @@ class PeerProcesses:
         self._proven: frozenset[PeerEndpoint] = frozenset()
 
     def check(self, peer: PeerEndpoint) -> int:
-        """Return the pid of `peer`. Its process must be alive, and prove its identity at the first check.
+        """Check that the process of `peer` is alive, and return its pid. The first check of a peer also asks for a proof.
 
         Raises:
-            PeerUnreachable: see `check_alive`, or the process did not prove that it is this peer.
+            PeerUnreachable: the process has ended, another process has the pid, or the process did not prove that it
+                owns the endpoint.
         """
         pid = check_alive(peer)
         if peer not in self._proven:
@@ -170,6 +174,11 @@ def let_peers_write() -> None:
 
 
 def _prove(peer: PeerEndpoint, pid: int) -> None:
+    """Check that process `pid` listens at the socket of `peer`; see `OwnProcess`.
+
+    Raises:
+        PeerUnreachable: no process or another process listens there.
+    """
     what = f"{peer.transport}: pid {pid} must prove that it owns this endpoint"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(PROVE_S)

@@ -30,8 +30,8 @@ class RegionTransport(OneSidedTransport):
     """Base class that checks registrations and writes; a derived class performs them.
 
     A derived class defines `traits`, `report` and `_write`, and its `close` calls `close` of this
-    class. These methods are enough if the writing process copies the bytes itself, because the writes then
-    end when the process ends. If a library must register the memory, the derived class also overrides
+    class. No other method is needed if the writing process copies the bytes itself, because its writes
+    end when it ends. If a library must register the memory, the derived class also overrides
     `_register_all` (or `_register`), `_unregister` and `_is_touched`. `_lock` guards all private state.
     """
 
@@ -95,8 +95,8 @@ class RegionTransport(OneSidedTransport):
         """Free the unregistered regions that no unfinished call uses any more. The caller holds the lock.
 
         Args:
-            keep: whether regions that an unfinished call may use stay allocated until the process
-                ends. True when the transport closes, because it does not learn when these calls end.
+            keep: whether to abandon the regions that an unfinished call may still use: they stay allocated until
+                the process ends. True when the transport closes, because it cannot find out when these calls end.
         """
         waiting, self._deferred = self._deferred, []
         for region, released in waiting:
@@ -141,9 +141,9 @@ class RegionTransport(OneSidedTransport):
         return [self._register(*span) for span in spans]
 
     def _unregister(self, region: MemoryRegion) -> Callable[[], None] | None:  # noqa: ARG002
-        """End a registration, or return a function that ends it. The caller holds the lock.
+        """End a registration, or return a function that ends it later. The caller holds the lock.
 
-        The function is called as soon as no unfinished call uses the memory.
+        The caller calls the function once no unfinished call uses the memory.
         """
         return None
 

@@ -11,8 +11,8 @@ from concurrent.futures import Executor
 def share(jobs: Iterable[Callable[[], object]], threads: Executor, num_helpers: int) -> None:
     """Run all jobs, in this thread and in up to `num_helpers` threads of the executor.
 
-    Return or raise once all started jobs have ended. After a job raises, no further job starts. A
-    helper thread that begins after the last job has started does nothing.
+    Before this function returns or raises, all started jobs have ended. After a job raises, no further job starts.
+    The executor may be busy: a helper thread that begins after the last job has started does nothing.
 
     Raises:
         BaseException: the exception of the first job that raised.

@@ -145,7 +145,12 @@ class ShmTransport(RegionTransport):
             raise
 
     def _translate(self, batch: WriteBatch) -> tuple[UInt64Array, list[_MappedSegment]]:
-        """Map the peer's segments; return the address of each remote piece in this process, and the segments."""
+        """Map the peer's segments into this process.
+
+        Returns:
+            (num_pieces,) the address of each remote piece in this process, and the mapped segments. The addresses are
+            valid while the caller keeps the segments.
+        """
         regions = sorted(batch.regions, key=attrgetter("address"))
         starts = np.array([r.address for r in regions], np.uint64)
         slot = np.searchsorted(starts, batch.remote_addresses, side="right") - 1
@@ -225,7 +230,7 @@ class _MappedSegment:
 
     Attributes:
         path: path of the owner's file descriptor in /proc.
-        target: target of the link `path` until the owner releases the segment.
+        target: name of the memory file, which the symbolic link `path` contains until the owner releases the segment.
         address: address of its first byte in this process.
     """
 
@@ -250,8 +255,8 @@ class _PeerSegments:
     def map(self, region: RemoteRegion) -> tuple[_MappedSegment, int]:
         """Return the mapped segment of a region, and the region's offset in it.
 
-        The segment stays mapped while the returned object exists. The caller has checked the endpoint of
-        the region; this method checks everything else.
+        The segment stays mapped while the returned object exists. The caller has checked that the owner's
+        process is alive and owns the endpoint; this method checks the key and the segment.
 
         Raises:
             PeerUnreachable: the owner's process has ended.
@@ -305,6 +310,11 @@ def _refers_to(path: str, target: str) -> bool:
 
 
 def _open(path: str, target: str) -> _MappedSegment:
+    """Map the memory file at `path`, whose name must be `target`.
+
+    Raises:
+        RegionError: the owner has released the segment, or the segment is not sealed or not completely allocated.
+    """
     if not _refers_to(path, target):
         raise RegionError(f"shm: the segment at {path} was released by its owner")
     try:

@@ -58,7 +58,7 @@ class TransportTraits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         gpu: ordinal of the GPU whose memory the transport registers; -1 for host memory.
         strided_stores: whether kernels of the source write each element at its final address, so that
             the target need not unpack.
-        notifies: whether the source tells the target, while it still writes, which bytes have arrived.
+        notifies: whether the source, during a write, reports to the target which bytes have arrived.
         allocates: whether peers can only write memory from the transport's `allocator`; regions of
             other memory have an empty key.
     """

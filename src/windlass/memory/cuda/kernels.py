@@ -50,7 +50,8 @@ def raw_pieces(
     """Cut n ranges of bytes into pieces of at most `max_nbytes`. In the payload, each range follows the previous range.
 
     Args:
-        sources, targets: (n,) addresses.
+        sources: (n,) addresses to read.
+        targets: (n,) addresses to write.
         nbytes: (n,) sizes in bytes.
         max_nbytes: largest size of a piece.
     """

@@ -185,9 +185,10 @@ def _check_chosen(device: str, protocol: MooncakeProtocol, wire: str, nics: list
 
 
 def _registration_limit(nics: list[str]) -> int:
-    """Return the largest range to register at once; 0 for no limit.
+    """Return the largest size in bytes of one registration over these NICs; 0 for no limit.
 
-    The engine divides a larger range into several registrations, and then refuses each piece that is in two of them.
+    The engine divides a larger range into several registrations, and then refuses pieces that cross from one
+    registration to the next.
     """
     asked = environment_value("MC_MAX_MR_SIZE") or ""
     limits = [max_registration_nbytes(nic) for nic in nics]
@@ -223,11 +224,12 @@ def _installed_version() -> str:
 
 
 def open_devices(*, mark: bool) -> set[str]:
-    """Return the RDMA devices that this process has opened and not yet marked.
+    """Return the RDMA devices that this process has opened, except devices that an earlier call marked.
 
-    The mark is a signal number that is set on the open file (F_SETSIG) and never sent. File descriptor
-    numbers cannot be used instead: if another thread destroys an engine, the descriptor of its device is
-    closed, and a new device can get the same number.
+    `start_engine` marks all open devices before the start of an engine, to find the devices that the engine opens.
+    The mark is a signal number that is set on the open file (F_SETSIG) and never sent. A set of file descriptor
+    numbers would not be enough: if another thread destroys an engine, its descriptors are closed, and the new
+    engine's devices can get the same numbers.
 
     Args:
         mark: whether to mark the returned devices.

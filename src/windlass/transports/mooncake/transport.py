@@ -6,13 +6,12 @@ reads any address), limits calls to 1024 pieces and 256 MB, detects a process th
 same port, and keeps deadlines.
 
 Native calls have no deadline (they return an error after 30 to 62 s, or never), so a thread for each
-peer makes them. Every failure has code -1, and bytes may arrive after it. Only in one case is a
-failed write known to have ended: the wire is TCP with one connection per peer, and the call returned
+peer makes them. Every failure has code -1, and bytes may arrive after the failure. A failed write is
+known to have ended in one case only: the wire is TCP with one connection per peer, and the call returned
 long before the engine's timeouts. With one connection, the engine sends to a peer in first-in first-out
-order, and the peer acknowledges each entry before the next is sent. So if a read that was queued behind
-the failed write succeeds, no byte of the write arrives later. After a timeout this does not hold: the
-engine has dropped a connection that may contain bytes, and a read over a new connection shows nothing
-about these bytes.
+order, and the peer acknowledges each operation before the next is sent. So if a read that was queued after
+the failed write succeeds, no byte of the write arrives later. After a timeout, such a read proves nothing:
+the engine has dropped a connection that may still contain bytes of the write, and the read uses a new one.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ from windlass.wording import install_command
 
 TOKEN_NBYTES = 16
 KEPT_PAGES = 64
-"""Number of unused pages above which the oldest is used again."""
+"""Number of unused token pages (`_Engine.acquire_page`) of an engine above which the oldest page is used again."""
 PROMPT_S = 2.0
 """Duration of a call in seconds below which no timeout of the engine can have passed: all are >= 5 s."""
 JOIN_S = 1.0
@@ -119,7 +118,13 @@ class MooncakeConfig(NetworkConfig, frozen=True, tag="mooncake"):
 
 @final
 class _Engine:
-    """A native engine, the last peer that it contacted at each address, and registered pages for tokens of peers."""
+    """A native engine with its state.
+
+    Attributes:
+        started: the running engine.
+        contacted: address -> the last peer that the engine contacted there.
+        pages: unused pages from `acquire_page`, the oldest first.
+    """
 
     def __init__(self, started: Started) -> None:
         self.started = started
@@ -127,9 +132,9 @@ class _Engine:
         self.pages: deque[UInt8Array] = deque()
 
     def acquire_page(self) -> UInt8Array:
-        """Return a registered page into which the token of one peer is read.
+        """Return a registered page. The caller reads the token of one peer into the page.
 
-        Peers do not share pages, because bytes of a failed read may arrive late.
+        Each peer has its own page, because bytes of a failed read may arrive late.
 
         Raises:
             PeerUnreachable: no memory can be registered.
@@ -143,7 +148,7 @@ class _Engine:
         return page
 
     def pin(self, steps: Sequence[tuple[int, int]]) -> int:
-        """Register ranges (start, stop); return the engine's code. If the code is not 0, no range is registered.
+        """Register ranges (start, stop). Return 0, or the engine's error code; no range is registered after an error.
 
         One call for all ranges is faster, because over RDMA the engine uses several threads in one call.
         """
@@ -155,6 +160,7 @@ class _Engine:
         return code
 
     def unpin(self, starts: list[int]) -> None:
+        """Unregister the ranges that begin at `starts`."""
         for start in starts:
             self.started.engine.unregister_memory(start)
 
@@ -199,7 +205,7 @@ class _Call(NativeCall):
 
 @final
 class MooncakePeer(NetworkPeer):
-    """See `NetworkPeer`. One thread makes the calls in order; it ends after `IDLE_S` without a call.
+    """See `NetworkPeer`. One thread makes the calls in order. The thread ends after `IDLE_S` without a call.
 
     Args:
         engine: engine that has not contacted an earlier process at this address, because an engine
@@ -234,9 +240,9 @@ class MooncakePeer(NetworkPeer):
         return int(key)
 
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:  # noqa: ARG002
-        """See `NetworkPeer.confirm`.
+        """See `NetworkPeer.confirm`. Read the token from the peer's memory and compare it.
 
-        Try several reads: if the peer has cut the connection, two reads fail before the engine reconnects.
+        Try up to `READS` reads: if the peer has closed the connection, two reads fail before the engine reconnects.
         """
         code: int | None = None
         for _ in range(READS):
@@ -291,9 +297,9 @@ class MooncakePeer(NetworkPeer):
         return self._queue(lambda: native(address, *columns), local, nbytes)
 
     def _has_refused(self, call: NativeCall, deadline: Deadline) -> bool:
-        """Return whether a failed call has certainly ended.
+        """Return whether a failed call has certainly ended, so that none of its bytes arrive later.
 
-        A read proves this if it was queued behind the call and succeeds; see the module docstring.
+        Over TCP with one connection, queue a read of the token. Its success proves the end; see the module docstring.
         """
         if not isinstance(call, _Call) or call.seconds >= PROMPT_S:
             return False
@@ -313,6 +319,7 @@ class MooncakePeer(NetworkPeer):
             self._end(call)
 
     def _read_token(self) -> int:
+        """Read the peer's token. Return 0, `_OTHER_PROCESS` if the memory contains another token, or the error code."""
         engine = self._engine.started.engine
         if not self._answered:
             # If a peer never answers, the first read from it keeps a lock of the engine for a minute,
@@ -351,7 +358,7 @@ class MooncakePeer(NetworkPeer):
         return call
 
     def _serve(self) -> None:
-        """Make queued calls. End after `IDLE_S` without a call, because the peer may have ended."""
+        """Make queued calls until `IDLE_S` passes without a call. The peer may have ended by then."""
         while True:
             try:
                 call = self._calls.get(timeout=IDLE_S)
@@ -450,7 +457,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         return str(self._step_nbytes) if 0 < self._step_nbytes < nbytes else ""
 
     def _unregister(self, region: MemoryRegion) -> None:
-        """Unregister at once. Over TCP the engine refuses later writes of peers."""
+        """Unregister at once. Over TCP, the engine then refuses writes of peers to this memory."""
         self._unpin(region.address, region.nbytes)
 
     def _unpin(self, address: int, nbytes: int) -> None:
@@ -513,9 +520,14 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
 
 
 def _parse(endpoint: PeerEndpoint) -> tuple[str, int, str, bool]:
-    """Return the token of a peer in hex, an address in the peer's process, and the address of the peer's listener.
+    """Parse the incarnation of a peer.
 
-    The last value is whether the peer's memory contains the token at that address.
+    Returns:
+        The token in hex, an address in the peer's memory that can be read, the address of the liveness listener, and
+        whether the memory at the address contains the token.
+
+    Raises:
+        PeerUnreachable: the incarnation or the address is malformed.
     """
     match = _INCARNATION.fullmatch(endpoint.incarnation)
     if match is None:

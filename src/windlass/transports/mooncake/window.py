@@ -1,7 +1,8 @@
 """Memory that a process without Windlass has registered with its own Mooncake engine.
 
-Another process stands in for the owner of the memory: it publishes the memory to peers, and its liveness listener tells
-peers when to stop. It cannot end the owner's registration or connections.
+A second process, with Windlass, publishes this memory to peers in the owner's place. While the liveness listener of the
+second process is open, peers may write the memory. The second process cannot unregister the memory, and cannot close the
+owner's connections.
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener
 from windlass.transports.mooncake.transport import TOKEN_NBYTES, MooncakeConfig, MooncakeTransport
 
 SETTLE_S = 2.0
-"""Seconds that `fence` waits over TCP. The owner's engine reads what its kernel has received at once, in a thread of its
-own. Bytes that a network holds back longer can still arrive."""
+"""Seconds that `fence` waits over TCP. A thread of the owner's engine stores received bytes at once, so these bytes are in
+memory after the wait. Bytes that the network delays longer can still arrive."""
 
 
 @final
 class MooncakeWindow(MooncakeTransport):
-    """Transport with the endpoint of another process. Memory that is registered here is local memory for `read`.
+    """Transport of the second process. Peers get the owner's endpoint from it, and write the owner's memory.
+
+    The second process registers local memory only to read the owner's memory into it (`read`).
 
     Args:
         config: configuration of the local engine, with a host (`MooncakeConfig.placed`).
-        session: `host:port` of the other process's engine.
-        spans: (address, nbytes) of the memory that the other process has registered.
+        session: `host:port` of the owner's engine.
+        spans: (address, nbytes) of the memory that the owner has registered.
 
     Attributes:
-        owner: endpoint of the other process, with a liveness listener of this process.
-        remote: rights to write the memory of the other process.
+        owner: endpoint of the owner's engine, with the liveness listener of this process.
+        remote: regions of the owner's memory, for the peers that write them.
 
     Raises:
         RegionError: no span has at least `TOKEN_NBYTES` bytes, which peers read before they write.
@@ -56,11 +59,11 @@ class MooncakeWindow(MooncakeTransport):
         self.remote = tuple(RemoteRegion(self.owner, *span) for span in spans)
 
     def endpoint(self) -> PeerEndpoint:
-        """Return the endpoint of the other process."""
+        """Return the endpoint of the owner's engine, with the liveness listener of this process."""
         return self.owner
 
     def fence(self, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.fence`. Over TCP, wait `SETTLE_S`; over RDMA, writes end with the writing process."""
+        """See `OneSidedTransport.fence`. Over TCP, wait `SETTLE_S`. Over RDMA, return: writes end with the writing process."""
         if self.report().protocol != "rdma":
             threading.Event().wait(min(SETTLE_S, deadline_s))
 

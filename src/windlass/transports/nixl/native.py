@@ -301,10 +301,9 @@ def memory_kind(gpu: int) -> str:
 def new_write(
     agent: NativeAgent, peer: str, pieces: Sequence[UInt64Array], gpus: tuple[int, int]
 ) -> object:
-    """Return a transfer that has not begun.
+    """Prepare a write of pieces to a peer, and return NIXL's handle. `NativeAgent.transfer` begins the write.
 
-    NIXL releases the transfer when the returned object is dropped, so the caller keeps it while bytes are in
-    flight.
+    NIXL releases the write when the handle is deleted, so the caller keeps the handle until the write has ended.
 
     Args:
         agent: agent that writes.
@@ -357,10 +356,10 @@ def _module(name: str) -> Any:
 class TcpFence:
     """Closes the TCP connections of this process's NIXL agents, except each agent's connection to itself.
 
-    Each agent connects to itself at its start, and needs this connection for every registration,
-    because NIXL loads the key of a registered region as a peer would. Without this connection, the agent
-    could not register memory any more, and the only error would be NIXL_ERR_BACKEND (1.5.1, 2026-11-22).
-    Create this object before the agent starts.
+    Each agent connects to itself at its start. Every registration uses this connection, because the agent loads
+    the key of its own region in the same way as a peer does. Without the connection, every later registration
+    would fail, and the only error would be NIXL_ERR_BACKEND (1.5.1, 2026-11-22). Create this object before the
+    agent starts.
 
     Args:
         mark: mark of the agents' sockets (`new_mark`), the same in the whole process.
@@ -371,11 +370,10 @@ class TcpFence:
         self._listened = listening_ports()
 
     def spare_own_connections(self) -> None:
-        """Record the NIXL agent's connection to itself, so that `cut` keeps this connection.
+        """Record the agent's connection to itself, so that `cut` does not close it.
 
-        Call this after the agent has registered memory and before a peer learns the agent's address. The recorded
-        connections are those that this process opened to a port of the agent. Connections that peers opened are not
-        recorded, even if the peer is another agent of this process.
+        Call this after the agent has registered memory and before a peer gets the agent's address. At that time, only
+        the agent itself has connected to a port of the agent.
         """
         found = connections_to(listening_ports() - self._listened)
         with _FENCES:
@@ -397,6 +395,6 @@ class TcpFence:
         return end_connections(is_meant, deadline)
 
     def close(self) -> None:
-        """Forget the agent's connection to itself, after the agent has ended. Idempotent."""
+        """Delete the record of the agent's connection to itself. Call this after the agent has ended. Idempotent."""
         with _FENCES:
             _OF_AGENTS_WITH_THEMSELVES.pop(self, None)

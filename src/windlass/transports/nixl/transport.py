@@ -248,7 +248,7 @@ class NixlPeer(NetworkPeer):
             self._confirmed = True
 
     def _wait_for_late(self, deadline: Deadline) -> None:
-        """Wait, at most until the deadline, for earlier transfers that exceeded their deadlines."""
+        """Wait for earlier transfers that exceeded their deadlines to end. Return at the deadline in any case."""
         pause_s = FIRST_PAUSE_S
         while deadline.remaining_s > 0:
             with self.held(deadline):
@@ -262,7 +262,11 @@ class NixlPeer(NetworkPeer):
             pause_s = min(pause_s * 2, 10 * MAX_PAUSE_S)
 
     def _load(self, regions: Iterable[RemoteRegion]) -> None:
-        """Load the keys of the regions into NIXL."""
+        """Load the keys of regions into NIXL, unless they are loaded already.
+
+        Raises:
+            RegionError: a key is malformed, NIXL refuses it, or it belongs to another process.
+        """
         for region in regions:
             if region.key not in self._keys:
                 keys = decode_keys(region)
@@ -307,7 +311,14 @@ class NixlPeer(NetworkPeer):
         )
 
     def _word_arrives(self, deadline: Deadline) -> bool:
-        """Return whether a probe write of one word arrives. The peer ignores the word, even if it arrives late."""
+        """Write one word to the peer's scratch memory, as a probe. Return whether the word has arrived.
+
+        The peer never reads the word, so a late arrival is harmless.
+
+        Raises:
+            PeerUnreachable: the peer's process has ended, or the write did not end by the deadline.
+            TransferFailed, TransferOutcomeUnknown: see `refuse_open`.
+        """
         (*_, last), *_ = self._keys.values()
         here, there = (np.array([a], np.uint64) for a in (self._agent.scratch, last.scratch))
         with self.held(deadline):
@@ -332,6 +343,12 @@ class NixlPeer(NetworkPeer):
         return outcome is Outcome.DONE
 
     def _reconnect(self, connection: int, deadline: Deadline) -> None:
+        """Replace the connection with number `connection`, unless another thread has replaced it.
+
+        Raises:
+            PeerUnreachable: other writes to this peer still run, or NIXL refuses to connect; nothing was sent.
+            TransferFailed, TransferOutcomeUnknown: see `refuse_open`.
+        """
         refused: tuple[type[Exception], ...] = (*self._agent.errors, RegionError)
         with self.held(deadline):
             # Wait until no transfer runs, because NIXL cannot safely remove a peer during a transfer. The
@@ -415,7 +432,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         )
 
     def _ceiling(self) -> float:
-        """Return the highest throughput between hosts, or within the host if the configured wire is CMA."""
+        """Return the highest throughput of the configured wire. For AUTO, return the throughput between hosts."""
         if self._config.wire is NixlWire.CMA:
             return CEILING_BYTES_PER_S["process_vm_writev-ucx"]
         return CEILING_BYTES_PER_S["rdma" if may_use_verbs(self._config.wire) else "tcp"]
