@@ -33,9 +33,11 @@ class PlacedBox:
     strides: tuple[int, ...]
 
     def element(self, shape: tuple[int, ...], number: int) -> tuple[int, int]:
-        """Return two indices of the box's row-major element `number`: into the flat checkpoint tensor, and into memory.
+        """Return where one element of the box is: its index in the flat checkpoint tensor, and its index in memory.
 
-        `shape` is the shape of the checkpoint tensor.
+        Args:
+            shape: shape of the checkpoint tensor.
+            number: number of the element in the box, in row-major order.
         """
         index, place, step = 0, self.offset, 1
         for begin, size, stride, length in reversed(
@@ -91,7 +93,8 @@ def boxes_of(
 
     Args:
         shape: shape of the checkpoint tensor.
-        flat: row-major index of the first element of each line, (n,). Two lines may have the same index.
+        flat: index of the first element of each line in the flat checkpoint tensor, (n,). Two lines may have the same
+            index, if the memory contains an element twice.
         place: index of the first element of each line in memory, (n,). No two lines have the same index.
         limit: maximum number of boxes.
         line: length and step of every line.
@@ -138,9 +141,10 @@ def _dim_of(shape: tuple[int, ...], line: Line, flat: Int64Array) -> int:
 
 
 def _copies(flat: Int64Array, place: Int64Array) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """Split lines so that each element occurs only once in each yielded pair (elements, places).
+    """Split lines into groups in which each element occurs once. Yield (elements, places) for each group.
 
-    The first pair has the first place of every element, the second pair has the second places, and so on.
+    The first group has the first place of every element. The second group has the second place of every element with
+    two or more places, and so on.
     """
     order = np.lexsort((place, flat))
     flat, place = flat[order], place[order]
@@ -214,12 +218,17 @@ def _grow(items: _Items, dim: int, grown: list[int], limit: int) -> _Items:
 
 
 def _chains(step: Int64Array, limit: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Split items into chains; within a chain, the step between successive items is constant and not 0.
+    """Split a sequence of items into chains. Within a chain, the step between successive items is constant and not 0.
 
-    `step` has the step from each item to the next. An item between two zeros is a chain of length 1.
+    Args:
+        step: (num_items - 1,) step from each item to the next; 0 if the two items cannot be joined.
+        limit: maximum number of boxes.
 
     Returns:
-        Index of the first item, length and step of every chain.
+        Index of the first item, length and step of every chain. A chain of one item has step 0.
+
+    Raises:
+        TooManyBoxes: the step changes so often that there are certainly more than `limit` boxes.
     """
     starts = np.concatenate([[0], np.flatnonzero(step[1:] != step[:-1]) + 1])
     ends = np.append(starts[1:], len(step))

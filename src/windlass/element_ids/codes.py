@@ -300,15 +300,24 @@ _HighHalf = torch.Tensor | int
 
 
 def _loud(low: torch.Tensor, high: _HighHalf, seed: int, dtype: DType) -> torch.Tensor:
-    """Return the values of `_ordinary` times `LOUDNESS`; return float8 values, which span the full range, unchanged."""
+    """Return the values of `Codes.some`: random values that are `LOUDNESS` times larger than those of `Codes.random`.
+
+    Values of float8 are the same as in `Codes.random`, because those span the full range already.
+    """
     values = _ordinary(low, high, seed, dtype)
     return values if dtype is DType.FLOAT8_E4M3 else values * LOUDNESS
 
 
 def _ordinary(low: torch.Tensor, high: _HighHalf, seed: int, dtype: DType) -> torch.Tensor:
-    """Return a random value for each element number, computed from 24 bits of a hash; equal on every device.
+    """Return the values of `Codes.random`: a value for each element number, computed from 24 bits of a hash.
 
-    `low` has the low 32 bits of the numbers, (n,) int32, and is overwritten.
+    Every device computes the same values.
+
+    Args:
+        low: low 32 bits of the numbers, (n,) int32. This function overwrites them.
+        high: high 32 bits of the numbers.
+        seed: seed of the load.
+        dtype: dtype of the result.
     """
     bits = _bits24(low, high, hash_seed(seed))
     if dtype is DType.FLOAT8_E4M3:

@@ -59,9 +59,17 @@ def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1
 def parts_of(
     codes: Codes, numbers: Int64Array, places: Int64Array, limit: int, line: Line = ELEMENT
 ) -> Parts:
-    """Return the boxes of each checkpoint tensor.
+    """Join lines of elements into boxes. Return the boxes of each checkpoint tensor.
 
-    Line i starts with element number `numbers[i]`, at place `places[i]`; `line` has the length and step of all lines.
+    Args:
+        codes: numbers of the elements.
+        numbers: (n,) element number at which each line starts.
+        places: (n,) place at which each line starts.
+        limit: maximum number of boxes per tensor.
+        line: length and step of all lines.
+
+    Raises:
+        TooManyBoxes: a tensor needs more than `limit` boxes.
     """
     return [
         (spec, boxes_of(spec.shape, flat, lies, limit=limit, line=line))
@@ -180,7 +188,7 @@ class ElementIds:
 
     @property
     def origin(self) -> ElementIds:
-        """The object that `moved` has copied to make this object, or this object itself."""
+        """If `moved` returned this object, the object on which `moved` was called; otherwise this object."""
         return self if self._like is None else self._like[0]
 
     @property
@@ -278,7 +286,7 @@ class ElementIds:
     def parts(self, codes: Codes, limit: int) -> Parts | None:
         """Return the boxes of all checkpoint tensors, or None if a checkpoint tensor has more than `limit` boxes.
 
-        `check` must have compared every place before.
+        Call `check` first, because the boxes are only right if every place has the expected value.
         """
         if limit not in self._found:
             try:
@@ -310,7 +318,7 @@ class ElementIds:
         """Return the boxes of this tensor that come from each of the `chosen` tensors of `codes` (a range of indices).
 
         This is the opposite of `parts`: a box is a box of this tensor, and its offset and strides are places in the
-        chosen tensor. `check` must have compared every place before.
+        chosen tensor. Call `check` first, as for `parts`.
 
         Args:
             codes: numbers of the elements.
@@ -336,9 +344,10 @@ class ElementIds:
         return parts
 
     def _lines(self, limit: int) -> Iterator[tuple[Line, Int64Array, Int64Array]]:
-        """Yield, for each kind of line, the kind and the element numbers and places at which the lines of this kind start.
+        """Yield all lines of elements. Lines with the same length and step are yielded together.
 
-        Lines of one kind have the same length and step.
+        Yields:
+            (length and step, element number at which each line starts, place at which each line starts).
 
         Raises:
             TooManyBoxes: a row has more than `limit` pieces.

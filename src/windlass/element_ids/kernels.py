@@ -37,15 +37,15 @@ class Kernels:
         self._functions: dict[str, object] = {}
 
     def fingerprint(self, words: torch.Tensor) -> int:
-        """Return the fingerprint of int64 words (n,), as `memory.fingerprint` computes it."""
+        """Return a 64-bit hash of int64 words (n,), the same as `memory.fingerprint` computes in torch."""
         return self._run(
             "fingerprint", len(words), (_address(words), ctypes.c_uint64(len(words))), 1
         )[0]
 
     def fill(self, out: torch.Tensor, first: int, seed: int) -> None:
-        """Fill `out`, (n,), with the values of `codes._ordinary` for the element numbers from `first` on.
+        """Fill `out`, (n,), with the values of `Codes.random` for the element numbers [first, first + n).
 
-        `seed` is a result of `codes.hash_seed`.
+        `seed` is the load's seed after `codes.hash_seed`.
         """
         numel = len(out)
         arguments = (
@@ -57,14 +57,14 @@ class Kernels:
     def check(
         self, memory: torch.Tensor, heads: torch.Tensor, patterns: torch.Tensor, end: int, seed: int
     ) -> tuple[int, int, int]:
-        """Compare memory with the values of `codes._ordinary`.
+        """Compare memory with the values of `Codes.random`.
 
         Args:
             memory: memory to check, (groups * rows * width,), fewer than 2^32 elements.
             heads: element number of the first place of each row, int64, (groups, rows), contiguous.
             patterns: differences from the row's first element number, int64, (groups, width), contiguous.
             end: number of elements of the checkpoint.
-            seed: result of `codes.hash_seed`.
+            seed: the load's seed after `codes.hash_seed`.
 
         Returns:
             The number of places with a wrong value, the fingerprint of the padding, and the number of places with an

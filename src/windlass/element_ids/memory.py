@@ -39,7 +39,10 @@ def fingerprint(memory: torch.Tensor) -> int:
 
 
 def places_sum(values: torch.Tensor, places: torch.Tensor) -> int:
-    """Return the sum that the integers `values` (n,) at the word indices `places` (n,) add to a fingerprint."""
+    """Return the part of a fingerprint that n words contribute; `fingerprint` adds such parts modulo 2^64.
+
+    `values`, (n,), are the words as integers, and `places`, (n,), are their indices in the memory.
+    """
     return _mixed_sum(values, places * _STEP)
 
 
@@ -55,9 +58,9 @@ def _signed(number: int) -> int:
 
 
 def _words_of(memory: torch.Tensor) -> torch.Tensor:
-    """Return the bytes as int64 if their number is a multiple of 8, else as integers of the element's size.
+    """View a tensor as int64 if its size is a multiple of 8 bytes, otherwise as integers of the element's size.
 
-    The result is a view, or a copy if the memory is not aligned to 8 bytes.
+    If an int64 view is impossible because the memory is not aligned to 8 bytes, return a copy.
     """
     if memory.nbytes % 8 or memory.element_size() == 8:
         return bits_of(memory)

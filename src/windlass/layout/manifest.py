@@ -200,7 +200,10 @@ class ShardManifest:
         return self._digest
 
     def without(self, names: Collection[str]) -> ShardManifest:
-        """Return the manifest without shards and aliases of the tensors `names`. Indices into `tensors` stay valid."""
+        """Return the manifest without the shards and aliases of the tensors `names`.
+
+        `tensors` keeps these tensors, so that the indices in `table` stay valid.
+        """
         if not names:
             return self
         gone = [index for index, spec in enumerate(self.tensors) if spec.name in names]
@@ -242,7 +245,11 @@ class ManifestBuilder:
     def add_parameter(
         self, name: str, *, nbytes: int, dtype: DType, padding_nbytes: int = 0
     ) -> None:
-        """Declare a local parameter; see `ParameterSpec`."""
+        """Declare a local parameter; see `ParameterSpec`.
+
+        Raises:
+            ManifestError: the parameter is declared already.
+        """
         if name in self._parameters:
             raise ManifestError(f"{self._worker}: parameter {name!r} is declared twice")
         spec = ParameterSpec(name, nbytes, dtype, padding_nbytes)
@@ -416,7 +423,10 @@ _MOST_ELEMENTS = 1 << 20
 
 
 def _refuse_folded(manifest: ShardManifest) -> None:
-    """Raise for a shard of an engine in which two elements share bytes, such as an expanded tensor (stride 0)."""
+    """Raise ManifestError if two elements of one shard share bytes, as in an expanded tensor (stride 0).
+
+    In shards with more than `_MOST_ELEMENTS` elements, only a stride of 0 is found.
+    """
     table = manifest.table
     itemsizes = np.array([p.dtype.itemsize for p in manifest.parameters], np.int64)[table.parameter]
     strides = np.where(table.sizes == 1, 0, np.abs(table.strides_bytes))

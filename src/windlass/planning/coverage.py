@@ -35,9 +35,14 @@ def refuse_hole(
     destinations: Sequence[ShardManifest],
     atoms: Atoms,
 ) -> NoReturn:
-    """Raise the error for row `row` of `dst`, which has elements without a source.
+    """Raise the error for a destination row that has elements without a source.
 
-    `atoms` are the boxes that trainers have of the same tensor.
+    Args:
+        row: index of the row in `dst`.
+        dst: rows of all destinations.
+        names: tensor names of both sides.
+        destinations: manifests of the destinations.
+        atoms: boxes of the row's tensor that the trainers hold.
 
     Raises:
         IncompleteCoverage: always. The message names tensor, destination, the first hole, the
@@ -61,11 +66,11 @@ def refuse_overlaps(
 ) -> None:
     """Check that no two rows of `dst` share a byte.
 
-    The check of a manifest compares only sums of bytes. That check accepts two shards that overlap and leave a gap of
-    the same size, although one byte would be written twice and another byte never.
+    `ManifestBuilder.build` only compares the sum of the shards' bytes with the size of the parameter. It accepts two
+    shards that overlap and leave a gap of the same size. Then one byte would be written twice, and another byte never.
 
-    The address ranges of all rows are compared at once. Only rows with overlapping ranges (strided shards in one
-    parameter) are compared address by address, once for all parameters with the same arrangement of rows.
+    First compare the address ranges of all rows, with numpy. Only in parameters whose rows have overlapping ranges
+    (strided shards), compare each address. Parameters with the same arrangement of rows are compared once.
 
     Raises:
         ManifestError: two rows share memory. The message names worker, parameter and both tensors.
@@ -101,9 +106,9 @@ def refuse_overlaps(
 def _check_addresses(
     rows: Int64Array, dst: RowTable, names: TensorNames, destinations: Sequence[ShardManifest]
 ) -> None:
-    """Raise if two of `rows`, which are in one parameter, share bytes.
+    """Raise ManifestError if two of `rows` share bytes. All of `rows` are in the same parameter.
 
-    Addresses are compared in the largest unit that divides all offsets, strides and runs.
+    To compare few addresses, use the largest unit that divides all offsets, strides and lengths of runs.
     """
     manifest = destinations[int(dst.rank[rows[0]])]
     parameter = manifest.parameters[int(dst.parameter[rows[0]])]

@@ -26,7 +26,7 @@ _CHUNK_PAIRS = 1 << 20
 
 
 def box_of(offsets: Int64Array, sizes: Int64Array) -> Box:
-    """Return one row of box columns as a `Box` (with padding dims)."""
+    """Return the `Box` with these offsets and sizes, each (MAX_DIMS,). The box keeps the padding dims."""
     return Box(tuple(int(v) for v in offsets), tuple(int(v) for v in sizes))
 
 
@@ -35,13 +35,13 @@ class Boxes:
     """Distinct boxes of one side, sorted by (tensor class, offsets, sizes).
 
     Attributes:
-        tensor: (b,) tensor class, see `rows`.
+        tensor: (b,) tensor class, see `planning/rows.py`.
         offsets, sizes: (b, MAX_DIMS).
         rows: (n,) row indices of the side's `RowTable`, grouped by box and sorted by rank in each
             group.
         row_start: (b + 1,) start of each box's group in `rows`.
-        start: (num_classes + 1,) start of each class's boxes.
-        pattern: (num_classes,) id of the class's set of boxes; -1 without boxes.
+        start: (num_classes + 1,) index of the first box of each class.
+        pattern: (num_classes,) number of the pattern of each class; -1 for a class without boxes.
         num_patterns: number of distinct patterns.
     """
 
@@ -142,8 +142,9 @@ class Pieces(Columns):
     """All (atom, destination box) pairs that have common elements.
 
     Attributes:
-        atom: (n,) index of the atom in one pattern, or over all tensors.
-        box: (n,) index of the destination box in one pattern, or row of `Boxes` over all tensors.
+        atom: (n,) number of the atom. `intersect_boxes` numbers the atoms of one pattern, `find_holders` the atoms of
+            all tensors.
+        box: (n,) index of the destination box, in the same two ways: in one pattern, or in `Boxes`.
         offsets, sizes: (n, MAX_DIMS) box of the common elements.
     """
 
@@ -158,7 +159,7 @@ def intersect_boxes(
 ) -> Pieces:
     """Return the non-empty intersections of boxes a (the atoms) with boxes b, sorted by (b, a).
 
-    All arguments are (n, MAX_DIMS).
+    All arguments are (n, MAX_DIMS). `atom` and `box` of the result are row numbers of these arguments.
     """
     parts: list[Pieces] = []
     step = max(1, _CHUNK_PAIRS // max(1, len(a_offsets)))
@@ -212,7 +213,8 @@ def find_holders(
     """Give each atom of all tensors a number, and find the rows of `table` that contain each atom.
 
     Returns:
-        (number of the first atom of each tensor class, holders)
+        (num_classes + 1,) the number of the first atom of each tensor class, followed by the number of atoms; and the
+        holders.
     """
     num_classes = len(boxes.pattern)
     counts = np.zeros(num_classes, np.int64)
@@ -247,13 +249,13 @@ def find_holders(
 
 
 def ranges(start: Int64Array, counts: Int64Array) -> Int64Array:
-    """Return `start[i], start[i] + 1, ...` for `counts[i]` values each, concatenated."""
+    """Return the concatenation of the ranges [start[i], start[i] + counts[i])."""
     values: Int64Array = np.repeat(start, counts) + counted(counts)
     return values
 
 
 def counted(counts: Int64Array) -> Int64Array:
-    """Return 0, 1 ... count - 1 for each count, concatenated."""
+    """Return the concatenation of the ranges [0, counts[i])."""
     ends = np.cumsum(counts)
     index: Int64Array = np.arange(int(ends[-1]) if len(ends) else 0)
     return index - np.repeat(ends - counts, counts)

@@ -199,7 +199,11 @@ def _plan_order(
     dst_row: Int64Array,
     routed: Assignment,
 ) -> Rows:
-    """Return the plan order: by (src, dst, src parameter, dst parameter, destination offset, destination row, slice)."""
+    """Return the indices that sort the routed pieces in plan order.
+
+    The order is by source, destination, source parameter, destination parameter, offset of the destination row,
+    destination row, piece, and slice of the piece.
+    """
     link = src.rank[src_row].astype(np.int64) << 32 | dst.rank[dst_row]
     parameters = src.parameter[src_row].astype(np.int64) << 32 | dst.parameter[dst_row]
     place = dst.offset_bytes[dst_row]
@@ -224,9 +228,11 @@ class Strided(Columns):
 
 
 def collapse(given: Strided, kept: BoolArray) -> Strided:
-    """Order dims by descending destination stride, and join dims that are contiguous on both sides.
+    """Order the dims of each op by descending destination stride, and join dims that are contiguous on both sides.
 
-    The ops in `kept` do not change.
+    Args:
+        given: geometry of n ops.
+        kept: (n,) True for ops that must not change.
     """
     sizes, src_strides, dst_strides = given.sizes, given.src_strides, given.dst_strides
     unit = sizes == 1
@@ -279,7 +285,15 @@ def choose_modes(
     quantizes: BoolArray,
     direct_min_run_bytes: int,
 ) -> tuple[UInt8Array, UInt8Array, Int64Array]:
-    """Choose the mode of each op.
+    """Choose the mode of each of n ops.
+
+    Args:
+        geometry: sizes of the payload, and strides on both sides, with collapsed dims.
+        src_itemsize: (n,) bytes of an element at the source.
+        dst_itemsize: (n,) bytes of an element at the destination.
+        casts: (n,) whether the dtypes of the two sides differ.
+        quantizes: (n,) whether the op has a transform.
+        direct_min_run_bytes: see `PlanPolicy`.
 
     Returns:
         (mode, reason, run_nbytes), each (n,).
@@ -386,10 +400,10 @@ def _join_repeated(ops: OpTable) -> OpTable:
     same &= (ops.mode[1:] != CopyMode.PACKED) | (dst_step == ops.nbytes[:-1])
     if not same.any():
         return ops
-    # A joined op has one distance between its rows. `changes[i]` is True if the distance from row i - 1 to row i differs
-    # from the distance from row i - 2 to row i - 1. Then row i begins an op, and the distance to row i + 1 becomes the
-    # distance of this op. So row i + 1 does not begin an op, even if `changes[i + 1]` is True: of consecutive changes,
-    # only every second begins an op.
+    # All rows of a joined op have the same distance from their predecessor. `changes[i]` is True if the distance from
+    # row i - 1 to row i differs from the distance before it. Then row i begins a new op. The new op takes its distance
+    # from rows i and i + 1, so row i + 1 belongs to it even if `changes[i + 1]` is True. Therefore, in a sequence of
+    # consecutive changes, every second change begins an op.
     changes = np.zeros(len(ops), np.bool_)
     changes[2:] = same[1:] & same[:-1] & ((np.diff(src_step) != 0) | (np.diff(dst_step) != 0))
     row = np.arange(len(ops))
@@ -418,6 +432,11 @@ def place_staged(
     ops: OpTable, num_destinations: int, align: int
 ) -> tuple[Int64Array, tuple[int, ...]]:
     """Give every SCATTER payload an offset in its destination's staging memory.
+
+    Args:
+        ops: all ops of the plan.
+        num_destinations: number of destination ranks.
+        align: alignment of each payload in bytes.
 
     Returns:
         (offset per op, -1 for other modes; bytes of staging memory per destination).

@@ -10,12 +10,16 @@ def staggered(links: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]
     """Return the destinations of each source in an order that spreads the load.
 
     A source writes to one destination after another. If all sources began with the same destination, they would share
-    the bandwidth of this destination while the other destinations received nothing. Therefore each source begins with
-    the destination that the fewest earlier sources begin with, and continues in a common circular order. If n sources
-    have the same n destinations, each destination receives from one source at a time.
+    the bandwidth of this destination while the other destinations received nothing. Therefore this function goes
+    through the sources by name. Each source begins with the destination that the fewest previous sources begin with,
+    and then follows the circular order of its destinations' names. If n sources have the same n destinations and write
+    at the same speed, each destination receives from one source at a time.
 
     Args:
-        links: the destinations of each source.
+        links: source -> its destinations.
+
+    Returns:
+        Source -> its destinations in the order of the writes.
     """
     begun: Counter[str] = Counter()
     found = {}

@@ -186,11 +186,16 @@ class TransferPlan:
         )
 
     def parts(self, *, sending: bool, all_names: bool) -> dict[str, TransferPlan]:
-        """Return the part of the plan for each source if `sending`, otherwise for each destination.
+        """Divide the plan by rank. A part contains the ops of one rank.
 
-        A part contains the ops of one rank. With `all_names`, every part also has the names of all ranks and tensors;
-        the size of all parts together then grows with the square of the number of ranks. Without `all_names`, a part
-        has only the names that its ops use and the name of its rank.
+        Args:
+            sending: True for one part per source, False for one part per destination.
+            all_names: True if every part keeps the names of all ranks and tensors. The size of all parts together
+                then grows with the square of the number of ranks. With False, a part has only the names that its
+                ops use and the name of its rank.
+
+        Returns:
+            Worker name -> part.
         """
         workers = self.sources if sending else self.destinations
         index = self.ops.src if sending else self.ops.dst
@@ -203,7 +208,7 @@ class TransferPlan:
         return found
 
     def _with_own_names(self, own: int, *, sending: bool) -> TransferPlan:
-        """Return this part with only the names that rank `own` needs."""
+        """Return this part of rank `own` with only the names that its ops use and the name of the rank."""
         src, here = _renumbered(self.ops.src, own if sending else None)
         dst, there = _renumbered(self.ops.dst, None if sending else own)
         tensor, named = _renumbered(self.ops.tensor, None)
@@ -219,10 +224,10 @@ class TransferPlan:
         )
 
     def without_staging(self, links: Collection[tuple[str, str]]) -> TransferPlan:
-        """Return the plan with ops that write directly to the parameters on `links`, without staging.
+        """Return the plan without staging on `links`: their ops write each element directly into the parameter.
 
-        `links` are (source, destination) pairs with a source that can write strided elements. A
-        destination keeps its staging memory if other links need it.
+        `links` are (source, destination) pairs. Each of these sources can write strided elements (the trait
+        `strided_stores`). A destination keeps its staging memory if another link needs it.
         """
         stored = np.zeros(len(self.ops), np.bool_)
         for link in self.links():
@@ -237,9 +242,9 @@ class TransferPlan:
         return replace(self, staging_nbytes=staging_nbytes, ops=ops)
 
     def for_replica(self, leader: str, copy: ShardManifest) -> TransferPlan:
-        """Return this part of destination `leader` as the part of another rank with the same layout.
+        """Return the part of a rank that has the same layout as the destination `leader`. This plan is `leader`'s part.
 
-        `copy` is the manifest of the other rank.
+        `copy` is the manifest of that rank.
         """
         index = self.destinations.index(leader)
         return replace(
@@ -279,7 +284,10 @@ class TransferPlan:
 def _renumbered(index: Int32Array, own: int | None) -> tuple[Int32Array, list[int]]:
     """Replace the distinct values of `index` by numbers from 0, in ascending order.
 
-    `own`, if given, also gets a number. Return the new `index`, and the old value of each number.
+    `own`, if given, also gets a number, even if `index` does not contain it.
+
+    Returns:
+        The renumbered `index`, and for each new number the old value.
     """
     used = np.unique(index if own is None else np.append(index, own))
     return np.searchsorted(used, index).astype(np.int32), used.tolist()

@@ -102,7 +102,13 @@ def plan_transfer(
 def route(
     sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest], policy: PlanPolicy
 ) -> RoutedPieces:
-    """Cut destination rows into pieces and choose the source rank of every piece. Raise like `plan_transfer`."""
+    """Cut destination rows into pieces, and choose the source rank of every piece. These are the steps before `ops`.
+
+    Raises:
+        ManifestError: manifests contradict each other, or one side has no manifest.
+        IncompleteCoverage: destination bytes have no source.
+        UnsupportedLayout: a destination requests a quantisation that trainers do not support.
+    """
     if not sources or not destinations:
         side = "destinations" if sources else "sources"
         raise ManifestError(f"plan_transfer: {side} must not be empty")
@@ -139,7 +145,14 @@ def _pieces(
     names: TensorNames,
     destinations: Sequence[ShardManifest],
 ) -> tuple[Pieces, Holders, Boxes]:
-    """Intersect source boxes with destination boxes, by pattern. Raise for destination elements without a source."""
+    """Intersect source boxes with destination boxes, by pattern.
+
+    Returns:
+        The pieces, the holders of each atom, and the boxes of the destinations.
+
+    Raises:
+        IncompleteCoverage: a destination element has no source.
+    """
     num_classes = len(names.names)
     src_boxes = unique_boxes(src, num_classes)
     dst_boxes = unique_boxes(dst, num_classes)

@@ -30,7 +30,7 @@ from windlass.planning.plan import (
 
 
 class DigestKind(StrEnum):
-    """Algorithm of a link's digest; both ends must use the same.
+    """Algorithm of a link's digest. Both ends of a link must use the same algorithm.
 
     XXH3: xxh3_128 of the payload, in host memory.
 
@@ -93,7 +93,7 @@ class BoundOp:
 
     @property
     def cast_dtype(self) -> DType:
-        """Dtype to which the source casts elements before it may quantise them."""
+        """Dtype to which the source casts elements: bfloat16 before quantising, otherwise the destination's dtype."""
         return self.dst_dtype if self.transform is Transform.NONE else DType.BFLOAT16
 
     @property
@@ -137,7 +137,11 @@ class LinkProgram:
 
 
 def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:
-    """Return one program per link of a plan part. `sending` is True if this rank is the source of the links.
+    """Turn a rank's part of the plan into programs, one per link.
+
+    Args:
+        plan: part of the plan, see `TransferPlan.parts`.
+        sending: True if this rank is the source of the links, False if it is the destination.
 
     Raises:
         UnsupportedLayout: a stride is negative or not a multiple of the item size.
@@ -241,9 +245,10 @@ def _direct_runs(ops: OpTable, link: Link) -> DirectRuns:
 
 
 def _runs(ops: OpTable, link: Link, rows: Int64Array, offsets: Int64Array) -> DirectRuns:
-    """Return one run for each op in `rows`.
+    """Return one run for each entry of `rows`, which may contain a row of the plan several times.
 
-    `offsets`, (n, 2), are byte offsets of the runs from the op's first element, at source and destination.
+    `offsets`, (n, 2), has the byte offsets of each run from the first element of its op: at the source, and at the
+    destination. With (1, 2), all runs have the same offsets.
     """
     return DirectRuns(
         src_parameter=ops.src_parameter[rows],
@@ -261,7 +266,10 @@ def _run_offsets(
     dst_strides: Int64Array,
     run_numel: int,
 ) -> Int64Array:
-    """Return the (n, 2) byte offsets of all runs of an op from its first element, at source and destination."""
+    """Return the byte offsets of all contiguous runs of an op, (num_runs, 2): at the source, and at the destination.
+
+    Offsets count from the op's first element. A run has `run_numel` elements.
+    """
     inner, num_outer = 1, len(sizes)
     while num_outer and inner < run_numel:
         num_outer -= 1

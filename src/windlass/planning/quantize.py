@@ -27,9 +27,9 @@ _QUANTIZABLE = np.array([dtype in _SOURCES for dtype in DTYPES], np.bool_)
 
 
 def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
-    """Return `dst` with wider boxes for shards of scales.
+    """Return `dst` with another box in each row of scales: the box of the weight's elements that these scales scale.
 
-    The new box has the elements of the weight to which these scales belong.
+    Each scale becomes a block of `BLOCK` x `BLOCK` elements, or less at the ends of the weight.
     """
     rows = np.flatnonzero(dst.transform == Transform.FP8_BLOCK_SCALES)
     if not len(rows):
@@ -54,17 +54,28 @@ def payload_sizes(sizes: Int64Array, transform: UInt8Array) -> Int64Array:
 
 
 def split_units(units: Int64Array, transform: UInt8Array) -> Int64Array:
-    """Return the number of slices into which an op may be cut: blocks if the op quantises, otherwise `units`."""
+    """Return the number of slices into which each op may be cut along one dim.
+
+    `units` is the number of elements along this dim. An op that quantises may only be cut between blocks.
+    """
     return np.where(transform != Transform.NONE, -(-units // BLOCK), units)
 
 
 def refuse_casts(
     src: RowTable, dst: RowTable, src_row: Int64Array, dst_row: Int64Array, names: TensorNames
 ) -> None:
-    """Raise if a source dtype can be neither cast nor quantised to the destination's, e.g. float8 without scales.
+    """Check that the source of each op can cast or quantise to the destination's dtype.
+
+    Args:
+        src: rows of all sources.
+        dst: rows of all destinations.
+        src_row: (n,) row of each op in `src`.
+        dst_row: (n,) row of each op in `dst`.
+        names: tensor names, for the message.
 
     Raises:
-        UnsupportedLayout: the message names the tensor and both dtypes.
+        UnsupportedLayout: an op has dtypes without a cast, or a float8 destination declares no scales. The message
+            names the tensor and both dtypes.
     """
     have, want, transform = src.dtype[src_row], dst.dtype[dst_row], dst.transform[dst_row]
     plain = transform == Transform.NONE
@@ -96,10 +107,19 @@ def refuse_cut_blocks(
     names: TensorNames,
     sources: Sequence[str],
 ) -> None:
-    """Raise for a quantising op that contains only a part of a block, because a block has one scale.
+    """Check that every quantising op consists of whole blocks, because a block has one scale.
+
+    Args:
+        offsets: (n, MAX_DIMS) first index of each op's box in the weight.
+        sizes: (n, MAX_DIMS) sizes of each op's box.
+        dst: rows of all destinations.
+        dst_row: (n,) row of each op in `dst`.
+        src_rank: (n,) source rank of each op.
+        names: tensor names, for the message.
+        sources: worker names of the source ranks.
 
     Raises:
-        UnsupportedLayout: the message names tensor, source and box.
+        UnsupportedLayout: an op contains only a part of a block. The message names tensor, source and box.
     """
     ops = np.flatnonzero(dst.transform[dst_row] != Transform.NONE)
     if not len(ops):

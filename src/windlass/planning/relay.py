@@ -1,10 +1,10 @@
 """Plan relays between engines that need the same bytes: which engine passes chunks on to which. No I/O.
 
-Engines are *replicas* if their ranks hold the same boxes at the same places of the same parameters.
-The plan is made for one replica and is valid, op for op, for the others. The ranks with the same
-number in all replicas form a *group*; they are its *members*. The bytes for a group are divided into
-*stripes*: each stripe has every num_stripes-th chunk and its own tree of members. Trainers write the
-chunks of a stripe to the root of its tree.
+Two engines have the same layout if their ranks hold the same boxes at the same places of the same
+parameters. The plan is made for one of these engines and is valid, op for op, for the others. The ranks
+with the same number in these engines form a *group*; they are the *members* of the group. The bytes for a
+group are divided into *stripes*: each stripe has every num_stripes-th chunk and its own tree of members.
+Trainers write the chunks of a stripe to the root of its tree.
 
 With two binary trees, where the inner nodes of one are leaves of the other, every member sends
 about as much as it receives, at logarithmic depth (Sanders, Speck, Traeff, "Two-tree algorithms for
@@ -59,7 +59,10 @@ def depths_of(group: RelayGroup) -> tuple[tuple[int, ...], ...]:
 
 
 def find_replicas(engines: Mapping[str, Sequence[ShardManifest]]) -> tuple[tuple[str, ...], ...]:
-    """Return groups of at least two engines with equal layouts. `engines` gives the order."""
+    """Return the names of engines with the same layout, as groups of at least two engines.
+
+    `engines` has the manifests of each engine's ranks. Groups and their names are in the order of `engines`.
+    """
     found: dict[tuple[str, ...], list[str]] = {}
     for name, manifests in engines.items():
         found.setdefault(tuple(m.layout_digest for m in manifests), []).append(name)
@@ -67,9 +70,9 @@ def find_replicas(engines: Mapping[str, Sequence[ShardManifest]]) -> tuple[tuple
 
 
 def stripes_of(shape: RelayShape, num_members: int) -> tuple[tuple[int, ...], ...]:
-    """Return, per stripe, the parent of each member, -1 for the root.
+    """Return, per stripe, the index of each member's parent; -1 for the root. See `RelayGroup.stripes`.
 
-    There are no stripes for `OFF`, or for one member.
+    Return no stripes if `shape` is `OFF` or the group has one member, because no member then relays.
     """
     if shape is RelayShape.OFF or num_members < 2:
         return ()

@@ -92,7 +92,7 @@ def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
             f"parameter {manifest.parameters[index].name!r}" if known[row] else f"parameter {index}"
         )
         raise PlanError(
-            f"{where} of {manifest.worker}: its replicated boxes must be inside the parameter and contain each byte "
+            f"{where} of {manifest.worker}: replicated boxes must be inside the parameter and contain each byte "
             "once; make an expanded tensor contiguous"
         )
     return held
@@ -170,18 +170,20 @@ class Replicated:
     num_runs: int
 
     def period(self, sent_nbytes: int) -> int:
-        """Return the number of turns in which every block is compared once.
+        """Return the period: the number of turns after which every block was compared once.
 
-        `sent_nbytes` is the number of bytes that the busiest rank sends in an update.
+        A rank then digests about `SAMPLE_SHARE` of `sent_nbytes` in a turn. `sent_nbytes` is the number of bytes that
+        the busiest rank sends in an update.
         """
         wanted = int(self.nbytes // max(sent_nbytes * SAMPLE_SHARE, 1)) + 1
         # At most `num_runs`, so that no turn is empty.
         return max(min(wanted, self.num_runs), 1)
 
     def disagreement(self, found: Mapping[str, StructuredArray]) -> str:
-        """Return an error text if ranks hold different bytes of one box; otherwise "".
+        """Compare the digests of all ranks. Return an error text if ranks hold different bytes of a box; otherwise "".
 
-        `found` has the (n,) `DIGESTED` of every worker in `parts`.
+        `found` has the (n,) `DIGESTED` table that each worker in `parts` reported. Return an error text also if a
+        worker did not report a box that it holds, or reported an unknown box.
         """
         workers = sorted(found)
         table = np.concatenate([np.zeros(0, DIGESTED), *(found[w] for w in workers)])
@@ -303,7 +305,10 @@ def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = 
 
 
 def _slowest_first(sizes: Int64Array, strides: Int64Array) -> Int64Array:
-    """Return an order of the dims that makes rows long: first dims of size 1, then by descending stride."""
+    """Return an order of the dims for each box, (b, MAX_DIMS): dims of size 1 first, then by descending stride.
+
+    `_join_rows` then finds the longest contiguous rows.
+    """
     order: Int64Array = np.argsort(
         np.where(sizes == 1, np.iinfo(np.int64).min, -strides), 1, "stable"
     )
@@ -311,9 +316,9 @@ def _slowest_first(sizes: Int64Array, strides: Int64Array) -> Int64Array:
 
 
 def _join_rows(held: StructuredArray, first: Int64Array) -> None:
-    """Merge inner dims into rows if they are contiguous at every holder. Change `held` in place.
+    """Merge inner dims into the rows of a box if they are contiguous at every holder of the box. Change `held` in place.
 
-    `first`, (b,), has the index of the first entry of each box in `held`.
+    `held` is sorted by box. `first`, (b,), has the index of the first entry of each box.
     """
     sizes, joins = held["sizes"], np.ones(len(held), np.bool_)
     for dim in range(MAX_DIMS - 1, -1, -1):

@@ -4,8 +4,8 @@ All bytes with the same set of holders form a *group*. The bytes of each group a
 holders so that the holders' loads, including their loads from other groups, become as equal as
 possible (water filling). This is repeated, group after group, until the loads no longer change. The
 result is the most even distribution possible (the least majorised load vector), so the largest load is
-minimal. It gives each holder of a group a quota of bytes. Ops are assigned by these quotas; a large op
-that crosses the boundary of two quotas is split.
+minimal. The distribution gives each holder of a group a quota of bytes. The ops of a group are assigned
+to its holders in order, until each quota is full. A large op that crosses the end of a quota is split.
 """
 
 from __future__ import annotations
@@ -76,6 +76,11 @@ def pour(
 ) -> list[Float64Array]:
     """Divide each group's bytes among its holders, so that the loads of all ranks are as even as possible.
 
+    Args:
+        nbytes: (num_groups,) bytes of each group.
+        holders: ranks of each group, from `group_by_holders`.
+        num_sources: number of source ranks.
+
     Returns:
         Per group: bytes per holder, in the order of `holders`.
     """
@@ -102,7 +107,10 @@ def pour(
 
 
 def _level(ground: Float64Array, total: float) -> Float64Array:
-    """Divide `total` bytes so that each rank's part plus its load (`ground`) is as even as possible; return the parts."""
+    """Divide `total` bytes among n ranks so that their loads become as equal as possible. Return each rank's bytes.
+
+    `ground`, (n,), has the loads of the ranks without these bytes.
+    """
     ordered = np.sort(ground)
     below = np.cumsum(ordered)
     counts = np.arange(1, len(ordered) + 1)
@@ -122,9 +130,14 @@ def assign(
 ) -> Assignment:
     """Assign the ops of each group, in the given order, to the group's holders.
 
-    `shares`, the result of `pour`, has the bytes that each holder should send. `units` is the number
-    of equal slices into which an op may be cut (its outermost extent). An op smaller than
-    `min_split_bytes` is not cut; the position of its middle byte decides which holder sends the op.
+    Args:
+        group: (n,) group of each op.
+        nbytes: (n,) size of each op.
+        units: (n,) number of equal slices into which each op may be cut.
+        holders: ranks of each group.
+        shares: bytes that each holder of each group should send, from `pour`.
+        min_split_bytes: smallest op that is cut. The position of a smaller op's middle byte in the group decides
+            which holder sends the whole op.
     """
     rank = np.array([of_group[0] for of_group in holders] or [0], np.int64)[group]
     begin, end = np.zeros(len(group), np.int64), units.copy()

@@ -71,14 +71,17 @@ def resolve_names(
 ) -> TensorNames:
     """Give every tensor name a class.
 
-    An alias of a source joins two names into one class. An alias of a destination only helps to find a source. If an
-    engine ties two tensors that the trainer keeps separate, raise.
+    An alias of a source (tied weights) joins two names into one class. An alias of a destination joins no classes: if
+    the sources have only one of its two names, that tensor is the source for both.
 
-    `unread` has names that no engine takes. Sources may give these names different shapes.
+    Args:
+        sources: manifests of the trainer ranks.
+        destinations: manifests of the engine ranks.
+        unread: names that no engine takes. Sources may give these names different shapes.
 
     Raises:
-        ManifestError: two workers disagree on a shape, an alias of a destination contradicts the sources, or an alias of
-            a source contradicts another source.
+        ManifestError: two workers give a name different shapes; a destination ties two tensors that the sources hold
+            separately; or one source ties two tensors that another source holds separately.
     """
     index: dict[str, int] = {}
     shapes: list[tuple[int, ...]] = []
@@ -248,7 +251,7 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
 
 
 def _transforms(manifest: ShardManifest, names: TensorNames) -> UInt8Array:
-    """Return, per tensor of a destination's `manifest`, the transform that computes the tensor's values."""
+    """Return the `Transform` of each tensor of a manifest, (num_tensors,). It is NONE for all tensors of a source."""
     transform = np.zeros(len(manifest.tensors), np.uint8)
     if manifest.quantized:
         at = {spec.name: index for index, spec in enumerate(manifest.tensors)}

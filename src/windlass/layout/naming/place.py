@@ -66,9 +66,14 @@ class Placed:
 
 
 def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: Coords) -> Placed:
-    """Return the boxes of checkpoint tensors in one contiguous local parameter.
+    """Return the boxes of checkpoint tensors in one contiguous local parameter of a Megatron rank.
 
-    `name` is the parameter's name with the global layer number and with the expert's number on this rank.
+    Args:
+        family: naming table of the model.
+        name: the parameter's name, with the layer number in the whole model, and with the expert's number on this rank.
+        shape: local shape of the parameter.
+        geometry: sizes of the model.
+        coords: the rank's coordinates on the mesh.
 
     Raises:
         UnsupportedLayout: the family has no rule for the name.
@@ -99,7 +104,7 @@ def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One parameter on one rank."""
+    """One parameter on one rank. `rank` and `size` are the rank's coordinate on the axis that cuts the parameter."""
 
     name: str
     match: Match
@@ -115,7 +120,15 @@ class _Part:
         )
 
     def rows(self, index: int, num_rows: int, first: int, count: int, at: int) -> PlacedShard:
-        """Return the shard with rows [first, first + count) of tensor `index`; `at` is the shard's first local row."""
+        """Return the shard with the rows [first, first + count) of one of the rule's tensors.
+
+        Args:
+            index: index of the tensor in the rule.
+            num_rows: rows of the whole tensor.
+            first: first row in the tensor.
+            count: number of rows.
+            at: row of the parameter at which the shard begins.
+        """
         tail = self.shape[1:]
         strides = contiguous_strides(self.shape, 1)
         box = Box((first, *(0 for _ in tail)), (count, *tail))
@@ -162,7 +175,10 @@ def _shards(part: _Part, geometry: Geometry, num_local: int) -> Iterator[PlacedS
 
 
 def _interleaved(part: _Part, geometry: Geometry) -> Iterator[PlacedShard]:
-    """Yield the query, key and value rows of each query group on this rank. Ranks may share a group."""
+    """Yield the query, key and value rows of each query group on this rank.
+
+    The rows of a group may be divided between ranks.
+    """
     head, groups = geometry.head_dim, geometry.num_query_groups
     counts = (geometry.queries_per_group * head, head, head)
     local, total = part.shape[0], groups * sum(counts)

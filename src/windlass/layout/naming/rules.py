@@ -87,7 +87,7 @@ class Family:
         `name` contains the global layer number.
 
         Raises:
-            UnsupportedLayout: no rule matches; the message says how to add one.
+            UnsupportedLayout: no rule matches; the message says how to add a rule.
         """
         for rule in self.rules:
             found = compiled(rule.pattern).fullmatch(name)

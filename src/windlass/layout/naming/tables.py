@@ -14,7 +14,13 @@ from windlass.plugins import Registry
 
 
 def layer(name: str, *tensors: str, cut: Cut = Cut.WHOLE) -> Rule:
-    """Return a rule for a parameter of one decoder layer."""
+    """Return the rule for a parameter that occurs in each decoder layer.
+
+    Args:
+        name: Megatron's name of the parameter within a layer.
+        *tensors: checkpoint names within a layer, in the order of their rows.
+        cut: see `Cut`.
+    """
     return Rule(
         f"decoder.layers.{{layer}}.{name}",
         tuple(f"model.layers.{{layer}}.{tensor}" for tensor in tensors),
@@ -23,7 +29,7 @@ def layer(name: str, *tensors: str, cut: Cut = Cut.WHOLE) -> Rule:
 
 
 def linear(name: str, *tensors: str, cut: Cut, bias_cut: Cut) -> tuple[Rule, ...]:
-    """Return rules for a weight and its bias."""
+    """Return the rules for weight and bias of a linear module in each decoder layer. `name` and `tensors`: see `layer`."""
     return (
         layer(f"{name}.weight", *(f"{tensor}.weight" for tensor in tensors), cut=cut),
         layer(f"{name}.bias", *(f"{tensor}.bias" for tensor in tensors), cut=bias_cut),
@@ -78,7 +84,7 @@ LATENT = (
 
 
 def gated(name: str, tensor: str) -> tuple[Rule, ...]:
-    """Return rules for a gated MLP."""
+    """Return the rules for a gated MLP in each decoder layer: Megatron's module `name`, the checkpoint's `tensor`."""
     return (
         *linear(
             f"{name}.linear_fc1",
@@ -92,7 +98,14 @@ def gated(name: str, tensor: str) -> tuple[Rule, ...]:
 
 
 def experts(tensor: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return rules for routed experts, under the names of Megatron's TEGroupedMLP, SequentialMLP and GroupedMLP."""
+    """Return the rules for routed experts, with the names of Megatron's TEGroupedMLP, SequentialMLP and GroupedMLP.
+
+    Args:
+        tensor: prefix of the experts' checkpoint names within a layer.
+        gate: last part of the checkpoint name of the gate projection.
+        up: the same of the up projection.
+        down: the same of the down projection.
+    """
     pair = (f"{tensor}.{{expert}}.{gate}.weight", f"{tensor}.{{expert}}.{up}.weight")
     last = f"{tensor}.{{expert}}.{down}.weight"
     return (
