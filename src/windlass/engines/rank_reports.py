@@ -260,7 +260,7 @@ class RankReports(ExitStack):
             except TimeoutError as error:
                 raise PeerTimeout(
                     f"ranks {sorted(missing)} have not reported within {deadline_s} s that they carried out "
-                    f"an order; every rank must be of this server"
+                    f"an order; see the server's log for their errors"
                 ) from error
             if sent.failed:
                 reason = (Path(self.folder) / str(sent.rank)).read_text()

@@ -148,7 +148,8 @@ def own_rank() -> int:
 def _own_replica() -> int:
     """Return the index of this rank's data-parallel replica.
 
-    Some releases do not tell their ranks this index. Return 0 there; the launcher refuses several replicas with them.
+    Return 0 if the release of SGLang does not give its ranks this index; the launcher refuses several replicas with such
+    a release.
     """
     try:
         from sglang.srt.runtime_context import get_parallel
@@ -161,7 +162,11 @@ def _own_replica() -> int:
 
 
 def _own_sampler() -> int:
-    """Return the index of this rank's replica or data-parallel attention group, counted over all replicas."""
+    """Return an index that is equal for all ranks that must sample the same tokens, and different for all others.
+
+    This is the index of the rank's data-parallel attention group among the groups of all replicas. It is the index of the
+    replica if the release has no such groups.
+    """
     try:
         from sglang.srt.runtime_context import get_parallel
 
@@ -208,7 +213,11 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
 
 
 def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured, bool]:
-    """Return the captured layout, and the result of `orders_change_nothing`."""
+    """Capture the layout. Return the layout, and whether SGLang changes no tensor before and after an order.
+
+    Raises:
+        UnsupportedLayout: see `capture`; or SGLang changes tensors around an order, and the engine has pipeline stages.
+    """
     settings = order.settings
     captured = capture(
         model,
@@ -285,8 +294,8 @@ def separate_caches() -> None:
 
     The patched `Req.init_next_round_input` adds the namespace of the current weights to a request's `extra_key`, which is
     part of the key of cache entries. The method adds the namespace only if SGLang (0.5.16, 0.5.23) passes a `tree_cache`:
-    SGLang does so if a waiting request may start. If an update comes while the request runs, the request's entries keep the old namespace, so
-    later requests do not find them. SGLang evicts these entries like other unused entries.
+    SGLang does so if a waiting request may start. A request that runs during an update keeps its old namespace, so that
+    later requests do not find the entries that it adds. SGLang evicts these entries like other unused entries.
 
     Raises:
         UnsupportedLayout: this release has no `init_next_round_input` or `extra_key`, or its tree ignores `extra_key`.
@@ -321,7 +330,7 @@ def separate_caches() -> None:
 
 
 def _outdate_caches(namespace: str) -> None:
-    """Set the namespace of later requests, and clear the embedding cache: later requests use no existing cache entries."""
+    """Make later requests use no existing cache entries: set their namespace, and clear the embedding cache."""
     this_rank.namespace = namespace
     # The embedding cache has no namespaces. It is in `mm_schedule` in 0.5.23, and in `mm_utils` in 0.5.16.
     for module in ("mm_schedule", "mm_utils"):
@@ -337,7 +346,8 @@ def _quiesce(namespace: str) -> None:
     A rank calls this while it carries out an order: between two steps, and before an update writes weights.
 
     Raises:
-        UnsupportedLayout: see `Captured.look`.
+        UnsupportedLayout: an update cannot refill a value that the engine has computed from weights, or a tensor that
+            updates write has moved.
     """
     _outdate_caches(namespace)
     this_rank.engine_rank.captured.look()

@@ -32,7 +32,9 @@ DRAIN_S = 30.0
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """Order to capture the layout or to join the fleet; see `windlass.engines.rank_reports.join_fleet`.
 
-    `num_stages` is the number of pipeline stages of the engine.
+    Attributes:
+        folder: folder in which the server's HTTP process waits for the ranks' reports.
+        num_stages: number of pipeline stages of the engine.
     """
 
     step: RankStep
@@ -153,6 +155,7 @@ def send_order(
 
 
 def _call(server: EngineHttp, path: str, body: object, deadline_s: float | None) -> None:
+    """POST to a route of SGLang's update sessions; raise PeerUnreachable if the answer reports a failure."""
     answer = msgspec.json.decode(server.post(path, body, deadline_s), type=_Answer)
     if not answer.success:
         raise PeerUnreachable(f"POST {server.url}{path}: {answer.message}")
@@ -199,12 +202,16 @@ class SglangApi:
         return self._blocks
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
+        """Send the order `Quiesce` to every rank, and return when the ranks have carried it out.
+
+        With pipeline stages, also wait until every stage has noticed that no request is left.
+        """
         order = Quiesce(pause_id, uuid.uuid4().hex, deadline_s if block else None)
         with session(self._server, deadline_s) as selector:
             answered_s = None if block else deadline_s
             send_order(self._server, order, selector, self._world_size, answered_s)
             if block:
-                # SGLang post-processes weights at the end of the session, so the session must outlast the pause.
+                # SGLang post-processes weights at the end of the session, so do not end the session before the pause.
                 self._gate.wait_ended(pause_id)
         # SGLang answers this flush after every stage has noticed that no request is left.
         if self._num_stages > 1:

@@ -50,8 +50,11 @@ _log = logging.getLogger(__name__)
 READ_DEADLINE_S = 120.0
 WATCH_DEADLINE_S = 10.0
 MIXED = "windlass-update"
-"""Weight version that a server reports during an update. An agent that finds it does not know whether an earlier agent
-left weights of two versions, so the server stays paused until a version has been written."""
+"""Weight version that a server reports during an update.
+
+An agent that reads this version when it connects does not know whether an earlier agent left weights of two versions.
+So the server stays paused until an update has written all weights.
+"""
 _DEFAULT = "default"
 """Weight version of an SGLang server before the first update."""
 
@@ -63,7 +66,7 @@ class Attach(msgspec.Struct, frozen=True, kw_only=True):
         url: address of the server.
         transport: `mooncake`, or its configuration as JSON. With `gpu`, copies for verification are on that GPU.
         api_key, admin_api_key: see `EngineHttp`.
-        return_deadline_s: seconds within which a server that has ended must be back.
+        return_deadline_s: seconds that the agent waits until a server that has ended serves again.
     """
 
     name: str
@@ -80,11 +83,14 @@ class Attach(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def attach(order: Attach, layout: LayoutFile) -> int:
-    """Connect a server and serve the controller's commands. Connect the server again when it was restarted.
+    """Connect a server to the controller, and carry out the controller's commands until this process ends.
+
+    If the server was restarted, connect it again. This function returns only by an exception.
 
     Raises:
         ConfigError, UnsupportedLayout: the layout does not describe the server; see `require_captured` and `match`.
-        PeerUnreachable, PeerTimeout: the server or the controller does not answer.
+        PeerUnreachable, PeerTimeout: the controller does not answer, or the server has not answered for
+            `return_deadline_s`.
     """
     server = EngineHttp(order.url, "", order.api_key, order.admin_api_key)
     try:
@@ -105,7 +111,12 @@ def attach(order: Attach, layout: LayoutFile) -> int:
 def _published(
     server: EngineHttp, layout: LayoutFile, deadline_s: float
 ) -> tuple[WeightTable, ...]:
-    """Wait until the server publishes its tables, and return them; see `_described`."""
+    """Wait until the server publishes the weight tables of all ranks, and return the tables by rank.
+
+    Raises:
+        ConfigError, UnsupportedLayout: the layout does not describe the server.
+        PeerUnreachable, PeerTimeout: the server publishes no tables within `deadline_s`.
+    """
     end_s, pauses = time.monotonic() + deadline_s, Backoff(0.1, 2.0).pauses()
     while True:
         try:
@@ -117,7 +128,10 @@ def _published(
 
 
 def _described(server: EngineHttp, layout: LayoutFile) -> tuple[WeightTable, ...]:
-    """Return the tables of a server that the layout describes; raises as `require_captured` and `match` do."""
+    """Check that the layout describes the server, and return the server's weight tables by rank.
+
+    Raises as `require_captured`, `read_table` and `match` do.
+    """
     require_captured(server, layout)
     tables = _tables(server, len(layout.ranks))
     for rank, (captured, table) in enumerate(zip(layout.ranks, tables, strict=True)):
@@ -126,6 +140,7 @@ def _described(server: EngineHttp, layout: LayoutFile) -> tuple[WeightTable, ...
 
 
 def _tables(server: EngineHttp, world_size: int) -> tuple[WeightTable, ...]:
+    """Return the weight tables of all ranks; raises as `read_table` does."""
     return tuple(read_table(server, rank) for rank in range(world_size))
 
 
@@ -133,7 +148,12 @@ def _tables(server: EngineHttp, world_size: int) -> tuple[WeightTable, ...]:
 def _joined(
     order: Attach, layout: LayoutFile, server: EngineHttp, tables: tuple[WeightTable, ...]
 ) -> Iterator[None]:
-    """Let all ranks join the controller's fleet; they leave it at the end of the block."""
+    """Join the controller's fleet with one agent per rank of the server. At the end of the `with` block, leave the fleet.
+
+    Raises:
+        ConfigError: the transport is not Mooncake.
+        WindlassError: a rank's weights cannot be read, or the controller refused a rank.
+    """
     config = parse_transport(order.transport)
     if not isinstance(config, MooncakeConfig):
         raise ConfigError(
@@ -229,6 +249,7 @@ class OutsideMemory:
         )
 
     def fetch(self) -> None:
+        """Read the live parameters of the server's rank into the copies, and wait until all bytes have arrived."""
         self._window.read(self._batch, deadline_s=READ_DEADLINE_S)
 
     def close(self) -> None:
@@ -246,11 +267,14 @@ class OutsideHooks:
         self._before = self._label = ""
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:  # noqa: ARG002
-        """See `EngineHooks.pause`. SGLang flushes its caches only when no step runs and no result is outstanding.
+        """Pause the server, flush its caches, and set the weight version to `MIXED`; ranks other than 0 only check.
+
+        SGLang flushes its caches only if no step runs and no result is outstanding, so no step reads weights afterwards.
 
         Raises:
             ConfigError: the mode keeps requests, whose caches of old weights SGLang does not flush.
-            PeerUnreachable: the server was restarted, so that its weights are elsewhere; nothing was written.
+            PeerUnreachable: the server was restarted, so that its weights have other addresses, or did not flush its
+                caches within `deadline_s`. Nothing was written.
         """
         if read_table(self._server, self._rank) != self._table:
             raise PeerUnreachable(
@@ -272,6 +296,7 @@ class OutsideHooks:
         self._set_label(MIXED, end_s - time.monotonic())
 
     def _flush(self, end_s: float) -> None:
+        """Flush the server's caches; repeat the request until the server accepts it or the monotonic time is `end_s`."""
         for pause_s in Backoff(0.005, 0.5).pauses():
             try:
                 self._server.post("/flush_cache", {}, max(end_s - time.monotonic(), 0.1))
@@ -284,7 +309,10 @@ class OutsideHooks:
                 return
 
     def resume(self, deadline_s: float) -> None:
-        """See `EngineHooks.resume`. Restore the version's name if the update has not set another."""
+        """Resume the server if it is paused, from rank 0.
+
+        If the update has set no version, first restore the weight version that the server had before the pause.
+        """
         if self._rank or not self._before:
             return
         if self._label == MIXED:
@@ -293,13 +321,14 @@ class OutsideHooks:
         self._before = ""
 
     def finalise(self) -> None:
-        """See `EngineHooks.finalise`. A layout with derived state was refused, and caches are empty."""
+        """Do nothing: a server with tensors that must be computed after an update was refused, and its caches are empty."""
 
     def set_version(self, version: int, deadline_s: float) -> None:
         if self._rank == 0:
             self._set_label(str(version), deadline_s)
 
     def _set_label(self, label: str, deadline_s: float) -> None:
+        """Set the weight version that the server reports, without aborting requests."""
         body: Mapping[str, object] = {"new_version": label, "abort_all_requests": False}
         self._server.post("/update_weight_version", body, deadline_s)
         self._label = label

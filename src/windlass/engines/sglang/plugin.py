@@ -98,6 +98,7 @@ def _check_variables() -> None:
 
 
 def _first(step: str) -> bool:
+    """Return True at the first call for a step in this process, False at every later call."""
     if step in _done:
         return False
     _done.add(step)
@@ -145,7 +146,9 @@ def _prepare(server_args: Any) -> None:
 
 
 def check_ranks_have_the_token() -> None:
-    """Check that ranks on this host can read the token. They show it to the first host.
+    """Check that ranks on this host can read the token, with which they prove that a report to the first host is theirs.
+
+    Call this on every host except the first.
 
     Raises:
         ConfigError: the variable for the token's file is not set.
@@ -161,6 +164,7 @@ def check_ranks_have_the_token() -> None:
 
 
 def _resolved(server_args: Any) -> Any:
+    """Return an object with the settings that SGLang has resolved from the command line, as attributes."""
     try:
         from sglang.srt.arg_groups.overrides import resolving_view
     # SGLang up to 0.5.16 assigns resolved settings to `server_args` itself.
@@ -170,6 +174,7 @@ def _resolved(server_args: Any) -> Any:
 
 
 def _set_loader(server_args: Any, loaders: list[str]) -> None:
+    """Add Windlass's custom weight loader to the server's setting. `loaders` are the loaders in the setting so far."""
     if HOOK in loaders:
         return
     try:
@@ -181,6 +186,7 @@ def _set_loader(server_args: Any, loaders: list[str]) -> None:
 
 
 def _require_followed(settings: Any, checkpoint: Path) -> None:
+    """Check that trainers can quantise weights as the checkpoint declares; raises as `require_followed` does."""
     asked = settings.quantization
     require_followed(checkpoint, ("--quantization", asked) if asked else ())
 

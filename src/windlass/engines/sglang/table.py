@@ -44,6 +44,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         numel = 1
         for size in self.shape:
             numel *= size
@@ -104,6 +105,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the parameter."""
         return self.numel * self.itemsize
 
 
@@ -222,7 +224,8 @@ def match(rank: int, captured: Mapping[str, Parameter], table: WeightTable) -> N
     """Check that a live rank has the parameters of the captured layout.
 
     Raises:
-        UnsupportedLayout: a parameter is missing, is not in the layout, or has another size. Names the first.
+        UnsupportedLayout: a parameter is missing, is not in the layout, or has another size. The message names the
+            first such parameter.
     """
     for name, parameter in captured.items():
         wanted = {"numel": parameter.numel, "element size": parameter.itemsize}

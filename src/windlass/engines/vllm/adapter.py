@@ -102,6 +102,11 @@ def keep_adapter(worker: Any) -> None:
 
 
 def _the_only(worker: Any) -> int:
+    """Return vLLM's id of the adapter that the worker serves.
+
+    Raises:
+        UnsupportedLayout: the worker serves no adapter or several.
+    """
     numbers: set[int] = worker.list_loras()
     if len(numbers) != 1:
         raise UnsupportedLayout(

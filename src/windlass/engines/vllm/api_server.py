@@ -75,7 +75,9 @@ def note_adapters(modules: Sequence[Any] | None) -> None:
 def extend_api_server() -> None:
     """Patch `init_weight_transfer_engine` and `update_weights` of vLLM's `AsyncLLM` (0.24, 0.32). Idempotent.
 
-    If the server uses another weight-transfer backend, the patched methods call the original methods.
+    With our weight-transfer backend, the first method orders the ranks of all replicas to join the trainer's fleet. The
+    second method pauses all replicas before it calls vLLM's own method, if the replicas run their steps together. With
+    another backend, the patched methods only call the original methods.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -210,6 +210,7 @@ def _named(request: _Request) -> dict[str, object]:
 def _outer(
     choice: _Choice, tokens: Sequence[int], logprobs: Sequence[tuple[float, int]], versions: object
 ) -> dict[str, object]:
+    """Return the response of `/generate`. `logprobs` has pairs (log-probability, token); `versions` may be None."""
     meta = {
         "finish_reason": {"type": choice.finish_reason or "stop"},
         "completion_tokens": len(tokens),

@@ -143,6 +143,11 @@ class Membership:
         await self._behind(scope, receive, join_when_started)
 
     def _protect(self, state: Any) -> App:
+        """Return the application behind the middleware for private routes and joins. `state` is set by vLLM's server.
+
+        Raises:
+            WindlassError: see `VllmMember`.
+        """
         member = VllmMember(state.engine_client, state.args)
         # If there are several API servers, only the first orders the ranks to join.
         if member.controller != WAIT and not state.engine_client.engine_core.client_index:

@@ -99,6 +99,7 @@ def served_by(worker: Worker) -> torch.nn.Module:
 
 
 def _draft_of(worker: Worker) -> torch.nn.Module | None:
+    """Return the draft model of a rank's speculative decoding, or None."""
     drafter = vars(worker.model_runner).get("drafter")
     model: Any = None if drafter is None else vars(drafter).get("model")
     # If a draft model runs in CUDA graphs, vLLM wraps it in an object that is not a module.

@@ -62,4 +62,5 @@ def _has_one_process(args: Any) -> bool:
 
 
 def _meeting_place(args: Any) -> str:
+    """Return the rendezvous address of a server over several nodes; empty for a server on one node."""
     return f"{args.master_addr}:{args.master_port}" if vars(args).get("nnodes", 1) > 1 else ""

@@ -93,6 +93,7 @@ class VllmApi:
         return mode in modes and self._can_block
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
+        """Call `windlass_quiesce` in every worker, and return when all workers have returned; see `EngineApi.quiesce`."""
         if not block and self._server is None:
             # `/update_weights` of the trainer blocks the loops.
             return
@@ -121,6 +122,12 @@ class VllmApi:
             self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
 
     def _call(self, method: str, args: list[object], deadline_s: float | None) -> None:
+        """Run a method in the main loop of every worker, and wait for its end; None as deadline for no limit.
+
+        Raises:
+            PeerTimeout, PeerUnreachable: the method did not end in time, or a worker failed.
+            ConfigError: there are several workers, but the trainer, not this agent, calls the server's routes.
+        """
         if self._core is not None:
             self._core.call(method, args, deadline_s)
             return
@@ -280,5 +287,6 @@ def _on_this_host(worker: Worker, settings: AgentSettings) -> AgentSettings:
 
 
 def _folder_of(worker: Worker) -> Path:
+    """Return the folder from which this worker loaded its model; raises as `checkpoint_folder` does."""
     model = worker.vllm_config.model_config
     return checkpoint_folder("--model", model.model, model.revision)
