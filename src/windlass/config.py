@@ -31,10 +31,14 @@ def take_name(what: str, value: str, kind: type[NameT]) -> NameT:
 
 
 def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> None:
-    """Replace strings in fields of settings by enumeration members, as in `mode="staged"`.
+    """Replace strings in fields of settings by enumeration members, so that users may write `mode="staged"`.
 
-    `__post_init__` calls this, because other code compares members with `is`, which is False for a string. `kinds` maps
-    the name of a field to its enumeration.
+    `__post_init__` of the settings calls this, because other code compares members with `is`, which is False for a
+    string.
+
+    Args:
+        settings: object that is changed.
+        kinds: name of a field -> its enumeration.
 
     Raises:
         ConfigError: an enumeration has no member with the field's value.
@@ -259,11 +263,11 @@ class PushBackend(msgspec.Struct, frozen=True, tag="push"):
 
 @dataclass(frozen=True, slots=True)
 class BackendEntry:
-    """Entry of the registry of backends; an entry point of the group `windlass.backends` refers to one.
+    """Entry of the registry of backends. An entry point of the group `windlass.backends` refers to such an object.
 
     Attributes:
-        make: makes the `windlass.backends.Backend` from `PluginBackend.options`. It raises ConfigError if an option is
-            wrong.
+        make: function that returns the `windlass.backends.Backend` for these `PluginBackend.options`. It raises
+            ConfigError if an option is wrong.
     """
 
     make: Callable[[Any], object]

@@ -110,7 +110,7 @@ class Controller:
 
     @property
     def phase(self) -> str:
-        """Text with the current phase of an update or of a binding; empty if neither is in progress."""
+        """Text with the current phase of an update, or of a binding; empty if no update and no binding runs."""
         return self._operations.phase
 
     @asynccontextmanager
@@ -119,8 +119,8 @@ class Controller:
     ) -> AsyncIterator[RolloutController]:
         """Yield a second rollout controller for the same engines, for evaluation. Its rollouts run in this event loop.
 
-        Use it as `async with controller.evaluation() as evaluation`, and call `evaluation.submit` and `evaluation.wait`
-        inside the block. The limits of the controller's `staleness` do not apply to these rollouts.
+        Call it as `async with controller.evaluation() as evaluation`, and call `evaluation.submit` and
+        `evaluation.wait` inside the block. The controller's own `staleness` does not limit these rollouts.
 
         Args:
             workflows: name -> workflow (user code).
@@ -165,9 +165,9 @@ class Controller:
         """Wait until `version` or a later version is published.
 
         Args:
-            version: see `TrainerClient.publish`.
-            engines: names of engines for which to wait until they serve the published version. An engine that an update
-                left out serves it after a catch-up.
+            version: number of the version, as trainers pass it to `TrainerClient.publish`.
+            engines: names of engines. Wait until these engines serve the published version, too. An engine that an
+                update left out needs a catch-up first.
             deadline_s: seconds to wait.
 
         Raises:

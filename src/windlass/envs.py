@@ -173,7 +173,10 @@ _TEMPORARY = threading.Lock()
 
 @contextlib.contextmanager
 def temporary_values(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables in the `with` block; restore them afterwards. Only one thread at a time is in the block."""
+    """Set environment variables inside the `with` block, and restore the previous values after the block.
+
+    If another thread is inside such a block, wait until it leaves.
+    """
     with _TEMPORARY:
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)

@@ -1,6 +1,6 @@
 """Import of a package's public names at their first use.
 
-For example, a process that does not use torch need not import it.
+A process that uses no name that needs torch, for example, then does not import torch.
 """
 
 from __future__ import annotations

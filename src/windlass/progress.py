@@ -60,7 +60,7 @@ class Progress:
 
     @contextmanager
     def part(self, what: str, at_most_s: float | None = None) -> Iterator[None]:
-        """Begin a part, and end it at the end of the `with` block; see `begin`."""
+        """Begin a part of the operation, and end it at the end of the `with` block. The arguments are those of `begin`."""
         self.begin(what, at_most_s)
         try:
             yield

@@ -81,7 +81,8 @@ def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
     """Run all checks and return the findings in the order of the report.
 
     Args:
-        checkpoint: folder of a checkpoint to check as well: can Windlass capture its layout?
+        checkpoint: folder of a checkpoint. If given, also check that Windlass can capture the layout of engines that
+            serve the checkpoint.
     """
     findings = [
         check_package(),
@@ -100,7 +101,10 @@ def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
 
 
 def check_package() -> Finding:
-    """Report Windlass's version and folder, and any distribution `windlass`, which would overwrite Windlass's files."""
+    """Report Windlass's version and folder, and whether a distribution called `windlass` is installed too.
+
+    Such a distribution is another project or an old release of Windlass, and its files overwrite Windlass's files.
+    """
     found = f"{windlass.__version__} in {Path(windlass.__file__).parent}"
     for other in metadata.distributions(name=OTHER_PROJECT):
         remedy = (
@@ -115,7 +119,7 @@ def check_package() -> Finding:
 
 
 def of_other_project(version: str) -> str:
-    """Return the message for a user who has installed the other project's distribution."""
+    """Return the message for a user who has installed the other project `windlass` from PyPI, in release `version`."""
     return (
         f"the distribution {OTHER_PROJECT} {version} is installed here too: another project on PyPI, with "
         f"the same import name and command as Windlass, which PyPI calls {DISTRIBUTION}"
@@ -123,7 +127,10 @@ def of_other_project(version: str) -> str:
 
 
 def check_transports() -> list[Finding]:
-    """Start each registered transport and report the result. Then report what `auto` would choose."""
+    """Start and close each registered transport, and report the results. Then report what `auto` would choose.
+
+    A transport that needs a GPU is left out if this host has no GPU.
+    """
     findings, offers = [], list[TransportOffer]()
     for name in transport_names():
         try:
@@ -173,7 +180,7 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
-    """Report which transport `auto` would choose within this host, and between two hosts like this one."""
+    """Report, for each kind of memory, which transport `auto` would choose within this host and between two such hosts."""
     findings = []
     for kind in MemoryType:
         here = [offer for offer in offers if offer.traits.memory is kind]
@@ -194,7 +201,11 @@ def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
 
 
 def _of_mooncake(finding: Finding) -> Finding:
-    """Add a remedy that installs Mooncake's wheel for this machine: with GPUs, the wheel for torch's CUDA release."""
+    """Return the finding about Mooncake with the command that installs the right wheel for this machine.
+
+    With GPUs, this is the wheel for torch's CUDA release. A wheel without CUDA on a host with GPUs makes the status
+    LIMITED.
+    """
     extra = "mooncake"
     if count_gpus():
         try:

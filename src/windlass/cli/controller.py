@@ -28,12 +28,16 @@ def add_controller(parser: argparse.ArgumentParser) -> None:
 
 
 def overview(args: argparse.Namespace) -> dict[str, Any]:
-    """Fetch the overview from the controller at `args.url`. Raises the errors of `fetch_overview`."""
+    """Fetch and return the overview of the controller at `args.url`, decoded from JSON.
+
+    Raises:
+        ConfigError, AuthenticationError, PeerTimeout, PeerUnreachable, ProtocolError: see `fetch_overview`.
+    """
     return asyncio.run(fetch_overview(args.url.rstrip("/"), control_token(), args.deadline_s))
 
 
 async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, Any]:
-    """Fetch `/v1/overview` from the controller at `url`.
+    """Fetch and return `/v1/overview` of the controller at `url`, decoded from JSON.
 
     Raises:
         ConfigError: `url` is not the URL of a server. AuthenticationError: the token is wrong.

@@ -65,7 +65,10 @@ class History:
         return at_s - self._points[-1].at_s >= self.interval_s
 
     def add(self, point: Point) -> None:
-        """Add a point with the current counts. If the newest point is too close to the point before it, merge both."""
+        """Add a point with the current counts.
+
+        If the newest stored point is less than `interval_s` after the point before it, `point` replaces it.
+        """
         points = self._points
         if len(points) > 1 and points[-1].at_s - points[-2].at_s < self.interval_s:
             points[-1] = _merged(points[-1], point)
@@ -145,7 +148,11 @@ class FleetEvents:
         self.newest.append(FleetEvent(at_s, who, what, is_bad))
 
     def compare(self, at_s: float, states: Iterable[EngineState]) -> None:
-        """Record changes of engines since the last call: joined, left, fell behind, caught up."""
+        """Compare the engines' states with the states of the last call, and record the differences.
+
+        Events are recorded for engines that connected, disconnected, were left out, or caught up. A new stretch begins
+        if status, version or reason of an engine changed. A pause for an update begins no stretch.
+        """
         here = {state.name: state for state in states}
         for name in sorted(self._current.keys() - here.keys()):
             self._behind.discard(name)

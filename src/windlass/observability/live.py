@@ -120,7 +120,8 @@ class LiveView:
 class _Above:
     """Text stream that prints whole lines above a view. After `end`, it writes directly to `stream`.
 
-    Each thread has its own line buffer. Of a line with carriage returns (progress bars), only the last part is printed.
+    Each thread has its own line buffer. If a line has carriage returns (progress bars), only the text after the last one
+    is printed.
     """
 
     def __init__(self, stream: TextIO, show: Callable[[Text], object]) -> None:
@@ -162,7 +163,7 @@ class _Above:
 
 
 def can_draw(console: Console) -> bool:
-    """Return whether the console is a terminal on which a view stays intact."""
+    """Return whether a live view can be drawn: the console is a terminal, and no pipe from this process may print on it."""
     # With FORCE_COLOR, rich also takes a file for a terminal.
     has_cursor = console.is_interactive and console.file.isatty()
     # The reader of a pipe may print to this terminal (`| tee log`) and so damage the view.

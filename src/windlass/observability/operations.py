@@ -30,7 +30,8 @@ SEND_DEADLINE_S = 10.0
 LAST_ROUNDS = 20
 BINDING = "binding "
 LOOK_AFTER_S = 0.2
-"""Seconds from a change of the fleet to the comparison of the engines' states, so that changes share a comparison."""
+"""Seconds between the first change of the fleet and the comparison of the engines' states. Further changes within this
+time need no further comparison."""
 FRAME_PERIOD_S = 0.25
 """Minimum number of seconds between two events of a stream."""
 MAX_FRAME_SHARE = 0.05
@@ -102,9 +103,10 @@ class Operations:
             )
 
     def _make_frame(self) -> None:
-        """Encode the overview once for all open pages, and set the earliest time of the next frame.
+        """Encode the overview as one event for all open pages, and compute the earliest time of the next event.
 
-        Encoding delays updates, which run in the same event loop. So a longer encoding causes a longer pause.
+        Encoding delays updates, which run in the same event loop. So the time until the next event is at least
+        1 / `MAX_FRAME_SHARE` times the time of this encoding.
         """
         time = asyncio.get_running_loop().time
         began_at, self._frame_timer = time(), None
@@ -115,7 +117,7 @@ class Operations:
             event.set()
 
     def _now_s(self) -> float:
-        """Return the seconds since the start."""
+        """Return the seconds since the routes were mounted."""
         return asyncio.get_running_loop().time() - self._started_at
 
     def overview(self) -> dict[str, Any]:
@@ -197,7 +199,7 @@ class Operations:
         self._phase, self._phase_began_s = phase, self._now_s()
 
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
-        """Count the ages of these samples at the current version. The caller gives the samples to trainers now."""
+        """Count the staleness of samples at the published version. Call this when trainers get the samples."""
         version = self._coordinator.fleet.published
         ages = [version - min(s.versions) for s in samples if s.versions]
         self._staleness.update(ages)

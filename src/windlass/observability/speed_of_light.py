@@ -58,7 +58,7 @@ class SpeedOfLight:
 
     @property
     def wire_fraction(self) -> float:
-        """`limit_s` divided by the wire time; 1 cannot be exceeded."""
+        """`limit_s` divided by the wire time. A value above 1 means that `ceiling_gbps` is too low."""
         return self.limit_s / self.report.wire_s if self.report.wire_s else 0.0
 
     @property

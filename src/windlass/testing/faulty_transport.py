@@ -86,7 +86,10 @@ class FaultyTransport(WrappedTransport):
             return self._num_writes
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Write as `OneSidedTransport.write` does, and inject the fault for the number of this write, if any."""
+        """Write like `inner`, but inject the fault that the constructor got for the number of this write.
+
+        If the fault names another endpoint, it is not injected, neither now nor in a later write.
+        """
         with self._lock:
             number = self._num_writes
             self._num_writes += 1

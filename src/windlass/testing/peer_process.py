@@ -52,7 +52,7 @@ class Child(Protocol):
 
 
 def start_child(config: TransportConfig, nbytes: int, environment: Mapping[str, str]) -> Child:
-    """Start a child process that runs `serve`; `environment` has all its environment variables."""
+    """Start a child process that runs `serve`, with only the environment variables in `environment`."""
     return subprocess.Popen(
         [
             sys.executable,
@@ -138,7 +138,10 @@ class PeerProcess(Closing):
         self._ask("fence")
 
     def signal_on_write(self, offset: int, number: signal.Signals) -> None:
-        """Make the child send the signal to itself as soon as the arena's byte at `offset` changes."""
+        """Make the child poll the arena's byte at `offset`, and send the signal to itself when the byte changes.
+
+        The byte must change after this call.
+        """
         self._ask("signal_on_write", offset, int(number))
 
     def stop(self) -> None:
@@ -194,7 +197,7 @@ class PeerProcess(Closing):
 
 
 def _watch(arena: Arena, offset: int, number: int) -> None:
-    """Poll a byte of the arena until the byte changes, and then send the signal `number` to this process."""
+    """Poll a byte of the arena until it differs from its value at the call. Then send the signal `number` to this process."""
     before = arena.bytes[offset]
     pause = threading.Event()
     while arena.bytes[offset] == before:

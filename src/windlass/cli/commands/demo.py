@@ -220,7 +220,7 @@ def _learning_rate(args: argparse.Namespace) -> str:
 
 
 def _check_room(args: argparse.Namespace, model: str, *, is_server: bool) -> None:
-    """Check a model's configuration file, and that answers fit into the context of the demo's own model."""
+    """Check that `model` is a file, and that answers fit into the context of the demo's engines."""
     room = MAX_NEW_TOKENS["server" if is_server else "embedded"]
     if not Path(model).is_file():
         raise ConfigError(f"demo: --model must be a file, got {model!r}")
@@ -261,7 +261,10 @@ def _checked_context(args: argparse.Namespace) -> int:
 
 
 def _with_context(arguments: tuple[str, ...], kind: str, context: int) -> tuple[str, ...]:
-    """Return an engine's arguments with another size of its context; unchanged if they do not set it or for size 0."""
+    """Return an engine's arguments with a context of `context` tokens.
+
+    Return them unchanged if `context` is 0, or if they do not set the size of the context.
+    """
     option = ENGINES.find(kind).context_option
     if not context or option not in arguments:
         return arguments
@@ -270,9 +273,10 @@ def _with_context(arguments: tuple[str, ...], kind: str, context: int) -> tuple[
 
 
 def _pause_mode(args: argparse.Namespace) -> PauseMode:
-    """Return the default pause mode.
+    """Return the default pause mode: `in_place` for vLLM on GPUs, otherwise `abort`.
 
-    SGLang gets `abort`, because answers of SGLang 0.5.16, the release that runs on GPUs, name one version for all tokens.
+    SGLang gets `abort` even on GPUs: an answer of SGLang 0.5.16, the release for GPUs, names a single version for all of
+    its tokens, which would be wrong if a request continued after an update.
     """
     keeps = args.device == "cuda" and args.engine == "vllm"
     return PauseMode.IN_PLACE if keeps else PauseMode.ABORT

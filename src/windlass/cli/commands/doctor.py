@@ -152,7 +152,10 @@ def _missing(report: Mapping[str, Sequence[Finding]], required: list[str]) -> li
 
 
 def _finds_windlass(framework: str | None, report: Report) -> bool:
-    """Return whether the checks found the framework, and could import the module of Windlass that it loads."""
+    """Return whether the checks found the framework, and could import the module of Windlass that the framework loads.
+
+    Return True if no framework is checked.
+    """
     if framework is None:
         return True
     good = {f.name for there in report.values() for f in there if f.status is not FAILS}
