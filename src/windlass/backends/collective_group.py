@@ -72,15 +72,23 @@ def join_group(
     hosted: Rendezvous | None = None,
     gpu: Gpu | None = None,
 ) -> TorchBroadcastGroup:
-    """Enter a group. Collective: all members call this. The members first compare the contents, and then connect.
+    """Enter a broadcast group. Collective: all members call this. The members first compare `signature`, then connect.
 
-    `signature` is the digest of the contents that this member expects; see `signature_of_offer`. `hosted` is the
-    store of the group, at the source. Kernels of `gpu` fill and empty this member's buffers; None for host memory.
+    Args:
+        offer: description of the group, from the member that sends (the source).
+        worker: name of this member; it must be in `offer.members`.
+        fabric: gloo or NCCL.
+        num_buffers: number of broadcasts that may run at the same time.
+        signature: digest of the content that this member expects; see `signature_of_offer`.
+        host: address of this member, for gloo's connections.
+        deadline: deadline of the whole call.
+        hosted: store of the group, which the source hosts; None at the other members.
+        gpu: GPU whose kernels fill and empty this member's buffers; None for buffers in host memory.
 
     Raises:
-        ConfigError: the fabric needs a GPU, and none was found.
-        PlanError: a member has a different signature; no collective has begun.
-        PeerTimeout: a member did not join.
+        ConfigError: the fabric is NCCL, and torch finds no CUDA device.
+        PlanError: a member has a different signature; no member has connected.
+        PeerTimeout: a member did not join by the deadline.
         TransferFailed: connecting failed.
     """
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -243,21 +251,28 @@ class TorchBroadcastGroup:
         return len(self._wire)
 
     def buffer(self, slot: int) -> int:
-        """Return the address of a buffer. The caller must not use the buffer between `start` and `finish`."""
+        """Return the address of buffer `slot`. The caller must not use the buffer between `start` and `finish`."""
         return int(self._buffers[slot].data_ptr())
 
     def put(self, slot: int, offset: int, tensor: torch.Tensor) -> None:
-        """Copy a tensor to byte `offset` of a buffer, after the work in the caller's current stream."""
+        """Copy a contiguous tensor to byte `offset` of buffer `slot`.
+
+        On a GPU, the copy is queued in the group's stream, after all work that is now queued in the caller's current
+        stream.
+        """
         nbytes = tensor.numel() * tensor.element_size()
         place = self._buffers[slot][offset : offset + nbytes].view(tensor.dtype)
         with self._stream():
             place.view(tensor.shape).copy_(tensor.detach())
 
     def start(self, slot: int, nbytes: int, deadline_s: float) -> None:
-        """Begin to broadcast the first `nbytes` of a buffer, from the root to all other members.
+        """Begin to broadcast the first `nbytes` of buffer `slot`, from rank 0 to all other members.
+
+        All members must call this with the same numbers, in the same order.
 
         Raises:
-            TransferFailed: the group is broken, or kernels that fill the buffer do not end.
+            TransferFailed: the group is broken, kernels that fill the buffer did not end within `deadline_s`, or the
+                broadcast cannot begin; the group is broken then.
         """
         import torch.distributed as dist
 
@@ -280,10 +295,10 @@ class TorchBroadcastGroup:
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def finish(self, slot: int, deadline_s: float) -> None:
-        """Finish a broadcast, so that later work may read the buffer (or, at the root, overwrite it).
+        """Finish the broadcast of buffer `slot`, so that later work may read it (or, at rank 0, overwrite it).
 
-        With `gpu` and NCCL, later work in the GPU's stream waits for the broadcast; otherwise this
-        call waits.
+        With `gpu` and NCCL, this call returns at once, and later work in the stream of `gpu` waits for the broadcast.
+        Otherwise this call waits. If no broadcast of this buffer was started, do nothing.
 
         Raises:
             TransferFailed: a member has ended, or the broadcast did not end within `deadline_s`;
@@ -307,7 +322,9 @@ class TorchBroadcastGroup:
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def drain(self, deadline_s: float) -> None:
-        """Wait until all started broadcasts and the kernels between them have ended.
+        """Wait until all started broadcasts and the kernels between them have ended on the GPU.
+
+        Without `gpu`, do nothing, because `finish` has waited.
 
         Raises:
             TransferFailed: a broadcast or a kernel failed, or did not end within `deadline_s`; the group is broken.
@@ -323,9 +340,10 @@ class TorchBroadcastGroup:
             raise
 
     def abort(self) -> None:
-        """Close every connection, so that the other members notice. Idempotent.
+        """Close all connections of the group, so that broadcasts of the other members fail. Idempotent.
 
-        If an NCCL communicator does not end in time, this process does not use the GPU again.
+        If an NCCL communicator does not end within `ABORT_S`, its buffers stay allocated, and Windlass does not use the
+        GPU again in this process.
         """
         if self.broken:
             return
@@ -350,9 +368,10 @@ class TorchBroadcastGroup:
             keep_mapped(held)
 
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which torch uses the stream of `gpu`.
+        """Return a context manager in which torch queues work in the stream of `gpu`.
 
-        Without `gpu`, torch uses the device's current stream.
+        This stream first waits for the work in the current stream. Without `gpu`, torch uses the current stream of the
+        device. For host memory, the context manager does nothing.
         """
         if self._ordinal < 0:
             return contextlib.nullcontext()
@@ -367,7 +386,7 @@ class TorchBroadcastGroup:
 
 
 def _has_ended(abort: Callable[[], None], deadline_s: float) -> bool:
-    """Call `abort` in a daemon thread; return whether the call ended in time."""
+    """Call `abort` in a daemon thread; return whether the call ended within `deadline_s`. Ignore a RuntimeError of it."""
     ended = threading.Event()
 
     def run() -> None:

@@ -53,15 +53,15 @@ class Disk(OwnPathBackend):
         self._options = options
 
     def sender(self, sender: RankSender, host: str) -> SenderBackend:  # noqa: ARG002
-        """Return a writer of files."""
+        """Return the trainer half: it writes the rank's shards to a file."""
         return DiskSender(self._options, sender.manifest, sender.parameters)
 
     def receiver(self, receiver: RankReceiver, host: str) -> ReceiverBackend:  # noqa: ARG002
-        """Return a reader of files."""
+        """Return the engine half: it reads the rank's boxes from the files of the trainer ranks."""
         return DiskReceiver(self._options, receiver.manifest, receiver.live_addresses)
 
     def delivery(self, binding: Binding) -> Delivery:  # noqa: ARG002
-        """Return a delivery that changes live weights only in APPLY."""
+        """Return a delivery for which engines keep their old weights until APPLY, in both update modes."""
         return FileDelivery()
 
 
@@ -70,7 +70,7 @@ class FileDelivery(Delivery):
     """Delivery by files, which receivers read into a shadow copy."""
 
     def changes_live(self, mode: UpdateMode) -> bool:  # noqa: ARG002
-        """Return False: in both modes a torn file leaves the old weights whole."""
+        """Return False: in both modes the boxes are read into a shadow copy, so a torn file changes no live weights."""
         return False
 
 
@@ -100,7 +100,7 @@ class DiskSender:
         return None
 
     def prepare(self, version: int) -> None:
-        """Hash every link, and remove old versions to free space."""
+        """Compute the digest of every link, and delete this rank's files of old versions (`keep_versions`)."""
         began = time.perf_counter()
         self._source.locate()
         self._source.hash_links()
@@ -117,7 +117,10 @@ class DiskSender:
         destinations: Sequence[str],
         deadline_s: float,  # noqa: ARG002
     ) -> Written:
-        """Write this rank's file, which all engines read; see `SenderBackend.write`."""
+        """Write the one file of this rank, which all engines read; see `SenderBackend.write`.
+
+        If the file cannot be written, all links fail.
+        """
         check_destinations(self._source.programs, destinations)
         pack_s, self._pack_s = self._pack_s, 0.0
         began = time.perf_counter()
@@ -152,7 +155,10 @@ class DiskReceiver:
         return self._destination.unwritten(PeerEndpoint("disk", str(self._folder), ""))
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Read boxes of `expected` sources into the shadow copy. Return sources with wrong digests or unreadable files."""
+        """Read the boxes of this rank from the files of all sources in `expected`, and compare the digests.
+
+        The boxes are read into the shadow copy. Return the sources with a wrong digest or an unreadable file.
+        """
         indices, unreadable = [], []
         for source in sorted(expected):
             try:

@@ -47,7 +47,7 @@ class DiskEntry(msgspec.Struct, frozen=True):
 
     @property
     def box(self) -> Box:
-        """Elements of the checkpoint tensor."""
+        """Box of the checkpoint tensor that the file's tensor contains."""
         return Box(self.offsets, self.sizes)
 
 
@@ -64,7 +64,7 @@ class DiskIndex(msgspec.Struct, frozen=True):
 
 
 def version_folder(folder: Path, version: int) -> Path:
-    """Return the folder of a version."""
+    """Return the folder of a version's files, below the shared `folder`."""
     return folder / f"v{version:08d}"
 
 
@@ -75,13 +75,21 @@ def write_shards(
     addresses: tuple[int, ...],
     memory: MemoryOps,
 ) -> DiskIndex:
-    """Write the shards of one rank and version. Readers see only complete files that are on disk.
+    """Write the shards of one rank and version to a file, and then the index that names the file; return the index.
 
-    `addresses` has the address of each parameter, in manifest order. A parameter with address 0 is
-    left out: no engine takes the parameter, and its layout is no longer the one in the manifest.
+    Readers begin at the index, so they see only complete files that are on disk. Older files of this rank and version
+    are deleted.
+
+    Args:
+        folder: shared folder.
+        version: version of the weights.
+        manifest: layout of the rank's parameters.
+        addresses: address of each parameter, in manifest order. A parameter with address 0 is left out: no engine
+            needs it, and its layout is no longer the layout in the manifest.
+        memory: memory of the parameters.
 
     Raises:
-        TransferFailed: the file system reported an error; nothing became visible.
+        TransferFailed: the file system reported an error; readers do not see the new file.
     """
     home = version_folder(folder, version)
     stem = quote(manifest.worker, safe="")
@@ -114,7 +122,8 @@ def read_index(folder: Path, version: int, worker: str) -> DiskIndex:
     """Return the index that a rank wrote for a version.
 
     Raises:
-        TransferFailed: the index does not exist or is torn, or its file has another size.
+        TransferFailed: the index or its file does not exist, the index is torn or of another version or rank, or the
+            file has another size than the index says.
     """
     home = version_folder(folder, version)
     path = home / f"{quote(worker, safe='')}.json"
@@ -132,7 +141,7 @@ def read_index(folder: Path, version: int, worker: str) -> DiskIndex:
 
 
 def file_digest(path: Path) -> str:
-    """Return xxh3_128 of a file.
+    """Return the xxh3_128 digest of a whole file, in hexadecimal.
 
     Raises:
         OSError: the file cannot be read.
@@ -145,9 +154,16 @@ def file_digest(path: Path) -> str:
 
 
 def prune(folder: Path, version: int, worker: str, keep_versions: int) -> None:
-    """Remove this rank's files of old versions. Keep the newest `keep_versions` versions before `version`.
+    """Delete the files of one rank for old versions, and temporary files that a killed process of the rank has left.
 
-    Also remove temporary files of a killed writer. Files of other ranks stay.
+    Args:
+        folder: shared folder.
+        version: version that the rank is about to write. Files of later versions stay.
+        worker: name of the rank. Files of other ranks stay.
+        keep_versions: number of versions before `version` to keep, newest first.
+
+    Raises:
+        OSError: a file cannot be deleted.
     """
     homes = {
         int(match[1]): home
@@ -194,9 +210,16 @@ def _content(
 
 
 def _elements(shard: Shard, address: int, dtype: DType, memory: MemoryOps) -> Iterator[memoryview]:
-    """Yield the elements of a shard in row-major order.
+    """Yield the bytes of a shard's elements, in row-major order.
 
-    Strided shards and GPU memory are copied to host memory block by block.
+    A contiguous shard in host memory is one view. Other shards are copied block by block into one host buffer, which
+    the next block overwrites.
+
+    Args:
+        shard: the shard.
+        address: address of its first element.
+        dtype: dtype of its elements.
+        memory: memory of the rank's parameters.
     """
     import torch
 
@@ -219,7 +242,11 @@ def _elements(shard: Shard, address: int, dtype: DType, memory: MemoryOps) -> It
 
 
 def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a file through `replacing`, and sync file and folder to disk; return the file's size and digest."""
+    """Write a file under a temporary name, flush it to disk, and rename it; return its size in bytes and its xxh3_128.
+
+    Raises:
+        OSError: the file system reported an error.
+    """
     digest, nbytes = xxhash.xxh3_128(), 0
     with replacing(path, OWNERS_FILE) as file:
         for chunk in chunks:
@@ -242,9 +269,16 @@ def read_boxes(
     addresses: Sequence[int],
     memory: MemoryOps,
 ) -> list[str]:
-    """Fill a rank's parameters from files, and wait until the copies have ended.
+    """Copy the boxes of an engine rank from files into its memory, and wait until the copies have ended.
 
     A box that several files contain is read from one of these files.
+
+    Args:
+        home: folder of the files.
+        indices: indices of the files.
+        manifest: layout of the engine rank's parameters.
+        addresses: address of each parameter (or of its shadow copy), in manifest order.
+        memory: memory at these addresses.
 
     Returns:
         Workers with files that cannot be opened, or that do not contain what their index describes.
@@ -309,9 +343,13 @@ def _found(
     indices: Sequence[DiskIndex],
     manifest: ShardManifest,
 ) -> list[tuple[str, DiskEntry]]:
-    """Return the entries of a tensor under its own name or under an alias (tied weights).
+    """Return (rank, entry) for each entry with elements of a tensor, under the tensor's name or an alias (tied weights).
 
-    The aliases of the engine's manifest and of all files count.
+    Args:
+        tensor: name of the checkpoint tensor.
+        holders: tensor -> (rank, entry) of the readable files.
+        indices: indices of all files. Their aliases count, and those of the engine's `manifest`.
+        manifest: layout of the engine rank's parameters.
     """
     tied = {tensor}
     for aliases in (manifest.aliases, *(index.aliases for index in indices)):
@@ -331,7 +369,11 @@ def _offset(shard: Shard, part: Box) -> int:
 
 
 def _slice(file: Any, entry: DiskEntry, part: Box) -> Any:
-    """Read only the elements of `part`."""
+    """Read only the elements of box `part` of a checkpoint tensor from the file's tensor `entry`.
+
+    Raises:
+        TransferFailed: the file's tensor has another shape than its entry.
+    """
     if not entry.sizes:
         return file.get_tensor(entry.key)
     sliced = file.get_slice(entry.key)

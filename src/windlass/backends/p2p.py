@@ -31,15 +31,18 @@ class P2p(Backend):
         self._relays = options.relay is not RelayShape.OFF
 
     def sender(self, sender: RankSender, host: str) -> SenderBackend:  # noqa: ARG002
-        """Return the rank's own sender; with a relay, it can also write only the roots."""
+        """Return the rank's sender of one-sided writes. With a relay, wrap it so that it writes each relay group once."""
         return RelayingSender(cast("Sender", sender)) if self._relays else sender
 
     def receiver(self, receiver: RankReceiver, host: str) -> ReceiverBackend:
-        """Return the rank's own receiver; with a relay, it also passes bytes on."""
+        """Return the rank's receiver of one-sided writes. With a relay, wrap it so that it also passes bytes on."""
         return RelayingReceiver(cast("Receiver", receiver), host) if self._relays else receiver
 
     def kept_part(self, held: Binding, trainers: Group, engines: Sequence[Group]) -> Binding | None:
-        """Keep the links to unchanged engines, unless ranks relay: a relay group spans several engines."""
+        """Return the part of `held` with the links to engines that have not changed.
+
+        Return None if there were or will be relay groups: a group spans several engines, so all ranks must bind again.
+        """
         if held.relay or find_relay_groups(trainers, engines, self._options):
             return None
         return held.part_for(
@@ -47,11 +50,11 @@ class P2p(Backend):
         )
 
     def copies(self, trainers: Group, engines: Sequence[Group]) -> LinkCopies:
-        """Return the engine ranks of relay groups."""
+        """Return which engine ranks get their bytes from other engine ranks: those in relay groups."""
         return EngineCopies(find_relay_groups(trainers, engines, self._options))
 
     def delivery(self, binding: Binding) -> Delivery:
-        """Return the delivery of a round: with a relay if engine ranks have bound one."""
+        """Return the delivery of a round, with a relay if the binding has relay groups."""
         return RelayDelivery(binding.relay) if binding.relay else Delivery()
 
 

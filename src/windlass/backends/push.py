@@ -35,15 +35,15 @@ class Push(OwnPathBackend):
             )
 
     def sender(self, sender: RankSender, host: str) -> SenderBackend:  # noqa: ARG002
-        """Raise ConfigError, because the trainer makes its half itself (`PushSender`)."""
+        """Raise ConfigError: `windlass.RolloutCallback` makes the trainer half (`PushSender`), and no publish uses it."""
         raise ConfigError("push: a publish cannot use it; use windlass.RolloutCallback")
 
     def receiver(self, receiver: RankReceiver, host: str) -> ReceiverBackend:
-        """Return a receiver of whole tensors."""
+        """Return a receiver that takes whole tensors and copies this rank's boxes out of them."""
         return PushReceiver(receiver.manifest, receiver.live_addresses, host)
 
     def routes(self, coordinator: Coordinator) -> Iterable[web.RouteDef]:
-        """Return the routes for `windlass.RolloutCallback`."""
+        """Return the controller's routes, to which `windlass.RolloutCallback` sends its calls."""
         # Only the controller needs this module.
         from windlass.backends.push_leaders import PushUpdates
 

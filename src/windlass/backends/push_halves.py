@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 def signature_of_group(offer: GroupOffer, fabric: CollectiveFabric) -> str:
-    """Return a digest of the offer and the fabric, which must be equal in all members of a group."""
+    """Return a digest of the offer and the fabric. The members of a group compare it before they connect."""
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((offer, fabric)))
 
 
 def wire_offsets(tensors: Sequence[WireTensor]) -> tuple[tuple[int, ...], int]:
-    """Return the byte offset of each tensor in a bucket, and the size of the bucket in bytes."""
+    """Return the aligned byte offset of each tensor in a bucket, and the number of bytes that the tensors fill."""
     return aligned_offsets(tensor.nbytes for tensor in tensors)
 
 
@@ -83,10 +83,13 @@ class PushSender:
         self._nbytes = 0
 
     def join(self, gpu: Gpu | None) -> None:
-        """Enter the group. Kernels of `gpu` fill the bucket; None for host memory.
+        """Enter the group. Collective: all engine ranks must carry out `JoinPushGroup` at the same time.
+
+        Args:
+            gpu: GPU whose kernels fill the bucket; None for a bucket in host memory.
 
         Raises:
-            PlanError, PeerTimeout, TransferFailed: see `join_group`.
+            ConfigError, PlanError, PeerTimeout, TransferFailed: see `join_group`.
         """
         self._group = join_group(
             self.offer,
@@ -104,7 +107,8 @@ class PushSender:
         """Copy whole tensors into the bucket; return their descriptions, for `ReceiveTensors`.
 
         Raises:
-            ConfigError: the tensors have more bytes than a bucket.
+            ConfigError: the tensors do not fit into a bucket.
+            ProtocolError: `join` was not called.
         """
         from windlass.memory.torch_dtypes import dtype_of
 
@@ -123,10 +127,11 @@ class PushSender:
         return specs
 
     def send(self, deadline_s: float) -> None:
-        """Broadcast the bucket.
+        """Broadcast the tensors of the last `fill`, and wait until the bucket may be filled again.
 
         Raises:
-            TransferFailed: the broadcast failed.
+            TransferFailed: the broadcast failed, or did not end within `deadline_s`. The group is then broken.
+            ProtocolError: `join` was not called.
         """
         group = self._joined()
         group.start(0, self._nbytes, deadline_s)
@@ -173,11 +178,16 @@ class PushReceiver:
         """Row of a shard -> name under which its tensor has arrived in this update."""
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
-        """Raise ProtocolError: a driven update has no plan."""
+        """Raise ProtocolError: updates of this backend have no plan that a publish could bind."""
         raise ProtocolError("push: a publish cannot use it; use windlass.RolloutCallback")
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:  # noqa: ARG002
-        """Begin an update, or receive a part of it."""
+        """Carry out a command of the controller: begin an update, join a group, or receive tensors or files.
+
+        Raises:
+            ProtocolError: the backend has no such command.
+            PlanError, PeerTimeout, TransferFailed: see the methods that this method calls.
+        """
         match command:
             case BeginDriven():
                 self.begin()
@@ -192,11 +202,11 @@ class PushReceiver:
         return None
 
     def begin(self) -> None:
-        """Begin an update with nothing received. Allocate the shadow in the first call.
+        """Begin an update: no tensor counts as received. The first call allocates the shadow copy.
 
         Raises:
-            PlanError: the parameters are in several memories.
-            TransferFailed: there is no memory for the shadow.
+            PlanError: the parameters are in several memories, for example on two GPUs.
+            TransferFailed: there is no memory for the shadow copy.
         """
         if self._memory is None:
             self._memory = memory_at(self._live, self._manifest.worker)
@@ -206,11 +216,12 @@ class PushReceiver:
         self._arrived = {}
 
     def join_named(self, offer: GroupOffer, fabric: CollectiveFabric, deadline_s: float) -> None:
-        """Enter the group of a leader. Leave an older group of the same name.
+        """Enter the broadcast group of a leader, after leaving an older group of the same name.
 
         Raises:
             PlanError: members disagree about the group.
-            PeerTimeout, TransferFailed: see `join_group`.
+            ConfigError, PeerTimeout, TransferFailed: see `join_group`.
+            ProtocolError: no update has begun.
         """
         old = self._groups.pop(offer.name, None)
         if old is not None:
@@ -231,9 +242,10 @@ class PushReceiver:
 
         Raises:
             PlanError: a tensor does not belong to this rank's model or has another shape, or its
-                dtype cannot be cast. The rank then leaves the group before the broadcast, which
-                releases the leader.
-            TransferFailed: the broadcast failed, or a tensor differs from one to which the engine ties it.
+                dtype cannot be cast. The rank then leaves the group before the broadcast, so that the
+                leader's broadcast fails at once instead of at its deadline.
+            TransferFailed: the group was not formed or has failed, the broadcast failed, or two tensors that the engine
+                stores as one (tied weights) have arrived with different values.
         """
         group = self._groups.get(name)
         if group is None or group.broken:
@@ -265,10 +277,10 @@ class PushReceiver:
         self._missing.difference_update(row for row, _ in found)
 
     def read_files(self, folder: str) -> None:
-        """Read this rank's boxes from the safetensors files of a checkpoint folder.
+        """Read this rank's boxes from all safetensors files of a checkpoint folder into the shadow copy.
 
         Raises:
-            TransferFailed: a file is missing or torn.
+            TransferFailed: the folder has no such file, a file is torn, or a value cannot be cast.
         """
         home = Path(folder)
         indices = [_index_of(path) for path in sorted(home.glob("*.safetensors"))]
@@ -285,25 +297,25 @@ class PushReceiver:
                         self._missing.discard(row)
 
     def apply(self) -> None:
-        """Make the update live.
+        """Copy the shadow copy over the live parameters.
 
         Raises:
-            PlanError: some tensor did not arrive; the live parameters are unchanged.
+            PlanError: a part of a parameter did not arrive; the live parameters are unchanged.
         """
         self._check_complete()
         self._begun()[1].copy_over()
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:  # noqa: ARG002
-        """Check that everything has arrived; return an empty tuple, because a push has no links.
+        """Check that every part of every parameter has arrived. Return an empty tuple: no link has a wrong digest.
 
         Raises:
-            PlanError: some tensor did not arrive.
+            PlanError: a part of a parameter did not arrive.
         """
         self._check_complete()
         return ()
 
     def close(self) -> None:
-        """Leave all groups and free the shadow. Idempotent."""
+        """Leave all groups and free the shadow copy. Idempotent."""
         for group in self._groups.values():
             group.abort()
         self._groups = {}
@@ -349,7 +361,15 @@ class PushReceiver:
                     raise PlanError(f"{worker}: tensor {tensor.name!r}: {refusal}")
 
     def _differing(self, memory: MemoryOps, found: Sequence[tuple[int, StridedCopy]]) -> str:
-        """Record that these copies are about to run; return a text if tied tensors have arrived with different values."""
+        """Compare tied tensors before their copies run; return a text about a difference, or an empty text.
+
+        Tied tensors have two names in the checkpoint and one place in this rank's parameters. The first name that arrives
+        in an update fills the place. The values of a second name must equal the values that are or will be there.
+
+        Args:
+            memory: memory of the bucket and of the shadow copy.
+            found: (row of a shard, copy of its box out of the bucket), for each copy that is about to run.
+        """
         differing, copied = "", dict[int, StridedCopy]()
         for row, copy in found:
             earlier = self._arrived.setdefault(row, copy.tensor)
@@ -371,7 +391,7 @@ class PushReceiver:
     def _box_of(
         self, shadow: ShadowCopy, shard: Shard, tensor: WireTensor, address: int
     ) -> StridedCopy:
-        """Return a copy of a shard's box from the whole tensor at `address` into the shadow memory."""
+        """Return the description of a copy: a shard's box, from the whole tensor at `address` into the shadow copy."""
         position = self._indices[shard.parameter]
         dtype = self._manifest.parameters[position].dtype
         strides = contiguous_strides(tensor.shape, tensor.dtype.itemsize)
@@ -389,7 +409,11 @@ class PushReceiver:
 
 
 def _index_of(path: Path) -> DiskIndex:
-    """Return an index of the whole tensors in a checkpoint file."""
+    """Return an index of the whole tensors in a checkpoint file, with the file's name in place of a rank's.
+
+    Raises:
+        TransferFailed: the file cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -71,7 +71,10 @@ class PushOrder:
 
     @asynccontextmanager
     async def turn(self, leader: int, number: int) -> AsyncIterator[None]:
-        """Wait for the turn of call `number` of `leader`, and grant the next turn when the block ends.
+        """Wait for the turn of call `number` of `leader`, run the block, and grant the next turn.
+
+        The order is: call 0 of leader 0, call 0 of leader 1, and so on, then call 1 of leader 0. Leaders that have ended
+        are skipped.
 
         Raises:
             RoundAborted: the turn has passed or was requested before, or `fail` was called.
@@ -99,9 +102,10 @@ class PushOrder:
     def end(self, leader: int) -> str:
         """Record that `leader` makes no more calls. Idempotent.
 
+        If a call of this leader still waits for its turn, all calls fail.
+
         Returns:
-            Reason why the update fails, for example because a call of the leader still waits for its turn; empty if it
-                does not fail.
+            Reason why calls fail; empty if they do not fail.
         """
         if early := [number for number, other in self._waiting if other == leader]:
             self.fail(f"callback: stage {leader} ended before its call {min(early)}")
@@ -111,7 +115,7 @@ class PushOrder:
         return self._failure
 
     def fail(self, reason: str) -> None:
-        """Fail all waiting and later calls with `reason`."""
+        """Fail all waiting and later calls with `reason`, or with the reason of an earlier call of this method."""
         self._failure = self._failure or reason
         for turn in self._waiting.values():
             if not turn.done():
@@ -146,25 +150,25 @@ class PushDelivery(Delivery):
         self._measured = {Measure.WIRE_S: 0.0, Measure.NBYTES: 0.0}
 
     def prepare(self, engines: Collection[str]) -> tuple[Order, ...]:
-        """Tell engines to collect tensors."""
+        """Return one command per engine rank: start to collect tensors."""
         return tuple(Order(worker, BeginDriven(PushBackend())) for worker in engines)
 
     def unlinked(self, engines: Collection[str]) -> Collection[str]:
-        """Return all engine ranks: a push has no links."""
+        """Return all engine ranks: the plan has no links to them, but they must verify that all tensors have arrived."""
         return engines
 
     @property
     def awaited(self) -> str:
-        """The leaders' calls, until `sent`."""
+        """Reason to report if WRITE ends at its deadline before `sent`; empty afterwards."""
         return "" if self._has_sent else "the leaders did not continue"
 
     def sent(self) -> None:
-        """Record that the leaders have sent all tensors."""
+        """Record that the leaders have sent all tensors, so that WRITE may end."""
         self._has_sent = True
 
     @property
     def measures(self) -> Mapping[Measure, float]:
-        """Seconds and bytes of the broadcasts, which the ranks do not report."""
+        """Seconds and bytes of all broadcasts, as the controller has measured them; the ranks do not report them."""
         return {measure: value for measure, value in self._measured.items() if value}
 
     def note(self, nbytes: int, wire_s: float) -> None:
@@ -173,15 +177,18 @@ class PushDelivery(Delivery):
         self._measured[Measure.WIRE_S] += wire_s
 
     def changes_live(self, mode: UpdateMode) -> bool:  # noqa: ARG002
-        """Return False: a shadow copy receives the tensors."""
+        """Return False: the tensors arrive in a shadow copy, so live weights change only in APPLY."""
         return False
 
     def survives_failure(self, phase: Phase) -> bool:
-        """Return whether the phase does not concern all engines together."""
+        """Return whether the round continues for the other engines after a failure of one engine in `phase`.
+
+        In PREPARE and VERIFY it does not: all engines of the round have joined the same broadcast groups.
+        """
         return phase not in {Phase.PREPARE, Phase.VERIFY}
 
     def answered(self, worker: str, command: Command, result: Result) -> Findings | None:  # noqa: ARG002
-        """Accept the answer to `BeginDriven`."""
+        """Return findings without content for the answer `Done` to `BeginDriven`; None for any other answer."""
         return Findings() if (type(command), type(result)) == (BeginDriven, Done) else None
 
 
@@ -220,7 +227,10 @@ class _Push:
             self._stages[leader] = stage
 
     def leave(self, leader: str) -> bool:
-        """Record that a leader has sent all its tensors; return whether all leaders have."""
+        """Record that a leader has sent all its tensors; return whether all leaders of the round have done so.
+
+        With a declared order, leaders that have not joined yet count too.
+        """
         self._leaders.discard(leader)
         if self._order is None:
             return not self._leaders
@@ -229,10 +239,13 @@ class _Push:
         return self._order.over
 
     def turn(self, leader: str, number: int) -> AbstractAsyncContextManager[None]:
-        """Return a context that waits for the turn of a call; it does not wait if the leaders declared no order.
+        """Return an async context manager for call `number` of a leader. It waits for the call's turn when it is entered.
+
+        It does not wait if the leaders declared no order.
 
         Raises:
-            RoundAborted: the leader has not joined the round; see also `PushOrder.turn`.
+            RoundAborted: the leader has not joined the round. Entering the context manager raises the errors of
+                `PushOrder.turn`.
         """
         if leader not in self._leaders:
             raise RoundAborted(f"callback: {leader} must call pause_generation first")
@@ -241,13 +254,13 @@ class _Push:
         return self._order.turn(self._stages[leader], number)
 
     def fail(self, reason: str) -> None:
-        """Mark the update as failed; the first reason is kept."""
+        """Mark the update as failed, so that later calls fail too. Only the first reason is kept."""
         self.failure = self.failure or reason
         if self._order is not None:
             self._order.fail(self.failure)
 
     async def call(self, command: PushCommand, deadline_s: float) -> None:
-        """Send a command to every rank of the round, and wait until all have carried it out.
+        """Send a command to every engine rank of the round, and wait until all have carried it out.
 
         Raises:
             RoundAborted: a rank failed or did not answer within `deadline_s`, or an earlier call failed.
@@ -312,7 +325,12 @@ class PushUpdates:
         return CallbackAnswer(error=error)
 
     async def carry_out(self, asked: CallbackRequest) -> tuple[str, ...]:
-        """Carry out a call of the leading trainer rank; return the workers of the update if it asks for them."""
+        """Carry out a leader's call. Return the engine ranks of the running update for a `MembersCall`, else nothing.
+
+        Raises:
+            RoundAborted: no update is running, the update or the call failed, or the version was not published.
+            PeerUnreachable: no complete engine is connected.
+        """
         call, deadline_s = asked.call, asked.deadline_s
         match call:
             case PauseCall():
@@ -334,7 +352,10 @@ class PushUpdates:
         return self._latest
 
     async def _pause(self, leader: str, call: PauseCall, deadline_s: float) -> bool:
-        """Begin or join a round; return False after the end of a running round that the leader could not join."""
+        """Begin a round, or join the running round if its engines still wait for tensors; return True.
+
+        If the running round is in another phase, wait for its end and return False: the caller must try again.
+        """
         async with self._lock:
             latest = self._latest
             if latest is None or latest.round.report.done():
@@ -363,7 +384,10 @@ class PushUpdates:
             raise
 
     async def _call_all(self, asked: CallbackRequest, command: PushCommand) -> None:
-        """Send one command at a time to all engines, so that all engines carry out the commands in the same order."""
+        """Wait for the call's turn and for the end of earlier commands, and send the command to all engine ranks.
+
+        So all engine ranks carry out the commands of all leaders in the same order.
+        """
         async with self._running().turn(asked.leader, asked.number), self._lock:
             await self._running().call(command, asked.deadline_s)
 

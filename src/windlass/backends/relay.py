@@ -46,10 +46,11 @@ FENCE_S = 5.0
 def find_relay_groups(
     trainers: Group, engines: Sequence[Group], backend: P2pBackend
 ) -> tuple[RelayGroup, ...]:
-    """Return the relay groups: disjoint groups of at least two ranks, all from different engines.
+    """Return the relay groups: disjoint groups of at least two engine ranks, all from different engines.
 
-    The engines of a group can send, and their ranks hold identical boxes at identical places. An engine that stores
-    by kernels (`strided_stores`) joins no group. If the trainers store by kernels, the function returns no groups.
+    The ranks of a group have the same boxes at the same places of their parameters, and can all send. An engine with a
+    transport that writes by GPU kernels (`strided_stores`) joins no group. If the trainers have such a transport, or
+    `backend.relay` is off, there are no groups.
     """
     if backend.relay is RelayShape.OFF or _stores_by_kernels(trainers):
         return ()
@@ -85,7 +86,10 @@ class EngineCopies(LinkCopies):
     def commands(
         self, links: Iterable[Link], bound: Mapping[str, Bound], narrow: Narrow
     ) -> dict[str, Command]:
-        """Return the addresses for members, and for the sources that write to a group."""
+        """Return a `ConnectRelay` for each member of a group, and for each source that writes to a group.
+
+        For arguments see `LinkCopies.commands`.
+        """
         sent_to: dict[str, set[str]] = {}
         for source, destination in links:
             sent_to.setdefault(source, set()).add(destination)
@@ -111,14 +115,23 @@ def _connect_relay(
     bound: Mapping[str, Bound],
     narrow: Narrow,
 ) -> ConnectRelay:
-    """Return a command with the memory addresses of ranks `to` and the relay listeners of ranks `through`."""
+    """Return the command with which `worker` (a source or a member) binds its relay groups.
+
+    Args:
+        worker: rank that gets the command.
+        groups: relay groups of this rank.
+        to: ranks whose memory addresses the rank needs, because it writes to them.
+        through: ranks whose relay listeners the rank connects to.
+        bound: engine rank -> its answer to `ConnectEngine`.
+        narrow: see `LinkAddresses.narrow`.
+    """
     bindings = tuple(narrow(worker, bound[name].binding) for name in to)
     addresses = (bound[name].relay for name in through)
     return ConnectRelay(groups, bindings, tuple(a for a in addresses if a is not None))
 
 
 def _below(group: RelayGroup, member: str) -> tuple[str, ...]:
-    """Return the ranks that a member forwards to, in any stripe."""
+    """Return the ranks to which a member of a group passes bytes on, in any of the group's stripes."""
     return tuple(dict.fromkeys(c for stripe in children_of(group, member) for c in stripe))
 
 
@@ -154,7 +167,11 @@ class RelayDelivery(Delivery):
         version: int,
         deadline_s: float,
     ) -> list[Order]:
-        """Return the commands of the relay if it is possible and was not tried before; else the commands to write directly."""
+        """Return the commands that write links: by relay in the first call, and directly in later calls.
+
+        The first call also writes directly if a member of a relay group is not active. For arguments see
+        `Delivery.write`.
+        """
         was_tried, self._was_tried = self._was_tried, True
         if was_tried or not self._children.keys() <= set(active):
             return super().write(
@@ -171,7 +188,11 @@ class RelayDelivery(Delivery):
         ]
 
     def answered(self, worker: str, command: Command, result: Result) -> Findings | None:
-        """Return the contents of a member's answer."""
+        """Record a member's answer `Relayed` to the command `Relay`, and return its contents; None for another answer.
+
+        The contents include ranks that late bytes may still reach, and commands to members that must not wait for
+        this member any more.
+        """
         if not isinstance(command, Relay) or not isinstance(result, Relayed):
             return None
         self._running.discard(worker)
@@ -196,16 +217,22 @@ class RelayDelivery(Delivery):
         )
 
     def ended(self, worker: str, command: Command) -> None:
-        """Record that a member does not pass bytes on any more."""
+        """Record that a member no longer carries out `Relay`, so it passes no bytes on any more."""
         if isinstance(command, Relay):
             self._running.discard(worker)
 
     def link_failed(self, link: Link) -> tuple[Order, ...]:
-        """Tell a member that takes part not to wait for this source: the link is written again later."""
+        """Return the command for the link's destination not to wait for this source, if it still carries out `Relay`.
+
+        The round writes the link again later.
+        """
         return self._skip(link[0], (link[1],))
 
     def left(self, worker: str, *, lost: bool) -> tuple[Order, ...]:
-        """Tell the ranks below a member not to wait for it. A member that is not lost may still be writing."""
+        """Return the commands for the ranks below a member not to wait for it, after the member has left the round.
+
+        A member that has not lost its connection still counts as running, because it may still write.
+        """
         if worker not in self._running:
             return ()
         if lost:
@@ -221,13 +248,16 @@ class RelayDelivery(Delivery):
         )
 
     def pop_incomplete(self) -> tuple[bool, frozenset[Link]]:
-        """Return the links that the relay left incomplete; to write them is free once after the relay."""
+        """Return the links that the relay left incomplete, and forget them; see `Delivery.pop_incomplete`.
+
+        The first call after the relay says that the repetition is free; later calls say that it is not.
+        """
         is_unseen, missed = self._is_unseen, frozenset(self._missed)
         self._is_unseen, self._missed = False, set()
         return is_unseen, missed
 
     def unsettled(self) -> dict[str, tuple[str, ...]]:
-        """Return the members that may still be writing, each with the ranks below it."""
+        """Return the members that may still write: member -> ranks to which it passes bytes on."""
         return {w: self._children[w] for w in sorted(self._running) if self._children[w]}
 
 
@@ -244,7 +274,7 @@ class RelayingSender:
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """Bind a plan part, without groups; see `Sender.connect`."""
+        """Bind a plan part, and drop the relay groups of an older binding; see `Sender.connect`."""
         self._source.close()
         return self._sender.connect(plan, bindings)
 
@@ -264,12 +294,12 @@ class RelayingSender:
         self._sender.change_links(plan, bindings, gone)
 
     def prepare(self, version: int) -> None:
-        """Pack and hash the links, and the chunks of links to groups."""
+        """Pack all links and compute their digests; for links to relay groups, also the digest of each chunk."""
         self._sender.prepare(version)
         self._source.prepare()
 
     def write(self, version: int, destinations: Sequence[str], deadline_s: float) -> Written:
-        """Write the links to `destinations` directly."""
+        """Write the links to `destinations` directly, without a relay; see `Sender.write`."""
         return self._sender.write(version, destinations, deadline_s)
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:
@@ -285,7 +315,7 @@ class RelayingSender:
         return None
 
     def close(self) -> None:
-        """Unbind the groups; the sender belongs to the caller. Idempotent."""
+        """Drop the relay groups. The caller closes the sender that this object wraps. Idempotent."""
         self._source.close()
 
 
@@ -302,7 +332,7 @@ class RelayingReceiver:
         return self._receiver.connect(plan, mode)
 
     def listen(self) -> RelayAddress:
-        """Start to listen in the first call; return the address at which upstreams connect."""
+        """Return the address at which upstreams connect. The first call starts to listen."""
         return self._node.open()
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:
@@ -322,7 +352,10 @@ class RelayingReceiver:
         return None
 
     def interrupt(self, command: Command | None, round_id: RoundId | None) -> None:
-        """End a running `Relay` or its wait for one upstream, as soon as the command arrives."""
+        """Act on a command during `Relay`: `SkipUpstream` ends the wait for one upstream, `Abort` ends the relay.
+
+        A lost connection (`command` None) ends the relay too. For arguments see `Interruptible.interrupt`.
+        """
         match command:
             case SkipUpstream() if round_id is not None:
                 self._node.refuse(round_id, command.upstream)
@@ -332,9 +365,10 @@ class RelayingReceiver:
                 pass
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Compare the digests of the received bytes.
+        """Compare the digests of the received bytes; see `ReceiverBackend.verify`.
 
-        If an upstream has died, fence first: after a fence its last bytes have arrived, or never will.
+        If an upstream lost its connection during the relay, call the transport's `fence` first. After the fence, the
+        upstream's last bytes have either arrived or will never arrive.
         """
         if self._fence_is_due:
             self._receiver.transport.fence(deadline_s=FENCE_S)
@@ -342,9 +376,9 @@ class RelayingReceiver:
         return self._receiver.verify(version, expected)
 
     def apply(self) -> None:
-        """Make the written bytes live."""
+        """Make the received bytes live; see `ReceiverBackend.apply`."""
         self._receiver.apply()
 
     def close(self) -> None:
-        """Stop listening; the receiver belongs to the caller. Idempotent."""
+        """Stop listening. The caller closes the receiver that this object wraps. Idempotent."""
         self._node.close()

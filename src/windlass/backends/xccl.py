@@ -1,10 +1,10 @@
 """Backend `xccl`: every trainer rank broadcasts to the engine ranks that need its bytes.
 
-Each trainer rank is the root of one group with these engine ranks. No rank gathers the model: a rank broadcasts each byte of its own shard once. Both halves use several
-buffers (`XcclBackend.num_buffers`), so that packing, broadcasting and loading overlap. An engine in
-several groups enters them in the order of the source names. All engines use this order, so that
-groups cannot deadlock. A failed group is aborted, which releases the other members; the controller
-forms a new group of the remaining members.
+Each trainer rank is the root (rank 0, the sender) of one group with these engine ranks. No rank gathers the model: a
+rank broadcasts each byte of its own shard once. Both halves use several buffers (`XcclBackend.num_buffers`), so that
+packing, broadcasting and loading overlap. An engine in several groups enters them in the order of the source names. All
+engines use this order, so that groups cannot deadlock. If a broadcast fails, each member aborts the group, so that no
+member waits until its deadline; the controller then binds the remaining ranks again, which forms new groups.
 
 A bucket is the content of one broadcast: raw parameter bytes. Each receiver copies its boxes out of
 the bucket with the ops of its plan part. Bytes that no engine needs are not sent.
@@ -76,23 +76,26 @@ class Xccl(OwnPathBackend):
         self._options = options
 
     def sender(self, sender: RankSender, host: str) -> SenderBackend:
-        """Return the root of a group."""
+        """Return the trainer half: it broadcasts to all engine ranks that need its bytes."""
         return CollectiveSender(self._options, sender.manifest, sender.parameters, host)
 
     def receiver(self, receiver: RankReceiver, host: str) -> ReceiverBackend:
-        """Return a member of the groups of the sources."""
+        """Return the engine half: it receives the broadcasts of all trainer ranks whose bytes it needs."""
         return CollectiveReceiver(self._options, receiver.manifest, receiver.live_addresses, host)
 
     def parts(self, plan: TransferPlan, *, sending: bool) -> dict[str, TransferPlan]:
-        """Return parts with the names of all tensors, because the members of a group compare their name tables."""
+        """Return the part of the plan for each rank, with the names of all tensors of the plan.
+
+        The members of a group compare the tables of their parts, so the tables must be equal.
+        """
         return plan.parts(sending=sending, all_names=True)
 
     def delivery(self, binding: Binding) -> Delivery:  # noqa: ARG002
-        """Return a delivery to engines that receive while sources write."""
+        """Return a delivery for which engine ranks get a command to receive while trainer ranks write."""
         return GroupDelivery()
 
     def is_spent(self, report: UpdateReport) -> bool:
-        """Return whether a rank has failed: its groups are broken, and the survivors form new ones."""
+        """Return whether the round failed or left out an engine: groups may be broken, so all ranks must bind again."""
         return report.outcome is not RoundOutcome.PUBLISHED or bool(report.left_out)
 
 
@@ -109,9 +112,11 @@ class GroupDelivery(Delivery):
         version: int,
         deadline_s: float,
     ) -> list[Order]:
-        """Tell engines to receive before the trainers write, because engines have nothing to pack.
+        """Return a command to receive for each destination, followed by a command to write for each source.
 
-        The round does not await the engines' answers, because VERIFY checks the bytes.
+        A broadcast reaches all active destinations of a source again, also those that have its bytes already. The round
+        does not wait for the answers of the destinations, because VERIFY checks the bytes. For arguments see
+        `Delivery.write`.
         """
         links = ledger.among(missing, active)
         groups: dict[str, dict[str, tuple[str, ...]]] = {}
@@ -183,14 +188,23 @@ class CollectiveSender:
         return self._offer
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:  # noqa: ARG002
-        """Join the group that this rank offered."""
+        """Carry out `JoinGroups`: join the group that this rank offered, see `join`.
+
+        Raises:
+            ProtocolError: the command is another command.
+        """
         if not isinstance(command, JoinGroups):
             raise ProtocolError(f"a group's source cannot carry out {type(command).__name__}")
         self.join(command.offers, command.deadline_s)
         return None
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
-        """Join the one group that this rank offered."""
+        """Join the group that `connect` offered. Collective over its members.
+
+        Raises:
+            ProtocolError: `offers` does not contain exactly this group.
+            ConfigError, PlanError, PeerTimeout, TransferFailed: see `join_group`.
+        """
         if self._offer is None or tuple(offers) != (self._offer,):
             raise ProtocolError(
                 f"{self._source.manifest.worker}: join: must get the group that this rank offered"
@@ -210,7 +224,7 @@ class CollectiveSender:
         )
 
     def prepare(self, version: int) -> None:  # noqa: ARG002
-        """Hash every link. Prepare the copies into the buckets again if a parameter has moved."""
+        """Compute the digest of every link. If a parameter has moved, prepare the copies into the buckets again."""
         began = time.perf_counter()
         if self._source.locate():
             self._forget_packs()
@@ -249,9 +263,9 @@ class CollectiveSender:
         self._group = self._rendezvous = self._offer = None
 
     def _broadcast(self, group: TorchBroadcastGroup, deadline: Deadline) -> float:
-        """Broadcast all buckets. Pack each bucket while the bucket before it is being sent.
+        """Pack and broadcast all buckets; return the seconds of packing.
 
-        Return the seconds spent packing.
+        With several buffers, a bucket is packed while the buckets before it are being sent.
         """
         packed_s = 0.0
         for bucket, parts in enumerate(self._buckets):
@@ -270,7 +284,7 @@ class CollectiveSender:
         return packed_s
 
     def _prepare_packs(self, group: TorchBroadcastGroup) -> tuple[PreparedCopies, ...]:
-        """Prepare the copies from the parameters to the group's buffers, bucket by bucket."""
+        """Return the prepared copies from the parameters into the group's buffers, one object per bucket."""
         return tuple(
             self._source.memory.prepare(
                 [
@@ -315,7 +329,11 @@ class CollectiveReceiver:
         return self._destination.unwritten(PeerEndpoint("xccl", self._host, ""))
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:  # noqa: ARG002
-        """Join groups, or receive from them."""
+        """Carry out `JoinGroups` or `Receive`, see `join` and `receive`.
+
+        Raises:
+            ProtocolError: the command is another command.
+        """
         match command:
             case JoinGroups():
                 self.join(command.offers, command.deadline_s)
@@ -357,7 +375,17 @@ class CollectiveReceiver:
             )
 
     def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
-        """Receive all groups. After a group fails, the other groups are still received."""
+        """Receive the broadcasts of all sources, and copy this rank's boxes out of them.
+
+        If the broadcasts of one source fail, still receive those of the other sources.
+
+        Args:
+            groups: source -> destinations that take part in the source's broadcasts.
+            deadline_s: seconds for all broadcasts together.
+
+        Raises:
+            TransferFailed: the broadcasts of at least one source failed.
+        """
         deadline = Deadline.after(deadline_s, "receive")
         failed = []
         for source in sorted(groups):
@@ -376,7 +404,7 @@ class CollectiveReceiver:
         self._destination.apply()
 
     def close(self) -> None:
-        """Leave all groups and free the shadow. Idempotent."""
+        """Leave all groups and free the shadow copy. Idempotent."""
         self._leave()
         self._destination.close()
 
@@ -407,9 +435,11 @@ class CollectiveReceiver:
 def _whole(
     group: TorchBroadcastGroup | None, offer: GroupOffer | None, destinations: Sequence[str]
 ) -> TorchBroadcastGroup:
-    """Return the group; raise unless `destinations` contains every receiver of the group.
+    """Return the group if it can broadcast.
 
-    A broadcast without one of the members would never finish.
+    Raises:
+        TransferFailed: no group was formed; the group is broken; or `destinations` lacks a receiver of the group. In the
+            last case the group is aborted, because a broadcast without this receiver would never end.
     """
     if group is None or offer is None:
         raise TransferFailed("no group was formed")
@@ -423,7 +453,7 @@ def _whole(
 
 
 def _plan_tables(plan: TransferPlan) -> str:
-    """Return the tables that are equal in all parts of one plan."""
+    """Return a text of the rank names and manifest digests in a plan part. It is equal for all parts of one plan."""
     tables = (plan.sources, plan.destinations, plan.source_digests, plan.destination_digests)
     return repr(tables)
 
@@ -445,9 +475,15 @@ class Load:
 def cut_buckets(
     manifest: ShardManifest, programs: Iterable[LinkProgram], capacity_nbytes: int
 ) -> tuple[tuple[BucketPart, ...], tuple[int, ...]]:
-    """Return the parts of all buckets in order, and the size of each bucket in bytes.
+    """Distribute the parameter bytes that a trainer rank sends over buckets.
 
-    `capacity_nbytes`: maximum size of a bucket, a multiple of `ALIGNMENT`.
+    Args:
+        manifest: layout of the rank's parameters.
+        programs: links of the rank. Bytes that several links read are sent once; bytes that no link reads are not sent.
+        capacity_nbytes: maximum size of a bucket, a multiple of `ALIGNMENT`.
+
+    Returns:
+        Parts of all buckets in order, and the size of each bucket in bytes. A part is a range of one parameter's bytes.
     """
     parts: list[BucketPart] = []
     sizes: list[int] = []
@@ -484,10 +520,15 @@ def cut_buckets(
 
 
 def loads_of(program: LinkProgram, offer: GroupOffer) -> tuple[tuple[Load, ...], ...]:
-    """Return the loads of a receiver, per bucket.
+    """Return, for each bucket of a source, the copies that a receiver makes out of the bucket.
+
+    Args:
+        program: link from the source to the receiver.
+        offer: group of the source, with the content of its buckets.
 
     Raises:
-        PlanError: the buckets do not contain every byte that the ops read, in the ops' dtype.
+        PlanError: the buckets do not contain every byte that the link's ops read, or contain it in another dtype.
+        UnsupportedLayout: a bucket ends inside an element that the link needs.
     """
     by_parameter: dict[int, list[BucketPart]] = {}
     for part in offer.parts:
@@ -512,10 +553,10 @@ def loads_of(program: LinkProgram, offer: GroupOffer) -> tuple[tuple[Load, ...],
 
 
 def clip(op: BoundOp, start: int, stop: int) -> Iterator[BoundOp]:
-    """Yield the parts of an op that read bytes in [start, stop) of its source parameter.
+    """Yield the parts of an op whose source elements are inside bytes [start, stop) of the source parameter.
 
     Raises:
-        UnsupportedLayout: `start` or `stop` is inside an element.
+        UnsupportedLayout: `start` or `stop` is inside an element that the op reads.
     """
     reach = op.src_extent_nbytes
     first, last = op.src_offset, op.src_offset + reach

@@ -156,7 +156,12 @@ class RolloutCallback(Closing):
         self._call(ContinueCall(number), deadline_s)
 
     def engine_ranks(self, *, deadline_s: float | None = None) -> tuple[str, ...]:
-        """Return the names of the engine ranks in this update. In a process group, they are ranks 1, 2, ..."""
+        """Return the names of the engine ranks in this update. In a `WeightGroup`, they are ranks 1, 2, and so on.
+
+        Raises:
+            RoundAborted: no update has begun.
+            PeerTimeout, AuthenticationError: see `continue_generation`.
+        """
         return self._call(MembersCall(), deadline_s)
 
     def init_weights_update_group(
@@ -166,13 +171,21 @@ class RolloutCallback(Closing):
         fabric: CollectiveFabric = CollectiveFabric.GLOO,
         deadline_s: float | None = None,
     ) -> Future[None]:
-        """Make every engine rank join a process group in which the caller is rank 0. Return a future at once."""
+        """Make every engine rank join a process group in which this process is rank 0. Return a future at once.
+
+        Joining is a collective: this process must join the group now, with `PushSender.join`. The future is done when all
+        engine ranks have joined; it raises RoundAborted if one of them failed.
+        """
         return self._start(JoinPushGroup(offer, fabric, deadline_s or self._deadline_s), deadline_s)
 
     def update_weights_from_distributed(
         self, group: str, tensors: Sequence[WireTensor], *, deadline_s: float | None = None
     ) -> Future[None]:
-        """Make every engine rank receive one bucket of whole tensors in a process group. Return a future at once."""
+        """Make every engine rank receive one bucket of whole tensors in the process group `group`. Return a future at once.
+
+        This process must broadcast the bucket now. The future is done when all engine ranks have received the bucket; it
+        raises RoundAborted if one of them failed.
+        """
         return self._start(
             ReceiveTensors(group, tuple(tensors), deadline_s or self._deadline_s), deadline_s
         )
@@ -180,7 +193,10 @@ class RolloutCallback(Closing):
     def update_weights_from_disk(
         self, folder: str, *, deadline_s: float | None = None
     ) -> Future[None]:
-        """Make every engine rank read its boxes from a checkpoint folder. Return a future at once."""
+        """Make every engine rank read its boxes from the checkpoint folder `folder`. Return a future at once.
+
+        The future is done when all engine ranks have read the files; it raises RoundAborted if one of them failed.
+        """
         return self._start(ReadFiles(folder), deadline_s)
 
     def update_weights(self, version: int, *, deadline_s: float | None = None) -> PendingUpdate:
@@ -214,6 +230,19 @@ class RolloutCallback(Closing):
         """Send a call to the controller, and send it again after a lost connection, until the controller answers.
 
         All these requests have the same id, so that the controller carries out the call once.
+
+        Args:
+            call: the call.
+            deadline_s: seconds for the call; None for the deadline of this object.
+            number: see `CallbackRequest.number`.
+
+        Returns:
+            Engine ranks of the update, for a `MembersCall`; else an empty tuple.
+
+        Raises:
+            RoundAborted: the controller reported a failure.
+            PeerTimeout: the controller did not answer within the deadline, or this object was closed.
+            AuthenticationError: the token is wrong.
         """
         seconds = deadline_s or self._deadline_s
         asked = CallbackRequest(uuid.uuid4().hex, self.leader, call, seconds, number)

@@ -165,7 +165,10 @@ class TrainerClient(Closing):
         return pending
 
     def _publish_copy(self, version: int, *, wait: bool, deadline_s: float) -> PendingUpdate:
-        """Publish a copy of the weights; see `publish`. Without `wait`, return when the weights have been copied."""
+        """Publish a copy of the weights; see `publish` for arguments and errors.
+
+        Without `wait`, return when the weights have been copied, or when the round has ended without a copy.
+        """
         if self._sender.replica is None:
             raise ConfigError(
                 "publish: copy=True needs a replica when connecting, got replica=off; connect with replica='auto'"
@@ -191,8 +194,8 @@ class TrainerClient(Closing):
 
         Collective: every trainer rank must call this with the same version.
 
-        Memory: the weights must not change until the controller has published them (with a replica: until this rank has
-        copied them).
+        Memory: the weights must not change until the controller's round has ended (with a replica: until this rank has
+        copied them, which happens after this method returns).
 
         Raises:
             ConfigError: `version` is not an integer >= 0, or a version is still being published.
@@ -214,10 +217,22 @@ class TrainerClient(Closing):
         deadline_s: float | None,
         copied: threading.Event | None = None,
     ) -> Callable[[], UpdateReport]:
-        """Announce a version to the controller; return a function that waits for the round's end and returns its report.
+        """Make the weights ready to be sent as `version`.
 
-        `deadline_s` is None if the controller begins the round itself, so that there is nothing to announce. `copied` is
-        set when the weights have been copied to the replica; it is None to send without a copy.
+        Args:
+            what: name of the public method, for errors.
+            version: number of the version.
+            deadline_s: seconds within which the round must end; None if the controller begins the round itself, so that
+                this rank announces nothing.
+            copied: event that is set when the weights have been copied to the replica; None to send without a copy.
+
+        Returns:
+            Function that announces the version (with `deadline_s`), waits for the end of the round, and returns the
+            report. The caller must call it, or no later version can begin.
+
+        Raises:
+            ConfigError: `version` is not an integer >= 0, or another version is still being published.
+            ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
         number = version_number(version, what)
         if not self._publishing.acquire(blocking=False):
@@ -255,11 +270,13 @@ class TrainerClient(Closing):
         until_over: Callable[[], UpdateReport],
         copied: threading.Event | None,
     ) -> UpdateReport:
-        """Wait for the end of a round by calling `until_over`, and return the report. Let the next `publish` begin.
+        """Wait for the end of a round by calling `until_over`, and return the report.
+
+        In every case, also after an error, free what `_begin` has locked, so that the next version can begin.
 
         Raises:
             RoundAborted: the version was not published.
-            WindlassError: `until_over` raised it.
+            WindlassError: `until_over` raised it, for example at its deadline.
         """
         try:
             report = until_over()
@@ -280,7 +297,7 @@ class TrainerClient(Closing):
             self._publishing.release()
 
     def leave(self) -> None:
-        """Leave the fleet. The transport stays open, so that the caller can unregister memory. Idempotent."""
+        """Leave the fleet, but do not close the transport: the caller may still unregister memory with it. Idempotent."""
         self._channel.close()
         self._background.shutdown(wait=True)
         self._agent.close()

@@ -130,14 +130,16 @@ class _Report(msgspec.Struct, frozen=True):
 
 
 def _require_success(reports: Sequence[_Report], error: Exception | None) -> None:
-    """Raise an error if the attempt failed on a rank, or if a parameter is exported on no rank.
+    """Raise an error if an attempt failed on any rank. All ranks have the same reports, so all raise the same error.
 
     Args:
-        reports: reports of all ranks.
-        error: error of this rank.
+        reports: reports of all ranks about the attempt.
+        error: error of the attempt on this rank, the cause of the raised error; None without an error.
 
     Raises:
-        ConfigError, UnsupportedLayout: see `captured_export`.
+        ConfigError: the exporter raised an error on a rank.
+        UnsupportedLayout: the exporter computes values on a rank; or it exports a parameter on no rank, and no further
+            attempt will follow.
     """
     for rank, report in enumerate(reports):
         if report.failure and not report.refusal:
@@ -164,11 +166,17 @@ def exported_manifest(
     *,
     deadline_s: float,
 ) -> ShardManifest:
-    """Return the manifest of a module's tensors as its exporter names and splits them. Collective.
+    """Return the manifest of a module's tensors, with the checkpoint tensors that the exporter yields. Collective.
+
+    Args:
+        held: tensors of the module on this rank.
+        export: see `captured_export`.
+        worker: name of this rank.
+        deadline_s: see `captured_export`.
 
     Raises:
         UnsupportedLayout: a tensor is not contiguous; or see `captured_export`.
-        PeerTimeout: see `captured_export`.
+        ConfigError, PeerTimeout: see `captured_export`.
     """
     # The memory that the module itself uses: for a DTensor, the local tensor in it.
     tensors = {one.name: local_part(one.tensor) for one in held}
@@ -212,12 +220,12 @@ def add_placed(builder: ManifestBuilder, name: str, tensor: torch.Tensor, placed
 
 
 def _num_unused(tensor: torch.Tensor, shards: Iterable[PlacedShard]) -> int:
-    """Return the number of elements that become no checkpoint element, such as a padded vocabulary."""
+    """Return the number of a tensor's elements that the exporter leaves out, such as rows that pad a vocabulary."""
     return max(0, tensor.numel() - sum(shard.box.numel for shard in shards))
 
 
 def _codes_of(tensors: Mapping[str, torch.Tensor], peers: _Peers) -> tuple[Codes, range]:
-    """Return the numbers of all elements on all ranks, and the range of indices of this rank's tensors."""
+    """Return codes that number all elements on all ranks, and the range of this rank's tensors in `Codes.specs`."""
     own = [
         CheckpointSpec(name, tuple(tensor.shape), dtype_of(name, tensor))
         for name, tensor in tensors.items()
@@ -254,7 +262,7 @@ def _attempt(
     own: range,
     scattered: frozenset[_Key],
 ) -> tuple[dict[str, list[PlacedShard]], frozenset[_Key]]:
-    """Run the exporter on digits and on random values.
+    """Run the exporter on each digit of the element numbers and on random values, and find the boxes in its output.
 
     Args:
         tensors: see `captured_export`.
@@ -337,7 +345,10 @@ def _observed(
     own: range,
     scattered: frozenset[_Key],
 ) -> dict[_Key, _Exported]:
-    """Return the element numbers of every exported tensor, compared with a run on random values.
+    """Run the exporter on each digit of the element numbers, and then on random values. Return each exported tensor.
+
+    The result says which elements each exported tensor contains, and whether the run on random values confirms it. For
+    arguments see `_attempt`.
 
     Raises:
         ConfigError: the exporter yields other tensors in a later run, or something other than names and tensors.
@@ -459,7 +470,7 @@ class _Peers:
         return [msgspec.msgpack.decode(data, type=_Report) for data in found]
 
     def exchange(self, stage: str, mine: bytes) -> list[bytes]:
-        """Return the bytes of every rank, in rank order. Every rank makes the same call.
+        """Send `mine` to all ranks, and return the bytes of every rank, in rank order. All ranks use the same `stage`.
 
         Raises:
             PeerTimeout: a rank did not make the call within the deadline.
@@ -490,7 +501,7 @@ class _Peers:
 
 @contextmanager
 def _deadline_on_collectives(deadline_s: float) -> Iterator[None]:
-    """Limit the wait of each collective on gloo and NCCL inside the block."""
+    """Inside the block, let each collective on gloo and NCCL wait at most `deadline_s`, or less if its group says so."""
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return

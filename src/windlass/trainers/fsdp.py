@@ -46,7 +46,11 @@ def connect_described(
     keep: Sequence[str],
     connect_deadline_s: float,
 ) -> TrainerClient:
-    """Connect this trainer rank; see `connect_trainer`. `weights` is the description that a trainer adapter has made."""
+    """Create the transport of this trainer rank, and connect the rank to the controller.
+
+    `weights` is the description that a trainer adapter has made. The patterns of `allow_unused` and of the job file are
+    added to the patterns in `weights`. For the other arguments and for errors see `connect_trainer`.
+    """
     allowed = (
         *weights.allow_unused,
         *patterns_from("allow_unused", allow_unused),
@@ -107,9 +111,10 @@ def step_stream(memory_at: int) -> Callable[[], int] | None:
 
 
 def shared_job() -> str:
-    """Return a random identity that all ranks of the default process group share; empty without a process group.
+    """Return a random identity of the trainer job that all ranks of the default process group share.
 
-    The first rank that calls this writes the identity into the store of `torch.distributed`. Not collective.
+    The first rank that calls this writes the identity into the store of `torch.distributed`; the other ranks read it. So
+    the call is not collective. Without a process group, return an empty text.
 
     Raises:
         ConfigError: the store cannot be reached.
@@ -142,10 +147,10 @@ def describe_trainer(
 
     Raises:
         ConfigError: `exporter` is given with `name_map` or `stacked`.
-        UnsupportedLayout: the placement of a DTensor cannot be described; or see `captured_export`,
-            `refuse_originals` and `refuse_rewritten`.
-        PlanError: see `refuse_kept`.
-        PeerTimeout: see `captured_export`.
+        UnsupportedLayout: the placement of a DTensor cannot be described, or the module computes with other tensors than
+            the described ones (see `refuse_originals` and `refuse_rewritten`), or the exporter computes values.
+        PlanError: `keep` matches a parameter that a PEFT adapter changes.
+        PeerTimeout: another rank did not run the exporter within `exporter_deadline_s`.
     """
     if exporter is not None and (name_map is not None or stacked is not None):
         raise ConfigError(
@@ -174,7 +179,11 @@ def describe_trainer(
 
 
 def _harmless(tensors: Sequence[HeldTensor], manifest: ShardManifest) -> tuple[str, ...]:
-    """Return patterns of tensors that engines need not have: buffers, and parameters that share memory."""
+    """Return the checkpoint names, as patterns, of tensors that engines need not have.
+
+    These are buffers, and parameters that share memory with another parameter (tied weights): an engine may have only
+    one of these parameters.
+    """
     memory: dict[tuple[object, ...], str] = {}
     spared: set[str] = set()
     for held in tensors:

@@ -208,7 +208,15 @@ def _placed(
     ignore: Sequence[str],
     deadline_s: float,
 ) -> dict[str, Placed]:
-    """Return the boxes of checkpoint tensors in each parameter: by the exporter, or else by the naming table."""
+    """Return the boxes of checkpoint tensors in each tensor of `held_here`: name -> boxes.
+
+    The exporter gives them, if there is one. Without an exporter, and if it computes values or leaves out a parameter,
+    the naming table `family` gives them.
+
+    Raises:
+        ConfigError: there is neither an exporter nor a naming table.
+        UnsupportedLayout: neither of them can describe a parameter.
+    """
     if exporter is not None:
         # The exporter reads model parameters, whose elements have the same order as the optimizer's copies.
         tensors = dict(_held(chunks, use_main_params=False, ignore=tuple(ignore)))
@@ -368,7 +376,15 @@ def _main_param(name: str, parameter: torch.Tensor) -> torch.Tensor:
 def _held(
     chunks: Sequence[torch.nn.Module], use_main_params: bool, ignore: tuple[str, ...]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (global name, tensor) for all parameters, and for the buffers that checkpoints contain."""
+    """Yield (name, tensor) for all parameters of this rank, and for the buffers that checkpoints contain.
+
+    Layers in these names have their numbers in the whole model, not in the chunk.
+
+    Args:
+        chunks: model chunks of this rank.
+        use_main_params: whether to yield the optimizer's fp32 copies of trained parameters.
+        ignore: prefixes of names to leave out.
+    """
     for chunk in map(_unwrap, chunks):
         numbers = _layer_numbers(chunk)
         for local_name, parameter in chunk.named_parameters():
@@ -396,7 +412,7 @@ def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def _layer_numbers(chunk: torch.nn.Module) -> dict[str, int]:
-    """Return name of a layer in the chunk -> number of the layer in the whole model, from 0."""
+    """Return the number in the whole model (from 0) of each layer in a chunk, by the layer's name in the chunk."""
     return {
         found[1]: int(module.layer_number) - 1
         for name, module in chunk.named_modules()
