@@ -101,8 +101,9 @@ class Arena(Closing):
     def close(self) -> None:
         """Unregister and free the memory. Idempotent.
 
-        No peer may write to the memory after this call. The transport must still be open; it frees the memory after
-        its own writes have ended. Existing views of `bytes` stay readable, unless the transport allocated the memory.
+        No peer may write to the memory after this call. The transport must still be open. If this process still writes
+        from the memory, the transport frees it after that write. Existing views of `bytes` stay readable, unless the
+        transport allocated the memory.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
@@ -164,14 +165,15 @@ class ArenaSlot:
         return self.arena.nbytes if self.arena is not None else 0
 
     def capacity_for(self, needed_nbytes: int) -> int:
-        """Return the size in bytes of the arena for an update that packs `needed_nbytes`."""
+        """Return the size in bytes that the arena should have for an update that packs `needed_nbytes`."""
         return min(needed_nbytes, self.limit_nbytes) if self.limit_nbytes else needed_nbytes
 
     def fit(self, capacity: int) -> None:
         """Make the arena at least `capacity` bytes large; free it if `capacity` is 0.
 
         Raises:
-            RegionError, TransferFailed: see `Arena`. The slot is empty then.
+            RegionError, TransferFailed: no memory of this size can be allocated or registered. There is no arena after
+                this error.
         """
         if self.arena is not None and (self.arena.nbytes < capacity or not capacity):
             self.arena.close()
@@ -185,7 +187,8 @@ class ArenaSlot:
         With `renew`, allocate a new arena of the same size.
 
         Raises:
-            RegionError, TransferFailed: see `Arena`. The slot is empty then.
+            RegionError, TransferFailed: the new arena cannot be allocated or registered. There is no arena after this
+                error.
         """
         if self.arena is not None:
             nbytes = self.arena.nbytes

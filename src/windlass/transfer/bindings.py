@@ -35,8 +35,8 @@ class DestinationBinding(msgspec.Struct, frozen=True):
         regions: registered regions of the destination. Every write must be inside them.
         parameter_addresses: one address per parameter of the destination's manifest: of the live parameter (`in_place`)
             or of its shadow copy (`staged`).
-        staging_address: address of staging memory, to which the payloads of ops are written that a write cannot store
-            at their final place; 0 without such ops.
+        staging_address: address of the staging memory. Sources write the payload of an op there if a contiguous write
+            cannot store the elements at their final places. 0 without such ops.
         listener: address of the rank's `ProgressListener`; empty without one.
         digest_kind: algorithm of the rank's digests.
     """
@@ -179,8 +179,8 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
 class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
     """Answer of an engine rank that took part in a relay.
 
-    An upstream is a rank that writes to this rank. Upstreams write no more to this rank, except those in
-    `unknown_from`.
+    An upstream is a rank that writes to this rank. After this answer, only the upstreams in `unknown_from` may still
+    write to this rank.
 
     Attributes:
         missing: sources whose links to this rank are not complete.

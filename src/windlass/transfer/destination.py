@@ -153,14 +153,14 @@ class Destination:
         return tuple(b.region for b in (shadow, self._staging) if isinstance(b, Arena))
 
     def bind(self, plan: TransferPlan, *, shadow: bool, staged: bool) -> None:
-        """Bind a plan part (`TransferPlan.parts`). Allocate shadow copy and staging memory if it needs them.
+        """Bind a plan part (`TransferPlan.parts`). Allocate a shadow copy and staging memory if the part needs them.
 
-        Later calls use the same memory again.
+        Later calls use the memory of earlier calls again.
 
         Args:
             plan: the plan part.
-            shadow: whether to fill the shadow copy instead of the live parameters, which then change only in `apply`.
-            staged: whether to receive ops with strides at the destination in staging memory. False if peers can store
+            shadow: whether sources fill the shadow copy. The live parameters then change only in `apply`.
+            staged: whether ops with strides at the destination are received in staging memory. False if peers can store
                 strided elements.
 
         Raises:
@@ -192,9 +192,12 @@ class Destination:
         return DestinationBinding(worker, endpoint, (), (), digest_kind=self.digest_kind)
 
     def fill(self, ops: Iterable[tuple[BoundOp, int]]) -> PreparedCopies:
-        """Prepare copies (with casts) that fill this rank from memory that it can read itself.
+        """Prepare copies, with casts, that fill this rank's memory from buffers of this process.
 
-        `ops` contains each op with the address at which the op's source parameter begins.
+        Backends without one-sided writes receive source parameters into such buffers.
+
+        Args:
+            ops: each op, and the address at which the op's source parameter begins in a buffer.
         """
         return self.memory.prepare(
             [
@@ -215,8 +218,8 @@ class Destination:
 
         Args:
             expected: source -> digest.
-            hashed: source -> digest that this rank computed earlier. If it is not the expected digest, this method
-                computes it again.
+            hashed: source -> digest that this rank computed during the writes. If such a digest is not the expected one,
+                this method computes it again.
 
         Returns:
             Sources with another digest here, or without a link to this rank, in sorted order.

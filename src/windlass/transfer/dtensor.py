@@ -1,15 +1,15 @@
 """Describes the part of a torch module that this rank has, as boxes of checkpoint tensors. No communication.
 
-The input is a module with plain parameters or DTensors; the output is a `ShardManifest`. Trainers with FSDP2, tensor
-parallelism or both use it, and tensor-parallel engines.
+The input is a module with plain parameters or DTensors; the output is a `ShardManifest`. It serves trainers with FSDP2,
+tensor parallelism or both, and tensor-parallel engines.
 
 FSDP2 over tensor parallelism needs care. The mesh is (fsdp, tp) and the placements are `(_StridedShard(0), Shard(0))`:
 tp cuts the tensor first, and then fsdp cuts each part. This module repeats the cuts in this order, which gives one
 contiguous range per dim, even for uneven sizes. Reading the placements from left to right would give a wrong range
 without an error.
 
-Along a mesh axis, a rank has the part with the number of its rank in the axis' process group, not of its position in
-the mesh: FSDP2, tensor parallelism and `full_tensor` use the group rank. torch sorts the ranks of a group, so the two
+Along a mesh axis, the number of a rank's part is its rank in the process group of this axis, not its position in the
+mesh: FSDP2, tensor parallelism and `full_tensor` use the group rank. torch sorts the ranks of a group, so the two
 numbers differ if the ranks of the mesh do not ascend.
 """
 
@@ -80,8 +80,8 @@ def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) ->
             torch.
 
     Raises:
-        UnsupportedLayout: a placement is neither shard nor replica; no order of the cuts explains the split factor of a
-            strided shard; or torch distributes and gathers the parameter in two different ways.
+        UnsupportedLayout: a placement is neither shard nor replica; no order of the cuts gives the split factor of a
+            strided shard; or torch would gather the parameter in another way than it distributes it.
         ManifestError: the described part and the local tensor differ in shape.
     """
     local = local_tensor(parameter)
@@ -154,7 +154,7 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
 
 @functools.lru_cache(maxsize=16)
 def _is_in_order(mesh: DeviceMesh) -> bool:
-    """Return whether along each mesh axis, all ranks with the same position have the same group rank."""
+    """Return whether a rank's position along each mesh axis determines its rank in the process group of this axis."""
     for axis in range(mesh.ndim):
         numbers = mesh.mesh.argsort(dim=axis).argsort(dim=axis).transpose(0, axis).flatten(1)
         if (numbers != numbers[:, :1]).any():
@@ -166,8 +166,8 @@ def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
     """Return tensor dim -> mesh axes that cut the dim, in the order of the cuts.
 
     Raises:
-        UnsupportedLayout: a placement is neither shard nor replica, or no order of the cuts explains the split factor
-            of a strided shard.
+        UnsupportedLayout: a placement is neither shard nor replica, or no order of the cuts gives the split factor of a
+            strided shard.
     """
     orders: dict[int, list[int]] = {}
     strided = any(isinstance(placement, _StridedShard) for placement in tensor.placements)
@@ -197,7 +197,7 @@ def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
 
 
 def _read_in_turn(tensor: DTensor, dim: int, axes: Sequence[int]) -> Int64Array:
-    """Return the (n,) indices of `dim` that this rank gets from `distribute_tensor`.
+    """Return the (n,) indices along `dim` that `distribute_tensor` of torch gives to this rank.
 
     `distribute_tensor` applies placements from left to right. For a strided shard, it divides the indices into
     `split_factor` parts and gives each rank a share of every part.
@@ -253,10 +253,10 @@ def held_tensors(
         module: the module.
         name_map: function that gets names without the parts from `torch.compile`, activation checkpointing, FSDP1 and
             `DistributedDataParallel`, see `NameMap`. None keeps these names.
-        role: TRAINER leaves out buffers that cannot be sent (complex, sparse, without memory). Few engines need such a
-            buffer, and an engine that needs it reports it as missing. With a role, FSDP2 modules are resharded (local,
-            no communication). None checks no tensor; the caller has described the tensors before. None changes no
-            module either, so that the trainer may run a forward pass in another thread.
+        role: with a role, the tensors are checked, and FSDP2 modules are resharded (locally, without communication).
+            TRAINER also leaves out buffers that cannot be sent (complex, sparse, without memory). Few engines need such
+            a buffer, and an engine that needs it reports it as missing. None is for tensors that were described before:
+            no tensor is checked and no module is changed, so another thread may run a forward pass at the same time.
 
     Raises:
         ConfigError: `module` is not a module, or `name_map` returned something other than a name or None.
@@ -296,11 +296,13 @@ def held_tensors(
 
 
 def _named_shards(module: torch.nn.Module, *, reshards: bool) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters of a module, each under all of its names, and the shard of a parameter that FSDP2 has gathered.
+    """Return (name, parameter) for every name of every parameter of a module.
+
+    If FSDP2 has gathered a parameter, return its shard, not the gathered copy.
 
     Args:
         module: the module.
-        reshards: True to reshard FSDP2 modules.
+        reshards: True to reshard FSDP2 modules. False to find the shards without a change of the modules.
 
     Raises:
         PlanError: with `reshards`, if a gathered copy was changed in place.
@@ -440,9 +442,9 @@ def describe_module(
 
     A tensor with several names (tied weights) is described under its first name, and the other names become aliases.
     Without `stacked`, a transformers model is described in the form that transformers saves: with other names, and with
-    the single tensors in place of fused ones (`saved_parts`). `name_map` is applied first. With a `name_map`, this
-    conversion covers the tensors with a mapped name that exists in the transformers model. So `name_map` may remove the
-    prefixes of a PEFT model or of the caller's own wrapper.
+    the single tensors in place of fused ones (`saved_parts`). `name_map` is applied before this conversion. A tensor is
+    then converted only if its mapped name exists in the transformers model. So `name_map` may remove the prefixes of a
+    PEFT model or of the caller's own wrapper, and the conversion still works.
 
     Args:
         module: any module, with or without wrappers; its parameters may be DTensors.
@@ -504,10 +506,17 @@ def describe_module(
 def _converted(
     module: torch.nn.Module, parts: Sequence[HeldPart], owner: Sequence[int], *, by_name: bool
 ) -> dict[int, list[PlacedShard]]:
-    """Return index of a part -> its boxes, for the parts of a transformers model; see `saved_parts`.
+    """Convert the parts of a transformers model to the form that transformers saves; see `saved_parts`.
 
-    With `by_name`, convert only parts with the name of a tensor in the model. The `name_map` gives the other parts
-    their checkpoint names.
+    Args:
+        module: module that may contain a transformers model.
+        parts: all parts of the module.
+        owner: index of the first part of the same parameter, per part.
+        by_name: whether to convert only parts with the name of a tensor in the model. The other parts have their
+            checkpoint names already, from `name_map`.
+
+    Returns:
+        Index of a converted part -> its boxes; empty without a transformers model.
     """
     model = transformers_model(module, inside=by_name)
     if model is None:
@@ -546,7 +555,10 @@ def parameter_addresses(
 def own_tensors(
     module: torch.nn.Module, name_map: NameMap | None = None, *, role: Role | None = None
 ) -> list[HeldTensor]:
-    """Return `held_tensors` with only the first entry of each tensor: the parameters of the manifest, in order."""
+    """Return each tensor of `module` once, under its first name, in the order of the manifest's parameters.
+
+    Arguments and errors are those of `held_tensors`, which has an entry for every name.
+    """
     own: dict[int, HeldTensor] = {}
     for held in held_tensors(module, name_map, role=role):
         own.setdefault(id(held.tensor), held)
@@ -638,13 +650,13 @@ class LiveTensors:
                 self._watched = replace(self._watched, tensors=watched)
 
     def locate(self) -> tuple[ParameterMemory, ...]:
-        """Return the memory of each tensor, in manifest order; the same tuple as before if no tensor has moved.
+        """Return the memory of each tensor, in manifest order. Return the same tuple object if no tensor has moved.
 
-        Later calls of `changed` compare with the state of now.
+        Also record the state of the tensors. Later calls of `changed` compare with this state.
 
         Raises:
             PlanError: a tensor that engines get is missing, has another layout or has no memory; or the modules have a
-                new parameter; or a gathered copy was changed in place before the last call of `watch`.
+                new parameter; or the last `watch` found a gathered copy that was changed in place.
             UnsupportedLayout: see `check_memory`.
         """
         with self._lock:
@@ -668,9 +680,9 @@ class LiveTensors:
             return self._located
 
     def _as_described(self, index: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the local part of a tensor, or None if engines do not get this tensor and its memory is of no use.
+        """Return the local part of a tensor, after a check that its layout is the same as at connect time.
 
-        The memory is of no use if it is freed, or if the tensor's layout differs from the layout at connect time.
+        A tensor that engines do not get may change. If its layout has changed, or its memory is freed, return None.
 
         Raises:
             UnsupportedLayout, PlanError: engines get the tensor, and its layout has changed.
@@ -685,11 +697,11 @@ class LiveTensors:
         return local_part(tensor)
 
     def watch(self) -> None:
-        """Record the state of the tensors. Later calls of `changed` compare with it.
+        """Reshard FSDP2 modules, and record the state of the tensors. Later calls of `changed` compare with this state.
 
-        FSDP2 modules are resharded first. Call this in the thread that runs the forward passes. If a gathered copy was
-        changed in place, the next `locate` raises the error, so that all ranks refuse the version at once. In contrast
-        to `locate`, this method does not check the layout of tensors.
+        Call this in the thread that runs the forward passes. If a gathered copy was changed in place, this method does
+        not raise, but the next `locate` does. All ranks call `locate` in the same phase, so they refuse the version
+        together. In contrast to `locate`, this method does not check the layout of tensors.
 
         Raises:
             PlanError: see `refuse_unmerged`.
@@ -875,7 +887,11 @@ def _registered(
 
 
 def _places_of(module: FSDPModule) -> dict[tuple[int, str], FSDPParam]:
-    """Return the parameters of this FSDP2 module by the `id` of the module that registers them, and their name there."""
+    """Return the places at which the parameters of an FSDP2 module are registered.
+
+    Returns:
+        (`id` of a submodule, name of the parameter in this submodule) -> FSDP2's object for the parameter.
+    """
     found: dict[tuple[int, str], FSDPParam] = {}
     for group in _groups_of(module):
         for one in group.fsdp_params:

@@ -31,7 +31,7 @@ class RemoteMemory(Protocol):
 
     Attributes:
         endpoint: endpoint of the other process.
-        regions: rights to write the live parameters.
+        regions: published regions that contain the live parameters.
         addresses: addresses of the live parameters, in manifest order.
     """
 
@@ -43,7 +43,7 @@ class RemoteMemory(Protocol):
     def addresses(self) -> tuple[int, ...]: ...
 
     def fetch(self) -> None:
-        """Read all live parameters into their copies. Blocks.
+        """Read all live parameters from the other process into the copies in this process, and wait for the end.
 
         Raises:
             TransferError: the copies are incomplete.
@@ -66,7 +66,7 @@ class Receiver:
         remote: live parameters in another process; `addresses` are then their copies. None if they are in this process.
 
     Attributes:
-        live_addresses: as given.
+        live_addresses: the argument `addresses`.
         late_nbytes: number of bytes that the last `verify` had to hash. All other bytes were hashed during the writes.
         progress: digests of parts that senders have reported as complete; None if nothing is hashed before `verify`.
 
@@ -166,9 +166,12 @@ class Receiver:
         )
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Compare the digests of the received bytes with `expected` (source -> digest); see `Destination.verify`.
+        """Compare the digests of the received bytes with `expected` (source -> digest).
 
         If a link was hashed while it was written, hash it again only if that digest is not the expected digest.
+
+        Returns:
+            Sources with another digest here, or without a link to this rank, in sorted order.
 
         Raises:
             TransferError: live parameters in another process could not be read.
@@ -201,7 +204,10 @@ class Receiver:
                 self._bound.close()
 
     def _hash_as_written(self) -> ProgressDigests | None:
-        """Return the object that hashes parts during the writes; None if peers of this transport report no parts."""
+        """Return the object that hashes parts of links during the writes. The first call creates it.
+
+        Return None if no transport of this rank reports written parts.
+        """
         mapper = self.transport.mapper
         notifies = any(offer.traits.notifies for offer in self.transport.offers())
         if mapper is not None and notifies and self.progress is None:

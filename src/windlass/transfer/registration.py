@@ -25,10 +25,10 @@ _log = logging.getLogger(__name__)
 def stretches(
     spans: Iterable[Span], allocation: Callable[[int], Span | None] | None = None
 ) -> list[Span]:
-    """Return the (address, nbytes) ranges to register for some parameters, in address order.
+    """Join parameters into the (address, nbytes) ranges to register, in address order.
 
-    Overlapping parameters always share a range. If `allocation` is given, all parameters in one allocation share a
-    range, which also covers the bytes between them, and adjacent parameters in unknown allocations share a range too.
+    Overlapping parameters always share a range. If `allocation` is given, the parameters in one allocation share a
+    range, which also covers the bytes between them. Adjacent parameters whose allocation is unknown share a range too.
 
     Args:
         spans: (address, nbytes) of the parameters.
@@ -153,9 +153,10 @@ def _met_by(span: Span, ordered: Sequence[Span]) -> Sequence[Span]:
 
 
 def _serves(registered: Span, around: Span | None, wanted: Span) -> bool:
-    """Return whether the registration of `registered` also covers `wanted`.
+    """Return whether a registration can stay in place of a new registration of `wanted`.
 
-    This is true if both are equal, or if `registered` contains `wanted` and is inside their allocation `around`.
+    This is true if the two ranges are equal. It is also true if `registered` contains `wanted` and is inside the
+    allocation `around` that contains `wanted`, because that allocation is freed as a whole.
     """
     within = around is not None and _holds(around, registered)
     return registered == wanted or (within and _holds(registered, wanted))

@@ -13,8 +13,8 @@ connection per round:
    part in the round. The writer writes nothing before this answer.
 2. After each chunk the writer sends `ChunkLanded` with the digest that the trainer computed. The receiver hashes the
    chunk in its memory. Only if the digest is right, it writes the chunk to its children, by one-sided writes.
-3. The writer sends `End`, and writes nothing more. If a connection ends without `End`, the writer's process has ended
-   or has closed it, and writes nothing more either.
+3. The writer sends `End`, and writes nothing more. If the connection ends without `End`, the writer's process has ended
+   or has closed the connection. Then it writes nothing more either.
 
 Only accepted writers write to a rank. `RelayNode.run` returns when each of them has ended or has timed out. So its
 result names all ranks that may still write to this rank.
@@ -244,8 +244,9 @@ class _Round:
 class RelayReceiver:
     """Listener of one engine rank, with a thread that reads from the writers. Thread-safe.
 
-    It accepts a writer that sends the right secret, and a round that is not older than the newest `begin` and not
-    closed by `end`. Every accepted writer adds one `End` or `DISCONNECTED` to the events of its round.
+    It accepts a writer that sends the right secret, unless the writer's round is older than the round of the newest
+    `begin`, or was closed by `end`. Each accepted writer gives the events of its round exactly one `End` or
+    `DISCONNECTED`.
 
     Args:
         worker: this rank.
@@ -291,9 +292,9 @@ class RelayReceiver:
             return frozenset(of_round.joined)
 
     def refuse(self, round_id: RoundId, upstream: str) -> None:
-        """Do not accept `upstream` in the round, and add an `End` of it to the events.
+        """Do not accept `upstream` in the round. Add its `End` to the events, so that `RelayNode.run` does not wait for it.
 
-        Do nothing if `upstream` is accepted already.
+        If `upstream` was accepted before this call, it stays accepted, and no `End` is added.
         """
         with self._lock:
             if round_id < self._oldest:
@@ -609,9 +610,16 @@ class GroupWrite:
         round_id: RoundId,
         deadline: Deadline,
     ) -> Carried:
-        """Write the chunks of the stripes of `root` to it, and wait for the end.
+        """Write to a root the chunks of all stripes that have this root, and wait for the end.
 
         If the link is not packed, send only `End`.
+
+        Args:
+            transport: transport that writes.
+            worker: name of this rank.
+            root: member to write to.
+            round_id: the round.
+            deadline: deadline of all writes.
 
         Returns:
             The bytes written, and the seconds from the first to the last write.
@@ -749,7 +757,14 @@ class RelaySource:
     def _outcome(
         self, name: str, digest: str, written: Future[Carried] | None, arena: Buffer | None
     ) -> LinkOutcome:
-        """Return the outcome of the link to a member. `written`: future of `GroupWrite.write_root`, for a root."""
+        """Return the outcome of the link to a member.
+
+        Args:
+            name: the member.
+            digest: digest of the link; empty if the link is not packed as a whole.
+            written: ended `GroupWrite.write_root` of a root; None for another member.
+            arena: arena from which the bytes were sent.
+        """
         if written is not None and (lost := written.exception()) is not None:
             return self._sender.failed(name, lost, arena)
         if not digest:
@@ -921,9 +936,12 @@ class RelayRound:
             self._unknown.add(upstream)
 
     def finish(self, joined: Collection[str]) -> tuple[Relayed, frozenset[str]]:
-        """Send `End` to all children after the queued writes, wait for it, and return the result; see `RelayNode.run`.
+        """Send `End` to all children after the queued writes, and wait until it is sent.
 
         `joined` contains the accepted writers.
+
+        Returns:
+            The result for the controller, and the upstreams that disconnected without `End`.
         """
         # If this rank still waits for an accepted writer, the writer may still be writing.
         self._unknown |= set(self._left) & set(joined)
@@ -1077,7 +1095,10 @@ class RelayNode:
             self._listener.refuse(round_id, upstream)
 
     def interrupt(self, round_id: RoundId | None = None) -> None:
-        """Make `run` of `round_id` return, now or as soon as it begins. None is the round that runs now."""
+        """Make `run` return, even if it begins only after this call.
+
+        `round_id` is the round to interrupt; None for the round that runs now, if any.
+        """
         round_id = self._running if round_id is None else round_id
         if self._listener is not None and round_id is not None:
             self._listener.interrupt(round_id)

@@ -184,11 +184,11 @@ class Replica:
         self._whole, self._on_taken, self._holds = False, None, None
 
     def is_taken(self, version: int | None = None) -> bool:
-        """Return whether `prepare` must use the existing copy, because the weights may have changed since.
+        """Return whether the weights may have changed since they were copied. `prepare` must then use the copy.
 
         Raises:
-            RoundAborted: `version` is not the version of `begin`. Or the weights may have changed, and the copy lacks
-                parameters of new links or belongs to an ended version.
+            RoundAborted: `version` is not the version of `begin`. Or the weights may have changed, and the copy cannot
+                be used: it lacks parameters of new links, or `end` was called.
         """
         if None not in (version, self._version) and version != self._version:
             raise RoundAborted(
@@ -202,7 +202,7 @@ class Replica:
         return self._only_once and self._taken
 
     def holds(self, version: int) -> bool:
-        """Return whether the copy is complete and has this version."""
+        """Return whether the copy is complete and contains the weights of this version."""
         return self._holds == version
 
     def fit(self, parameters: Sequence[int]) -> None:
@@ -267,9 +267,12 @@ class Replica:
     def _copy_by(
         self, gpu: Gpu, sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array
     ) -> float:
-        """Copy ranges by a GPU and wait for the end; return the seconds of waiting for work that was queued before.
+        """Wait for the trainer's queued work, then copy ranges by a GPU, and wait for the end of the copy.
 
         `sources`, `targets` and `nbytes` are (n,): addresses, and sizes in bytes.
+
+        Returns:
+            Seconds of the wait for the trainer's work.
         """
         began = time.perf_counter()
         step, self._step = self._step, None

@@ -129,13 +129,13 @@ class ReplicatedDigests:
             return np.concatenate(found)
 
     def cut_ahead(self) -> None:
-        """Build the tables for the turn after the last turn. This reads no parameter.
+        """Build the tables for the turn that follows the last `take`. This reads no parameter.
 
-        `take` uses the tables only if no parameter has moved. On a GPU, first wait for all work that this process has
-        queued there.
+        The next `take` uses the tables only if no parameter has moved. On a GPU, first wait for all work that this
+        process has queued there.
 
         Raises:
-            TransferFailed, TransferOutcomeUnknown: see `take`. The next `take` builds the tables then.
+            TransferFailed, TransferOutcomeUnknown: see `take`. After this error, the next `take` builds the tables.
         """
         with self._lock, ExitStack() as undo:
             last, self._last = self._last, None
@@ -168,7 +168,13 @@ class ReplicatedDigests:
     def cut_pieces(
         self, turn: int, period: int, located: Sequence[ParameterMemory]
     ) -> Iterator[_Cut]:
-        """Yield the pieces of a turn, for some boxes at a time."""
+        """Yield the pieces of a turn with prepared digests, for some boxes at a time. The caller closes the digests.
+
+        Args:
+            turn: number of the turn.
+            period: number of turns that cover all boxes.
+            located: current memory of the parameters.
+        """
         held = self._held
         batch = np.cumsum(num_pieces(held)) // BATCH_PIECES
         for rows in np.split(held, np.flatnonzero(np.diff(batch)) + 1):

@@ -107,7 +107,7 @@ class HeldPart:
 def saved_parts(
     model: torch.nn.Module, held: Sequence[HeldPart], owner: Sequence[int]
 ) -> list[list[PlacedShard]]:
-    """Return, for each part, the boxes of saved tensors that it contains.
+    """Return, for each part, the boxes of the tensors that transformers would save from it.
 
     Args:
         model: transformers model, sharded or not. The parts have the names of its tensors.
@@ -130,7 +130,7 @@ def saved_parts(
 
 
 def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, list[PlacedShard]]:
-    """Run the conversion of transformers on these parts; return name of a part -> boxes of saved tensors.
+    """Run transformers' conversion for saving on these parts. Return name of a part -> boxes of saved tensors.
 
     Raises:
         UnsupportedLayout: see `saved_parts`.
@@ -153,9 +153,9 @@ def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, lis
 
 
 def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
-    """Return the boxes of checkpoint tensors that a part contains, by the first matching rule.
+    """Return the boxes of checkpoint tensors that a part contains. The first matching rule describes them.
 
-    If no rule matches, the parameter is a checkpoint tensor of the same name. Offsets and strides are in elements.
+    Without a matching rule, the parameter is a checkpoint tensor of the same name. Offsets and strides are in elements.
 
     Raises:
         ManifestError: a rule matches, and the parameter does not have three dims or its rows cannot be divided evenly.
@@ -429,10 +429,10 @@ def _regrouped(
 def _reflowed(
     piece: _Piece, dim: int, old: tuple[int, ...], new: tuple[int, ...]
 ) -> Iterator[_Piece]:
-    """Yield the parts of a piece in a reshaped tensor: sizes `new` replace the sizes `old` that begin at dim `dim`.
+    """Yield the pieces that a piece becomes in a reshaped tensor: sizes `new` replace the sizes `old` from dim `dim` on.
 
-    A piece may not be a box of the new shape, or torch may have no view of it in this shape. Cut it along an old dim
-    then, and yield the parts.
+    Usually the piece stays one piece. If it is not a box in the new shape, or if torch cannot view it in the new shape,
+    cut it along an old dim, and yield the pieces of all parts.
     """
     offsets, sizes, num_dims = piece.box.offsets, piece.box.sizes, len(old)
     low, held = offsets[dim : dim + num_dims], sizes[dim : dim + num_dims]

@@ -17,8 +17,9 @@ _MOST_ELEMENTS = 1 << 20
 def refuse_shared_bytes(manifest: ShardManifest, addresses: Sequence[int]) -> None:
     """Raise if two parameters share bytes that belong to different elements.
 
-    Views of another parameter are accepted, and tied weights under two names. Large strided shards with overlapping
-    address ranges are not checked. If they store different elements in the same bytes, the digests of an update differ.
+    Views of another parameter and tied weights under two names are accepted. Large strided shards with overlapping
+    address ranges are not checked. If two such shards share bytes of different elements, `verify` of an update finds
+    wrong digests.
 
     Args:
         manifest: manifest of the rank.

@@ -39,8 +39,8 @@ def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]
 class LocatedParameters:
     """Function that returns the current memory of a rank's parameters, and checks it against the manifest.
 
-    Locating thousands of tensors takes tens of milliseconds, so a block of `once` locates them only once. Not
-    thread-safe.
+    Locating thousands of tensors takes tens of milliseconds. Inside a `with` block of `once`, several calls locate the
+    tensors only once. Not thread-safe.
 
     Args:
         manifest: manifest of the rank.
@@ -150,9 +150,9 @@ class SourceMemory:
         """Locate the parameters again; return whether a parameter has moved since the last call.
 
         Raises:
-            PlanError: the number or the sizes of the parameters differ from the manifest; the parameters are not all on
-                one GPU or all in host memory; or, after `bind`, they have moved to another GPU or to or from host
-                memory.
+            PlanError: the number or the sizes of the parameters differ from the manifest; the parameters are on several
+                GPUs, or both on a GPU and in host memory; or links are bound, and the parameters have moved to another
+                GPU, to host memory or from host memory.
         """
         now = self._parameters()
         addresses = addresses_of(now)
@@ -161,15 +161,15 @@ class SourceMemory:
         memory = memory_at((m.address for m in now if m.nbytes), self.manifest.worker)
         if self._memory is not None and memory.ordinal != self._memory.ordinal and self.programs:
             raise PlanError(
-                f"{self.manifest.worker}: its weights must stay on GPU {self._memory.ordinal}, where they "
-                f"were when it connected, got GPU {memory.ordinal} (-1 is host memory)"
+                f"{self.manifest.worker}: weights must stay on GPU {self._memory.ordinal}, where they were "
+                f"when this rank connected, got GPU {memory.ordinal} (-1 is host memory)"
             )
         self._drop_digests()
         self._memory, self.addresses = memory, addresses
         return True
 
     def hash_links(self) -> None:
-        """Compute and store the digest of every link from the current parameters. Call `locate` before.
+        """Compute and store the digest of every link from the current parameters. Call `locate` first.
 
         Raises:
             TransferFailed: a cast overflows, or other work on the GPU did not end within `OWN_WORK_S`.
@@ -181,7 +181,7 @@ class SourceMemory:
         self._found = self._digests.take(self.programs, OWN_WORK_S)
 
     def delivered(self, destinations: Sequence[str]) -> tuple[LinkOutcome, ...]:
-        """Return outcomes with status OK and the digests from `hash_links`, for completely written links."""
+        """Return the outcomes of links that were written completely: status OK, and the digests from `hash_links`."""
         return tuple(
             LinkOutcome(name, LinkStatus.OK, self.programs[name].nbytes, self._found[name])
             for name in destinations

@@ -36,8 +36,8 @@ from windlass.transports.processes import check_alive
 class StoredLinks:
     """Stored links of one rank; see the module. Not thread-safe. `name in links` tests for a prepared link.
 
-    The parameters are on the GPU, or in host memory, which the GPU then reads. This object pins parameters in pageable
-    host memory until they move. It allocates only tables.
+    The kernels read parameters in the memory of the GPU or in host memory. This object pins parameters in pageable
+    host memory until they move. It allocates no GPU memory except tables.
 
     Args:
         mapper: maps the memory of peers for the GPU. The caller closes its transport.
@@ -140,7 +140,7 @@ class StoredLinks:
         that work does not end by the deadline, the links are FAILED, because none of their bytes was sent.
 
         Args:
-            version: the version of `prepare`.
+            version: number of the version. The replica must contain it, and notifications name it.
             destinations: destinations of the links.
             deadline: deadline of all stores.
             replica: the replica of `prepare`; None without one.
@@ -213,8 +213,10 @@ class StoredLinks:
     def _reach(self, program: LinkProgram, binding: DestinationBinding) -> UInt64Array:
         """Map the peer's regions; return the (num_parameters,) addresses of the peer's parameters in this process.
 
-        Every op must be inside the region that contains the start of its parameter, because adjacent regions of the
-        peer are not adjacent in this process.
+        Raises:
+            RegionError: no region contains the start of a parameter, or an op of the link continues after the end of
+                that region. The next region does not help: regions that are adjacent in the peer's process are not
+                adjacent in this process.
         """
         mapped = [self._mapper.map_region(region) for region in binding.regions]
         around = []
@@ -278,7 +280,10 @@ class StoredLinks:
         return ""
 
     def _is_gone(self, name: str) -> str:
-        """Return the reason why the process of a destination has ended; empty if it runs, or if this is unknown."""
+        """Return a text that says why a destination cannot be written: its process has ended, or another has its pid.
+
+        Return an empty text if the process runs, or if its state cannot be determined.
+        """
         with suppress(OSError):
             # An OSError, such as too many open files, does not prove that the peer has ended.
             try:
@@ -288,7 +293,14 @@ class StoredLinks:
         return ""
 
     def _outcome(self, name: str, gone: str, late: str, wire_s: float) -> LinkOutcome:
-        """Return the outcome of a link. `gone`: why the peer has ended, or empty. `late`: why its end is unknown."""
+        """Return the outcome of the link to the destination `name`.
+
+        Args:
+            name: the destination.
+            gone: why the destination's process has ended; empty if it ran before the stores.
+            late: why it is unknown whether the stores have ended; empty if they have ended.
+            wire_s: seconds of the stores.
+        """
         link = self._links[name]
         if gone or (gone := self._is_gone(name)):
             return failed_link(name, gone, LinkStatus.UNREACHABLE)

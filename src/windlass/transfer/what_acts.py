@@ -39,10 +39,11 @@ def refuse_unmerged(modules: Sequence[torch.nn.Module], published: Collection[st
         published: names of the parameters that engines get, without `WRAPPER_MARKS`.
 
     Raises:
-        PlanError: one of these cases. A base is published, and an active adapter is neither merged nor published. An
-            adapter is merged into a published base that is tied to another layer without this adapter. An adapter is
-            published without its base, and another active or merged adapter is not published, or the adapter's scale is
-            another one than in its configuration.
+        PlanError: one of these mistakes was found.
+            1. A base is published, and an active adapter is neither merged nor published.
+            2. An adapter is merged into a published base, and the base is tied to a layer without this adapter.
+            3. An adapter is published without its base, and another active or merged adapter is not published.
+            4. An adapter is published without its base, and its scale differs from the scale in its configuration.
     """
     if "peft" not in sys.modules:
         return
@@ -145,7 +146,7 @@ class _PeftLayer:
         ]
 
     def merged_parameters(self) -> set[int]:
-        """Return the `id` of each parameter of the merged adapters, except adapters that add nothing."""
+        """Return the `id` of each parameter of the merged adapters, except adapters that change no value."""
         found = (self.own(a).values() for a in self.merged if not self.adds_nothing(a))
         return {id(parameter) for parameters in found for parameter in parameters}
 
@@ -177,10 +178,10 @@ def _peft_layers(top: torch.nn.Module) -> Iterator[_PeftLayer]:
 
 
 def _refuse_base(layer: _PeftLayer, base: str, published: Collection[str]) -> None:
-    """Raise if a published base lacks an adapter.
+    """Check that each active adapter of a layer with a published base is merged, published or without effect.
 
     Raises:
-        PlanError: an active adapter is neither merged nor published, and changes the values of the layer.
+        PlanError: an adapter is none of these.
     """
     for adapter in layer.adapters:
         own = layer.own(adapter)

@@ -59,8 +59,8 @@ class PartWritten(msgspec.Struct, frozen=True, array_like=True):
 def notify(listener: str, part: PartWritten) -> None:
     """Send a notification to the listener at this address. Neither wait nor raise.
 
-    If the listener's queue is full or it is in another network namespace, the notification is lost. The engine rank
-    then hashes the link in `verify`.
+    If the listener's queue is full, or the listener is in another network namespace, the notification is lost. The
+    engine rank then hashes the link in `verify`.
     """
     kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sender:
@@ -219,9 +219,14 @@ class ProgressDigests:
             progress.num_hashed[part.table] = pieces.stop
 
     def take(self, version: int, sources: Iterable[str], deadline_s: float) -> dict[str, str]:
-        """Return source -> digest, for links of `sources` that were reported as completely written in `version`.
+        """Return source -> digest, for each link whose parts were all reported as written in `version`.
 
-        The digests are dropped, so that a second call does not return them again.
+        A second call does not return these digests again.
+
+        Args:
+            version: number of the version.
+            sources: sources of the links.
+            deadline_s: longest wait for the hashing, in seconds.
 
         Raises:
             TransferFailed: the GPU reports an error.
