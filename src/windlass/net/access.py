@@ -73,7 +73,7 @@ for an engine rank.
 
 
 def role_token(secret: str, role: Access) -> str:
-    """Return the token of a role; the owner's token is the secret. Without a secret, return ""."""
+    """Return the token of a role, derived from the secret. The owner's token is the secret itself; "" without a secret."""
     if role is Access.OWNER or not secret:
         return secret
     message = f"windlass token of role {role.value}".encode()
@@ -81,7 +81,10 @@ def role_token(secret: str, role: Access) -> str:
 
 
 def role_environment(secret: str, role: Access) -> dict[str, str]:
-    """Return environment variables with the tokens that a process of this role needs."""
+    """Return environment variables with the tokens that a process of this role needs; none without a secret.
+
+    An engine or a worker also gets the token with which workers request tokens from engines.
+    """
     if not secret:
         return {}
     variables = {TOKEN_VARIABLE: role_token(secret, role)}
@@ -96,7 +99,10 @@ def authorization(token: str) -> dict[str, str]:
 
 
 def role_of_certificate(certificate: Certificate | None) -> Access | None:
-    """Return the role that a verified certificate names; None for no role or several roles."""
+    """Return the role that a verified client or server certificate names.
+
+    Return None without a certificate, or if it names no known role or several roles.
+    """
     subject = (certificate or {}).get("subject")
     units = {
         value.removeprefix(UNIT_PREFIX)
@@ -124,9 +130,11 @@ class AccessGate:
         self._known = [(f"Bearer {token}".encode(), role) for token, role in tokens if token]
 
     def role_of(self, authorization: str, certificate: Certificate | None = None) -> Access | None:
-        """Return the role of an `Authorization` header, in constant time; None if the token is unknown.
+        """Return the role of a request; None if the request has no known role.
 
-        Without the header, the role comes from the client certificate.
+        Args:
+            authorization: value of the `Authorization` header. All known tokens are compared, each in constant time.
+            certificate: verified client certificate, which counts only if the header is empty.
         """
         if not authorization:
             return role_of_certificate(certificate)
@@ -139,7 +147,14 @@ class AccessGate:
 
 
 def refusal_of(role: Access, method: str, route: str, allowed: Collection[Access]) -> str:
-    """Return the reason why `role` may not call a route; "" if `role` may call the route."""
+    """Return the reason why a caller may not call a route; "" if the caller may.
+
+    Args:
+        role: role of the caller.
+        method: HTTP method.
+        route: path of the route.
+        allowed: roles that may call the route besides the owner.
+    """
     roles = (Access.OWNER, *allowed)
     if role in roles:
         return ""

@@ -25,7 +25,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def url_of(host: str, port: int, *, scheme: str = "http") -> str:
-    """Return `scheme://host:port`."""
+    """Return the URL `scheme://host:port`, with brackets around an IPv6 address."""
     return f"{scheme}://{join_host_port(host, port)}"
 
 
@@ -34,8 +34,8 @@ def check_url(url: str, what: str, *, may_be_plain: bool | None = None) -> Split
 
     Args:
         url: URL of the server.
-        what: name of the server, for errors.
-        may_be_plain: whether `http` is allowed; None to allow it unless this process requires TLS.
+        what: name of the argument, for errors.
+        may_be_plain: whether `http` is allowed. None: `http` is allowed unless this process requires TLS.
 
     Raises:
         ConfigError: the URL has another scheme, no host, an invalid port, a user, a query, a
@@ -88,7 +88,7 @@ def is_loopback(host: str) -> bool:
 
 
 def published_host(host: str, advertise_host: str, what: str) -> str:
-    """Return the address that peers use for a server that binds `host`: `advertise_host` if given, or `host`.
+    """Return the address at which peers connect to a server that binds `host`: `advertise_host` if given, or `host`.
 
     Raises:
         ConfigError: the address is a wildcard, which peers cannot connect to.
@@ -103,7 +103,10 @@ def published_host(host: str, advertise_host: str, what: str) -> str:
 
 
 def free_port() -> int:
-    """Return a free port of 127.0.0.1, for a server that cannot choose a port itself and report it."""
+    """Return a port of 127.0.0.1 that is free now, for a server that cannot choose and report a port itself.
+
+    Another process may take the port before the server binds it.
+    """
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
@@ -141,8 +144,9 @@ def own_address(towards: str = "") -> str:
         towards: URL of the controller; empty for a process without a controller.
 
     Raises:
-        ConfigError: WINDLASS_HOST is not an address of this host.
-        PeerUnreachable: see `address_towards`.
+        ConfigError: WINDLASS_HOST is not an address of this host, or this host has no address in the network; or
+            `towards` is not a URL.
+        PeerUnreachable: WINDLASS_HOST is not set, and there is no route to the host of `towards`.
     """
     wanted = environment_value(HOST_VARIABLE)
     if "/" in wanted:
@@ -156,7 +160,7 @@ def own_address(towards: str = "") -> str:
 
 
 def address_towards(url: str) -> str:
-    """Return the address of this host on the route to `url`. Nothing is sent.
+    """Return the address of this host from which packets to the host of `url` would be sent. Nothing is sent.
 
     Raises:
         ConfigError: `url` is invalid; see `check_url`.
@@ -173,10 +177,11 @@ def address_towards(url: str) -> str:
 
 
 def is_this_host(url: str) -> bool:
-    """Return whether the host of a URL is this host. Nothing is sent.
+    """Return whether the host of `url` is this host. Asks the name service, but sends nothing to the host.
 
     Raises:
-        ConfigError, PeerUnreachable: see `address_towards`.
+        ConfigError: `url` is invalid; see `check_url`.
+        PeerUnreachable: the host name is unknown, or there is no route to the host.
     """
     parts = check_url(url, "controller")
     try:

@@ -27,7 +27,7 @@ class HttpReply:
     body: bytes
 
     def text(self, num_bytes: int) -> str:
-        """Return the beginning of the body as text, for errors."""
+        """Return the first `num_bytes` of the body as text, for an error message."""
         return self.body[:num_bytes].decode(errors="replace")
 
 
@@ -79,7 +79,7 @@ class BlockingHttp(Closing):
         *,
         deadline_s: float | None,
     ) -> HttpReply:
-        """Send a request; return the answer, whatever its status. After an error, the next request connects again.
+        """Send a request, and return the answer with any HTTP status. After an error, the next call connects again.
 
         Args:
             method: HTTP method.

@@ -26,7 +26,7 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float, purpose: str) -> Deadline:
-        """Return a deadline `seconds` from now."""
+        """Return a deadline that ends `seconds` from now; `purpose` names the operation in messages."""
         return cls(time.monotonic() + seconds, seconds, purpose)
 
     @property
@@ -37,7 +37,7 @@ class Deadline:
     def check_before_more(self) -> None:
         """Raise `TransferFailed` if the deadline has passed.
 
-        Call this before the next piece of work, with nothing in flight.
+        Call this between two pieces of work, when no write is running: the error says that no bytes will arrive later.
         """
         if time.monotonic() > self.at_s:
             raise TransferFailed(f"{self.purpose}: deadline of {self.seconds} s passed")

@@ -84,12 +84,16 @@ class JournalFile(Generic[EntryT]):
         return self.path.with_name(f"{self.path.name}.new")
 
     def encode(self, entry: EntryT) -> bytes:
-        """Return an entry in the form that `write` takes."""
+        """Encode an entry as JSON for `write`, which adds the checksum."""
         return self._encoder.encode(entry)
 
     @property
     def is_long(self) -> bool:
-        """True if the file exceeds `compact_nbytes` and has doubled since the last try to compact it."""
+        """True if the caller should compact the file with `rewrite`, or with `write_replacement` and `replace`.
+
+        The file is then larger than `compact_nbytes`, and has doubled in size since it was last compacted or since a try
+        to compact it failed.
+        """
         return self.nbytes >= self._compact_at
 
     def write(self, encoded: Iterable[bytes], *, recheck_path_s: float = 0.0) -> None:
@@ -102,8 +106,8 @@ class JournalFile(Generic[EntryT]):
             recheck_path_s: seconds for which an earlier check of the path is trusted.
 
         Raises:
-            OSError: the file was removed or replaced, or the disk is full, for example. No entry
-                counts as written, and the next call cuts off partial lines.
+            OSError: the lines could not be written, for example because the file was removed or replaced, or because the
+                disk is full. None of the entries counts as written: the next call first cuts off what was written.
         """
         if (now := time.monotonic()) >= self._path_checked_at + recheck_path_s:
             _check_is(self.path, os.fstat(self._descriptor))
@@ -117,10 +121,10 @@ class JournalFile(Generic[EntryT]):
         self.nbytes += len(data)
 
     def sync(self) -> None:
-        """Return once all written lines are on disk. May be called from another thread.
+        """Wait until all lines that `write` has written are on disk. May be called from another thread.
 
         Raises:
-            OSError: a line may be lost, see `is_doubtful`.
+            OSError: the sync failed, so lines may be lost; sets `is_doubtful`.
         """
         try:
             if self._moved:
@@ -132,17 +136,18 @@ class JournalFile(Generic[EntryT]):
             raise
 
     def read(self, upto_nbytes: int) -> list[EntryT]:
-        """Return the entries in the first `upto_nbytes`. May be called from another thread.
+        """Return the entries in the first `upto_nbytes` bytes of the file. May be called from another thread.
 
         Raises:
-            OSError, ConfigError: the file cannot be read, or a line is not an entry.
+            OSError: the file cannot be read.
+            ConfigError: a line is damaged or not an entry.
         """
         return read_entries(self.path, self._entry_type, upto_nbytes)[0]
 
     def rewrite(self, entries: Iterable[EntryT]) -> None:
-        """Replace all entries by `entries`. The new file is on disk when this returns.
+        """Replace all entries of the file by `entries`. When this method returns, the new file is on disk.
 
-        A crash at any moment leaves either the old file or the new file.
+        A crash at any moment leaves either the whole old file or the whole new file.
 
         Raises:
             OSError: writing failed. The file has either the old or the new entries.
@@ -174,13 +179,13 @@ class JournalFile(Generic[EntryT]):
             file.close()
 
     def replace(self, upto_nbytes: int) -> None:
-        """Replace this file by the file of `write_replacement`, which covers the first `upto_nbytes` of this file.
+        """Replace this file by the file that `write_replacement` wrote.
 
-        Lines after `upto_nbytes` are appended to the new file first. The new file survives a power
-        cut only after the next `sync`. Before that, a power cut may restore the old file.
+        The entries of the new file stand for the first `upto_nbytes` bytes of this file. Lines after these bytes are first
+        appended to the new file. Until the next `sync`, a power cut may restore the old file.
 
         Raises:
-            OSError: both files are unchanged.
+            OSError: the file could not be replaced; this object still uses the old file, which is unchanged.
         """
         path = self._replacement
         descriptor = _lock(path)
@@ -199,7 +204,7 @@ class JournalFile(Generic[EntryT]):
         self._compact_at = max(self._compact_nbytes, 2 * self.nbytes)
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Close the file and free its lock. Does not sync. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -217,7 +222,10 @@ def _check_is(path: Path, opened: os.stat_result) -> None:
 
 
 def add_checksum(entry: bytes) -> bytes:
-    """Return a JSON object with at least one member as a line. The line's last member is a checksum of the object."""
+    """Return the line for an entry: the JSON object `entry`, with its checksum as additional last member, and a newline.
+
+    The object must have at least one member.
+    """
     return entry[:-1] + CHECKSUM % xxhash.xxh3_64_intdigest(entry)
 
 
@@ -233,10 +241,12 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Open a file for appending, and lock it until the descriptor is closed or the process ends.
+    """Open a file for appending (create it if it is missing), lock it, and return the descriptor.
+
+    The lock ends when the descriptor is closed or the process ends.
 
     Raises:
-        OSError: another process has locked the file or has just replaced it.
+        OSError: another process has locked the file or has just replaced it, or the file cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -251,10 +261,17 @@ def _lock(path: Path) -> int:
 def read_entries(
     path: Path, entry_type: type[EntryT], upto_nbytes: int | None = None
 ) -> tuple[list[EntryT], int]:
-    """Return the entries of a journal file and their size in bytes, without an incomplete last line.
+    """Return the entries of a journal file, and the size in bytes of their lines.
+
+    Args:
+        path: path of the file.
+        entry_type: type of an entry, or a union of tagged types.
+        upto_nbytes: size of the part to read, which must end with a line; None for the whole file without an
+            incomplete last line.
 
     Raises:
-        ConfigError: a complete line is damaged or not an entry, or an incomplete first line is of another kind of file.
+        OSError: the file cannot be read.
+        ConfigError: a complete line is damaged or not an entry, or the incomplete first line is of another kind of file.
     """
     entries: list[EntryT] = []
     decoder = msgspec.json.Decoder(entry_type)
@@ -280,7 +297,7 @@ def read_entries(
 
 
 def sync_directory(path: Path) -> None:
-    """Sync a directory. A new file in the directory survives a power cut only after this call."""
+    """Sync a directory to disk. Without this call, a new or renamed file in it may be lost in a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

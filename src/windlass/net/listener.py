@@ -124,16 +124,17 @@ class Listener:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
-        """Start accepting connections."""
+        """Start to accept connections, which then wait for their first request."""
         logging.getLogger("asyncio").addFilter(_accept_errors)
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Accepted(self._on_accepted), sock=self._socket, backlog=BACKLOG
         )
 
     def admit(self, request: web.Request) -> bool:
-        """Make a connection a member after its request has shown a valid token.
+        """Make the connection of a request a member. Call this after the request has shown a valid token.
 
-        Return False if the connection uses one of the reserved file descriptors.
+        Return False if the connection is still a stranger and has one of the reserved file descriptors: the caller must
+        then refuse the request.
         """
         key = request.get_extra_info("socket")
         if key in self._strangers and _takes_reserved(key):
@@ -143,7 +144,7 @@ class Listener:
         return True
 
     async def stop(self) -> None:
-        """Stop accepting. Idempotent."""
+        """Stop accepting, and cancel TLS handshakes. Connections that aiohttp serves stay open. Idempotent."""
         await stop_accepting(self._socket)
         for handshake in self._handshakes:
             handshake.cancel()
@@ -240,11 +241,11 @@ class _Accepted(asyncio.Protocol):
 
 
 async def stop_accepting(bound: socket.socket) -> None:
-    """Stop accepting; return once aiohttp has every accepted connection. Idempotent.
+    """Stop accepting connections on `bound`, and wait until aiohttp has every connection accepted before. Idempotent.
 
-    The wait is needed, because asyncio first accepts a connection and later creates its transport. If the
-    server closes between these two steps, asyncio drops the connection without closing it (`Server._attach`
-    of Python 3.11 to 3.13).
+    asyncio first accepts a connection, and creates its transport some turns of the event loop later. If the server closed
+    between these two steps, asyncio would drop the connection without closing it (`Server._attach` of Python 3.11 to
+    3.13).
     """
     if bound.fileno() >= 0:
         asyncio.get_running_loop().remove_reader(bound)

@@ -83,9 +83,10 @@ class LineLimit:
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def count(self, kind: str) -> int:
-        """Count a line of this kind; return 0 if it must not be written now.
+        """Count a log line of this kind, and return whether the caller must write it: 0 for no.
 
-        Otherwise return the number of lines of this kind since the last written one, including this line.
+        If the line must be written, return the number of lines of this kind since the last written line, this line
+        included.
         """
         now = time.monotonic()
         next_s, num_held = self._kinds.pop(kind, (now, 0))
@@ -130,7 +131,7 @@ class _TextFormatter(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """Escape characters of `text` that could forge a log line or control a terminal; return the result."""
+    """Return `text` with unprintable characters escaped, because they could forge a log line or control a terminal."""
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 
@@ -150,10 +151,10 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def configure_logging(process: str) -> None:
-    """Log to stderr according to WINDLASS_LOG (`text`, `json`) and WINDLASS_LOG_LEVEL (`INFO`).
+    """Log to stderr: in the format WINDLASS_LOG (`text` or `json`), from the level WINDLASS_LOG_LEVEL (default `INFO`).
 
-    The entry point of each process calls this. If the root logger already has a handler, no handler
-    is added. Every line contains the name `process`.
+    The entry point of each process calls this. If the root logger already has a handler, only the level is set. Every
+    line contains the text `process`.
 
     Raises:
         ConfigError: a variable has an unknown value.

@@ -94,7 +94,7 @@ _UNREAD_CALLS = msgspec.msgpack.Decoder(UnreadCall)
 
 
 def unread_call(data: bytes) -> UnreadCall | None:
-    """Decode an envelope without its command; return None if the message is not an envelope."""
+    """Decode the call identity of an envelope, and leave its command undecoded; return None for another message."""
     try:
         return _UNREAD_CALLS.decode(data)
     except DECODE_ERRORS:
@@ -133,7 +133,7 @@ class Garbled(ProtocolError):
 
 
 def check_version(version: int, peer: str) -> None:
-    """Check that a peer has the protocol version of this process.
+    """Check that `version`, the protocol version of a peer, is the version of this process.
 
     Raises:
         ProtocolError: the versions differ.

@@ -30,10 +30,13 @@ class ReplyStore(Generic[ResultT]):
         return len(self._replies)
 
     def lookup(self, call_id: CallId) -> Reply[ResultT] | None:
-        """Return the stored reply to a call; None for a new call, which the caller then executes.
+        """Return the stored reply to a call; None for a new call, which the caller of this method must execute now.
+
+        The first call of a new round drops the replies of all rounds except the round before.
 
         Raises:
-            StaleMessage: the round of the call has passed.
+            StaleMessage: a call of a later round was looked up before; or the call arrived before a lost connection and
+                `void` has made it invalid.
         """
         epoch, round_number, _ = call_id
         round_id = epoch, round_number
@@ -50,14 +53,14 @@ class ReplyStore(Generic[ResultT]):
         return None
 
     def received(self, round_id: RoundId) -> None:
-        """Record that a call of this round has arrived. The call may still wait for earlier calls."""
+        """Record that a call of this round has arrived at this peer. It may wait until earlier calls are executed."""
         self._received = max(self._received, round_id)
 
     def void(self) -> None:
-        """Make `lookup` refuse calls that have arrived but not begun. Call this when the connection is lost.
+        """Make `lookup` refuse all new calls of rounds that have arrived until now. Call this when the connection is lost.
 
-        The server leaves a peer out of a round if it loses the connection to this peer, so the server's next call
-        belongs to a later round.
+        When the server loses the connection to a peer, it leaves the peer out of the running round. So the server's next
+        call to this peer belongs to a later round.
         """
         self._void = self._received
 
@@ -66,6 +69,6 @@ class ReplyStore(Generic[ResultT]):
             self._replies[reply.call_id] = reply
 
     def replies(self) -> list[Reply[ResultT]]:
-        """Return every stored reply, oldest first."""
+        """Return every stored reply, in the order in which they were stored."""
         with self._lock:
             return list(self._replies.values())

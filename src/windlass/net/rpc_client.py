@@ -127,16 +127,16 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         """Handle a frame that is neither a call nor a refusal, such as the welcome."""
 
     def on_call(self, call: Envelope[CommandT]) -> None:
-        """React to the arrival of a call, which may still wait for earlier calls. Must not block."""
+        """React to the arrival of a call, before it is executed: it may have to wait for earlier calls. Must not block."""
 
     async def on_welcome(self) -> None:
-        """React to the welcome, before anything is sent over this connection."""
+        """React to the server's welcome. Called before this client sends replies or other frames over the connection."""
 
     async def on_connected(self) -> None:
-        """React to a new connection, after the stored replies were sent again."""
+        """React to a new connection. Called after `on_welcome`, and after the stored replies were sent again."""
 
     def on_lost(self) -> None:
-        """React to the loss of a connection that was welcomed. A call may still be running."""
+        """React to the loss of a connection over which the welcome had arrived. A call may still be running."""
 
     # --- from any thread -----------------------------------------------------------------------
 
@@ -157,13 +157,13 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             raise PeerUnreachable(f"connect to {self._url}: {error}") from error
 
     def connect(self, deadline_s: float) -> None:
-        """Start, and return once the server has sent its welcome.
+        """Run the client in its own thread, and wait for the server's welcome. After an error, the client is closed.
 
         Raises:
             AuthenticationError: the token is wrong.
             ProtocolError: the server refused this peer; the message contains the reason.
             PeerUnreachable: this process cannot start a thread.
-            PeerTimeout: no welcome within `deadline_s`; the client is closed.
+            PeerTimeout: the server sent no welcome within `deadline_s`.
         """
         self.start()
         try:
@@ -190,7 +190,10 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             self._executor.submit(work)
 
     def flush(self, deadline_s: float) -> None:
-        """Wait until the results of all completed calls have been sent, or until the deadline."""
+        """Wait until the results of all calls that have arrived are sent, or until the deadline.
+
+        A result without a connection does not count as sent here; the next connection sends it.
+        """
 
         async def sent() -> None:
             await asyncio.gather(*self._answers, return_exceptions=True)
@@ -199,7 +202,10 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             asyncio.run_coroutine_threadsafe(sent(), self._loop).result(deadline_s)
 
     def close(self) -> None:
-        """Close the connection and end both threads. Idempotent."""
+        """Close the connection and end the client's thread. Drop calls that have not begun. Idempotent.
+
+        A running call continues in its thread.
+        """
         if self._closed:
             return
         self._closed = True
@@ -217,9 +223,10 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     # --- in the loop ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Stay connected until cancelled, refused by the server, or without a server for `give_up_s`.
+        """Connect, and connect again after each loss.
 
-        At the end, `welcomed` and `ended` get an exception unless they are done.
+        This ends when the task is cancelled, the server refuses this peer or its token, or no connection was possible for
+        `give_up_s`. At the end, the futures `welcomed` and `ended` get an exception unless they are done.
         """
         try:
             await self._stay_connected()
@@ -227,7 +234,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             self._end(PeerUnreachable("the control channel is closed"))
 
     async def send(self, frame: msgspec.Struct) -> bool:
-        """Send a frame; return False if there is no connection."""
+        """Send a frame; return False if there is no connection or it was lost, so the frame may not arrive."""
         if self._socket is None:
             return False
         try:
@@ -261,7 +268,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             self._task.cancel()
 
     def _end(self, error: Exception) -> None:
-        """Stop connecting. Set `error` in `welcomed` and `ended` unless they are done. Idempotent."""
+        """Record that the client stops connecting: set `error` in `welcomed` and `ended` unless they are done. Idempotent."""
         for future in (self.welcomed, self.ended):
             if not future.done():
                 future.set_exception(error)

@@ -37,34 +37,37 @@ class Owner(Protocol[FrameT_contra, SessionT]):
     async def admit(
         self, first: FrameT_contra, socket: web.WebSocketResponse
     ) -> tuple[SessionT, msgspec.Struct] | None:
-        """Admit a peer that has sent its first frame.
+        """Decide about a peer that has sent `first`, the first frame of the connection `socket`.
 
         Returns:
-            The peer's session and the welcome to send. None to close the connection without a welcome.
+            Session of the peer, and the welcome that `serve` then sends. None to close the connection without a welcome.
 
         Raises:
-            ProtocolError: the peer is refused for ever, or only for now (`MustWait`).
-            PlanError: the peer's description of itself is inconsistent.
+            ProtocolError: the peer is refused and must not connect again; with the subclass `MustWait` it may.
+            PlanError: the peer's description of itself is inconsistent; it must not connect again.
         """
         ...
 
     async def admitted(self, session: SessionT) -> None:
-        """React to a new connection, after the welcome and the unanswered calls were sent to the peer."""
+        """React to a new connection of an admitted peer. Called after `serve` has sent welcome and unanswered calls."""
         ...
 
     async def received(self, session: SessionT, frame: FrameT_contra) -> None:
-        """Handle a frame.
+        """Handle a frame that arrived after the first frame.
 
         Raises:
-            ProtocolError: the peer must not send this frame.
+            ProtocolError: the peer must not send this frame. `serve` then ends the connection.
         """
         ...
 
     async def lost(self, session: SessionT, reason: str, *, ended: bool) -> None:
-        """React to the end of a connection. May be called more than once.
+        """React to the end of a connection. May be called more than once for a session.
 
-        `ended` is True if the peer's side closed the connection, for example because its process
-        ended. `ended` is False if the peer was only silent.
+        Args:
+            session: session of the peer.
+            reason: why the connection ended, in one line.
+            ended: True if the peer's side closed the connection, for example because the peer's process ended. False if
+                the peer only missed a heartbeat or did not read: its process may still run.
         """
         ...
 
@@ -79,8 +82,12 @@ async def serve(
 ) -> web.WebSocketResponse:
     """Serve one connection until it ends. An error of one peer does not affect other peers.
 
-    `owner` handles the peers of the route. Each part of the first frame, and the answer to each
-    ping, must arrive within `heartbeat_s`. A frame may have at most `max_nbytes`.
+    Args:
+        request: request that opens the WebSocket.
+        owner: object that handles the peers of the route.
+        codec: decoder of the peers' frames.
+        heartbeat_s: seconds within which the answer to each ping, and each part of the first frame, must arrive.
+        max_nbytes: largest size of a frame.
     """
     # Large frames arrive in parts. Compression is off, because a small compressed frame could expand
     # to a thousand times its size.
@@ -144,8 +151,15 @@ async def _first_frame(
 ) -> T:
     """Receive the first frame: each part within `deadline_s`, and the whole frame within `FIRST_FRAME_S`.
 
-    If all incomplete first frames together exceed `MAX_WAITING_NBYTES`, a connection with more than an
-    equal share of this limit is refused.
+    If the incomplete first frames of all connections together exceed `MAX_WAITING_NBYTES`, this connection is refused if
+    its frame already has more than an equal share of this limit.
+
+    Args:
+        socket: connection.
+        parts: joiner of the connection's parts.
+        codec: decoder of the peers' frames.
+        deadline_s: seconds for each part.
+        waiting: joiners of all connections without a first frame.
 
     Raises:
         Garbled: the frame did not arrive in time, or cannot be decoded.

@@ -116,7 +116,7 @@ class ControlServer:
         self._app.add_routes([web.get(path, handler)])
 
     def bind(self) -> socket.socket:
-        """Bind the address, so that `url` is known. Requests are answered after `start`. Idempotent.
+        """Bind the address and return the bound socket, so that `url` is known before `start`. Idempotent.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -127,7 +127,7 @@ class ControlServer:
         return self._bound
 
     async def start(self) -> None:
-        """Bind and serve. Raise the soft limit of open files of this process to the hard limit.
+        """Bind the address and begin to answer requests. Also raise this process's soft limit of open files.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -144,14 +144,14 @@ class ControlServer:
     async def stop_listening(self) -> None:
         """Accept no new connections; existing connections continue. Idempotent.
 
-        Call this before disconnecting peers. A disconnected peer reconnects at once, and aiohttp
-        never closes a connection that it accepts while it closes the existing connections.
+        Call this before you disconnect peers. A disconnected peer connects again at once. If aiohttp accepted this new
+        connection while it closes the old ones, it would never close the new connection.
         """
         if self._listener is not None:
             await self._listener.stop()
 
     async def close(self) -> None:
-        """Stop serving. Idempotent."""
+        """Accept no new connections, and close all existing connections. Idempotent."""
         await self.stop_listening()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -181,19 +181,19 @@ class ControlServer:
         except ConnectionError:
             if request.transport is not None and not request.transport.is_closing():
                 raise
-            # The caller has disconnected, so nobody receives this response.
+            # The caller has disconnected, so this response is never sent.
             return web.Response(status=499)
 
 
 async def _hide_software(_request: web.Request, response: web.StreamResponse) -> None:
-    """Remove the `Server` header."""
+    """Remove the `Server` header, which names the software and its version, from a response."""
     response.headers.popall("Server", None)
 
 
 async def _end_sockets(app: web.Application) -> None:
-    """Close every WebSocket of the application.
+    """Close every open WebSocket of the application, also those whose peer is not admitted yet.
 
-    Without this, an agent that connects while the server closes would stay connected.
+    The application calls this when the server closes. Otherwise, an agent that connects at this time would stay connected.
     """
     sockets = app[OPEN_SOCKETS]
     await asyncio.gather(*(close_socket(s, code=WSCloseCode.GOING_AWAY) for s in list(sockets)))

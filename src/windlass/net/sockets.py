@@ -79,11 +79,15 @@ async def send_frame(
     within_s: float | None = None,
     on_cut: Callable[[], None] | None = None,
 ) -> None:
-    """Send a MessagePack frame, which `PartJoiner` joins at the receiver.
+    """Send a MessagePack frame, in parts of `PART_NBYTES` if it is longer. The receiver joins them with `PartJoiner`.
 
-    The connection is cut if a part takes longer than `deadline_s` to send, or all parts together take
-    longer than `within_s`. A frame of up to `PART_NBYTES` is one part. `on_cut` is called just before the
-    cut, so that the caller knows that this process ended the connection.
+    Args:
+        websocket: connection.
+        data: the frame.
+        deadline_s: seconds within which each part must be sent; otherwise this function cuts the connection.
+        within_s: seconds within which the whole frame must be sent; None for no such limit.
+        on_cut: function that is called just before the cut, so that the caller knows that this process ended the
+            connection.
 
     Raises:
         ConnectionError: the connection is closed or was cut.
@@ -118,7 +122,7 @@ async def _send_part(websocket: WebSocket, part: bytes, cutter: _Cutter) -> None
 def _within(
     cutter: _Cutter, sending: Coroutine[object, object, None]
 ) -> Generator[object, object, None]:
-    """Await a send. Start the cutter's timer only if the send has to wait, which is rare for small frames."""
+    """Await the coroutine `sending`. Only if it has to wait, start the timer of `cutter`: small frames rarely wait."""
     with contextlib.suppress(StopIteration):
         waits_for = sending.send(None)
         with cutter:
@@ -162,9 +166,9 @@ class PartJoiner:
         self.nbytes = 0
 
     def add(self, data: bytes) -> bytes | None:
-        """Add a WebSocket message. Return a whole frame, or None while the frame is incomplete.
+        """Add a WebSocket message. Return the whole frame if this message completes it; otherwise None.
 
-        If a new frame begins, drop an incomplete frame, because the sender has given up the incomplete frame.
+        A message that begins a new frame drops an incomplete frame: the sender has stopped sending it.
 
         Raises:
             ProtocolError: the part is out of order, or the frame is too large.
@@ -191,7 +195,7 @@ class PartJoiner:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard limit. Return the limit, or `sys.maxsize` if there is none.
+    """Raise this process's soft limit of open files to the hard limit. Return the hard limit, `sys.maxsize` for none.
 
     The usual soft limit of 1024 exists for programs that use `select`; a fleet may need more files.
     """
@@ -203,7 +207,7 @@ def raise_file_limit() -> int:
 
 
 def keep_alive(connection: socket.socket | TransportSocket) -> None:
-    """Enable TCP keepalive, so that no network device drops a silent connection."""
+    """Enable TCP keepalive, so that no load balancer or NAT drops a silent connection. Do nothing for other sockets."""
     if connection.family not in {socket.AF_INET, socket.AF_INET6}:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -225,7 +229,9 @@ def _kept_alive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 def open_http(
     token: str, *, to_controller: bool, many_connections: bool = False
 ) -> aiohttp.ClientSession:
-    """Return an HTTP session that sends `token`. A redirect fails, because it could send the token to another server.
+    """Return an HTTP session that sends `token` with each request. The caller must close the session.
+
+    If a server redirects a request, the request raises PeerUnreachable: otherwise the token could reach another server.
 
     Args:
         token: token for the server; empty for none.
@@ -263,7 +269,7 @@ async def close_socket(
     code: int = WSCloseCode.OK,
     deadline_s: float = CLOSE_DEADLINE_S,
 ) -> None:
-    """Close a connection; cut it if the closing takes longer than `deadline_s`. Idempotent."""
+    """Close a connection with the WebSocket's close frame `code`. After `deadline_s`, cut it instead. Idempotent."""
     with _Cutter(websocket, deadline_s):
         await websocket.close(code=code)
 

@@ -47,7 +47,7 @@ def _files() -> _Files:
 
 
 def is_tls_required() -> bool:
-    """Return whether this process uses TLS only.
+    """Return whether this process uses TLS only: any of the three environment variables is set.
 
     Raises:
         ConfigError: only one of certificate and key is set.
@@ -75,14 +75,14 @@ def server_context() -> ssl.SSLContext | None:
 
 
 def client_context(*, to_controller: bool) -> ssl.SSLContext | None:
-    """Return the TLS context for clients of this process; None for the system's defaults.
+    """Return the TLS context for clients of this process; None for the system's defaults, if TLS is not required.
 
     Args:
-        to_controller: whether the server must be a controller: its certificate must name the role
-            `owner` or no role.
+        to_controller: whether the client's server is a controller. Then a server with a certificate that names another
+            role than `owner` is refused during the handshake.
 
     Raises:
-        ConfigError: a file cannot be used.
+        ConfigError: only one of certificate and key is set, or a file cannot be used.
     """
     return _client_context(_files(), to_controller) if is_tls_required() else None
 
