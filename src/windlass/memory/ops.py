@@ -48,8 +48,8 @@ class Digests(Protocol[Key]):
     A key is the peer of a link, or the number of a chunk.
 
     Attributes:
-        links: peer -> table of the pieces of the link on the GPU, for hashing part by part. Empty at
-            a source and in host memory. `close` frees the tables.
+        links: peer -> tables of the link's pieces on the GPU, with which `ProgressDigests` hashes parts of the
+            link during a write. Only a destination on a GPU has these tables. `close` frees them.
     """
 
     @property
@@ -60,6 +60,11 @@ class Digests(Protocol[Key]):
         self, keys: Iterable[Key], deadline_s: float, threads: Executor | None = None
     ) -> dict[Key, str]:
         """Compute the digests of these links or chunks from the current bytes, and wait for the result.
+
+        Args:
+            keys: peers of the links, or numbers of the chunks.
+            deadline_s: longest wait for a GPU, in seconds.
+            threads: threads for the hashing in host memory; None for the calling thread. Not used on a GPU.
 
         Returns:
             Key -> digest, hex, in the order of `keys`.
@@ -85,8 +90,8 @@ class LinkPack(Protocol):
     Only the ops of the link that cannot be sent directly are packed.
 
     Attributes:
-        turns: parts of the payload that each turn packs, in the order of the payload. Turns use the
-            places in rotation, so a later turn overwrites an earlier turn.
+        turns: parts of the payload that each turn packs, in the order of the payload. Turn i writes to place i
+            modulo the number of places, so a later turn overwrites the parts of an earlier turn.
     """
 
     @property
@@ -137,10 +142,9 @@ class MemoryOps(Protocol):
         return None
 
     def allocation(self, address: int) -> tuple[int, int] | None:  # noqa: ARG002
-        """Return the start and the size in bytes of the allocation that contains `address`.
+        """Return the start and the size in bytes of the GPU allocation that contains `address`.
 
-        Returns:
-            None for host memory, where the allocation is unknown.
+        Return None for host memory, where the allocation is unknown.
 
         Raises:
             RegionError: the address is not in the memory of this GPU.
@@ -215,8 +219,11 @@ class MemoryOps(Protocol):
     ) -> LinkPack:
         """Prepare to pack a link at its source.
 
-        `places` are address ranges of equal length, which the turns use in rotation. Each packed part
-        begins at a multiple of `ALIGNMENT`.
+        Args:
+            program: the link.
+            addresses: addresses of the parameters.
+            places: address ranges of equal length, see `LinkPack.turns`. Each packed part begins at a multiple
+                of `ALIGNMENT`.
 
         Raises:
             PlanError: a place is smaller than `least_pack_nbytes`.

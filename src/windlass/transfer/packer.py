@@ -210,7 +210,7 @@ class Packer:
             offset: byte offset of the link's place in the arena.
 
         Returns:
-            (packed parts, digest, offset of the next link's place).
+            (the prepared copies with the places of the packed parts, digest, offset of the next link's place).
 
         Raises:
             TransferFailed, TransferOutcomeUnknown: see `hash_links`.
@@ -225,7 +225,14 @@ class Packer:
         return pack, pack.pack_and_hash(OWN_WORK_S), offset + nbytes
 
     def link_to(self, peer: Peer, program: LinkProgram, pack: LinkPack, digest: str) -> PackedLink:
-        """Return the writes and the digest of a link that `pack` has packed."""
+        """Return the writes and the digest of a link that `pack` has packed.
+
+        Args:
+            peer: destination of the writes.
+            program: the link.
+            pack: packed parts of this link, or of a link with the same payload to another destination.
+            digest: digest of the link.
+        """
         packed = [_packed_batches(program, peer, turn) for turn in pack.turns]
         found = (*self._direct(program, peer), *itertools.chain.from_iterable(packed))
         return PackedLink(found, digest)
@@ -233,8 +240,9 @@ class Packer:
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
         """Yield the writes of a link, and pack its payload in turns into the two halves of the arena.
 
-        When the caller requests a batch, all batches but the last one must have been written, because packing
-        overwrites the other half of the arena. This method computes no digest; the link has the digest of `hash_links`.
+        The caller may request the next batch while the previous batch is being written, but all earlier batches must
+        have been written: a request may pack a turn, and that overwrites the half of the turn before the previous turn.
+        This method computes no digest; the link has the digest of `hash_links`.
         """
         self.memory.settle(OWN_WORK_S)
         yield from self._direct(program, peer)

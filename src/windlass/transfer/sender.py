@@ -135,9 +135,16 @@ class Sender:
         version: int | None = None,
         stream: int | None = None,
     ) -> None:
-        """Begin a version, see `Replica.begin`. Call this before the trainer announces the version.
+        """Begin a version of the replica. Call this before the trainer announces the version.
 
         Do nothing without a replica.
+
+        Args:
+            on_taken: function that is called when the weights are copied and may change. None if the weights stay
+                unchanged until the end of the round.
+            version: number of the version; None to accept any version in `prepare`.
+            stream: handle of the GPU stream with the trainer's work. The copy waits only for this work. None to wait
+                for all work that this process has queued on the GPU.
         """
         if self.replica is not None:
             with self._lock:
@@ -197,7 +204,7 @@ class Sender:
 
         Raises:
             BindingsRefused: see `connect`. All links are unchanged.
-            PlanError, RegionError, TransferFailed: see `connect`. The caller must call `connect` then.
+            PlanError, RegionError, TransferFailed: see `connect`. After this error, the caller must call `connect`.
         """
         with self._lock:
             self._bind(plan, bindings, gone)
@@ -231,9 +238,9 @@ class Sender:
     def bind_copies(
         self, copies: Mapping[str, str], bindings: Mapping[str, DestinationBinding]
     ) -> tuple[LinkProgram, ...]:
-        """Bind links to further members of relay groups, which exist until the next `connect`.
+        """Bind links to the further members of relay groups. These links exist until the next `connect`.
 
-        Such a link has the same bytes as the planned link to the first member.
+        Such a link has the same bytes as the planned link to the first member of the group.
 
         Args:
             copies: further member -> first member. Members of groups without a planned link from this rank are ignored.
@@ -439,10 +446,10 @@ class Sender:
         return digest, after
 
     def _copied(self, name: str) -> PackedLink | None:
-        """Return the packed link of a destination that gets the same bytes as another one.
+        """Return the packed link to a further member of a relay group; None if the planned link is not packed as a whole.
 
-        `links.copy_of[name]` is the other destination. Its link was packed and hashed, so only the addresses differ.
-        Return None if that link is not packed as a whole.
+        The planned link to the first member (`links.copy_of`) has the same packed bytes and digest. Only the addresses
+        at the destination differ.
         """
         packed = self._packed.get(self.links.copy_of[name])
         if packed is None:
@@ -451,7 +458,11 @@ class Sender:
         return self.packer.link_to(peer, program, packed.pack, packed.digest)
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
-        """Pack links again before they are written again. Return the outcomes of links with another digest now."""
+        """Pack links again before they are written again. Do nothing with a replica.
+
+        Returns:
+            Destination -> FAILED outcome, for each link whose digest now differs from its digest in `prepare`.
+        """
         lost: dict[str, LinkOutcome] = {}
         if self.replica is not None:
             return lost
@@ -540,7 +551,11 @@ class Sender:
                 self.packer.abandon(renew=renew)
 
     def _abandon(self, arena: Buffer | None) -> None:
-        """Abandon memory that a write of unknown outcome may still read: the replica, else `arena` if still used."""
+        """Abandon the memory that a write of unknown outcome may still read.
+
+        With a replica, only record this; `_settle_doubt` abandons replica and arena later. Without a replica, abandon
+        `arena`, unless it was abandoned before.
+        """
         if self.replica is not None:
             # Later writes of this round still read the copy. `_settle_doubt` abandons it before the next round.
             self.replica.in_doubt = True

@@ -68,7 +68,7 @@ class MemoryRegion:
         address: virtual address in this process.
         nbytes: size in bytes.
         remote: right to write the memory, for peers.
-        alternatives: the same right through other transports than that of `remote`.
+        alternatives: rights to write the same memory through further transports.
     """
 
     address: int
@@ -144,7 +144,9 @@ class PeerMapper(Protocol):
         ...
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
-        """Map the allocation that contains a peer's region. The allocation stays mapped until `keep_mapped` drops it.
+        """Map the allocation that contains a peer's region, unless it is mapped already.
+
+        The allocation stays mapped until a call of `keep_mapped` names no region in it.
 
         Raises:
             PeerUnreachable: the peer's process has ended.
@@ -177,7 +179,7 @@ class OneSidedTransport(Protocol):
 
     @property
     def allocator(self) -> MemoryAllocator | None:
-        """Allocator of memory that peers can write; None if they can write any memory."""
+        """Allocator of memory that peers can write; None if peers can write any registered memory."""
         return None
 
     @property
@@ -225,11 +227,11 @@ class OneSidedTransport(Protocol):
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """End the registration of a region. The caller frees the memory in `released`, never earlier.
 
-        A native call of this transport may be unfinished: another thread waits for the call, or its
-        outcome is unknown. The call may still use the memory, so the memory must stay allocated
-        until the call ends. If no unfinished call uses the memory, `released` is called at once. A
-        `write` may make several native calls, and this method does not know the later calls. So do
-        not unregister a region during a `write` that uses the region.
+        An unfinished native call of this transport may still use the memory: another thread waits for the
+        call, or its outcome is unknown. The memory must then stay allocated until the call ends. If no
+        unfinished call uses the memory, `released` is called at once. A `write` may make several native
+        calls, and this method does not know the later calls. So do not unregister a region during a
+        `write` that uses the region.
 
         Args:
             region: registered region. The caller starts no further write with it.

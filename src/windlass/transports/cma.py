@@ -106,7 +106,16 @@ _process_vm_writev.argtypes = [
 
 
 def writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -> int:
-    """Call `process_vm_writev` once and return the bytes written. Only this function turns errno into an exception."""
+    """Call `process_vm_writev` once, and return the number of bytes written.
+
+    Args:
+        pid: process to write into.
+        local_vectors: (n, 2) address and size of each piece in this process.
+        remote_vectors: (n, 2) address and size of each piece in the other process.
+
+    Raises:
+        OSError: the system call failed.
+    """
     done = int(
         _process_vm_writev(
             pid,
