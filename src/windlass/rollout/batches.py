@@ -87,6 +87,7 @@ def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[Tr
 
 
 def _turns(rollout: Rollout) -> tuple[Turn, ...]:
+    """Return the engine calls of a rollout. The answer to a plain prompt counts as one call."""
     if rollout.turns or not rollout.output_ids:
         return rollout.turns
     answer = Partial(rollout.output_ids, rollout.logprobs, rollout.versions)
@@ -97,7 +98,7 @@ def check_rewards(group: RolloutGroup, rewards: object) -> tuple[float, ...]:
     """Return the rewards of a group's rollouts as one Python number per rollout.
 
     Raises:
-        ConfigError: see `training_samples`.
+        ConfigError: the rewards are not one finite number per rollout.
     """
     where = f"group {group.group_id}: rewards"
     is_scalar = isinstance(rewards, ArrayLike) and rewards.ndim == 0
@@ -178,7 +179,10 @@ class BatchQueue:
         self._wait_listeners.append(listener)
 
     def published(self) -> None:
-        """Record that the trainer has published the weights that result from its last batch."""
+        """Record that the trainer has published the weights that result from its last batch.
+
+        After this call, `all_wait` is True as soon as every rank waits for the next batch.
+        """
         self._has_answered = False
 
     @property
@@ -270,6 +274,7 @@ class BatchQueue:
         return TrainingBatch(step, tuple(sample for group in shard for sample in group))
 
     def _check_world_size(self, world_size: int) -> None:
+        """Raise `ConfigError` if the world size of a request does not divide the number of trainer ranks."""
         num_ranks = self._num_ranks()
         if num_ranks % world_size:
             raise ConfigError(
@@ -278,6 +283,10 @@ class BatchQueue:
             )
 
     def _note_question(self, rank: int, world_size: int) -> None:
+        """Record that a rank waits for a batch. If all ranks wait now, call the listeners of `on_wait`.
+
+        A request with another world size starts the record again, because the trainer may have restarted.
+        """
         if not self._num_ranks():
             return
         if world_size != self._world_that_asks:
@@ -371,6 +380,7 @@ class BatchClient(Closing):
 
 
 def _refusal(reply: HttpReply) -> Exception:
+    """Return the error for a response with which the controller refuses a request for a batch."""
     status, text = reply.status, reply.text(500).replace("\n", " ")
     if status in {401, 403}:
         return AuthenticationError(f"BatchClient: {text}")

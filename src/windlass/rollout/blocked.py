@@ -56,6 +56,7 @@ class BlockWatch:
         self._turned.set()
 
     def _watch(self) -> None:
+        """Let the loop run a callback every `LOOK_EVERY_S`, and log the loop's stack while the callback does not run."""
         while not self._ended.wait(LOOK_EVERY_S):
             self._turned.clear()
             try:
@@ -69,6 +70,7 @@ class BlockWatch:
                 next_s += SAY_EVERY_S
 
     def _say(self, blocked_s: float) -> None:
+        """Log the stack of the blocked loop's thread, and the workflow in this stack. `blocked_s` is the time so far."""
         frame = sys._current_frames().get(self._thread_id)
         if frame is None:
             return

@@ -304,12 +304,14 @@ class RolloutController:
     def _work(
         self, sampling: SamplingParams, deadline_s: float | None, prompt_ids: tuple[int, ...]
     ) -> Work:
+        """Return the work of a plain prompt; raise `ConfigError` as `submit` does."""
         self._check_open("submit")
         return Work(prompt_ids=prompt_ids, sampling=sampling, deadline_s=deadline_s)
 
     def _workflow(
         self, workflow: str, arguments: object, sampling: SamplingParams, deadline_s: float | None
     ) -> Work:
+        """Return the work of a workflow, with encoded arguments; raise `ConfigError` as `submit_workflow` does."""
         self._check_open("submit")
         if not workflow or not isinstance(workflow, str):
             raise ConfigError(f"rollout: workflow must be text and not empty, got {workflow!r}")
@@ -317,6 +319,7 @@ class RolloutController:
         return Work(sampling=sampling, deadline_s=deadline_s, workflow=workflow, arguments=encoded)
 
     def _check_open(self, what: str) -> None:
+        """Raise `ConfigError` if the controller is closed. `what` names the method that the caller has called."""
         if self._closed:
             raise ConfigError(f"rollout controller: {what}: the controller is closed")
 
@@ -404,9 +407,9 @@ class RolloutController:
 
     @property
     def failed_alike(self) -> int:
-        """Number of rollouts that failed since the last accepted answer and that another attempt would not help.
+        """Number of rollouts since the last accepted answer that failed for a reason that more attempts do not change.
 
-        These are rollouts whose request an engine refused, and rollouts whose workflow raised the same exception
+        An engine refused the request of such a rollout, or the rollout's workflow raised the same exception
         `max_same_errors` times in a row.
         """
         return self._life.failed_alike
@@ -440,8 +443,9 @@ class RolloutController:
     def acknowledge(self, task_ids: Iterable[str]) -> None:
         """Record that the caller has stored these rollouts, so that no later process delivers them. Idempotent.
 
-        One task id acknowledges the whole group of the task. Unknown ids are ignored. After a restart, the
-        controller may run a rollout again although the caller has stored its result. This call ends the rollout.
+        One task id acknowledges the whole group of the task. Unknown ids are ignored. After a restart, the controller
+        may run a rollout again although the caller has stored the rollout's result before. This call also ends such a
+        rollout.
 
         Raises:
             RolloutError: the journal cannot be written.
@@ -505,7 +509,7 @@ class RolloutController:
         return isinstance(worker, RemoteWorker) and worker.is_connected
 
     def set_version(self, version: int) -> None:
-        """Set the trainer's version. `StalenessPolicy.on_stale` decides about rollouts that are too old for it.
+        """Set the trainer's version. `StalenessPolicy.on_stale` decides what happens to rollouts that are now too old.
 
         The controller itself calls this with the newest version that a routable engine serves.
         """
@@ -548,7 +552,7 @@ class RolloutController:
     def _use(self, outcomes: Sequence[RolloutOutcome]) -> None:
         """Apply the outcomes of running attempts; ignore outcomes of all other attempts.
 
-        When this returns, the worker that sent the outcomes may drop them.
+        After this call has returned, the worker that sent the outcomes may drop them.
 
         Raises:
             RolloutError: the journal cannot be written now; the worker must keep the outcomes.
@@ -565,17 +569,23 @@ class RolloutController:
         self._schedule_dispatch()
 
     def _try_again(self, keys: Iterable[AttemptKey], reason: str) -> None:
+        """Retry the rollouts of attempts that no worker runs any more. Ignore attempts that have ended."""
         for key in keys:
             record = self._life.find_running(key.task_id, key.attempt)
             if record is not None:
                 self._life.retry(record, reason, Partial())
 
     def _withdraw(self, record: Record) -> None:
+        """Cancel the running attempt of a rollout at its worker."""
         self._pool.withdraw(record.worker, record.task_id, record.attempt)
 
     # --- engines -------------------------------------------------------------------------
 
     def _engines_changed(self) -> None:
+        """Adapt to a change of the routable engines, and set the trainer's version to their newest version.
+
+        An engine with running attempts that is no longer routable gets `engine_grace_s` to become routable again.
+        """
         if self._closed:
             return
         routable = {name: version for name, _, version in self._engines.routable()}
@@ -592,6 +602,7 @@ class RolloutController:
         self._schedule_dispatch()
 
     def _evacuate(self, name: str) -> None:
+        """Cancel all attempts on an engine that was not routable for `engine_grace_s`, and retry their rollouts."""
         self._engine_timers.pop(name, None)
         for record in list(self._table.by_engine.get(name, {}).values()):
             self._withdraw(record)
@@ -606,6 +617,7 @@ class RolloutController:
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
+        """Assign rollouts to workers, write the assignments to the journal, and notify waiting callers of changes."""
         self._is_dispatch_scheduled = False
         if self._closed or self._journal.broken:
             return
@@ -666,6 +678,7 @@ class RolloutController:
                 self._table.move(record, State.QUEUED, front=True)
 
     def _assign(self, record: Record, engines: Sequence[EngineTarget]) -> bool:
+        """Assign a rollout to the least busy worker that can run it, and to an engine; return False if no worker can."""
         workers = [w for w in self._workers.values() if w.can_run(record.work.workflow)]
         if not workers:
             return False
@@ -699,7 +712,7 @@ class RolloutController:
 def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
     """Return token ids as Python integers; raise `ConfigError` for ids that a worker could not decode.
 
-    A worker never reports a task that it cannot decode as received, so the controller would resend the task for ever.
+    A worker that cannot decode a task does not report the task as received, so the controller would send it for ever.
     """
     try:
         tokens = tuple([int(operator.index(each)) for each in prompt_ids])

@@ -110,10 +110,12 @@ class AttemptProgress:
         self.num_calls = 0
 
     def failure(self, reason: str, kind: ErrorKind = ErrorKind.PASSING) -> AttemptError:
+        """Return an error that names the engine and contains the tokens generated so far. The caller raises it."""
         engine = self.task.engine
         return AttemptError(f"engine {engine.name} ({engine.url}): {reason}", self.tokens, kind)
 
     async def run(self, session: aiohttp.ClientSession) -> AttemptResult:
+        """Send requests until the answer is complete, and return the answer; raise `AttemptError` as `generate` does."""
         stalls = 0
         while len(self.tokens.output_ids) < self.task.sampling.max_new_tokens:
             answer = await self._call(session)
@@ -137,6 +139,11 @@ class AttemptProgress:
         return AttemptResult(self.tokens, "length")
 
     async def _call(self, session: aiohttp.ClientSession) -> GenerateAnswer:
+        """Send one request to the engine, and return the engine's answer.
+
+        Raises:
+            AttemptError: the HTTP status is not 200.
+        """
         task, self.num_calls = self.task, self.num_calls + 1
         async with session.post(
             f"{task.engine.url}/generate",
@@ -152,6 +159,7 @@ class AttemptProgress:
         return msgspec.json.decode(body, type=GenerateAnswer)
 
     def _request(self) -> dict[str, Any]:
+        """Return the body of the next request: the prompt and the tokens so far, with the limits that are left."""
         task, sampling, num_done = self.task, self.task.sampling, len(self.tokens.output_ids)
         texts = {
             "stop": sampling.stop,
@@ -203,7 +211,11 @@ class AttemptProgress:
         return Partial(ids, logprobs, tuple(versions))
 
     def _spread(self, spans: Sequence[_VersionSpan], num_tokens: int) -> list[int]:
-        """Return the weight version of each of the `num_tokens` output tokens."""
+        """Return the weight version of each of the `num_tokens` output tokens.
+
+        Raises:
+            AttemptError: the spans have a gap, or a version is not an integer.
+        """
         versions: list[int] = []
         for span in spans:
             if span.start != len(versions):
@@ -213,6 +225,7 @@ class AttemptProgress:
         return versions
 
     def _weight_version(self, value: int | str | None) -> int:
+        """Return the version in an engine's answer as an integer; raise `AttemptError` if it is not an integer."""
         try:
             return int(value if value is not None else "")
         except ValueError as error:
@@ -222,11 +235,11 @@ class AttemptProgress:
 
 
 def _continued(tokens: Partial, sampling: SamplingParams) -> Partial:
-    """Return the tokens of an unfinished answer after which the next request may continue.
+    """Return the first tokens of an unfinished answer; the next request continues after these tokens.
 
     An engine applies a structure (JSON schema or regex) to the output of one request, so an answer with a structure
-    starts again. An engine also finds a stop text only in the output of one request, so the next request generates
-    the last tokens again, in case a stop text begins in them.
+    starts again without tokens. An engine also finds a stop text only in the output of one request. A stop text may
+    begin in the last tokens of the answer, so the next request generates these tokens again.
     """
     if sampling.has_structure:
         return Partial()
@@ -237,6 +250,7 @@ def _continued(tokens: Partial, sampling: SamplingParams) -> Partial:
 
 
 def _joined(first: Partial, second: Partial) -> Partial:
+    """Return the tokens of both answers, one after the other."""
     if not first.output_ids:
         return second
     return Partial(

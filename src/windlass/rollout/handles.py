@@ -172,7 +172,12 @@ class RolloutStats(Counts, kw_only=True):
         lost: submitted rollouts that have not ended and are not outstanding; a value other than 0 is a bug in
             Windlass.
         buffered: finished rollouts that wait for the rest of their group or for delivery.
+        waiting: rollouts that wait for admission.
         parked: rollouts that wait for a worker with a free slot that knows their workflow.
+        running: attempts that are assigned to workers.
+        engines: routable engines that are not too far behind the newest version.
+        version: version of the trainer.
+        capacity: rollouts that could be admitted now.
     """
 
     outstanding: int

@@ -153,6 +153,7 @@ class PersistedState:
     def _apply(
         self, entry: Submitted | Attempted | Accepted | Resubmitted | Ended | VersionReached
     ) -> None:
+        """Change this state as the transition of an entry did."""
         match entry:
             case Submitted():
                 self.tasks.update({t: PersistedTask(t, entry) for t in entry.task_ids})
@@ -171,6 +172,7 @@ class PersistedState:
 
     @staticmethod
     def _move(task: PersistedTask | None, entry: Attempted | Accepted | Resubmitted) -> None:
+        """Record that a task runs, has an outcome, or waits again. Do nothing for an unknown task (None)."""
         if task is None:
             return
         task.running = isinstance(entry, Attempted)
@@ -218,6 +220,10 @@ class RolloutJournal:
     Args:
         config: limits. The journal creates the folder of `config.journal`. It rewrites the file if the file has
             more than `journal_compact_nbytes` bytes and is twice as long as after the last rewrite.
+
+    Attributes:
+        on: whether there is a journal file.
+        keep_delivered: whether delivered results stay in the file until the caller acknowledges them.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -349,6 +355,7 @@ class RolloutJournal:
             asyncio.get_running_loop().call_soon(self._flush_later)
 
     def _flush_later(self) -> None:
+        """Write all added entries; on an error, `flush` schedules the next try."""
         self._flush_scheduled = False
         # A caller that needs the journal gets the error from `check`.
         with contextlib.suppress(RolloutError):
@@ -391,6 +398,7 @@ class RolloutJournal:
         self._changes.notify()
 
     def _schedule_upkeep(self) -> None:
+        """Start `_keep_up` after `journal_sync_s`, unless all lines are synced or a sync runs or is scheduled."""
         if self._has_unsynced and self._timer is None and self.upkeep is None and self._file:
             self._timer = asyncio.get_running_loop().call_later(
                 self._config.journal_sync_s, self._begin_upkeep
@@ -402,6 +410,7 @@ class RolloutJournal:
         self.upkeep.add_done_callback(self._upkeep_ended)
 
     def _upkeep_ended(self, task: asyncio.Task[None]) -> None:
+        """Log an unexpected error of `_keep_up`, and schedule the next sync if there are unsynced lines."""
         self.upkeep = None
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("journal %s: upkeep failed: %s", self._path, error)

@@ -157,6 +157,7 @@ class Lifecycle:
         return self._group_handle(group)
 
     def _submit(self, work: Work, n: int, group_id: int, metadata: object) -> Group:
+        """Record a submission in the journal, and add its `n` rollouts to the WAITING queue."""
         if self._sampling is None or work.sampling is not self._sampling:
             self._sampling = _checked(work.sampling)
         first = self._next_task + 1
@@ -170,10 +171,12 @@ class Lifecycle:
         return group
 
     def _single_handle(self, group: Group) -> RolloutHandle:
+        """Return the handle that the submitter of a single rollout gets."""
         (record,) = group.records
         return RolloutHandle(record.task_id, group.future, record.metadata)
 
     def _group_handle(self, group: Group) -> GroupHandle:
+        """Return the handle that the submitter of a group gets."""
         # The caller may never await the handle. asyncio would then report an unretrieved exception, although
         # the log and the counts contain the failure already.
         group.future.add_done_callback(_retrieve)
@@ -233,6 +236,7 @@ class Lifecycle:
         return groups
 
     def _admit(self, record: Record) -> None:
+        """Let the staleness policy count a rollout as running, unless the policy counts it already."""
         if not record.admitted:
             self._policy.admit()
             record.admitted = True
@@ -272,6 +276,10 @@ class Lifecycle:
         return self._policy.version
 
     def _start_timers(self, record: Record) -> float:
+        """Start the deadline of an attempt, and at the first attempt the rollout's own deadline.
+
+        Return the seconds until the earlier of both deadlines.
+        """
         loop = asyncio.get_running_loop()
         now = loop.time()
         if record.expiry is None and record.work.deadline_s is not None:
@@ -376,10 +384,12 @@ class Lifecycle:
         self._fail(record, RolloutError(f"rollout {record.task_id}: {reason}"))
 
     def _requeue(self, record: Record) -> None:
+        """Queue a rollout again at the end of its backoff."""
         self.table.move(record, State.QUEUED)
         self._work_changed()
 
     def _accept(self, record: Record, outcome: RolloutOutcome) -> None:
+        """Store the outcome of a successful attempt. Deliver a single rollout; buffer a rollout of a group."""
         self._policy.accept()
         self.failed_alike = 0
         record.admitted = False
@@ -431,6 +441,7 @@ class Lifecycle:
         self._warn_of_waste()
 
     def _drop(self, record: Record) -> None:
+        """End a rollout that is too old and all rollouts of its group; the group's handle raises `RolloutError`."""
         policy, group = self._policy, record.group
         error = RolloutError(
             f"rollout {record.task_id}: dropped because it is too old for version {policy.version} "
@@ -525,6 +536,7 @@ class Lifecycle:
         return delivered
 
     def _deliver_single(self, group: Group) -> None:
+        """End a single rollout, and set the result of its handle."""
         (rollout,) = self._rollouts(group)
         if not group.future.done():
             group.future.set_result(rollout)
@@ -542,6 +554,7 @@ class Lifecycle:
         return rollouts
 
     def _delivered(self, task_ids: Sequence[str]) -> None:
+        """Record a delivery in the journal, and among the newest results, which the caller may decline."""
         self.journal.delivered(task_ids)
         self._handed_out[task_ids[0]] = tuple(task_ids)
         if len(self._handed_out) > DECLINABLE:
@@ -635,12 +648,14 @@ class Lifecycle:
         )
 
     def _attempt_expired(self, record: Record) -> None:
+        """Cancel an attempt that has no answer at its deadline, and retry the rollout."""
         self._unanswered(record)
         self._withdraw(record)
         limit = self._config.attempt_deadline_s
         self.retry(record, f"engine {record.engine}: no answer in {limit} s", Partial())
 
     def _fail(self, record: Record, error: Exception) -> None:
+        """End a rollout with an error, which its handle raises, and cancel the other rollouts of its group."""
         self.newest_failure = str(error)
         said = record.last_error or type(error).__name__
         if num_alike := self._failures.count(said):
@@ -656,6 +671,7 @@ class Lifecycle:
         self._work_changed()
 
     def _end(self, record: Record) -> None:
+        """Move a record to ENDED. If the staleness policy counts the rollout as running, uncount it."""
         if record.admitted:
             self._policy.release()
             record.admitted = False

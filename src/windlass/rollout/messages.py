@@ -278,7 +278,7 @@ class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
 
     @property
     def first(self) -> int:
-        """Return the number of the first outcome in the batch."""
+        """Number of the first outcome in the batch."""
         return self.last - len(self.outcomes) + 1
 
 
@@ -448,6 +448,7 @@ _isfinite: Callable[[Any], bool] = math.isfinite
 
 
 def _listed(what: str, values: object, kind: str) -> list[Any]:
+    """Return the values of a sequence, array or tensor as a list; raise `ConfigError` for text and other types."""
     if isinstance(values, ArrayLike):
         values = values.tolist()
     if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
@@ -456,6 +457,7 @@ def _listed(what: str, values: object, kind: str) -> list[Any]:
 
 
 def _short(value: object) -> str:
+    """Return the `repr` of a value, with at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -286,6 +286,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
         await self.close()
 
     async def _send_forever(self) -> None:
+        """Send queued tasks, cancellations and acknowledgements in batches, at most one batch per `GATHER_S`."""
         clock, may_send_at = asyncio.get_running_loop().time, 0.0
         while True:
             await self._work.wait()
@@ -306,6 +307,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
                 self._work.set()
 
     def _next_batch(self) -> TaskBatch:
+        """Move queued tasks and all cancellations into a new batch, and keep the batch until it is reported received."""
         tasks: list[RolloutTask] = []
         num_tokens = 0
         while (
@@ -422,12 +424,14 @@ class WorkerPool:
             self._set_limits()
 
     def _note_answer(self, worker: Worker) -> None:
+        """Record that a worker has sent an outcome, and raise its limit if the limit was lower for lack of outcomes."""
         if worker.is_silent or not worker.has_answered:
             worker.has_answered, worker.is_silent = True, False
             self._set_limits()
             self._on_change()
 
     def _set_limits(self) -> None:
+        """Set the largest number of attempts of each worker; see `max_running`."""
         share = max(-(-self._max_running // max(len(self.workers), 1)), 1)
         for worker in self.workers.values():
             most = worker.hello.max_concurrent
@@ -474,6 +478,7 @@ class WorkerPool:
         self._on_change()
 
     async def received(self, session: RemoteWorker, frame: WorkerFrame) -> None:
+        """Use the outcomes in a worker's frame and acknowledge them; see `rpc.Owner`."""
         match frame:
             case CompletionBatch():
                 session.note_received(frame.received)
@@ -500,6 +505,10 @@ class WorkerPool:
                 raise Garbled(f"{session.peer}: Hello may be sent only once")
 
     async def lost(self, session: RemoteWorker, reason: str, *, ended: bool) -> None:
+        """Start a timer after which a worker that has not connected again counts as lost; see `rpc.Owner`.
+
+        Remove a worker immediately if it is ending and runs no attempt.
+        """
         if session.is_connected or self.workers.get(session.hello.name) is not session:
             return
         # A worker that is ending and has no assigned attempts does not connect again.
@@ -567,6 +576,7 @@ class WorkerPool:
         self._on_lost(keys, f"worker {name}: {reason}")
 
     def _remove(self, worker: Worker) -> None:
+        """Remove a worker from the pool, and stop it in the background; `close` waits for this."""
         del self.workers[worker.hello.name]
         self._set_limits()
         self._ends.notify()
@@ -582,6 +592,7 @@ class WorkerPool:
         return self._absent.pop(name, {})
 
     def _stayed_away(self, name: str) -> None:
+        """Report the attempts of a worker as lost, because it has not connected to this controller process in time."""
         keys = [AttemptKey(*item) for item in self._left_at(name).items()]
         grace_s = self._config.worker_grace_s
         self._on_lost(keys, f"worker {name}: not back {grace_s} s after a restart")

@@ -109,6 +109,11 @@ async def _tell_workers(http: aiohttp.ClientSession, url: str, fleet: _Fleet) ->
 
 
 async def _body_of(answer: aiohttp.ClientResponse) -> bytes:
+    """Return the body of a router's response.
+
+    Raises:
+        ProtocolError: the body has more than `MAX_ANSWER_NBYTES` bytes, or the HTTP status is not 200 to 299.
+    """
     body = bytearray()
     async for chunk in answer.content.iter_any():
         body += chunk
@@ -179,6 +184,7 @@ class RouterUpdates:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _look(self) -> None:
+        """Remember the connected engines, and start notifications unless a round runs or no version is published."""
         for engine in self._coordinator.fleet.states():
             if engine.url:
                 self._seen.pop(engine.name, None)
@@ -202,6 +208,7 @@ class RouterUpdates:
         return _Fleet(self._coordinator.fleet.published, tuple(engines))
 
     async def _keep_told(self, config: RouterConfig, changed: asyncio.Event, token: str) -> None:
+        """Notify one router whenever `changed` is set and the fleet differs from the router's last confirmed one."""
         told: _Fleet | None = None
         async with open_http(token, to_controller=False) as http:
             while True:

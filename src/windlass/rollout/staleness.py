@@ -1,11 +1,13 @@
 """Bounds on how far rollouts run ahead of the trainer, computed without a clock or I/O.
 
-Admission follows AReaL: at version v, at most max_staleness + v + 1 batches may be running or accepted.
-This bound alone does not limit the age of a sample, because the version may rise several times while a slow
-rollout runs. Therefore the controller checks a sample's oldest token again before it delivers the sample, and
-`OnStale` decides what happens to a sample that is too old. Here v counts from `start_version`. A second bound
-allows at most max_staleness + 1 batches that are running or wait for the trainer. Without it, a recovered
-controller that lost its counts would admit more than 50 batches at once if the engines serve version 50.
+Admission follows AReaL: at version v (counted from `start_version`), at most max_staleness + v + 1 batches may be
+running or accepted. A second bound allows at most max_staleness + 1 batches that are running or wait for the trainer.
+Without the second bound, a restarted controller without its old counts would admit more than 50 batches at once if the
+engines serve version 50.
+
+These bounds do not limit the age of a sample, because the version may rise several times while a slow rollout runs.
+Therefore the controller checks a sample's oldest token again before it delivers the sample, and `OnStale` decides what
+happens to a sample that is too old.
 """
 
 from __future__ import annotations

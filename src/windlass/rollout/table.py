@@ -52,6 +52,7 @@ class Deadlines:
         self._ends.pop(record, None)
 
     def _look(self) -> None:
+        """Call `passed` for every deadline that has passed, and set the timer to the next deadline."""
         loop = asyncio.get_running_loop()
         self._timer = None
         while self._ends:
@@ -95,6 +96,7 @@ class GroupFuture(asyncio.Future[Any]):
         self._task_id, self._give_up = task_id, give_up
 
     def cancel(self, msg: Any | None = None) -> bool:
+        """Cancel the future, and call `give_up` if the future was not done; see `asyncio.Future.cancel`."""
         if not super().cancel(msg):
             return False
         self._give_up(self._task_id)
@@ -229,6 +231,14 @@ class RolloutTable:
 
     Args:
         deadlines: deadlines of running attempts. The table stops a record's deadline when its attempt ends.
+
+    Attributes:
+        records: all records that have not ended, by task id.
+        waiting, queued, backoff, buffered: records in each state, by task id.
+        parked: workflow -> parked records.
+        by_engine: engine -> records with an attempt on this engine.
+        ready: group id -> complete group that waits for delivery, in the order of completion.
+        counts: totals since the start of this process.
     """
 
     def __init__(self, deadlines: Deadlines) -> None:
@@ -267,6 +277,7 @@ class RolloutTable:
             queue.move_to_end(record.task_id, last=False)
 
     def _queue_of(self, record: Record) -> dict[str, Record]:
+        """Return the queue for a record's state; for PARKED and RUNNING, the queue of its workflow or engine."""
         match record.state:
             case State.WAITING:
                 return self.waiting

@@ -162,6 +162,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         raise NotImplementedError("a worker receives frames, not calls")
 
     def on_frame(self, frame: WorkerWelcome | TaskBatch) -> None:
+        """Take the tasks of a batch; or, at the welcome of another controller, cancel all attempts of the old one."""
         if isinstance(frame, TaskBatch):
             self._take(frame)
             return
@@ -207,6 +208,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
 
     @property
     def _oldest_outcome(self) -> int:
+        """Number of the oldest unacknowledged outcome; the number of the next outcome if all are acknowledged."""
         return next(iter(self._kept), self._num_outcomes + 1)
 
     def _forget(self, last: int) -> None:
@@ -231,6 +233,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
             self._timer = self._loop.call_at(self._send_again_at, self._look)
 
     def _look(self) -> None:
+        """Send unacknowledged outcomes again if the deadline of the next acknowledgement has passed."""
         self._timer = None
         if self._send_again_at is None:
             return
@@ -248,6 +251,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         self._work.set()
 
     async def _deliver(self) -> None:
+        """Send unsent outcomes in batches until cancelled, and report received task batches; see the class."""
         while True:
             await self._work.wait()
             self._work.clear()
@@ -266,6 +270,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
                 await self.send(CompletionBatch(self._num_sent, (), self._received))
 
     def _next_batch(self) -> CompletionBatch:
+        """Return the next unsent outcomes, at least one and at most `MAX_OUTCOMES`, with the report of task batches."""
         batch: list[bytes] = []
         nbytes, last = 0, self._num_sent
         for number in range(self._num_sent + 1, self._num_outcomes + 1):
@@ -380,6 +385,7 @@ async def run_worker(
 
 
 def _settings(arguments: Sequence[str] | None) -> WorkerSettings:
+    """Parse the command line of a worker. Each field of `WorkerSettings` has an option of the same name."""
     parser = argparse.ArgumentParser(prog="python -m windlass.rollout.worker", description=__doc__)
     for field in msgspec.structs.fields(WorkerSettings):
         flag = f"--{field.encode_name.replace('_', '-')}"

@@ -116,6 +116,7 @@ class WorkflowContext:
         return turn
 
     def _check_age(self, versions: Sequence[int]) -> None:
+        """Add the versions of new tokens; raise `TooOld` if the oldest and the newest version differ too much."""
         known, limit = (*self._versions, *versions), self._task.max_staleness
         oldest, newest = self._versions = min(known), max(known)
         if limit is not None and newest - oldest > limit:
@@ -297,6 +298,7 @@ class Attempts:
         raise RolloutError(f"the workflow raised {raised}")
 
     def _ended(self, task: RolloutTask, job: asyncio.Task[AttemptResult]) -> None:
+        """Report the outcome of an attempt whose asyncio task has ended."""
         key = task.task_id, task.attempt
         del self.running[key]
         self._on_end(self._outcome_of(task, job, self._cancelled.pop(key, None)))
@@ -313,6 +315,10 @@ class Attempts:
     def _outcome_of(
         self, task: RolloutTask, job: asyncio.Task[AttemptResult], cancelled: _Cause | None
     ) -> RolloutOutcome:
+        """Return the outcome of an attempt, from the result or the exception of its asyncio task.
+
+        `cancelled` is the reason for which the worker cancelled the attempt, or None.
+        """
         result, error, kind = AttemptResult(), "", ErrorKind.PASSING
         if job.cancelled():
             status = OutcomeStatus.ERROR
