@@ -94,7 +94,7 @@ class Backend:
         return receiver
 
     def refuse_replica(self) -> str:
-        """Return the reason why trainer ranks cannot send from a replica; empty if they can."""
+        """Return the reason why trainer ranks cannot send from a replica with this backend; empty if they can."""
         return ""
 
     # --- binding: in the controller ----------------------------------------------------------
@@ -105,11 +105,22 @@ class Backend:
         trainers: Group,  # noqa: ARG002
         engines: Sequence[Group],  # noqa: ARG002
     ) -> Binding | None:
-        """Return the part of a binding that needs no command after the fleet has changed; None to bind all ranks again."""
+        """Return the part of the binding `held` that is still valid after the fleet has changed.
+
+        Its ranks get no command. Return None to bind all ranks again.
+
+        Args:
+            held: binding from before the change.
+            trainers: trainer ranks of the new binding.
+            engines: engines of the new binding.
+        """
         return None
 
     def addresses(self, sessions: Mapping[str, AgentSession]) -> LinkAddresses:
-        """Return the addresses for a new binding. By default each link gets a transport."""
+        """Return the object that chooses how sources reach destinations in a new binding; by default, a transport per link.
+
+        `sessions` has the session of each connected rank.
+        """
         return LinkTransports(sessions)
 
     def parts(self, plan: TransferPlan, *, sending: bool) -> dict[str, TransferPlan]:
@@ -117,13 +128,13 @@ class Backend:
         return plan.parts(sending=sending, all_names=False)
 
     def copies(self, trainers: Group, engines: Sequence[Group]) -> LinkCopies:  # noqa: ARG002
-        """Return the engine ranks that other engine ranks pass their bytes on to."""
+        """Return which engine ranks get their bytes from other engine ranks instead of the trainers; by default none."""
         return LinkCopies()
 
     # --- rounds: in the controller -----------------------------------------------------------
 
     def delivery(self, binding: Binding) -> Delivery:  # noqa: ARG002
-        """Return the delivery of the next round."""
+        """Return a new delivery for the next round, which uses `binding`."""
         return Delivery()
 
     def is_spent(self, report: UpdateReport) -> bool:  # noqa: ARG002
@@ -145,11 +156,11 @@ class OwnPathBackend(Backend):
     """Backend with its own data path instead of transports. A subclass defines `sender` and `receiver`."""
 
     def refuse_replica(self) -> str:
-        """Return the reason: the senders read parameters in place."""
+        """Return the reason why senders of this backend use no replica: they read the parameters themselves."""
         return "reads parameters in place; use p2p"
 
     def addresses(self, sessions: Mapping[str, AgentSession]) -> LinkAddresses:
-        """Return addresses without transports."""
+        """Return addresses without transports, because the backend moves the bytes itself."""
         return LinkAddresses(sessions)
 
     def find_donor(
@@ -167,7 +178,7 @@ def backend_of(config: UpdateBackend | DrivenBackend) -> Backend:
     """Return the backend of a setting.
 
     Raises:
-        ConfigError: it is not installed here, or its options are wrong.
+        ConfigError: the backend is not installed in this process, or its options are wrong.
     """
     options = config.options if isinstance(config, PluginBackend) else config
     found = find_backend(config.name).make(options)
@@ -204,7 +215,10 @@ class ChangesLinks(Protocol):
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> None:
-        """Bind the links of `plan`, and end the links to `gone`; see `Sender.change_links`."""
+        """Bind the links of `plan` to the addresses in `bindings`, and end the links to the ranks `gone`.
+
+        All other links stay bound. For errors see `Sender.change_links`.
+        """
         ...
 
 
@@ -225,7 +239,7 @@ class Listens(Protocol):
     """Engine half that other ranks connect to during a round."""
 
     def listen(self) -> RelayAddress:
-        """Return the address at which this rank listens."""
+        """Return the address at which this rank listens for connections of other ranks. The first call may open it."""
         ...
 
 

@@ -44,9 +44,9 @@ from windlass.transfer.bindings import DestinationBinding, GroupOffer
 NEWCOMERS_SPREAD = 4
 """Factor for the number of trainer ranks from which new engines read.
 
-Several trainer ranks may hold the same boxes. New engines read from this fraction of them: new engines / all engines *
-NEWCOMERS_SPREAD. A factor of 1 would overload some of these ranks. If new engines read from all of them, there would be a link
-from every rank to every engine.
+Several trainer ranks may hold the same boxes. New engines read from this fraction of these ranks: new engines / all
+engines * NEWCOMERS_SPREAD. A factor of 1 would overload some of these ranks. If new engines read from all of them, there
+would be a link from every rank to every engine.
 """
 JOIN_SHARE = 0.8
 """Fraction of the bind deadline given to agents, so that they time out before the coordinator and report the reason."""
@@ -79,9 +79,14 @@ class EnginesUnbound(RoundAborted):
 def _least_loaded(
     sources: Sequence[ShardManifest], kept: Binding, num_engines: int
 ) -> tuple[ShardManifest, ...]:
-    """Return the trainer ranks from which `num_engines` new engines read; see `NEWCOMERS_SPREAD`.
+    """Return the manifests of the trainer ranks from which new engines read; see `NEWCOMERS_SPREAD`.
 
-    Of trainer ranks with equal layouts, the ranks that send the fewest bytes come first.
+    Trainer ranks with equal layouts hold the same boxes. Of these, the ranks that send the fewest bytes are chosen.
+
+    Args:
+        sources: manifests of all trainer ranks.
+        kept: binding of the other engines, with the bytes that each trainer rank sends.
+        num_engines: number of new engines.
     """
     sent, share = kept.sent_by, NEWCOMERS_SPREAD * num_engines / (num_engines + len(kept.engines))
     alike: dict[str, list[ShardManifest]] = {}
@@ -152,7 +157,7 @@ class FleetBinder:
         self._epoch, self._kept = round_id.epoch, kept
 
     async def bind(self) -> Binding:
-        """Compile the plan and make all ranks bind it.
+        """Compile the plan, make all ranks bind it, and return the binding of the whole fleet.
 
         Raises:
             PlanError: the trainers' tensors cannot fill the engines' parameters.
@@ -186,7 +191,11 @@ class FleetBinder:
         """Compile the plan and the commands. Runs in a thread, because planning a large model takes seconds.
 
         Returns:
-            The new binding, the commands to engines, and the commands to trainers, still without addresses.
+            The new binding, the command to each engine rank, and the command to each source, still without addresses.
+
+        Raises:
+            PlanError, ConfigError, EnginesUnbound: see `bind`.
+            ManifestError: a trainer tensor that no engine has matches no pattern of `allow_unused`.
         """
         if self._kept is not None and not self._engines:
             binding = Binding(signature=self._signature, engines={}, unused=self._kept.unused)
@@ -256,9 +265,13 @@ class FleetBinder:
         return binding, to_engines, to_trainers
 
     def _find_unused(self) -> frozenset[str]:
-        """Return the trainer tensors that no engine has; raise ManifestError if one of them must not stay unused.
+        """Return the trainer tensors that no engine has; an empty set if the sources are engines.
 
-        A tensor that some engine had before counts as used, so that the loss of that engine does not stop the others.
+        A tensor counts as used if some engine has had it since these trainers connected. So the loss of this engine does
+        not stop updates of the other engines.
+
+        Raises:
+            ManifestError: an unused tensor matches no pattern of `allow_unused`.
         """
         if self._of_trainers.role is not Role.TRAINER:
             return frozenset()
@@ -270,9 +283,10 @@ class FleetBinder:
         return unused
 
     def _find_replicated(self, unused: frozenset[str]) -> Replicated | None:
-        """Return the boxes that several trainer ranks hold; None if the sources are engines.
+        """Return the boxes that several trainer ranks hold, without `unused` tensors; None if the sources are engines.
 
-        Ranks of an engine need no comparison: they have verified their weights, and copies of one tensor may differ.
+        In a catch-up the sources are the ranks of an engine. They need no comparison: they have verified their weights,
+        and their copies of one tensor may have different bytes.
         """
         of_trainers = all(manifest.role is Role.TRAINER for manifest in self._sources)
         return find_replicated(self._sources, unused) if of_trainers else None
@@ -280,7 +294,13 @@ class FleetBinder:
     def _change_trainers(
         self, kept: Binding, links: Iterable[Link], parts: Mapping[str, TransferPlan]
     ) -> dict[str, ChangeLinks]:
-        """Return commands for the trainers that get or lose links; the other trainers get no command."""
+        """Return a command for each trainer rank that gets or loses links; other trainer ranks get no command.
+
+        Args:
+            kept: part of the present binding that stays. The links in `kept.ended` must end.
+            links: new links.
+            parts: trainer rank -> part of the plan for its new links.
+        """
         gone: dict[str, list[str]] = {}
         for source, destination in sorted(kept.ended):
             gone.setdefault(source, []).append(destination)
@@ -302,7 +322,13 @@ class FleetBinder:
         bound: Mapping[str, Bound],
         binding: Binding,
     ) -> dict[str, ConnectTrainer | ChangeLinks]:
-        """Return the commands to sources, with the addresses at which they write to their engines."""
+        """Return the commands to sources with the memory addresses of their destinations added.
+
+        Args:
+            commands: source -> command without addresses.
+            bound: engine rank -> its answer, with the addresses.
+            binding: binding with the links. Links to ranks that get their bytes from other engines are left out.
+        """
         direct: dict[str, list[DestinationBinding]] = {}
         for source, destination in binding.links:
             if destination not in self._copies.of and destination in bound:
@@ -316,7 +342,7 @@ class FleetBinder:
         }
 
     def _find_kept(self) -> dict[str, frozenset[str]]:
-        """Return engine -> tensors that it keeps: no trainer has them, and they match a pattern in `keep` of the trainers."""
+        """Return engine -> tensors that the engine keeps: no trainer has them, and they match a `keep` pattern."""
         kept = dict.fromkeys(self._manifests, frozenset[str]())
         patterns = self._of_trainers.keep
         for engine, manifests in self._manifests.items() if patterns else ():
@@ -348,7 +374,11 @@ class FleetBinder:
             raise EnginesUnbound(refused) from None
 
     async def _bind_engines(self, commands: Mapping[str, ConnectEngine]) -> dict[str, Bound]:
-        """Send engines their commands; return their answers, with the addresses of their memory and listeners."""
+        """Send engine ranks their commands; return their answers, with the addresses of their memory and listeners.
+
+        Raises:
+            EnginesUnbound: an engine rank did not bind its part in time, or has bound addresses that must not be used.
+        """
         bound: dict[str, Bound] = {}
         failed: dict[str, Result | WindlassError] = {}
         for worker, result in (await self._caller.call(commands, self._deadline_s)).items():
@@ -373,7 +403,7 @@ class FleetBinder:
     async def _bind_sources(
         self, commands: Mapping[str, ConnectTrainer | ChangeLinks], binding: Binding
     ) -> list[GroupOffer]:
-        """Send the sources their commands; return the groups that they offer.
+        """Send the sources their commands; return the collective groups that they offer (none for one-sided writes).
 
         Raises:
             EnginesUnbound: a source cannot write to some engines.
@@ -406,13 +436,13 @@ class FleetBinder:
         return offers
 
     async def _form_groups(self, offers: Sequence[GroupOffer]) -> None:
-        """Send all members the command to join their groups, in the order of the sources' names.
+        """Make all members join their collective groups, and wait until they have joined.
 
-        All members use this order, so that the groups cannot deadlock.
+        Each member joins its groups in the order of the sources' names, so that the groups cannot deadlock.
 
         Raises:
-            EnginesUnbound: only ranks of one engine failed to join; all other failures are timeouts.
-            RoundAborted: other ranks did not join.
+            EnginesUnbound: one engine is to blame: its ranks failed to join, and all other members only timed out.
+            RoundAborted: a member did not join, and no single engine is to blame.
         """
         ordered = sorted(offers, key=lambda offer: offer.source)
         commands = {
@@ -436,7 +466,7 @@ class FleetBinder:
             raise RoundAborted("; ".join(reasons))
 
     async def _bind_copies(self, bound: Mapping[str, Bound], binding: Binding) -> None:
-        """Bind the links between engines.
+        """Make engine ranks and sources bind the links between engines, if the backend has such links.
 
         Raises:
             EnginesUnbound: an engine rank did not bind the links.

@@ -67,7 +67,11 @@ class Binding:
         return {link: choice.transport for link, choice in self.transports.items()}
 
     def describe_links(self, carried: Mapping[Link, Carried]) -> list[dict[str, str | float]]:
-        """Return the links as `/v1/status` shows them, the slowest first. `carried`: traffic of the links that were used."""
+        """Return the links as `/v1/status` shows them, the slowest first.
+
+        Args:
+            carried: link -> bytes and seconds in the last update, for links that were used.
+        """
         unused = Carried(0, 0.0)
         found = [
             (carried.get(link, unused), link, choice) for link, choice in self.transports.items()
@@ -96,7 +100,7 @@ class Binding:
         return dict(self.signature)
 
     def without(self, engines: Collection[str]) -> Binding:
-        """Return the binding without these engines; their links move to `ended`, because the sources must still end them."""
+        """Return the binding without these engines. Their links move to `ended`: the sources still have these links."""
         if not engines:
             return self
         workers = {w for name in engines for w in self.engines.get(name, ())}
@@ -133,7 +137,10 @@ class Binding:
         return kept if kept.engines else None
 
     def joined(self, new: Binding) -> Binding:
-        """Return the union of this binding and `new`, which was bound in addition."""
+        """Return this binding together with `new`, the binding of further engines by the same trainers.
+
+        Links in `ended` are dropped, because the trainers have ended them when they bound `new`.
+        """
         return replace(
             self,
             signature=self.signature | new.signature,

@@ -91,7 +91,7 @@ class Tasks:
         return iter(self._tasks)
 
     def spawn(self, work: Coroutine[object, object, _T]) -> asyncio.Task[_T]:
-        """Run a coroutine as a task that `close` cancels. After `close`, cancel the new task at once."""
+        """Run a coroutine as a task that `close` cancels. If `close` was called before, cancel the new task at once."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -93,14 +93,14 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         self._hello, self._handler = hello, handler
 
     def hello(self) -> Hello:
-        """Return the rank's `Hello`, with this host and with epoch and round of the newest command."""
+        """Return the `Hello` for a new connection: this host and the newest command's epoch and round are added."""
         epoch, round_number = self.stored.newest
         return msgspec.structs.replace(
             self._hello(), epoch=epoch, round=round_number, host=host_identity()
         )
 
     def on_frame(self, frame: Welcome | UpdateReport) -> None:
-        """Ignore the frame; only trainer ranks use `Welcome` and `UpdateReport`."""
+        """Ignore the frame: an engine rank needs neither `Welcome` nor `UpdateReport`."""
 
     def execute(self, call: Envelope[Command | Probe]) -> Result:
         if isinstance(call.command, Probe):
@@ -123,9 +123,10 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
 
 
 def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
-    """Return the kind of a failure for the controller.
+    """Return the kind of the failure that the controller gets for `error`.
 
-    An unexpected error in a command that writes gives UNKNOWN, because bytes may still arrive at the destinations.
+    `command` is the command that raised; None if it could not be decoded. Any error of a command that writes is UNKNOWN
+    if bytes may still arrive at the destinations after it (`is_unknown`).
     """
     match error:
         case TransferOutcomeUnknown():
@@ -212,7 +213,7 @@ class TrainerChannel(AgentChannel):
             ) from None
 
     def begin_announcement(self, version: int) -> Announcement:
-        """Announce a version without waiting, and return the announcement with the future of its report.
+        """Announce a version without waiting. Return the announcement, with a future that gets the report of its round.
 
         Raises:
             ProtocolError: the controller refused this agent.
@@ -222,7 +223,7 @@ class TrainerChannel(AgentChannel):
         return self._await_report(Announce(version, self._attempts))
 
     def expect(self, version: int) -> concurrent.futures.Future[UpdateReport]:
-        """Return the future of the report of a round that the controller begins without an announcement.
+        """Return a future that gets the report of `version`, whose round the controller begins without an announcement.
 
         Raises:
             ProtocolError, PeerUnreachable: see `begin_announcement`.
@@ -230,10 +231,10 @@ class TrainerChannel(AgentChannel):
         return self._await_report(Announce(version, 0)).report
 
     def _await_report(self, frame: Announce) -> Announcement:
-        """Make an announcement the present one, and send it unless its `attempt` is 0.
+        """Make `frame` the newest announcement, and send it unless its `attempt` is 0. Return it with its future.
 
         Raises:
-            ProtocolError, PeerUnreachable: the session has ended.
+            ProtocolError, PeerUnreachable: the session with the controller has ended.
         """
         with self._lock:
             if self.ended.done():
@@ -244,7 +245,10 @@ class TrainerChannel(AgentChannel):
         return announced
 
     def give_up_expected(self) -> None:
-        """Set PeerUnreachable in the future of `expect`, because its report will not arrive any more. Idempotent."""
+        """Set PeerUnreachable in the future that `expect` returned last, unless its report has arrived. Idempotent.
+
+        Call this when the next version begins: the report of the version before has then arrived or never will.
+        """
         with self._lock:
             expected = self.announced
             if expected is None or expected.frame.attempt or expected.report.done():
@@ -259,8 +263,8 @@ class TrainerChannel(AgentChannel):
         """Withdraw an announcement, so that the controller begins no round for it.
 
         Returns:
-            Future that is done once the withdrawal was sent. Its result is False if the connection was lost; the
-            controller then drops the announcement by itself. None if the session has ended.
+            Future that is done when the withdrawal is sent. Its result is False without a connection: the controller
+            drops announcements of lost connections by itself. None if the session with the controller has ended.
         """
         with self._lock:
             if self.announced is announced:

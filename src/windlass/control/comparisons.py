@@ -57,7 +57,7 @@ class Comparisons:
         self._decided: Comparison | None = None
 
     def begin(self, version: int, sources: Hashable) -> Comparison | None:
-        """Return the comparison of the next round; None if the round compares nothing.
+        """Decide whether the next round compares replicated boxes. Return the comparison; None to compare nothing.
 
         Args:
             version: version that the round publishes.
@@ -79,9 +79,9 @@ class Comparisons:
         return self._decided
 
     def of_round(self, version: int, binding: Binding) -> tuple[Replicated | None, int, int]:
-        """Return the comparison of a round: replicated boxes, turn and period (see `due_pieces`).
+        """Return what a round compares, for `RoundSpec`: replicated boxes, turn and period (see `due_pieces`).
 
-        The boxes are None if the round compares nothing.
+        The boxes are None if the round compares nothing: no box is replicated, or the time budget does not allow it.
         """
         replicated = binding.replicated
         if replicated is None:
@@ -93,7 +93,7 @@ class Comparisons:
         return replicated, comparison.turn, period
 
     def conclude(self, *, compare_s: float, update_s: float, is_published: bool) -> None:
-        """Update the balance after the round of the last `begin`.
+        """Update the balance after the round that the last call of `begin` decided about.
 
         Args:
             compare_s: seconds that the slowest rank needed for the comparison; 0 without a comparison.

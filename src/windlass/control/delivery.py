@@ -24,10 +24,10 @@ ANSWER_S = 2.0
 
 
 def reply_budget_s(deadline_s: float) -> float:
-    """Return the seconds of a deadline that a peer may use for its work.
+    """Return the seconds that a peer gets for its work, if the controller waits `deadline_s` for its answer.
 
-    The other seconds are for its answer. So a trainer answers in time even if its writes to an unreachable engine time
-    out. Without its answer, the round would end for all engines.
+    The rest is time for the answer. So a trainer answers in time even if its writes to an unreachable engine time out.
+    If it did not answer, the round would end for all engines.
     """
     return deadline_s - max(0.1 * deadline_s, min(0.3 * deadline_s, ANSWER_S))
 
@@ -115,7 +115,7 @@ class Delivery:
         return ""
 
     def sent(self) -> None:
-        """Record that the caller of a driven round has sent all bytes."""
+        """Record that the caller of a driven round has sent all bytes, so that `awaited` is empty from now on."""
 
     @property
     def measures(self) -> Mapping[Measure, float]:
@@ -123,7 +123,7 @@ class Delivery:
         return {}
 
     def changes_live(self, mode: UpdateMode) -> bool:
-        """Return whether live weights change before the engine has verified the bytes."""
+        """Return whether the writes of the round change live weights, before the engine has verified the bytes."""
         return mode is UpdateMode.IN_PLACE
 
     def survives_failure(self, phase: Phase) -> bool:  # noqa: ARG002
@@ -137,7 +137,7 @@ class Delivery:
     def ended(self, worker: str, command: Command) -> None:
         """Record that an engine rank no longer carries out `command`.
 
-        The rank has answered with a failure, or it has answered after the round left it out.
+        Called when the rank has answered with a failure, or has answered after the round had left its engine out.
         """
 
     def link_failed(self, link: Link) -> tuple[Order, ...]:  # noqa: ARG002
@@ -161,5 +161,5 @@ class Delivery:
         return False, frozenset()
 
     def unsettled(self) -> dict[str, tuple[str, ...]]:
-        """Return the engine ranks that may still be writing: rank -> ranks that it writes to."""
+        """Return the engine ranks that may still write when the round ends: rank -> ranks that it writes to."""
         return {}

@@ -20,7 +20,7 @@ def find_donor(
     trainers: Sequence[ShardManifest],
     planner: Planner,
 ) -> tuple[Group, TransferPlan] | None:
-    """Find an engine from which the newcomer gets the same bytes as from the trainers.
+    """Find an engine whose copy gives the newcomer the same bytes as a transfer from the trainers would.
 
     Blocks: it compiles a plan per candidate, which takes seconds for a large model.
 
@@ -47,11 +47,15 @@ def find_donor(
 
 
 def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
-    """Return whether a copy by this plan gives the same bytes as a transfer from the trainers.
+    """Return whether a copy from the donor by this plan gives the same bytes as a transfer from the trainers.
 
-    A plan without casts does. A cast of a tensor does if the donor has the tensor in the trainers' dtype, because the
-    values are then rounded once, as in a transfer from the trainers. Otherwise the donor's values were already rounded
-    when it received them, and the cast would round them a second time.
+    This is true for a tensor that the plan does not cast. It is also true for a cast tensor if the donor has it in the
+    dtype of a trainer: the values are then rounded once, as in a transfer from the trainers. Otherwise the donor's values
+    were rounded when the donor received them, and the cast would round them a second time.
+
+    Args:
+        plan: plan from the donor's ranks to the newcomer's.
+        trainers: manifests of the trainer ranks. If they are empty, no cast is exact.
     """
     casts = np.flatnonzero(plan.ops.src_dtype != plan.ops.dst_dtype)
     if not len(casts):
@@ -67,7 +71,7 @@ def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
 def _dtypes_of(
     manifests: Sequence[ShardManifest], names: Collection[str]
 ) -> set[tuple[str, DType]]:
-    """Return (tensor, dtype) for each of these tensors and each dtype in which the manifests have it."""
+    """Return the dtypes in which `manifests` have the tensors in `names`, as pairs (tensor, dtype)."""
     found: set[tuple[str, DType]] = set()
     for manifest in manifests:
         dtypes = {parameter.name: parameter.dtype for parameter in manifest.parameters}

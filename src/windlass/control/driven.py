@@ -56,10 +56,10 @@ class DrivenRound:
         return self._driver.machine.phase is Phase.WRITE
 
     async def until_paused(self) -> None:
-        """Wait until the engines have paused.
+        """Wait until all engines of the round have paused and wait for bytes.
 
         Raises:
-            RoundAborted: an engine refused, or no engine is left.
+            RoundAborted: the round has ended before, for example because no engine is left.
         """
         paused = asyncio.create_task(self._in_write.wait())
         try:
@@ -70,13 +70,13 @@ class DrivenRound:
             raise RoundAborted((await asyncio.shield(self.report)).reason)
 
     async def call(self, command: Command, deadline_s: float) -> dict[str, Result | WindlassError]:
-        """Send a command to every rank of the round; return each rank's answer, or its failure after `deadline_s`."""
+        """Send a command to every engine rank of the round, and wait for all answers; see `RankCaller.call`."""
         return await self._caller.call(dict.fromkeys(self.workers, command), deadline_s)
 
     def end(self, version: int, deadline_s: float) -> None:
-        """Begin to verify, apply and publish, because all bytes of `version` are sent.
+        """Tell the round that all bytes of `version` are sent, so that it verifies, applies and publishes. Do not wait.
 
-        VERIFY and APPLY may each take `deadline_s`.
+        VERIFY and APPLY may each take `deadline_s`. The attribute `report` gets the result.
         """
         self._driver.deadlines = msgspec.structs.replace(
             self._driver.deadlines, verify_s=deadline_s, apply_s=deadline_s
@@ -84,7 +84,7 @@ class DrivenRound:
         self._driver.post(Sent(version))
 
     def give_up(self, reason: str) -> None:
-        """End the round without a published version."""
+        """Tell the round to end without a published version. Do not wait; the attribute `report` gets the result."""
         self._driver.post(GiveUp(reason))
 
 

@@ -70,7 +70,10 @@ class EngineHooks(Protocol):
         ...
 
     def finalise(self) -> None:
-        """Recompute state derived from weights, and drop caches of old weights."""
+        """Recompute state that the engine derives from its weights, and drop caches that old weights computed.
+
+        Called after new weights are in place, while the engine is paused.
+        """
         ...
 
     def set_version(self, version: int, deadline_s: float) -> None:
@@ -135,8 +138,8 @@ class EngineAgent:
     def mixed_weights(self) -> bool:
         """Whether live weights may be of two versions.
 
-        It is true inside a round too, as soon as one-sided writes or `apply` may have changed them. If the controller
-        disappears then, the agent cannot know how many bytes have changed.
+        This is also true during a round, as soon as one-sided writes or `apply` may have changed live weights: if the
+        controller disappears at this time, the agent cannot know how many bytes have changed.
         """
         return self._mixed_weights or self._open_to_writes
 
@@ -200,12 +203,15 @@ class EngineAgent:
         return Bound(command.plan_digest, binding, self._receiver.listen())
 
     def on_command(self, command: Command, epoch: int, round_number: int) -> None:
-        """Let the backend end what the rank carries out now, as soon as the channel receives a command."""
+        """Let the backend end the running command early, if the new command demands it.
+
+        The channel calls this when it receives a command, while an earlier command may still run.
+        """
         if isinstance(self._receiver, Interruptible):
             self._receiver.interrupt(command, RoundId(epoch, round_number))
 
     def close(self) -> None:
-        """Leave groups, and free GPU memory. Idempotent."""
+        """Close the halves of all backends and this rank's receiver: leave groups, and free GPU memory. Idempotent."""
         for half in self._driven.values():
             half.close()
         self._receiver.close()
@@ -214,7 +220,14 @@ class EngineAgent:
             self._source.close()
 
     def _send_own(self, command: SourceCommand) -> Result:
-        """Send this rank's own weights, which do not change while the caller holds the lock."""
+        """Carry out a command to send this rank's own weights to another engine (a catch-up).
+
+        The caller holds the agent's lock, so no other command changes the weights meanwhile.
+
+        Raises:
+            ProtocolError: this rank cannot send.
+            RoundAborted: this rank does not serve the version of the command, or may have mixed weights.
+        """
         if self._source is None:
             raise ProtocolError(f"this engine cannot carry out {type(command).__name__}")
         if not isinstance(command, ConnectTrainer):
@@ -235,10 +248,10 @@ class EngineAgent:
             )
 
     def on_disconnect(self) -> None:
-        """Resume with the old weights, if they are whole, after the connection to the controller is lost.
+        """Resume the engine with its present weights, unless they are mixed, after the controller's connection is lost.
 
         Raises:
-            PeerUnreachable: the engine did not resume; the caller must call again.
+            PeerUnreachable: the engine did not resume. The caller must call this again later.
         """
         if isinstance(self._receiver, Interruptible):
             self._receiver.interrupt(None, None)
@@ -260,7 +273,11 @@ class EngineAgent:
         self._delivery = self._receiver
 
     def _choose_driven(self, backend: DrivenBackend) -> None:
-        """Let `backend` receive bytes from now on. The next publish binds this rank again."""
+        """Let the driven backend `backend` receive the bytes of this round. The next publish binds this rank again.
+
+        Raises:
+            ProtocolError: the engine's process runs without Windlass, so only `p2p` can reach it.
+        """
         self._require_reached(backend)
         # The one-sided receiver stays open, because late writes may still arrive in its memory.
         if self._receiver is not self._one_sided:
@@ -285,9 +302,9 @@ class EngineAgent:
         self._go_on_if_whole(deadline_s)
 
     def _fence(self) -> None:
-        """Wait until late bytes of a source that died during a write can no longer arrive in the new binding.
+        """Wait until late bytes of an earlier round can no longer arrive, if a source may have died during a write.
 
-        A living source has reported its writes before the controller binds again.
+        Called before this rank binds again. Sources that live have reported the end of their writes by then.
         """
         if self._may_be_written:
             self._one_sided.transport.fence(deadline_s=FENCE_S)
@@ -300,10 +317,10 @@ class EngineAgent:
         self._go_on_if_whole(deadline_s)
 
     def _go_on_if_whole(self, deadline_s: float) -> None:
-        """Resume the engine if its weights are of one version. A failure to resume does not affect the weights.
+        """Resume the engine within `deadline_s`, unless its weights are mixed or it has no weights to serve.
 
-        The agent reports the failure (`Done.not_resumed`), and the controller repeats the command. After a lost
-        connection, the channel tries again at the next welcome.
+        If the engine does not resume, raise nothing: the next `Done` reports the reason (`Done.not_resumed`), and the
+        controller repeats the command. After a lost connection, the channel tries again at the next welcome.
         """
         self._not_resumed = ""
         has_weights = self.served_version >= 0 or self._serves_own_weights

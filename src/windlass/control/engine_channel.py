@@ -102,7 +102,10 @@ class EngineChannel(AgentChannel):
             await self._loop.run_in_executor(self._executor, self.on_lost)
 
     async def on_connected(self) -> None:
-        """Report whether the engine generates now, because the stored replies that were sent again may be outdated."""
+        """Report to the controller whether the engine generates now.
+
+        The stored replies that were sent again before this may say something else, because they are older.
+        """
         epoch, round_number = self.stored.newest
         await self.send(
             Reply(epoch, round_number, WELCOME_SEQ, Done(not_resumed=self._not_resumed))

@@ -115,10 +115,10 @@ class Group:
     reason: str = ""
 
     def move(self, status: EngineStatus, reason: str = "") -> None:
-        """Set the state of the engine, and log a new reason.
+        """Set the state of the engine and its reason. Log the reason if it has changed.
 
-        A transition that is not in `TRANSITIONS` is a bug. The engine then gets the state `MIXED_WEIGHTS`, so that it
-        gets no traffic until a round publishes in it.
+        A transition that is not in `TRANSITIONS` is a bug. The engine then gets the state `MIXED_WEIGHTS` instead, so that
+        it gets no traffic until a round publishes in it.
         """
         if status not in TRANSITIONS[self.status]:
             reason = f"internal error: {self.status} must not become {status}"
@@ -131,7 +131,7 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks are connected."""
+        """Whether all ranks of the group are connected."""
         return len(self.agents) == self.world_size
 
     @property
@@ -156,12 +156,12 @@ class Group:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Worker names in rank order."""
+        """Names (GROUP/RANK) of the connected ranks, in rank order."""
         return tuple(self.agents[rank].hello.worker for rank in sorted(self.agents))
 
     @property
     def manifests(self) -> tuple[ShardManifest, ...]:
-        """Manifests in rank order."""
+        """Manifests of the connected ranks, in rank order."""
         return tuple(self.agents[rank].manifest for rank in sorted(self.agents))
 
     @property
@@ -225,12 +225,12 @@ class Fleet:
             self._update_state(engine)
 
     def note_silent(self, agent: Agent, command: str) -> None:
-        """Set `Agent.silent` of a rank, and update the state of its engine."""
+        """Set `Agent.silent` of a rank to `command` (empty: the rank answers again), and update its engine's state."""
         agent.silent = command
         self._update_state_of(agent)
 
     def note_not_resumed(self, agent: Agent, reason: str) -> None:
-        """Set `Agent.not_resumed` of a rank, and update the state of its engine."""
+        """Set `Agent.not_resumed` of a rank to `reason` (empty: it generates), and update its engine's state."""
         agent.not_resumed = reason
         self._update_state_of(agent)
 
@@ -247,11 +247,11 @@ class Fleet:
     def _next_state(
         self, engine: Group, now: EngineStatus, reason: str
     ) -> tuple[EngineStatus, str]:
-        """Return the new state of an engine, and its reason.
+        """Return the state that an engine must have now, and the cause of this state.
 
         Args:
-            engine: the engine.
-            now: the present state; after a round, the state that follows from the engine's outcome.
+            engine: the engine, with its present version and the flags of its ranks.
+            now: state of the engine before; after a round, the state that follows from the engine's outcome.
             reason: cause of `now`.
         """
         is_kept = now in {EngineStatus.MIXED_WEIGHTS, EngineStatus.QUARANTINED}
@@ -274,7 +274,7 @@ class Fleet:
         return EngineStatus.WAITING, engine.not_resumed
 
     def _is_current(self, engine: Group) -> bool:
-        """Return whether all ranks are connected and have the published version."""
+        """Return whether all ranks of an engine are connected and have the published version."""
         holds = engine.version == self.published >= 0 and engine.lineage == self.lineage
         return holds and engine.complete
 
@@ -361,10 +361,10 @@ class Fleet:
         return manifest
 
     def replace_job(self, job: str) -> str:
-        """Make `job` the trainers' job and refuse ranks of the previous job from now on.
+        """Make `job` the trainers' job, and refuse new connections of the previous job's ranks from now on.
 
         Returns:
-            Text for the ranks of the previous job that the caller disconnects.
+            Reason for the ranks of the previous job that are still connected; the caller must disconnect them.
         """
         reason = f"job {self.job!r} was replaced by job {job!r}"
         if self.job is not None:
@@ -375,9 +375,9 @@ class Fleet:
         return reason
 
     def _check_job(self, hello: Hello) -> None:
-        """Check that the trainer rank belongs to the same job as the connected trainer ranks.
+        """Check that a trainer rank belongs to the same job as the connected trainer ranks.
 
-        Ranks of two jobs may have different weights.
+        Otherwise their weights might come from different starts of the trainers.
 
         Raises:
             ProtocolError: the job of the rank was replaced.
@@ -398,7 +398,10 @@ class Fleet:
             )
 
     def _insert(self, hello: Hello, manifest: ShardManifest) -> Agent:
-        """Add an admitted rank to its group. End the quarantines and holds of earlier processes with its name."""
+        """Add an admitted rank to its group, and return the rank.
+
+        End the quarantines and holds of earlier processes of this name: they have ended, because a new process has it.
+        """
         group = self._groups.setdefault(
             hello.group, Group(hello.group, hello.role, hello.world_size, {})
         )
@@ -434,14 +437,14 @@ class Fleet:
         return agent
 
     def _note_mesh(self, hello: Hello) -> None:
-        """If the world size of the trainers has changed, drop the holds of the earlier ranks, which have ended."""
+        """If the number of trainer ranks has changed, drop all holds of trainer ranks: the earlier ranks have ended."""
         if hello.world_size != self._num_trainers:
             for past in [k for k in self.holds if k[0].rpartition("/")[0] == hello.group]:
                 del self.holds[past]
         self._num_trainers = hello.world_size
 
     def remove(self, agent: Agent) -> Group:
-        """Remove a rank from its group, and the group if it is empty then; return the group."""
+        """Remove a rank from its group; return the group. Remove the group too if no rank of it is connected any more."""
         hello = agent.hello
         group = self._groups[hello.group]
         if group.agents.pop(hello.rank, None) is not None:
@@ -481,7 +484,7 @@ class Fleet:
         return tuple(g for g in self._groups.values() if g.role is Role.ENGINE)
 
     def has_lost_all(self, binding: Binding) -> bool:
-        """Return whether all processes of the engines of `binding` are disconnected."""
+        """Return whether none of the engine processes in `binding` is connected any more."""
         found = ((self.group_of(name), own) for name, own in binding.engines.items())
         return all(
             engine is None or engine.identities.isdisjoint(binding.identities_of(own))
@@ -502,7 +505,7 @@ class Fleet:
         )
 
     def quarantine(self, engines: Iterable[Identity]) -> None:
-        """Quarantine these processes: no round writes to them any more. Update the states of their engines."""
+        """Quarantine these engine processes, so that no round writes to them. Update the states of their engines."""
         self._quarantine(engines)
         for group in self._groups.values():
             for agent in group.agents.values():
@@ -515,14 +518,20 @@ class Fleet:
             del self._quarantined[next(iter(self._quarantined))]
 
     def hold(self, trainer: Identity, round_id: RoundId, engines: frozenset[Identity]) -> None:
-        """Record that `trainer` got a write command in a round and has not answered it.
+        """Record that the source `trainer` has not answered the write command of a round.
 
-        No round writes to the processes `engines` until the trainer answers or a new process has its name.
+        No round writes to the processes `engines`, until the source answers (`settle`), its process is replaced by a new
+        one, or `release` is called.
+
+        Args:
+            trainer: process of the source: a trainer rank, or an engine rank in a catch-up or relay.
+            round_id: round of the command.
+            engines: engine processes whose memory the bytes may still reach.
         """
         self.holds[trainer] = _Hold(round_id, engines)
 
     def release(self, source: Identity) -> bool:
-        """Drop the hold of a process that has ended; return whether there was a hold."""
+        """Drop the hold of a source whose process has ended; return whether there was a hold."""
         return self.holds.pop(source, None) is not None
 
     @property
@@ -531,11 +540,11 @@ class Fleet:
         return {trainer: hold.round_id for trainer, hold in self.holds.items()}
 
     def settle(self, trainer: Identity, round_id: RoundId, seq: int, result: Result) -> bool:
-        """Process an answer that arrives after the round of its command.
+        """Process an answer that arrived after the round of its command, if it concerns a hold.
 
-        The answer to the write command of a hold ends the hold. A link with an unknown outcome quarantines its engine,
-        as in an answer within the round. The answer to a probe also ends the hold: agents answer in order, so a write
-        command without an answer has not reached the source.
+        The answer to the write command of a hold ends the hold. If it reports a link with an unknown outcome, the link's
+        engine is quarantined, as during the round. The answer to a probe also ends the hold: agents answer in order, so
+        the write has ended or has never begun.
 
         Returns:
             Whether the answer has ended a hold or quarantined an engine.
@@ -561,17 +570,21 @@ class Fleet:
         return True
 
     def bound_since(self, epoch: int) -> None:
-        """Record the epoch of the first bind command. Answers with a lower epoch are for an earlier controller."""
+        """Record the epoch of the first bind command. For `settle`, answers with a lower epoch are for another controller.
+
+        Later calls do nothing.
+        """
         if self._first_epoch is None:
             self._first_epoch = epoch
 
     def _settle_for_predecessor(self, source: Identity, round_id: RoundId, result: Result) -> bool:
-        """Quarantine the engines that a write from an earlier controller's round may still reach.
+        """Process an answer to a write command of an earlier controller: quarantine ranks that the write may still reach.
 
-        A process with epoch 0 in its Hello has got no command before, so it neither wrote nor was written.
+        A rank that is not connected is quarantined when it connects again. A process with epoch 0 in its Hello has got
+        no command of an earlier controller, so it neither wrote nor was written.
 
         Returns:
-            Whether `result` names such engines.
+            Whether `result` reports ranks that the write may still reach.
         """
         writer = self.find(source[0])
         if writer is None or not 0 < round_id.epoch <= writer.hello.epoch:
@@ -631,7 +644,10 @@ class Fleet:
         )
 
     def _held_up(self, engine: Group) -> str:
-        """Return why no round writes to a waiting engine: text with the sources that hold it; empty without a hold."""
+        """Return why no round writes to an engine in the state WAITING: sources that have not answered a write to it.
+
+        Return an empty text in another state, and if there is no such source.
+        """
         if engine.status is not EngineStatus.WAITING:
             return ""
         sources = sorted(s[0] for s, hold in self.holds.items() if hold.engines & engine.identities)
@@ -652,7 +668,7 @@ class Fleet:
         return engine.version if engine.lineage == self.lineage else -1
 
     def missing(self, num_trainers: int, engines: Iterable[str]) -> dict[str, str]:
-        """Return the groups that are not complete, for an error text.
+        """Return the expected groups whose ranks are not all connected, for an error text.
 
         Args:
             num_trainers: expected number of trainer ranks.
@@ -724,7 +740,7 @@ class Fleet:
 
 
 def signature_of(groups: Iterable[Group]) -> frozenset[Identity]:
-    """Return the processes of these groups, which identify a binding (`Binding.signature`)."""
+    """Return all connected processes of these groups. A binding is valid for exactly these (`Binding.signature`)."""
     return frozenset[Identity]().union(*(group.identities for group in groups))
 
 
@@ -733,7 +749,7 @@ def _is_routable(engine: Group) -> bool:
 
 
 def _unknown_of(result: Result) -> set[str] | None:
-    """Return the ranks that a write with an unknown outcome may still reach; None if `result` is not about writes."""
+    """Return the ranks in whose memory bytes may still arrive, by an answer to a write; None for another answer."""
     match result:
         case Relayed():
             return set(result.unknown_to)

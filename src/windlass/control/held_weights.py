@@ -55,28 +55,32 @@ class HeldWeights:
         self._replicated.bind(replicated)
 
     def note_read(self, read: Collection[int]) -> frozenset[int]:
-        """Set the parameters that engines get; return those that are compared. Both are indices in the manifest."""
+        """Record the parameters that engines get, as indices in the manifest, for the check for NaN and infinity.
+
+        Return the indices of the parameters whose boxes are compared between trainer ranks.
+        """
         self._finite.bind(read)
         return self._replicated.read
 
     def hold(self, version: int) -> None:
-        """Accept commands for `version`; the trainer keeps its weights unchanged from now until `release`."""
+        """Record that the trainer publishes `version`, and keeps its weights unchanged from now until `release`."""
         self._version = version
         with self._noting:
             self._is_released = self._is_watched = False
             self._changed_name = ""
 
     def watch(self) -> None:
-        """Detect changes of the weights from now on; called in the trainer's thread, after `hold`."""
+        """Record the state of the weights, so that later changes are detected. Call this in the trainer's thread."""
         if self._watch is not None:
             with self._noting:
                 self._watch()
                 self._is_watched = True
 
     def note_changes(self) -> None:
-        """Record the name of a parameter that has changed.
+        """Record the name of a parameter that has changed since `watch`, if one has changed.
 
-        Call this before `TrainerWeights.parameters`, which resets the state that `TrainerWeights.changed` compares with.
+        Call this before `TrainerWeights.parameters`, because that call resets the state with which
+        `TrainerWeights.changed` compares.
         """
         with self._noting:
             if self._is_watched or self._is_released:
@@ -87,13 +91,14 @@ class HeldWeights:
         self._is_released = True
 
     def check_version(self, version: int) -> None:
-        """Check that the weights are unchanged since the trainer began to publish `version`.
+        """Check that this rank can still send `version`: its weights, or the replica, have not changed.
 
-        The controller requests a published version again if no engine serves it any more. The trainer may have changed
-        its weights meanwhile.
+        This also holds for a version that was published before: the controller requests it again if no engine serves it
+        any more, and the trainer may have changed its weights after the first round.
 
         Raises:
-            RoundAborted: the weights may have changed since the trainer began to publish `version`.
+            RoundAborted: this rank publishes another version, or its weights have changed since it began to publish
+                `version`.
         """
         if self._version not in {None, version}:
             raise RoundAborted(
@@ -117,12 +122,19 @@ class HeldWeights:
         self._one_sided.begin_version(version=version)
 
     def refuse_changed(self) -> None:
-        """Raise RoundAborted if a parameter has changed since this rank began to publish."""
+        """Check that `note_changes` has recorded no change since this rank began to publish.
+
+        Raises:
+            RoundAborted: a parameter has changed; the error names it.
+        """
         if self._changed_name:
             raise RoundAborted(_too_early(self._changed_name))
 
     def examine(self, command: Prepare) -> Prepared | Done:
-        """Compare and check the weights; return the answer to `Prepare`.
+        """Compute the digests for the comparison of trainer ranks, and look for NaN and infinity, as `command` demands.
+
+        Returns:
+            Answer to `Prepare`: `Prepared` with the digests, or `Done` if this round compares nothing.
 
         Raises:
             RoundAborted: a parameter contains NaN or infinity, and `non_finite` is "refuse"; or the weights were copied
@@ -133,7 +145,13 @@ class HeldWeights:
         return prepared
 
     def _compare(self, command: Prepare) -> Prepared:
-        """Return digests of replicated boxes; after the weights were copied, the digests from before the copy."""
+        """Return the digests of the replicated boxes.
+
+        If the weights were copied to the replica earlier, return the digests that were computed before this copy.
+
+        Raises:
+            RoundAborted: the weights were copied earlier, and these digests were not computed for the same command.
+        """
         compare_s = 0.0
         replica = self._one_sided.replica
         if replica is not None and replica.is_taken(command.version):
@@ -149,7 +167,11 @@ class HeldWeights:
         return Prepared(self._digested[1], compare_s)
 
     def _check_finite(self, command: Prepare) -> None:
-        """Look for NaN and infinity in the parameters that engines get."""
+        """Look for NaN and infinity in the parameters that engines get, unless the weights were copied earlier.
+
+        Raises:
+            RoundAborted: there are some, and `command.non_finite` is "refuse".
+        """
         replica, self._non_finite = self._one_sided.replica, ()
         if command.non_finite is Reaction.OFF:
             return
@@ -165,9 +187,11 @@ class HeldWeights:
             )
 
     def checked(self, sent: Written) -> Written:
-        """Mark links as failed if a parameter changed during the write, and add the parameters with NaN or infinity.
+        """Return the answer to a write with the results of this rank's checks.
 
-        Digests do not detect such a change, because the sender computes a digest of the bytes that it has read.
+        If a parameter changed during the write, its links count as failed. Digests do not detect such a change, because
+        the sender computes a digest of the bytes that it has read. The answer also names the parameters that contain NaN
+        or infinity.
         """
         sent = msgspec.structs.replace(sent, non_finite=self._non_finite)
         if self._one_sided.replica is not None or not (name := self._changed()):
@@ -182,7 +206,7 @@ class HeldWeights:
         return msgspec.structs.replace(sent, links=links)
 
     def after_update(self) -> None:
-        """Prepare the comparison of the next update, while no caller waits for it."""
+        """Prepare the comparison of the next update now, so that the next update need not wait for this work."""
         try:
             self._replicated.cut_ahead()
         # The next update tries again and reports the error.

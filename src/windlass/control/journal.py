@@ -107,7 +107,7 @@ class JournalSummary:
     quarantined: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def add(self, entry: JournalEntry) -> None:
-        """Add one entry to the summary."""
+        """Update the summary with one entry."""
         self.epoch, self.round = max(self.epoch, entry.epoch), max(self.round, entry.round)
         self.lineage = self.lineage or entry.lineage
         match entry.kind:
@@ -124,7 +124,7 @@ class JournalSummary:
                 pass
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Yield entries. An empty summary that adds them becomes equal to this summary."""
+        """Yield entries for a compacted journal: a new summary that adds them becomes equal to this summary."""
         at, said = (self.epoch, self.round), ((), "compacted")
         yield JournalEntry(JournalKind.STARTED, *at, self.published, *said, self.lineage)
         if self.published >= 0:
@@ -219,14 +219,17 @@ class Journal:
         self.recent.append(entry)
 
     def _compact(self, file: JournalFile[JournalEntry]) -> None:
-        """Compact the file. Log a failure: the long file is still correct, and a later `append` tries again."""
+        """Replace the file's content by the summary and the newest entries.
+
+        Only log a failure: the long file is still correct, and a later `append` tries again.
+        """
         try:
             file.rewrite(self._entries())
         except OSError as error:
             _log.warning("journal %s is not compacted: %s", file.path, error)
 
     def close(self) -> None:
-        """Close the file, if there is one. Entries that are appended later are only in memory. Idempotent."""
+        """Close the file, if there is one. Later calls of `append` record entries only in memory. Idempotent."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -32,7 +32,7 @@ class LinkAddresses:
         self.strided: set[Link] = set()
 
     def choose(self, links: Iterable[Link]) -> dict[str, str]:  # noqa: ARG002
-        """Choose a transport for each link.
+        """Choose a transport for each link, and record it in `choices` and `strided`. This class chooses nothing.
 
         Returns:
             Destination -> reason, for destinations that a source cannot reach over any transport.
@@ -42,13 +42,13 @@ class LinkAddresses:
     def find_refused(
         self, bindings: Mapping[str, DestinationBinding], sources: Iterable[str]
     ) -> dict[str, str]:
-        """Return the engine ranks whose addresses must not be used: worker -> reason.
+        """Return the engine ranks whose addresses the sources must not use: rank -> reason.
 
-        These are ranks with a loopback address, if a source is on another host.
+        These are ranks that have bound a loopback address although a source is on another host.
 
         Args:
             bindings: engine rank -> addresses that it has bound.
-            sources: workers that write to these ranks.
+            sources: names of the ranks that write to these engine ranks.
         """
         hosts = {self._sessions[worker].host for worker in sources if worker in self._sessions}
         found = {}
@@ -69,10 +69,10 @@ class LinkTransports(LinkAddresses):
     """Addresses of a new binding, and a transport for each link that both of its ranks have offered in `Hello`."""
 
     def choose(self, links: Iterable[Link]) -> dict[str, str]:
-        """Choose for each link the fastest transport that source and destination have in common.
+        """Choose for each link the fastest transport that both ranks have in common; see `LinkAddresses.choose`.
 
-        Two ranks are on the same host if their connections come from the same address and both report the same
-        `Hello.host`.
+        Two ranks count as on the same host if their connections to the controller come from the same address and both
+        report the same `Hello.host`.
         """
         wrong = {}
         for source, destination in sorted(links):
@@ -102,7 +102,7 @@ class LinkTransports(LinkAddresses):
         bindings: Mapping[str, DestinationBinding],
         sources: Iterable[str],  # noqa: ARG002
     ) -> dict[str, str]:
-        """Return the engine ranks whose binding contains an endpoint of another rank: worker -> reason."""
+        """Return the engine ranks whose binding contains an endpoint that this rank has not offered: rank -> reason."""
         return {
             worker: f"{worker}: must bind memory of its own endpoints and no other rank's"
             for worker, binding in bindings.items()
@@ -110,7 +110,7 @@ class LinkTransports(LinkAddresses):
         }
 
     def owns(self, worker: str, binding: DestinationBinding) -> bool:
-        """Return whether a binding is from `worker` and has only endpoints that this rank offered in `Hello`."""
+        """Return whether a binding names the rank `worker`, and has only endpoints that this rank offered in `Hello`."""
         owners = {binding.endpoint, *(region.endpoint for region in binding.regions)}
         return binding.worker == worker and owners <= {o.endpoint for o in self._offers(worker)}
 

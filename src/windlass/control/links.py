@@ -67,11 +67,11 @@ class LinkLedger:
         self._errors.pop(link, None)
 
     def failed(self, link: Link, error: str) -> None:
-        """Record the error with which a source failed to write a link. `error` is one line."""
+        """Record why a source failed to write a link, in one line. `written` removes the record."""
         self._errors[link] = error
 
     def why(self, links: Iterable[Link]) -> str:
-        """Return the error of the first link with an error; empty if none of these links has an error."""
+        """Return the recorded error of the first link in `links` that has one; empty if none has an error."""
         return next((self._errors[link] for link in links if self._errors.get(link)), "")
 
     def forget(self, links: Iterable[Link]) -> None:
@@ -80,7 +80,7 @@ class LinkLedger:
             self._written.pop(link, None)
 
     def unverified(self, destinations: Iterable[str]) -> list[str]:
-        """Return the destinations in `destinations` that must still verify, in the given order."""
+        """Return those of `destinations` that must verify and have not verified since their last write, in this order."""
         return [d for d in destinations if d in self._links_to and d not in self._verified]
 
     def expected(self, destination: str) -> dict[str, str]:

@@ -61,7 +61,13 @@ class AgentLostListener(Protocol):
     """A function that is called when an agent's connection is lost."""
 
     def __call__(self, agent: Agent, reason: str, *, ended: bool) -> None:
-        """Handle the loss of `agent`. `ended`: whether the agent's process, not the controller, closed the connection."""
+        """Handle the loss of an agent's connection.
+
+        Args:
+            agent: the agent, which is no longer in the fleet.
+            reason: why the connection is lost, in one line.
+            ended: whether the agent's process, not the controller, closed the connection.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +129,7 @@ class Members:
     async def wait_for_fleet(
         self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
     ) -> None:
-        """See `Controller.wait_for_fleet`."""
+        """Wait until trainer ranks and engines are connected; see `Controller.wait_for_fleet`."""
         missing = partial(self._fleet.missing, num_trainers, engines)
 
         def there() -> bool:
@@ -141,7 +147,12 @@ class Members:
     async def wait_for_version(
         self, version: int, *, engines: Sequence[str] = (), deadline_s: float
     ) -> None:
-        """See `Controller.wait_for_version`. Raises EngineRefused also if no engine can be bound."""
+        """Wait until engines serve a version; see `Controller.wait_for_version`.
+
+        Raises:
+            EngineRefused: an engine of `engines` was refused, or no engine can be bound (`unbindable`).
+            PeerTimeout: the version was not published, or one of `engines` does not serve it, within `deadline_s`.
+        """
         fleet = self._fleet
 
         def behind() -> list[str]:
@@ -165,13 +176,13 @@ class Members:
         )
 
     def _check_none_refused(self, call: str, engines: Iterable[str]) -> None:
-        """Raise EngineRefused if one of `engines` was refused. `call`: name of the calling method, for the message."""
+        """Raise EngineRefused if one of `engines` was refused. The message begins with `call`, the calling method."""
         for engine, reason in self.refused():
             if engine in engines:
                 raise EngineRefused(f"{call}: engine {engine} was refused: {reason}")
 
     def refused(self) -> list[tuple[str, str]]:
-        """Return the engines that were refused, each with the reason. A refused engine must be started again."""
+        """Return the refused engines, each with the reason, until they connect again. Users must start them again."""
         return sorted({*self.refusals.values()})
 
     def describe_refused(self) -> dict[str, str]:
@@ -179,7 +190,7 @@ class Members:
         return {who: printable(reason) for who, (_, reason) in self.refusals.items()}
 
     def _note_refusal(self, who: str, engine: str, reason: str) -> None:
-        """Record why a rank or an engine (`who`) was refused, until it connects again."""
+        """Record why `who`, a rank of `engine` or the engine itself, was refused. The record lasts until it is admitted."""
         self.refusals[who] = engine, reason
         if len(self.refusals) > KEPT_REFUSALS:
             del self.refusals[next(iter(self.refusals))]
@@ -188,7 +199,7 @@ class Members:
     # --- agents that connect -----------------------------------------------------------------
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """Serve one agent's connection to `/v1/agents`."""
+        """Serve one agent's connection to `/v1/agents` until the connection ends."""
         return await serve(
             request,
             self,
@@ -257,7 +268,7 @@ class Members:
         return session
 
     async def _free_name(self, hello: Hello) -> None:
-        """Refuse a connected engine that has the same name as the group of a new trainer rank."""
+        """Disconnect an engine that has the name of a new trainer rank's group, so that the trainers get this name."""
         group = self._fleet.group_of(hello.group)
         if group is not None and group.role is Role.ENGINE:
             reason = f"{group.name!r} is the name of the trainers' group"
@@ -265,10 +276,11 @@ class Members:
             await self._send_away(group.workers, reason)
 
     async def _make_room(self, hello: Hello) -> None:
-        """Disconnect the ranks of an earlier trainer job if `hello` is from a rank of a new job.
+        """If `hello` is from a rank of a new trainer job, disconnect the ranks of the earlier job.
 
-        The earlier job stays if all its ranks are connected and belong to this run, or if its writes may still be
-        running. A rank with a lineage was connected to a controller before, so it is not from a new job.
+        Do nothing if all ranks of the earlier job are connected and belong to this run, or if its writes may still be
+        running: `Fleet.admit` then refuses the new rank. A rank whose Hello has a lineage was connected to a controller
+        before, so it is not from a new job.
         """
         if hello.lineage or self._fleet.job in {None, hello.job}:
             return
@@ -289,9 +301,10 @@ class Members:
         return writing or (job.complete and of_this_run)
 
     async def admitted(self, session: AgentSession) -> None:
-        """Log how much memory an admitted agent has registered, and call `MemberEvents.settle` if it has work.
+        """Log how much memory an admitted agent has registered, and notify the coroutines that wait for agents.
 
-        It has work if all ranks of the agent's group are connected, or if a source has not answered a write.
+        Also call `MemberEvents.settle` if all ranks of the agent's group are now connected, or if a source has not
+        answered a write.
         """
         hello = session.agent.hello
         if hello.registered.num_regions:
@@ -308,11 +321,11 @@ class Members:
     # --- frames of agents --------------------------------------------------------------------
 
     async def received(self, session: AgentSession, frame: AgentFrame) -> None:
-        """Handle one frame of an agent.
+        """Handle one frame of an admitted agent.
 
         Raises:
             Garbled: the frame may only be the first frame of a connection.
-            ProtocolError: this agent may not send the frame.
+            ProtocolError: an engine rank sent `Announce`, which only trainer ranks may send.
         """
         match frame:
             case Reply():
@@ -337,7 +350,7 @@ class Members:
             self._events.settle()
 
     async def report_to(self, trainer: Identity, report: UpdateReport) -> None:
-        """Send a report to the trainer process that announced its version, if the process is connected."""
+        """Send the report of an update to the trainer process that announced it, if this process is connected."""
         session = self.sessions.get(trainer[0])
         if session is None or session.agent.identity != trainer:
             # A process that connects again repeats its announcement, and then gets its report.
@@ -348,7 +361,10 @@ class Members:
             _log.warning("report of version %s: %s", report.version, error)
 
     async def probe_held(self) -> None:
-        """Send a probe to every source with an unanswered write. The answer to the probe shows that the write has ended."""
+        """Send a probe to every connected source that has not answered a write.
+
+        Agents answer in order, so the answer to the probe shows that the write has ended.
+        """
         for identity, round_id in self._fleet.held.items():
             session = self.sessions.get(identity[0])
             if session is not None and session.agent.identity == identity:
@@ -357,7 +373,7 @@ class Members:
     # --- agents that go ----------------------------------------------------------------------
 
     def expect_departures(self) -> None:
-        """Record that the job has ended, so that lost connections are logged only for debugging."""
+        """Record that the job is ending: from now on, log lost connections at level DEBUG."""
         self._is_ending = True
 
     async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
@@ -382,7 +398,10 @@ class Members:
         self._changes.notify()
 
     async def refuse(self, engine: str, reason: str) -> None:
-        """Disconnect all ranks of an engine. Callers that wait for the engine raise EngineRefused with the reason."""
+        """Disconnect all ranks of an engine and record the reason; do nothing if no rank is connected.
+
+        Callers that wait for this engine get EngineRefused with the reason.
+        """
         group = self._fleet.group_of(engine)
         if group is not None:
             _log.error("engine %s refused: %s", engine, reason)
@@ -402,7 +421,10 @@ class Members:
             self._tasks.spawn(session.close())
 
     def set_aside(self, session: AgentSession, reason: str) -> None:
-        """Exclude an engine rank from bindings and rounds until it answers a probe."""
+        """Exclude the engine of a rank that did not answer from bindings and rounds, and send the rank a probe.
+
+        The answer to the probe ends the exclusion.
+        """
         self._fleet.note_silent(session.agent, reason)
         self._changes.notify()
         self._tasks.spawn(session.probe(self._run.round_id))
@@ -413,11 +435,11 @@ class Members:
         silent: Iterable[str],
         reasons: Mapping[str, str],
     ) -> None:
-        """Set aside the engine ranks that did not answer in a round, except ranks that have connected again since.
+        """Call `set_aside` for each engine rank that did not answer in a round and still has the same connection.
 
         Args:
-            sessions: sessions of the round.
-            silent: workers that did not answer.
+            sessions: rank -> its session in the round.
+            silent: names of the ranks that did not answer.
             reasons: engine -> reason, from the report of the round.
         """
         for worker in sorted(silent):
@@ -427,7 +449,7 @@ class Members:
                 self.set_aside(session, reason)
 
     async def close(self) -> None:
-        """Close every connection. Idempotent."""
+        """Close every agent's connection. Idempotent."""
         # Close all connections at once: closing the connection of an agent that does not answer lasts until a deadline.
         closing = (session.close() for session in list(self.sessions.values()))
         await asyncio.gather(*closing, return_exceptions=True)
@@ -502,7 +524,7 @@ def check_published(hello: Hello, host: str) -> None:
 
 
 def shortened(reply: Reply[Result]) -> Reply[Result]:
-    """Return a reply with its text cut to `MAX_REASON_LENGTH` characters, because the text is stored and shown."""
+    """Return a reply with its error text cut to `MAX_REASON_LENGTH` characters, because the controller stores the text."""
     match reply.result:
         case Failure(message=text) as said if len(text) > MAX_REASON_LENGTH:
             short: Result = msgspec.structs.replace(said, message=text[:MAX_REASON_LENGTH])

@@ -61,14 +61,22 @@ class CalledUpdate:
 
 
 def check_same_version(announced: Collection[PendingPublish]) -> None:
-    """Raise RoundAborted if the ranks announced different versions."""
+    """Check that all trainer ranks announced the same version.
+
+    Raises:
+        RoundAborted: the ranks announced different versions.
+    """
     versions = {rank.trainer[0]: rank.version for rank in announced}
     if len(set(versions.values())) > 1:
         raise RoundAborted(f"trainer ranks announced different versions: {versions}")
 
 
 def check_same_ranks(announced: Collection[PendingPublish], binding: Binding) -> None:
-    """Raise RoundAborted if trainer ranks came or went between their announcements and the binding."""
+    """Check that the processes in `binding` are the processes that announced.
+
+    Raises:
+        RoundAborted: a trainer rank left or connected after the announcements, and before the fleet was bound.
+    """
     moved = {rank.trainer for rank in announced} - binding.signature
     if moved:
         changed = f"new are {sorted(name for name, _ in moved)}"
@@ -82,7 +90,7 @@ def check_same_ranks(announced: Collection[PendingPublish], binding: Binding) ->
 async def until_connected(
     fleet: Fleet, changes: Changes, version: int, deadline_s: float
 ) -> tuple[PendingPublish, ...]:
-    """Wait until all trainer ranks are connected; return requests for `version` on their behalf.
+    """Wait until all trainer ranks are connected; return one request for `version` for each of them.
 
     Raises:
         PeerTimeout: a rank is not connected after `deadline_s`; the message names the missing ranks.
@@ -129,10 +137,11 @@ class PublishRequests:
     def receive(self, pending: PendingPublish) -> UpdateReport | None:
         """Record an announcement as the newest request of its rank.
 
-        If the update of the newest request has begun, ignore an earlier attempt or a repetition by the same process.
+        Record nothing if the update of the rank's newest request has begun, and the same process now repeats this request
+        or an earlier one.
 
         Returns:
-            For a repetition, the report of its update, or None while the update runs; None for every other request.
+            Report to send to the rank: `pending` repeats a request whose update has ended. Otherwise None.
         """
         worker = pending.trainer[0]
         known = self._newest.get(worker)
@@ -146,19 +155,24 @@ class PublishRequests:
         return None
 
     def withdraw(self, worker: str) -> None:
-        """Drop the request of a rank that has lost its connection, unless the update has begun.
+        """Drop the newest request of a rank that has lost its connection, unless the update of this request has begun.
 
-        The rank announces its version again when it reconnects.
+        The rank announces its version again when it connects again.
         """
         if (known := self._newest.get(worker)) is not None and not known.has_begun:
             del self._newest[worker]
             self._waiting.discard(worker)
 
     def give_up(self, worker: str, attempt: int) -> PendingPublish | None:
-        """Drop a request because the calling thread in the trainer no longer waits for the report.
+        """Drop the request of a rank that sent `Withdraw`, because its caller no longer waits for the report.
+
+        Args:
+            worker: name of the rank.
+            attempt: attempt number of the withdrawn announcement.
 
         Returns:
-            The request; None if its update has begun, or if the rank has made a newer request.
+            The dropped request. None if nothing was dropped: its update has begun, the rank has announced again since, or
+            there is no request.
         """
         known = self._newest.get(worker)
         if known is None or known.pending.attempt > attempt or known.has_begun:
@@ -171,7 +185,10 @@ class PublishRequests:
         return worker in self._waiting
 
     def pop_all(self, workers: Collection[str]) -> tuple[PendingPublish, ...]:
-        """Return the requests of `workers` and mark them as begun; return () if one of these ranks does not wait."""
+        """Return the newest requests of all `workers`, and mark them as begun.
+
+        If one of these ranks has no request, or the update of its request has begun, return () and mark nothing.
+        """
         found = [self._newest[worker] for worker in workers if worker in self._newest]
         if len(found) < len(workers) or any(request.has_begun for request in found):
             return ()
@@ -181,9 +198,9 @@ class PublishRequests:
         return tuple(request.pending for request in found)
 
     def answer(self, pending: PendingPublish, report: UpdateReport) -> UpdateReport:
-        """Record the report of the update that `pending` requested, and return a copy for the rank.
+        """Return a copy of `report` for the rank that requested the update, and keep the copy for a repeated request.
 
-        The copy has the version and the attempt number of `pending`.
+        The copy has the version and the attempt number of `pending`. It is not kept if the rank has made a newer request.
         """
         answer = msgspec.structs.replace(report, version=pending.version, attempt=pending.attempt)
         known = self._newest.get(pending.trainer[0])
@@ -206,7 +223,7 @@ class MissingRanks:
         self._timer: asyncio.TimerHandle | None = None
 
     def text(self) -> str:
-        """Return text with the trainer ranks that have not announced, and the reasons; empty if all have announced."""
+        """Return a text that names the ranks that are not connected and those that have not announced; empty for none."""
         trainers = self._fleet.trainers()
         workers = () if trainers is None else trainers.workers
         idle = [worker for worker in workers if not self._requests.is_waiting(worker)]
@@ -214,12 +231,12 @@ class MissingRanks:
         return "; ".join(f"{listed(names)} ({reason})" for names, reason in reasons if names)
 
     def name_later(self) -> None:
-        """Log the missing ranks after `NAME_MISSING_S`, and again every `NAME_MISSING_S` while a rank waits. Idempotent."""
+        """Start to log the missing ranks every `NAME_MISSING_S` seconds, as long as a rank waits. Idempotent."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(NAME_MISSING_S, self._name)
 
     def stop(self) -> None:
-        """Log nothing until the next `name_later`. Idempotent."""
+        """Stop the log lines of `name_later`, until it is called again. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -124,7 +124,12 @@ class CatchUps:
     # --- trainers that wait with the published weights ---------------------------------------
 
     def stands_still_if(self, holds: Callable[[], bool]) -> None:
-        """Add a function that returns True only while all trainer ranks wait and keep the weights that they published last."""
+        """Add a condition for `trainers_stand_still`.
+
+        Args:
+            holds: function that returns True only while all trainer ranks wait and keep the weights that they published
+                last.
+        """
         self._conditions.append(holds)
 
     @property
@@ -139,14 +144,17 @@ class CatchUps:
         )
 
     def serve_again(self) -> None:
-        """Make the trainers send the published version again if no engine serves it any more."""
+        """If a version is published and no engine serves it, let the trainers send it again; see `bring_up`."""
         if self._fleet.unserved:
             self.settle_soon()
 
     # --- bringing engines up -----------------------------------------------------------------
 
     def settle_soon(self) -> None:
-        """Bring up engines that are behind, and bind the fleet, as soon as no round runs."""
+        """Start a task that brings up engines that are behind and binds the fleet, as soon as no round runs.
+
+        Also send a probe to each source that has not answered a write, because no round writes to its engines until then.
+        """
         if self._fleet.held:
             self._tasks.spawn(self._members.probe_held())
         # A task that still waits for the end of a round will see all changes that are made before this end.
@@ -161,14 +169,21 @@ class CatchUps:
             await self._connector.bind_ahead()
 
     async def bring_up(self) -> None:
-        """Bring up every engine that does not serve the published version, one at a time."""
+        """Bring up every engine that does not serve the published version, one at a time.
+
+        If no engine serves the version, the trainers send it again, if `trainers_stand_still`. The caller must hold the
+        lock of the rounds.
+        """
         if not any(map(self._fleet.serves, self._fleet.engines())):
             await self._bring_up_from_trainers()
         for engine in self._fleet.writable_engines():
             await self._bring_up(engine)
 
     async def _bring_up_from_trainers(self) -> None:
-        """Run a round in which the trainers send the published version again, if `trainers_stand_still`."""
+        """Run a round in which the trainers send the published version again to all writable engines.
+
+        Do nothing unless `trainers_stand_still`. Failed rounds are repeated as for catch-ups.
+        """
         fleet = self._fleet
         trainers, engines = fleet.trainers(), fleet.writable_engines()
         if fleet.published < 0 or trainers is None or not engines:
@@ -199,10 +214,14 @@ class CatchUps:
         self._failed(trainers.name, attempts, trainers.identities, report.reason)
 
     def lost(self, agent: Agent, *, ended: bool) -> None:
-        """Reset the attempts of an engine that has lost a rank.
+        """Handle the loss of a rank's connection: the count of attempts for its engine starts again.
 
-        While the lost rank may still be writing, no round writes to its destinations. If an engine rank's process `ended`
-        the connection and does not connect again within the deadline of writes, the rank's writes count as ended.
+        While the lost rank may still be writing, no round writes to its destinations. For an engine rank this ends after
+        the deadline of writes, if `ended` is True and the process does not connect again.
+
+        Args:
+            agent: the rank.
+            ended: whether the rank's process, not the controller, closed the connection.
         """
         attempts = self._attempts.get(agent.hello.group)
         if attempts is not None:
@@ -290,7 +309,7 @@ class CatchUps:
         self.settle_soon()
 
     async def presume_ended(self, identity: Identity) -> None:
-        """Treat the writes of a process as ended if it does not connect again within the deadline of writes."""
+        """Wait for the deadline of writes. If the process is not connected then, treat its unanswered write as ended."""
         await asyncio.sleep(self._config.deadlines.write_s)
         agent = self._fleet.find(identity[0])
         away = agent is None or agent.identity != identity
@@ -331,10 +350,13 @@ class ResumeRetries:
         return len(self._retrying)
 
     def heard(self, agent: Agent, reply: Reply[Result]) -> bool:
-        """Record from a reply whether the engine generates; return whether this differs from the earlier record.
+        """Record from a reply of an engine rank whether it generates. Start or end the repeated commands accordingly.
 
-        Every `Done` of an engine rank reports whether the engine generates (`Done.not_resumed`), with two exceptions: the
-        answer to a probe, and a stored answer that the rank repeats after it has connected again.
+        Every `Done` reports this (`Done.not_resumed`), with two exceptions: the answer to a probe, and a stored answer
+        that the rank repeats after it has connected again.
+
+        Returns:
+            Whether the rank has changed from generating to not generating, or back.
         """
         result = reply.result
         if not isinstance(result, Done) or agent.hello.role is not Role.ENGINE:
@@ -352,7 +374,7 @@ class ResumeRetries:
         return bool(before) is not bool(agent.not_resumed)
 
     def forget(self, identity: Identity) -> None:
-        """End the repetitions for a process that has resumed or left. Idempotent."""
+        """Stop the repeated commands to a process that has resumed or lost its connection. Idempotent."""
         if (task := self._retrying.pop(identity, None)) is not None:
             task.cancel()
 

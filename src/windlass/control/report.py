@@ -67,7 +67,10 @@ class Measure(StrEnum):
         return f"{value:,.0f}"
 
     def of_ranks(self, by_rank: dict[str, float]) -> float:
-        """Return the round's figure. `by_rank`: rank -> sum of the values that the rank reported."""
+        """Return the figure of a round: for seconds the largest value of `by_rank`, for bytes the sum.
+
+        `by_rank` has the sum of the values that each rank has reported.
+        """
         values = by_rank.values()
         return max(values, default=0.0) if self.unit == "seconds" else sum(values)
 
@@ -85,18 +88,18 @@ class Figures:
         self.carried: dict[Link, Carried] = {}
 
     def measure(self, measure: Measure, worker: str, value: float) -> None:
-        """Add a figure of a rank. A value that is not finite and positive counts as 0."""
+        """Add `value`, as the rank `worker` reported it, to this rank's figure. Negative, infinite and NaN count as 0."""
         values = self._by_rank.setdefault(measure, {})
         values[worker] = values.get(worker, 0.0) + (value if 0 < value < inf else 0.0)
 
     def carry(self, link: Link, nbytes: int, wire_s: float) -> None:
-        """Add bytes that a link carried, and the seconds that it took."""
+        """Add bytes that a link carried, and the seconds of the writes; ignore values that are not finite and positive."""
         if nbytes > 0 and 0 < wire_s < inf:
             before = self.carried.get(link, Carried(0, 0.0))
             self.carried[link] = Carried(before.nbytes + nbytes, before.wire_s + wire_s)
 
     def of_round(self, others: Mapping[Measure, float]) -> dict[str, float]:
-        """Return `UpdateReport.measures`. `others`: figures that no rank has reported."""
+        """Return the figures of the round, by name, for `UpdateReport.measures`. `others` are figures without a rank."""
         found = {m: m.of_ranks(values) for m, values in self._by_rank.items()}
         return {measure.value: value for measure, value in (found | dict(others)).items()}
 
@@ -145,7 +148,12 @@ class TransportWire(Carried, frozen=True):
 def wire_by_transport(
     carried: Mapping[Link, Carried], transports: Mapping[Link, str]
 ) -> dict[str, TransportWire]:
-    """Return the traffic of each transport. The result does not grow with the number of links."""
+    """Add up the traffic of all links of each transport: name of the transport -> traffic.
+
+    Args:
+        carried: link -> its bytes and seconds. Links without a transport are ignored.
+        transports: link -> name of its transport.
+    """
     links: dict[str, list[tuple[float, int, Link]]] = {}
     for link, found in carried.items():
         if (transport := transports.get(link)) is not None:
@@ -243,9 +251,9 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
 
 
 def told_to_trainers(report: UpdateReport) -> UpdateReport:
-    """Return the report with only the highest bind costs.
+    """Return the report for trainer ranks: with only the `TOLD_COSTS` ranks that took longest to bind.
 
-    Sending the costs of all ranks to all trainer ranks would need bytes that grow with the square of the fleet.
+    With the costs of all ranks, each of R ranks would get R costs: the bytes would grow with the square of the fleet.
     """
     slowest = sorted(report.bound, key=lambda worker: -report.bound[worker].bind_s)
     told = {worker: report.bound[worker] for worker in slowest[:TOLD_COSTS]}
@@ -253,17 +261,21 @@ def told_to_trainers(report: UpdateReport) -> UpdateReport:
 
 
 def failed_report(version: int, reason: str) -> UpdateReport:
-    """Return the report of a version whose round did not begin or could not continue."""
+    """Return a report with outcome FAILED, for a version whose round did not begin or ended with an exception."""
     return UpdateReport(version=version, outcome=RoundOutcome.FAILED, reason=reason)
 
 
 async def report_of(
     version: Callable[[], int], round_: Coroutine[object, object, UpdateReport]
 ) -> UpdateReport:
-    """Await a round and return its report.
+    """Await a round and return its report; after an exception, return a report with outcome FAILED.
 
-    After an exception, return a failed report, so that trainers do not wait for a report until their deadline. `version`
-    is a function, because the controller learns the version of a driven round only while the round runs.
+    So trainers always get a report, and need not wait until their deadline.
+
+    Args:
+        version: function that returns the version, called after an exception. Only while a driven round runs, the
+            controller learns its version.
+        round_: coroutine that runs the round.
     """
     try:
         return await round_

@@ -23,7 +23,7 @@ class Phase(StrEnum):
 
 
 def deadline_of(phase: Phase, deadlines: PhaseDeadlines) -> float:
-    """Return the deadline of a phase, in seconds; `DONE` has none."""
+    """Return the seconds that a phase may take. `DONE` has no deadline and must not be given."""
     return {
         Phase.PREPARE: max(deadlines.prepare_s, deadlines.pause_s),
         Phase.WRITE: deadlines.write_s,
@@ -96,10 +96,10 @@ class RoundEngine:
     mixed: bool = False
 
     def end(self, outcome: EngineOutcome, reason: str = "") -> None:
-        """Set the outcome.
+        """Set the outcome of the round for this engine, and its reason.
 
         Raises:
-            RuntimeError: `OUTCOME_TRANSITIONS` lacks the transition.
+            RuntimeError: `OUTCOME_TRANSITIONS` does not allow this outcome after the present one.
         """
         if outcome not in OUTCOME_TRANSITIONS[self.outcome]:
             raise RuntimeError(f"engine {self.name}: {self.outcome} must not become {outcome}")
@@ -129,12 +129,12 @@ class RoundEngines:
 
     @property
     def active(self) -> list[RoundEngine]:
-        """Engines that are part of the round."""
+        """Engines that are still part of the round."""
         return [engine for engine in self if engine.outcome is EngineOutcome.ACTIVE]
 
     @property
     def active_workers(self) -> tuple[str, ...]:
-        """Ranks of the engines that are part of the round, in the order of the engines."""
+        """Ranks of the engines that are still part of the round, in the order of the engines."""
         return tuple(worker for engine in self.active for worker in engine.workers)
 
     @property
@@ -144,10 +144,10 @@ class RoundEngines:
 
     @property
     def outcomes(self) -> dict[str, EngineOutcome]:
-        """Outcome of every engine."""
+        """Engine -> outcome of the round for this engine."""
         return {engine.name: engine.outcome for engine in self}
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Reason of every engine that has one."""
+        """Engine -> reason for its outcome, for engines with a reason."""
         return {engine.name: engine.reason for engine in self if engine.reason}

@@ -31,18 +31,21 @@ class RoundTimes:
         self._pause_s = 0.0
 
     def enter(self, phase: Phase) -> None:
-        """Begin a phase."""
+        """Record that a phase begins now."""
         self._phase, self._phase_began = phase, self._clock()
 
     def leave(self) -> None:
-        """End the current phase, if there is one."""
+        """Record that the current phase ends now, if a phase has begun."""
         if self._phase is not None:
             passed_s = self._clock() - self._phase_began
             self.phase_s[self._phase] = self.phase_s.get(self._phase, 0.0) + passed_s
             self._phase = None
 
     def sent(self, worker: str, seq: int, command: Command) -> None:
-        """Record that a command is about to be sent: a pause lasts from `Pause` to the answer of `Publish`."""
+        """Record that a command is about to be sent to a rank.
+
+        The pause of a rank lasts from the first `Pause` to the answer to `Publish`.
+        """
         if isinstance(command, Pause):
             self._pause_began.setdefault(worker, self._clock())
         elif isinstance(command, Publish):
@@ -54,6 +57,6 @@ class RoundTimes:
             self._pause_s = max(self._pause_s, self._clock() - self._pause_began[worker])
 
     def measures(self) -> dict[str, float]:
-        """Return the figures for the report, up to now."""
+        """Return the seconds of the round until now and of the longest pause, by the names of `Measure`."""
         times = {Measure.UPDATE_S: self._clock() - self._began, Measure.PAUSE_S: self._pause_s}
         return {measure.value: seconds for measure, seconds in times.items()}

@@ -18,7 +18,7 @@ class HasRoutes(Protocol):
     """Backend with HTTP routes, by which trainer ranks drive updates themselves (`control.driven`)."""
 
     def routes(self, coordinator: Coordinator) -> Iterable[web.RouteDef]:
-        """Return the routes for one coordinator."""
+        """Return the routes with which trainer ranks drive updates of this coordinator's engines."""
         ...
 
 
@@ -38,7 +38,7 @@ def mount_updates(coordinator: Coordinator, server: ControlServer) -> None:
 
 
 def status_of(coordinator: Coordinator) -> dict[str, object]:
-    """Return the answer of `/v1/status`."""
+    """Return the content of the answer of `/v1/status`, which becomes JSON."""
     trainers = coordinator.fleet.trainers()
     return {
         "epoch": coordinator.run.round_id.epoch,

@@ -46,12 +46,12 @@ class Run:
         self.has_bound = False
 
     def new_round(self) -> RoundId:
-        """Return the id of the next attempt with the same binding."""
+        """Make and return the id of the next round, which uses the present binding: the epoch stays the same."""
         self.round_id = RoundId(self.round_id.epoch, self.round_id.round + 1)
         return self.round_id
 
     def new_epoch(self) -> RoundId:
-        """Return a round id above all used ones, for a new binding."""
+        """Make and return a round id with a new epoch, for a new binding. It is above all ids used before."""
         self.round_id = RoundId(self.round_id.epoch + 1, self.round_id.round + 1)
         return self.round_id
 
@@ -65,10 +65,10 @@ class Run:
     # --- reports of agents -------------------------------------------------------------------
 
     def check_past(self, hello: Hello) -> None:
-        """Check the versions and round ids that an agent reports from earlier controllers.
+        """Check the version and round id that a connecting agent reports from earlier controllers.
 
         Raises:
-            ProtocolError: a value is out of range, or a trainer rank belongs to another run.
+            ProtocolError: a value is out of range; or the journal is in a file, and a trainer rank belongs to another run.
         """
         for name, value, least in (
             ("epoch", hello.epoch, 0),
@@ -93,11 +93,11 @@ class Run:
             )
 
     def note_joined(self, hello: Hello) -> None:
-        """Update epoch and published version from the past that an admitted agent reports.
+        """Update epoch and published version from the Hello of an admitted agent.
 
-        An agent of this run that serves a reserved version proves that the version was published. A controller
-        without a journal also accepts versions of another run, but only before it has bound a plan, and only from
-        trainers. It does not accept them from engines, because an engine may have served an unrelated run.
+        An agent of this run that reports a reserved version proves that this version was published. A controller without
+        a journal file also accepts versions of another run, but only before it has bound a plan, and only from trainers:
+        an engine may have served an unrelated run.
         """
         # An agent refuses epochs below the highest that it has received from any controller.
         epoch = max(self.round_id.epoch, hello.epoch)
@@ -114,7 +114,7 @@ class Run:
             self.reserved = max(self.reserved, version)
 
     def forget_past(self) -> None:
-        """Discard the published version that trainers of a previous run reported."""
+        """Forget a published version of a previous run, which trainers have reported. Versions of this run stay."""
         if self.fleet.lineage != self.lineage:
             self.reserved = -1
             self.fleet.publish(-1, self.lineage)
@@ -143,10 +143,10 @@ class Run:
     def record_outcome(
         self, kind: JournalKind, version: int, engines: tuple[str, ...] = (), detail: str = ""
     ) -> None:
-        """Append an entry, and log an error if the journal cannot be written.
+        """Append an entry about the outcome of a round. If the journal cannot be written, only log an error.
 
-        The missing entry does not fail the round, because its outcome cannot be undone. After a restart, the PUBLISHING
-        entry still prevents other weights from getting the same version.
+        The outcome cannot be undone, so the missing entry must not fail the round. After a restart, the PUBLISHING entry
+        of the same version still prevents other weights from getting this version.
         """
         try:
             self.record(kind, version, engines, detail)

@@ -44,7 +44,10 @@ class AgentSession(Session[Command | Probe, Result]):
         self.host = host_of(socket)
 
     async def probe(self, round_id: RoundId) -> None:
-        """Send a probe, which the agent answers after all earlier commands; see `Fleet.settle`."""
+        """Send a probe, which the agent answers after all earlier commands; do nothing if the connection is lost.
+
+        `Fleet.settle` uses the answer.
+        """
         try:
             await self.send(Envelope(*round_id, PROBE_SEQ, Probe()))
         except PeerUnreachable:
@@ -74,7 +77,12 @@ class RankCaller:
     async def call(
         self, commands: Mapping[str, Command], deadline_s: float
     ) -> dict[str, Result | WindlassError]:
-        """Send every rank its command; return each rank's answer, or its failure after `deadline_s`."""
+        """Send every rank its command, and wait for all answers.
+
+        Returns:
+            Rank -> its answer. In place of an answer: PeerTimeout if the rank did not answer within `deadline_s`, and
+            PeerUnreachable if it is not connected.
+        """
         answers = await asyncio.gather(
             *(self._one(worker, command, deadline_s) for worker, command in commands.items())
         )
@@ -105,7 +113,7 @@ class RankCaller:
 def failures_of(
     results: Mapping[str, Result | WindlassError], kind: type[Result]
 ) -> dict[str, Result | WindlassError]:
-    """Return the results that are not of type `kind`."""
+    """Return the results that are not of the expected type `kind`, including errors: rank -> result."""
     return {worker: result for worker, result in results.items() if not isinstance(result, kind)}
 
 

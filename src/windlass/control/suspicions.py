@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def unchanged_reason(version: int) -> str:
-    """Return the message for a version that changes nothing."""
+    """Return the text of a warning or an error about a version whose bytes all equal the previous version's."""
     return (
         f"version {version} changes nothing: every byte equals the previous version; does the optimizer step these "
         "parameters (not a copy of them, nor a frozen base under adapters), are adapters merged before the update, "
@@ -25,9 +25,9 @@ def unchanged_reason(version: int) -> str:
 
 
 def is_unchanged(sent: Sequence[Mapping[Link, str]], before: Mapping[Link, str]) -> bool:
-    """Return whether engines get the same bytes that they already serve.
+    """Return whether a version sends engines exactly the bytes that they already serve.
 
-    An engine counts only if `before` has a digest for each of its links. Without such an engine, return False.
+    Only engines with a digest in `before` for each of their links are compared. Without such an engine, return False.
 
     Args:
         sent: for each engine, link -> digest of the bytes that were sent.
@@ -38,7 +38,7 @@ def is_unchanged(sent: Sequence[Mapping[Link, str]], before: Mapping[Link, str])
 
 
 def num_by_pattern(names: Collection[str]) -> dict[str, int]:
-    """Return patterns that match these names, each with the number of names that it matches."""
+    """Summarise names by patterns, with "*" in place of layer numbers: pattern -> number of names that it matches."""
     return {pattern: len(of) for pattern, of in patterns_of(sorted(names)).items()}
 
 
@@ -56,15 +56,23 @@ class Suspicions:
         self._had_non_finite = False
 
     def sent_before(self, workers: Collection[str]) -> dict[Link, str]:
-        """Return `RoundSpec.sent_before`. `workers`: ranks of engines that serve the version of `digests`."""
+        """Return the links in `digests` to the engine ranks `workers`, with their digests, for `RoundSpec.sent_before`.
+
+        These ranks must serve the version of `digests`.
+        """
         return {link: digest for link, digest in self.digests.items() if link[1] in workers}
 
     def add_to(
         self, report: UpdateReport, *, unchanged: bool, non_finite: Collection[str]
     ) -> UpdateReport:
-        """Add the signs in one version to its report.
+        """Return the report of a new version with its signs added: `UpdateReport.unchanged` and `.non_finite`.
 
         Log a warning for the first of several successive versions with the same sign.
+
+        Args:
+            report: report of the version.
+            unchanged: whether the version changes no byte.
+            non_finite: names of trainer parameters that contain NaN or infinity.
         """
         self._num_unchanged = self._num_unchanged + 1 if unchanged else 0
         if self._num_unchanged == 1 and report.outcome is RoundOutcome.PUBLISHED:

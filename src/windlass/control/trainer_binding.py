@@ -49,9 +49,22 @@ class TrainerBinding:
         self._bound_in = 0
 
     def bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
-        """Bind a plan, or change links of the bound plan.
+        """Bind a plan (`ConnectTrainer`), or change single links of the bound plan (`ChangeLinks`).
 
-        After an error this rank counts as unbound, except after a refused change of links, which changes nothing.
+        After an error this rank counts as unbound. There is one exception: if it refuses to change links (`NotBound`), its
+        old links stay bound.
+
+        Args:
+            command: the command.
+            epoch: epoch of the command.
+
+        Returns:
+            `Done`, `Offered` with a collective group that the engines must join, or `NotBound` with the reasons.
+
+        Raises:
+            ConfigError: the sender of the backend cannot use the replica of this rank.
+            ProtocolError: the backend cannot change single links.
+            RoundAborted: `ChangeLinks.since` is not the epoch in which this rank was bound last.
         """
         before, self._bound_in = self._bound_in, 0
         offer: GroupOffer | None = None
@@ -91,7 +104,7 @@ class TrainerBinding:
         self.sender.change_links(plan, command.bindings, command.gone)
 
     def _note_read(self, plan: TransferPlan) -> None:
-        """Record the parameters that a plan reads, and pass the indices of all recorded parameters to `read`."""
+        """Record the parameters that a plan reads. Pass `read` the indices of all parameters that are sent or compared."""
         self._read.update(np.unique(plan.ops.src_parameter).tolist())
         compared = self._held.note_read(self._read)
         if self._note is not None:
@@ -109,6 +122,6 @@ class TrainerBinding:
         self._backend = backend
 
     def close(self) -> None:
-        """Close the half of the backend. The caller closes the one-sided sender. Idempotent."""
+        """Close the backend's sender, unless it is the one-sided sender, which the caller closes. Idempotent."""
         if self.sender is not self._one_sided:
             self.sender.close()
