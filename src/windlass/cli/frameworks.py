@@ -88,7 +88,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
 
 
 def check_framework(name: str) -> tuple[Finding, ...]:
-    """Check that this environment has the framework `name`, and that the framework can load Windlass.
+    """Check that this environment has the framework `name`, and that the framework can load Windlass. Return findings.
 
     The check imports the integration, which imports the framework.
     """

@@ -118,9 +118,9 @@ class Codes:
     def digits(
         self, position: int, chosen: frozenset[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors, or the tensors named `chosen`.
+        """Yield (name, tensor) for all tensors, or only for the tensors named `chosen`.
 
-        Each value is one digit of the element's number, the digit at `position`, plus 1.
+        Each value is 1 + the digit at `position` of the element's number; position 0 is the lowest digit.
         """
         return self._load(
             lambda first, last, _dtype, _chosen: digits_at(
@@ -130,17 +130,17 @@ class Codes:
         )
 
     def constant(self, value: float) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors, with the same value in every element."""
+        """Yield (name, tensor) for all tensors, with `value` in every element."""
         same = torch.full((1,), value, device=self.device)
         return self._load(lambda first, last, _dtype, _chosen: same.expand(last - first))
 
     def random(
         self, seed: int, chosen: frozenset[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors with random values that depend only on the seed and the element's number.
+        """Yield (name, tensor) for all tensors, or only for the tensors named `chosen`, with random values.
 
-        Yield all tensors, or only the tensors named `chosen`. Values are uniform between -0.125 and 0.125. Values of float8
-        tensors are uniform over the 254 bit patterns that are not NaN.
+        A value depends only on the seed and the element's number. Values are uniform between -0.125 and 0.125. Values of
+        float8 tensors are uniform over the 254 bit patterns that are not NaN.
         """
         return self._load(
             lambda first, last, dtype, _chosen: self._ordinary(first, last, seed, dtype),
@@ -148,14 +148,14 @@ class Codes:
         )
 
     def some(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield only the tensors named `chosen`, with random values between -2 and 2."""
+        """Yield (name, tensor) only for the tensors named `chosen`, with random values between -2 and 2."""
         return self._load(
             lambda first, last, dtype, _chosen: _loud(*self._halves(first, last), seed, dtype),
             self._batches(self._indices(chosen)),
         )
 
     def mixed(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors, with values of `some` in the tensors named `chosen` and of `random(0)` in the others."""
+        """Yield (name, tensor) for all tensors. Tensors named `chosen` have the values of `some`, the others of `random(0)`."""
         return self._load(
             lambda first, last, dtype, is_chosen: (
                 _loud(*self._halves(first, last), seed, dtype)

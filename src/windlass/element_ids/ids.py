@@ -36,16 +36,27 @@ _NOTHING = -(1 << 58)
 
 
 def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply in the tensor's dtype, as an engine's loader does. Return the tensor itself if the factor is 1."""
+    """Return `values * factor`, computed in the tensor's dtype as an engine's loader does.
+
+    Return `values` itself if the factor is 1.
+    """
     return values if factor == 1.0 else values * factor
 
 
 def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1.0) -> torch.Tensor:
-    """Return the digit at each place of a tensor, shifted left to its position; `_NOTHING` for other values.
+    """Read the digits in a tensor after a load of digits.
 
-    `factor` is the constant factor of the engine's loader. The product is rounded to the tensor's dtype, but different
-    digits give different products: a digit has at most eight bits, as many as the significand of bfloat16, the coarsest
-    dtype of such products.
+    Args:
+        values: memory of the tensor.
+        bits: bits per digit.
+        position: position of the loaded digit in the element numbers; 0 is the lowest.
+        factor: factor by which the engine's loader multiplies. The product is rounded to the tensor's dtype, but
+            different digits give different products: a digit has at most eight bits, as many as the significand of
+            bfloat16, the coarsest dtype of such products.
+
+    Returns:
+        For each place, the digit as a part of the element number (digit << bits * position); `_NOTHING` for a place
+        without a digit.
     """
     base = 1 << bits
     exact = values.double() if values.element_size() > 4 or factor != 1.0 else values.float()

@@ -366,7 +366,7 @@ def contiguous_strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]
 
 
 def _check(manifest: ShardManifest) -> None:
-    """Raise for a manifest that contradicts itself; see `ManifestBuilder.build`."""
+    """Raise the errors of `ManifestBuilder.build` if a manifest contradicts itself."""
     table, worker = manifest.table, manifest.worker
     for alias, tensor in manifest.aliases.items():
         if all(spec.name != tensor for spec in manifest.tensors):
@@ -469,7 +469,11 @@ def _check_quantized(manifest: ShardManifest) -> None:
 
 
 def _check_bytes(manifest: ShardManifest) -> Int64Array:
-    """Return, per parameter, the size of all shards in bytes. Raise for a shard that reaches outside its parameter."""
+    """Return, per parameter, the size of all shards in bytes.
+
+    Raises:
+        ManifestError: a shard reaches outside its parameter.
+    """
     table, worker = manifest.table, manifest.worker
     itemsizes = np.array([p.dtype.itemsize for p in manifest.parameters], np.int64)
     extents = np.array([p.nbytes for p in manifest.parameters], np.int64)

@@ -89,9 +89,9 @@ class SourceMemory:
 
 
 def covering_pages(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the whole pages that contain `memory`, as disjoint ranges (start, stop) in ascending order.
+    """Return the whole pages that contain some memory, as disjoint ranges (start, stop) in ascending order.
 
-    `memory` has an address and a size in bytes per entry.
+    `memory` has one (address, size in bytes) per range of bytes.
     """
     page = mmap.PAGESIZE
     pages = ((0, at // page * page, -(-(at + nbytes) // page) * page) for at, nbytes in memory)

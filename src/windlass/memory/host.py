@@ -216,7 +216,10 @@ def _row_of_blocks(op: BoundOp) -> int:
 
 
 def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
-    """Gather, cast or quantise the payload of an op, or of a part from `split_op`, to `address`."""
+    """Gather, cast or quantise an op, or a part from `split_op`, and store the packed payload at `address`.
+
+    `src_parameter` is the address of the op's source parameter.
+    """
     if op.transform is not Transform.NONE:
         pack_quantized(
             transform=op.transform,

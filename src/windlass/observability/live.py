@@ -82,7 +82,7 @@ class LiveView:
         return self
 
     def refresh(self) -> None:
-        """Draw now."""
+        """Draw the current content at once. Without this call, the next periodic redraw shows it."""
         with self._lock:
             if self._live is not None:
                 self._live.refresh()

@@ -75,7 +75,7 @@ class ControllerMetrics:
         )
 
     def observe_round(self, report: UpdateReport) -> None:
-        """Count the measures of a round that has ended."""
+        """Add the outcome, the measures and the links' bytes of a round that has ended."""
         self._rounds.labels(report.outcome.value).inc()
         for measure, figure in self._figures.items():
             if measure not in report.measures:

@@ -22,7 +22,13 @@ MAX_ROUNDS = 10
 def status_of(
     view: Mapping[str, Any], *, last_rounds: int = MAX_ROUNDS, max_links: int = MAX_LINKS
 ) -> RenderableType:
-    """Draw the answer of `/v1/overview` so that all of it fits into 80 columns."""
+    """Draw the answer of `/v1/overview` for a terminal of 80 columns.
+
+    Args:
+        view: the answer.
+        last_rounds: largest number of rounds to show; the newest are shown.
+        max_links: largest number of links to show.
+    """
     rounds = view["rounds"][max(len(view["rounds"]) - last_rounds, 0) :]
     return Group(*_parts(_printable({**view, "rounds": rounds}), max_links))
 

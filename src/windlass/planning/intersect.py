@@ -56,7 +56,12 @@ class Boxes:
 
 
 def unique_boxes(table: RowTable, num_classes: int) -> Boxes:
-    """Group the rows of `table` by tensor class and box."""
+    """Group the rows of one side by tensor class and box, and find equal patterns of boxes.
+
+    Args:
+        table: rows of the side.
+        num_classes: number of tensor classes, of both sides.
+    """
     columns: list[Int32Array | Int64Array] = [table.rank]
     for wide in (table.sizes, table.offsets):
         for dim in range(MAX_DIMS - 1, -1, -1):
@@ -111,7 +116,10 @@ class Atoms:
 
 
 def make_atoms(offsets: Int64Array, sizes: Int64Array) -> Atoms:
-    """Cut the distinct boxes of one pattern into disjoint atoms."""
+    """Cut the boxes of one pattern into disjoint atoms.
+
+    `offsets` and `sizes`, (n, MAX_DIMS), describe the n distinct boxes.
+    """
     common = intersect_boxes(offsets, sizes, offsets, sizes)
     if (common.atom == common.box).all():
         return Atoms(offsets=offsets, sizes=sizes, members=None)

@@ -1,8 +1,7 @@
 """TransferPlan: the symbolic result of planning, with the source and the destination of all bytes.
 
-A plan contains ranks, parameters, byte offsets and strides, but no addresses. Every rank can
-therefore confirm the digest of the plan before any memory is touched. The plan is columnar (numpy)
-and sorted by (source, destination), so that one source's ops are one slice.
+A plan contains ranks, parameters, byte offsets and strides, but no addresses, so it can be compiled before any rank
+allocates memory. The plan is columnar (numpy) and sorted by (source, destination), so that one source's ops are one slice.
 """
 
 from __future__ import annotations
@@ -277,7 +276,7 @@ class TransferPlan:
         return plan
 
     def digest(self) -> str:
-        """Return a hex digest of the wire form. Every rank confirms the digest before it registers memory."""
+        """Return a hex digest of the wire form. An engine's answer to the controller names the plan by this digest."""
         return xxhash.xxh3_128_hexdigest(self.encode())
 
 

@@ -220,7 +220,7 @@ def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTa
 
 
 def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> None:
-    """Raise if no source has the tensors of some shards. The error lists the tensors by pattern, with advice."""
+    """Raise `IncompleteCoverage` if no source has the tensor of a shard. The error lists such tensors, with advice."""
     missing: set[str] = set()
     workers: list[str] = []
     for manifest in manifests:

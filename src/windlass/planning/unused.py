@@ -64,17 +64,17 @@ def find_kept(
 def refuse_unused(
     unused: Collection[str], allowed: Collection[str], sources: Sequence[ShardManifest]
 ) -> None:
-    """Raise for trainer tensors that no engine needs and that are neither harmless nor allowed.
+    """Check that engines need every trainer tensor, except harmless and allowed ones.
 
-    MTP layers and names that match `_HARMLESS` are harmless.
+    Harmless are MTP layers and tables that every engine computes itself, such as rotary embeddings.
 
     Args:
-        unused: see `find_unused`.
-        allowed: patterns of `fnmatch`.
+        unused: names of the trainer tensors that no engine needs, from `find_unused`.
+        allowed: patterns of `fnmatch` for names that the user allows.
         sources: manifests of the trainers.
 
     Raises:
-        ManifestError: there are such tensors; the message lists them.
+        ManifestError: other tensors are unused; the message lists them.
     """
     layers = tuple(n.removesuffix(_MTP_MARK[1:]) for n in unused if n.endswith(_MTP_MARK))
     refused = sorted(

@@ -171,8 +171,8 @@ def is_unknown(error: BaseException) -> bool:
 def submit(pool: Executor, job: Callable[[*Arguments], T], /, *args: *Arguments) -> Future[T]:
     """Submit a job as `Executor.submit` does. If this fails, return a future with the error instead of raising it.
 
-    So the caller can still wait for the jobs that it submitted before. The error is TransferOutcomeUnknown, because an
-    executor that cannot start a thread has queued the job already and may still run it.
+    The caller can then still wait for the jobs that it submitted before. The error is TransferOutcomeUnknown, because
+    an executor that cannot start a thread has queued the job already and may still run it.
     """
     try:
         return pool.submit(job, *args)

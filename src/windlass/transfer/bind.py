@@ -163,7 +163,7 @@ class SentLinks:
 
     @property
     def planned(self) -> tuple[LinkProgram, ...]:
-        """Links that the transport writes, without the links of `with_copies`."""
+        """Links that the transport writes and that the plan contains, so not the links of `with_copies`."""
         return tuple(program for program in self.written if program.peer not in self.copy_of)
 
     @property
@@ -183,7 +183,11 @@ class SentLinks:
     def with_copies(
         self, copies: Mapping[str, str], bindings: Mapping[str, DestinationBinding]
     ) -> tuple[SentLinks, tuple[LinkProgram, ...]]:
-        """Add written links that bring the bytes of planned links to further destinations; see `Sender.bind_copies`.
+        """Add written links to further members of relay groups. Each has the bytes of the link to the first member.
+
+        Args:
+            copies: further member -> first member. Members of groups without a planned link from this rank are ignored.
+            bindings: bindings of all these members.
 
         Returns:
             All links, and the planned links that have copies.
@@ -214,7 +218,13 @@ class SentLinks:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> tuple[SentLinks, NewLinks]:
-        """Bind the links of `plan`, and remove the links to `gone`; see `Sender.change_links`.
+        """Bind the links of `plan`, remove the links to `gone`, and keep all other links.
+
+        Args:
+            manifest: manifest of this rank.
+            plan: this rank's part of a plan for new destinations; None without new destinations.
+            bindings: bindings of the new destinations.
+            gone: destinations whose links end.
 
         Returns:
             All links after the change, and the new links alone.

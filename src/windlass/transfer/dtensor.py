@@ -322,7 +322,9 @@ def _named_shards(module: torch.nn.Module, *, reshards: bool) -> list[tuple[str,
 
 
 def _refuse_cut_by_fsdp1(path: str, wrapper: FullyShardedDataParallel) -> None:
-    """Raise for an FSDP1 module, unless its parameters are whole now. `path`: path of the module, for the error.
+    """Raise for an FSDP1 module, unless its parameters are whole at this time, as inside `summon_full_params`.
+
+    `path` is the path of the module, for the error.
 
     Raises:
         UnsupportedLayout: the parameters are ranges of a flat parameter; torch does not record the ranges.
@@ -804,7 +806,7 @@ class LiveTensors:
                     _refuse_cut_by_fsdp1(path, child)
 
     def _compare(self, index: int, tensor: torch.Tensor) -> None:
-        """Compare a tensor with its description. Store the new signature if only that has changed.
+        """Compare a tensor with its description. If the layout is the same, store the tensor's present signature.
 
         Raises:
             UnsupportedLayout, PlanError: the layout of the tensor has changed.
@@ -825,7 +827,7 @@ class LiveTensors:
 
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a value that is cheap to compare. Tensors with equal values have the same layout."""
+    """Return a summary of a tensor's layout that is cheap to compare. Tensors with equal signatures have equal layouts."""
     local = local_part(tensor)
     spec = tensor._spec if isinstance(tensor, DTensor) else None
     if local.layout is not torch.strided:

@@ -64,7 +64,7 @@ class Peer:
 
     @classmethod
     def bound_to(cls, binding: DestinationBinding) -> Peer:
-        """Return the peer of a binding."""
+        """Return a `Peer` for the destination that has this binding."""
         return cls(binding, np.array(binding.parameter_addresses, np.uint64))
 
     def address_of(self, op: BoundOp) -> int:

@@ -187,7 +187,11 @@ class Receiver:
             return wrong
 
     def apply(self) -> None:
-        """Make the written bytes live, while the engine is paused; see `Destination.apply`."""
+        """Copy the received bytes to the live parameters, unless they are there already. The engine is paused.
+
+        Raises:
+            TransferOutcomeUnknown: see `Destination.apply`.
+        """
         with self._lock:
             self.destination.apply()
 

@@ -272,7 +272,7 @@ class RelayReceiver:
         self._thread.start()
 
     def begin(self, round_id: RoundId) -> RelayEvents:
-        """Return the events of a round, including events before this call. Drop older rounds."""
+        """Return the events of a round, including events before this call. Delete older rounds, and accept none any more."""
         with self._lock:
             self._oldest = max(self._oldest, round_id)
             for older in [found for found in self._rounds if found < round_id]:

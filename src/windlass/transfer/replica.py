@@ -168,8 +168,8 @@ class Replica:
             on_taken: function that is called when the weights are copied and may change. None if the weights stay
                 unchanged until the end of the round, so that they may be copied several times.
             version: number of the version. `is_taken` raises RoundAborted for any other version. None accepts all.
-            stream: handle of a GPU stream. The copy waits only for work that is in this stream now. None to wait for
-                all work that this process has queued on the GPU.
+            stream: handle of a GPU stream. The copy waits only for work that is in this stream at the time of the call.
+                None to wait for all work that this process has queued on the GPU.
         """
         self._drop_step()
         if self._gpu is not None and stream is not None:

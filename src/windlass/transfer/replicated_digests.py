@@ -90,9 +90,13 @@ class ReplicatedDigests:
         return len(self._held)
 
     def take(self, turn: int, period: int) -> StructuredArray:
-        """Hash the pieces of a turn, see `due_pieces`. The parameters must not change during this call.
+        """Hash the pieces that are compared in one turn. The parameters must not change during this call.
 
         On a GPU, first wait for all work that this process has queued there.
+
+        Args:
+            turn: number of earlier comparisons.
+            period: number of turns that compare every piece once; see `due_pieces`.
 
         Returns:
             (n,) array of dtype `DIGESTED` with one row per box that has pieces in this turn.

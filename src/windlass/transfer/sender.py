@@ -332,7 +332,7 @@ class Sender:
         its bytes was sent.
 
         Args:
-            version: the version of `prepare`.
+            version: number of the version that `prepare` has prepared.
             destinations: destinations of the links.
             deadline_s: seconds until all writes must have ended.
 
@@ -360,7 +360,10 @@ class Sender:
     # --- links of relay groups, which `RelaySource` writes --------------------------------------
 
     def packed(self, destination: str) -> PackedBytes | None:
-        """Return the bytes of a planned link; None if it is not packed as a whole. Valid in a block of `reading`."""
+        """Return the packed bytes of a planned link; None if it is not packed as a whole.
+
+        Call this inside a block of `reading`. The result is valid until the end of the block.
+        """
         return self._packed.get(destination)
 
     def note_sent(self, destinations: Iterable[str]) -> None:

@@ -121,8 +121,9 @@ class SourceMemory:
         """Bind a plan part (`TransferPlan.parts`), and locate the parameters.
 
         Raises:
-            PlanError: the plan was made for another layout or quantises, a destination has no binding, or see `locate`.
-            BindingsRefused: only one of this rank and a destination has its parameters on a GPU.
+            PlanError: the plan was made for another layout or quantises; a destination has no binding; or the
+                parameters cannot be located, see `locate`.
+            BindingsRefused: a destination has its parameters in host memory and this rank on a GPU, or the reverse.
         """
         self.close()
         check_part(self.manifest, plan.sources, plan.source_digests, "sources")

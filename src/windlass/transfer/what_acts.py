@@ -275,7 +275,9 @@ def _adds_nothing(own: Mapping[str, torch.Tensor]) -> bool:
 def refuse_originals(
     module: torch.nn.Module, published: Mapping[str, tuple[str, torch.Tensor]]
 ) -> None:
-    """Raise if `name_map` gives a parameter the name of a tensor that the module computes from it (weight norm).
+    """Raise if `name_map` gives a parameter the name of a tensor that the module computes from the parameter.
+
+    A module with weight norm, for example, computes `weight` from `weight_g` and `weight_v`.
 
     Args:
         module: the trainer's module.
@@ -328,7 +330,13 @@ def _originals(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def _computes(owner: torch.nn.Module, attribute: str, original: torch.Tensor) -> bool:
-    """Return whether an attribute is a computed tensor: not registered, and with other memory than `original`."""
+    """Return whether a module computes an attribute as a tensor with memory of its own.
+
+    Args:
+        owner: the module.
+        attribute: name of the attribute. A registered parameter, buffer or child is not computed.
+        original: parameter from which the module may compute it.
+    """
     if any(attribute in held for held in (owner._parameters, owner._buffers, owner._modules)):
         return False
     value = vars(owner).get(attribute)

@@ -58,7 +58,9 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
     offers: tuple[str, ...] = ()
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:
-        """Start the transports; see `TransportConfig.create`. If several start, return a `TransportSet`.
+        """Start the transports. Return the transport if only one starts, otherwise a `TransportSet` of all.
+
+        The arguments are those of `TransportConfig.create`. After an error, no transport stays open.
 
         Raises:
             ConfigError: `offers` contains an unknown transport.
@@ -145,7 +147,7 @@ class TransportSet(OneSidedTransport):
 
     @property
     def traits(self) -> TransportTraits:
-        """Traits that hold for every member, with the ceiling of the fastest member."""
+        """Traits of the set: a capability is True if every member has it. The ceiling is the fastest member's."""
         known = [member.traits for member in self._members.values()]
         return TransportTraits(
             same_host=all(traits.same_host for traits in known),

@@ -260,8 +260,9 @@ class OneSidedTransport(Protocol):
     def fence(self, *, deadline_s: float) -> None:  # noqa: ARG002
         """Return once no write of an ended peer process can change memory of this process any more.
 
-        Call this while no peer writes. Peers that are alive reconnect by themselves. If writes over
-        this transport always end with the process that writes, this method does nothing.
+        Call this while no peer writes. This method may close connections of peers that are alive; they
+        reconnect by themselves. If writes over this transport always end with the process that writes,
+        this method does nothing.
 
         Raises:
             TransferFailed: writes of an ended process may still arrive.

@@ -64,7 +64,14 @@ class CmaConfig(TransportConfig, frozen=True, tag="cma"):
 def write_process_memory(
     pid: int, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array, deadline: Deadline
 ) -> None:
-    """Write all pieces, each of at most `MAX_CALL_NBYTES`, into process `pid`.
+    """Write pieces into another process.
+
+    Args:
+        pid: the other process.
+        local: (n,) addresses of the pieces in this process.
+        remote: (n,) addresses of the pieces in the other process.
+        nbytes: (n,) sizes of the pieces, each at most `MAX_CALL_NBYTES`.
+        deadline: deadline, which is checked before each system call.
 
     Raises:
         OSError: the system call failed.

@@ -90,7 +90,16 @@ class NetworkConfig(TransportConfig, frozen=True):
             )
 
     def placed(self, *, towards: str, gpu: int) -> Self:
-        """Return these settings with host and GPU filled in; see `TransportConfig.create`."""
+        """Return these settings with a host and a GPU.
+
+        Args:
+            towards: URL of the controller. Without a configured host, the host becomes the address of this machine on
+                the route to the controller.
+            gpu: ordinal of the GPU, in place of the configured one; -1 to keep the configured one.
+
+        Raises:
+            ConfigError, PeerUnreachable: this machine has no such address; see `own_address`.
+        """
         return msgspec.structs.replace(
             self,
             host=self.host or own_address(towards),
@@ -184,11 +193,14 @@ class NetworkPeer(ABC):
 
     @abstractmethod
     def _begin(self, pieces: Pieces) -> NativeCall:
-        """Begin a write. The caller holds the lock. If the library reports an error, `look` of the call returns FAILED."""
+        """Begin a write, and return the call. The caller holds the lock.
+
+        If the library reports an error, return a call whose `look` returns FAILED.
+        """
 
     @property
     def is_in_use(self) -> bool:
-        """True if a thread follows a call to this peer."""
+        """True if a thread waits for the end of a call to this peer."""
         return bool(self._under_way)
 
     def is_open(self) -> bool:

@@ -65,7 +65,7 @@ def own_endpoint(transport: str) -> PeerEndpoint:
 
 
 def check_alive(peer: PeerEndpoint) -> int:
-    """Return the pid of a peer's process, which must be alive.
+    """Check that a peer's process is alive, and return its pid.
 
     Raises:
         PeerUnreachable: the address is not a pid, the process has ended, or another process has the pid.

@@ -97,7 +97,10 @@ def _print(report: Mapping[str, Sequence[Finding]]) -> None:
 
 
 def _check_interpreter(path: str, framework: str | None) -> tuple[Finding, ...]:
-    """Run `windlass doctor` with the interpreter at `path` and return the findings."""
+    """Run `windlass doctor` with the interpreter at `path`, and return its findings.
+
+    If the interpreter or Windlass cannot run there, return one finding that says so.
+    """
     command = [path, "-m", "windlass.cli.main", "doctor", "--json"]
     command += ["--framework", framework] if framework else []
     try:

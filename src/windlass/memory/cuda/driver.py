@@ -67,7 +67,11 @@ def _check(code: Any, call: str) -> None:
 
 
 def _call(name: str, *arguments: object) -> Any:
-    """Call the driver; return its result, a tuple of several results, or None if it has no result."""
+    """Call the driver function `name`. Return its result: a tuple of several results, or None without a result.
+
+    Raises:
+        TransferFailed: the driver returned an error.
+    """
     code, *found = getattr(driver(), name)(*arguments)
     _check(code, name)
     return found[0] if len(found) == 1 else tuple(found) or None
@@ -225,7 +229,13 @@ class Device:
         return Event(self, stream)
 
     def call(self, name: str, *arguments: object) -> Any:
-        """Call the driver with this device's context current; see `_call`."""
+        """Call the driver function `name` while this device's context is current. Return its result.
+
+        The result is a tuple if the function has several results, and None if it has no result.
+
+        Raises:
+            TransferFailed: the driver returned an error.
+        """
         with self.current():
             return _call(name, *arguments)
 

@@ -105,7 +105,7 @@ class Gpu:
             ) from error
 
     def distrust(self, reason: str) -> None:
-        """Mark the GPU as late: queued work may still run. `reason` becomes part of later errors."""
+        """Mark the GPU as late for ever, because queued work may still run. `reason` becomes part of later errors."""
         self._late = reason
 
     def refuse_late(self) -> None:
@@ -138,7 +138,10 @@ def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
 
 @functools.cache
 def shared_gpu(ordinal: int) -> Gpu:
-    """Return the `Gpu` of this process for work on the GPU's own memory. This `Gpu` is shared and never closed."""
+    """Return the same `Gpu` object for every caller in this process. It is never closed.
+
+    `CudaIpcTransport` does not use this object; it has its own `Gpu` with a limit of multiprocessors.
+    """
     return Gpu(ordinal)
 
 

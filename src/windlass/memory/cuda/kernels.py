@@ -108,7 +108,8 @@ class PieceTable:
 def cut_parts(nbytes: Int64Array) -> tuple[range, ...]:
     """Divide pieces into parts of `PART_NBYTES` or a little more. Return the index range of each part.
 
-    `nbytes`, (num_pieces,), are the sizes of the pieces. Pieces of less than two parts' size are one part.
+    `nbytes`, (num_pieces,), are the sizes of the pieces. If all pieces together have less than 2 * `PART_NBYTES`, they are
+    one part. Without pieces, return no part.
     """
     ends = np.cumsum(nbytes)
     if not len(ends):

@@ -110,7 +110,7 @@ class Started:
 
 
 def start_engine(host: str, device: str, protocol: MooncakeProtocol) -> Started:
-    """Start a TransferEngine on a port that it chooses.
+    """Start a TransferEngine on a port that it chooses, and find out which wire it uses.
 
     Args:
         host: address to listen on.
@@ -171,7 +171,7 @@ def start_engine(host: str, device: str, protocol: MooncakeProtocol) -> Started:
 
 
 def _check_chosen(device: str, protocol: MooncakeProtocol, wire: str, nics: list[str]) -> None:
-    """Raise if the engine chose another wire or other NICs than the configured ones."""
+    """Raise `TransportUnavailable` if the engine uses another wire or other NICs than the configured ones."""
     if protocol is not MooncakeProtocol.AUTO and wire != protocol.value:
         raise TransportUnavailable(
             f"mooncake: protocol must be {protocol.value}, but the engine chose {wire} "

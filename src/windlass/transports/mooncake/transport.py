@@ -275,7 +275,7 @@ class MooncakePeer(NetworkPeer):
         )
 
     def close(self) -> None:
-        """See `NetworkPeer.close`. If a native call hangs, the thread that made the call continues."""
+        """See `NetworkPeer.close`. If a native call hangs, do not wait for its thread."""
         super().close()
         with self.lock:
             thread, stuck = self._thread, bool(self._given_up)
@@ -286,7 +286,7 @@ class MooncakePeer(NetworkPeer):
         self._engine.pages.append(self._page)
 
     def read(self, pieces: Pieces, deadline: Deadline) -> None:
-        """Read pieces of the peer's memory into local memory; see `perform`."""
+        """Read pieces of the peer's memory into local memory, and return when they are complete. Raise like `perform`."""
         self.perform(partial(self._begin, pieces, reads=True), deadline)
 
     def _begin(self, pieces: Pieces, *, reads: bool = False) -> NativeCall:

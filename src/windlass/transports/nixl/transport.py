@@ -229,7 +229,9 @@ class NixlPeer(NetworkPeer):
         return max(key.step_nbytes for key in self._keys[region.key])
 
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:
-        """See `NetworkPeer.confirm`.
+        """See `NetworkPeer.confirm`. Load the keys of new regions, and check the connection with a probe write.
+
+        The first probe also shows which wire UCX chose.
 
         Raises:
             TransportUnavailable: UCX chose another wire than the configured one; nothing was sent.
