@@ -141,6 +141,7 @@ class StreamReport:
 
 
 def _bucket_manifest(worker: str, role: Role, nbytes: int) -> ShardManifest:
+    """Return a manifest with the bucket as the only parameter, of `nbytes` elements of uint8."""
     builder = ManifestBuilder(worker, role)
     builder.add_parameter("bucket", nbytes=nbytes, dtype=DType.UINT8)
     builder.add_shard("bucket", (nbytes,), Box((0,), (nbytes,)), "bucket")
@@ -148,6 +149,7 @@ def _bucket_manifest(worker: str, role: Role, nbytes: int) -> ShardManifest:
 
 
 def _bucket_view(transport: OneSidedTransport, arena: Arena) -> torch.Tensor:
+    """Return a tensor of uint8 that shares memory with an arena, which contains one bucket."""
     return memory_of(transport).view(arena.address, (arena.nbytes,), (1,), DType.UINT8)
 
 
@@ -182,8 +184,8 @@ class BucketSender:
             host: address of this process that every receiver can reach.
 
         Raises:
-            ConfigError, PeerUnreachable, TransportUnavailable, TransferFailed: see `HostedController`, `create_transport`
-                and `Arena`.
+            ConfigError, PeerUnreachable: this host has no address that receivers can reach.
+            TransportUnavailable, TransferFailed: the transport does not work here, or cannot register the buckets.
         """
         self.was_opened = True
         if self._wanted_nbytes < SHRINK * self._bucket_nbytes:
@@ -240,6 +242,7 @@ class BucketSender:
             owned.close()
 
     def _start(self, host: str, undo: ExitStack) -> None:
+        """Start the controller, register the buckets, and connect as the only trainer rank. `undo` ends all of these."""
         settings, nbytes = self._settings, self._bucket_nbytes
         deadlines = PhaseDeadlines(
             pause_s=settings.deadline_s, write_s=settings.deadline_s, fleet_s=FLEET_S
@@ -275,6 +278,7 @@ class BucketSender:
         undo.callback(self._client.leave)
 
     async def _send(self, weights: AsyncIterator[tuple[str, torch.Tensor]]) -> StreamReport:
+        """Copy all tensors into buckets, and publish each full bucket while the next bucket is filled; see `send`."""
         filler, report = BucketFiller(self._bucket_nbytes), StreamReport()
         began = asked = time.perf_counter()
         sending: PendingUpdate | None = None
@@ -296,6 +300,7 @@ class BucketSender:
         return report
 
     def _copy(self, entry: BucketEntry, tensor: torch.Tensor) -> None:
+        """Copy the part of a tensor that `entry` describes into the bucket that is being filled."""
         import torch
 
         flat = tensor.detach().reshape(-1).view(torch.uint8)
@@ -332,6 +337,12 @@ class BucketSender:
         return self._client.publish(self._version, wait=False, deadline_s=deadline_s)
 
     async def _delivered(self, sending: PendingUpdate, report: StreamReport) -> None:
+        """Wait until a bucket's round has ended, and add the round's figures to the report.
+
+        Raises:
+            PeerUnreachable: a receiver did not get the bucket; the message names it and the reason.
+            RoundAborted, PeerTimeout: the round failed.
+        """
         done = await sending
         report.add(done)
         gone = sorted({*self._members} - {*done.engines})
@@ -441,8 +452,9 @@ class BucketReceiver:
         """Connect to the sender, unless this receiver is connected to the same address, and expect a stream.
 
         Raises:
-            AuthenticationError, ProtocolError, PeerTimeout, PeerUnreachable: see `Client.connect`.
-            TransportUnavailable, TransferFailed: see `create_transport` and `Arena`.
+            AuthenticationError, ProtocolError: the sender refused this receiver.
+            PeerTimeout, PeerUnreachable: the sender did not answer within `connect_s`.
+            TransportUnavailable, TransferFailed: the transport does not work here, or cannot register the bucket.
         """
         if self._owned is not None and (self._turns.has_failed or address != self._address):
             self.close()
@@ -490,6 +502,7 @@ class BucketReceiver:
             owned.close()
 
     def _start(self, address: StreamAddress, undo: ExitStack) -> None:
+        """Register the bucket, and join the sender's fleet as an engine. `undo` leaves the fleet and frees the bucket."""
         settings, nbytes = self._settings, address.bucket_nbytes
         self._turns = turns = _Turns()
         transport = settings.transport.create(towards=address.url, gpu=settings.gpu)

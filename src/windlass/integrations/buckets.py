@@ -144,9 +144,11 @@ class BucketFiller:
         return table + len(table).to_bytes(TRAILER_NBYTES, "little")
 
     def _room(self, entry_nbytes: int) -> int:
+        """Return the bytes that are free in this bucket for a part whose table entry has `entry_nbytes` bytes."""
         return self._capacity - TRAILER_NBYTES - self._table_nbytes - entry_nbytes - self._used
 
     def _take(self, entry: BucketEntry, entry_nbytes: int) -> None:
+        """Add an entry to this bucket's table, and mark its bytes in the bucket as used."""
         self._entries.append(entry)
         self._used = aligned(entry.offset + entry.nbytes)
         self._table_nbytes += entry_nbytes
@@ -209,6 +211,7 @@ class BucketReader:
             yield entry.name, part.view(torch_dtype(entry.dtype)).view(entry.shape)
 
     def _check_follows(self, entry: BucketEntry) -> None:
+        """Raise ProtocolError unless an entry is the next part of an unfinished tensor, or begins a tensor."""
         given = entry.name, entry.dtype, entry.shape, entry.begin
         if self._next is not None and given != self._next:
             raise ProtocolError(f"bucket: the next part must be {self._next}, got {given}")
@@ -216,6 +219,7 @@ class BucketReader:
             raise ProtocolError(f"bucket: tensor {entry.name!r} must begin at 0, got {entry.begin}")
 
     def _host_bytes(self, begin: int, nbytes: int) -> bytes:
+        """Return bytes of the bucket, copied to the host."""
         return self._bucket[begin : begin + nbytes].cpu().numpy().tobytes()
 
 

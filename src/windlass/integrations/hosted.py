@@ -100,6 +100,8 @@ class HostedController:
         started.result()
 
     def _run(self, setup: Callable[[Controller], None], started: Future[None]) -> None:
+        """Run the controller in this thread until `close`. Set `started` when it runs, or to the error of its start."""
+
         async def serve() -> None:
             try:
                 async with self.controller as controller:
@@ -267,7 +269,7 @@ class TrainerRanks:
         Raises:
             WindlassError: `host`, `connect` or `join` raised it on this rank.
             PeerUnreachable: another rank has failed; the message has the reason.
-            PeerTimeout: see `hear`.
+            PeerTimeout: another rank has sent no message within `deadline_s`.
         """
         address, joined = f"{what}/address", f"{what}/joined"
         connected = [f"{what}/connected/{rank}" for rank in range(self.world_size)]

@@ -3,8 +3,9 @@
     policy.generation.refit_transport: "windlass.integrations.nemo_rl:WindlassCheckpointEngine"
 
 The interface is NeMo-RL's `CheckpointEngine` (NVIDIA-NeMo/RL, main at 7ea279abf, `nemo_rl/utils/checkpoint_engines/base.py`).
-NeMo-RL calls `prepare` and `init_..._process_group` before the first update, and again after every `finalize`. For
-every update, NeMo-RL calls `send_weights` and `receive_weight_batches`.
+Before the first update, and again after every `finalize`, NeMo-RL calls `prepare` and then, on each rank, either
+`init_policy_process_group` or `init_rollout_process_group`. For every update, NeMo-RL calls `send_weights` on policy
+ranks and `receive_weight_batches` on vLLM ranks.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
         rollout_world_size: int,
         metadata: list[dict[str, Any]],
     ) -> None:
-        """On the policy's rank 0, open the sender and wait for all receivers. On other ranks, only check the arguments.
+        """Open the sender and wait for all receivers, on the policy's rank 0. Only check the arguments on other ranks.
 
         Args:
             worker_rank: rank of this process in the policy.
@@ -129,7 +130,8 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
 
         Raises:
             PeerUnreachable: the sender or the store could not be reached, or has failed.
-            AuthenticationError, ProtocolError, PeerTimeout: see `BucketReceiver.connect`.
+            AuthenticationError, ProtocolError: the sender refused this rank.
+            PeerTimeout: the sender did not answer in time.
         """
         sender = metadata[0]
         try:
@@ -179,5 +181,6 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
 async def _one_by_one(
     weights: Generator[tuple[str, torch.Tensor], None, None],
 ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of NeMo-RL's generator, because a stream needs an asynchronous iterator."""
     for name, tensor in weights:
         yield name, tensor

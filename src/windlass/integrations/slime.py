@@ -149,7 +149,7 @@ class WeightUpdater:
             engine_parallel_configs: not used, for the same reason.
 
         Raises:
-            ConfigError: WINDLASS_TOKEN and WINDLASS_TOKEN_FILE are not set, or a server has no valid URL.
+            ConfigError: neither WINDLASS_TOKEN nor WINDLASS_TOKEN_FILE is set, or a server has no valid URL.
             UnsupportedLayout, ManifestError: see `connect_megatron_trainer`.
             EngineRefused: a server cannot be updated; the message has the reason. Only rank 0 raises this error.
             PeerUnreachable: another rank has failed (the message has the reason), or a server could not be reached.
@@ -169,6 +169,7 @@ class WeightUpdater:
         self._ranks.meet(f"engines/{self._num_connected}", host, self._connect, join, DEADLINE_S)
 
     def _connect(self, address: HostAddress) -> None:
+        """Connect this rank's model to the controller, unless it is connected. Collective over the Megatron ranks."""
         if self._trainer is not None:
             return
         from windlass.trainers.megatron import connect_megatron_trainer
@@ -221,6 +222,7 @@ class WeightUpdater:
 
 
 def _model_type(checkpoint: Path) -> str:
+    """Return the `model_type` in the config.json of a checkpoint; raise ConfigError if there is none."""
     try:
         config = (checkpoint / "config.json").read_bytes()
         return msgspec.json.decode(config, type=_HfConfig).model_type

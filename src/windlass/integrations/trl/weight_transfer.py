@@ -190,6 +190,7 @@ class WeightTransfer:
         return t0, ready, time.time()
 
     def _send(self, sync: WeightSync) -> SentWeights:
+        """Publish the weights of the connected module as the next version."""
         self._version += 1
         return sync.send_weights(self._version)
 
@@ -228,6 +229,8 @@ class _FleetLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # TRL is not typed h
         """Ignore the value, which TRL's constructor assigns."""
 
     async def _post(self, *request: Any, **settings: Any) -> Any:
+        """Send a request by TRL's own method, to the server with the fewest open requests that has not failed lately."""
+
         def load(url: str) -> tuple[bool, int]:
             return time.monotonic() < self._failed_until[url], self._num_requests[url]
 

@@ -190,6 +190,7 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
         return await asyncio.to_thread(self._send, self._shards.module)
 
     def _send(self, module: torch.nn.Module) -> Sent:
+        """Connect to the servers at the first call, and publish the weights of `module`; raises as `send_weights` does."""
         if self._sync is None:
             self._sync = WeightSync(
                 module,
@@ -226,6 +227,7 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
 
 
 def _refuse_manager() -> NoReturn:
+    """Raise ConfigError, because verl uses this checkpoint engine without `ShardCheckpointManager`."""
     raise ConfigError(
         f"checkpoint_engine.backend={BACKEND} needs rollout.checkpoint_manager_class="
         "windlass.integrations.verl.ShardCheckpointManager, and a trainer of verl that reads this option"

@@ -22,7 +22,11 @@ _LORA_MODULES = "windlass_lora_modules"
 
 
 def register() -> None:
-    """Register the weight-transfer backend "windlass"; see `windlass.engines.vllm.weight_transfer`."""
+    """Register the weight-transfer backend "windlass", and patch vLLM in this process for servers with this backend.
+
+    The patches separate the EngineCore's caches by version, complete the server's options, and make layers on a CPU
+    multiply by their parameters.
+    """
     from vllm.config import get_current_vllm_config
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

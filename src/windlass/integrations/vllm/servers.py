@@ -237,4 +237,5 @@ def _lacks_backend(reasons: Iterable[str]) -> bool:
 
 
 def _nothing(_url: str) -> object:
+    """Return an empty body for a request."""
     return {}

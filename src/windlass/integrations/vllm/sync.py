@@ -62,10 +62,10 @@ class WeightSync:
     The constructor and all methods are collective: every trainer rank creates a `WeightSync` and calls the same methods
     in the same order. Each rank sends its own shards, and no rank gathers tensors.
 
-    Rank 0 hosts the controller and calls the servers' routes. The constructor calls `/init_weight_transfer_engine`. For
-    each version, rank 0 calls `/update_weights` of servers that have several ranks, or one rank outside of the process
-    of vLLM's EngineCore. With the pause modes `abort` and
-    `wait`, rank 0 calls `/pause`, `/update_weights` and `/resume` of every server. Start the servers with
+    Rank 0 hosts the controller and calls the servers' routes. The constructor calls `/init_weight_transfer_engine` of
+    every server. For each version, the calls depend on `pause`. With `abort` or `wait`, rank 0 calls `/pause`,
+    `/update_weights` and `/resume` of every server. With `keep` or None, rank 0 only calls `/update_weights`, and only of
+    servers that have several ranks or whose rank runs outside of the process of vLLM's EngineCore. Start the servers with
     `--weight-transfer-config '{"backend": "windlass"}'` and VLLM_SERVER_DEV_MODE=1.
 
     Memory: trainer ranks may write the servers' weights from the constructor until `shutdown`.
@@ -320,6 +320,7 @@ class _Fleet:
         return reasons
 
     def _listen(self, controller: Controller) -> None:
+        """Subscribe to the phases of rounds. Called in the controller's event loop when the controller has started."""
         controller.coordinator.on_phase(self._on_phase)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
