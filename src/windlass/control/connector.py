@@ -73,8 +73,9 @@ class Connector:
         An engine is writable if a round may write to it (`Fleet.writable_engines`).
 
         Raises:
-            PeerTimeout: too few engines were connected within `deadlines.fleet_s`.
-            WindlassError: see `FleetBinder.bind`.
+            PeerTimeout: too few engines became writable within `deadlines.fleet_s`.
+            PeerUnreachable: no complete trainer job is connected.
+            WindlassError: the fleet cannot be bound, see `FleetBinder.bind`.
         """
         needed = self._config.min_engines
         while True:
@@ -100,10 +101,10 @@ class Connector:
         )
 
     async def bind_ahead(self) -> None:
-        """Bind changes of the fleet before the next round, so that the round begins sooner.
+        """Bind the fleet now if its ranks have changed, so that the next round need not do this.
 
-        Do nothing while the trainers are incomplete or no engine is writable. Log a failure; the next round tries
-        again.
+        Do nothing if not all trainer ranks are connected, or if no engine is writable. If the binding fails, only log the
+        error: the next round binds again.
         """
         trainers = self._fleet.trainers()
         if trainers is None or not trainers.complete or not self._fleet.writable_engines():
@@ -118,12 +119,13 @@ class Connector:
                 self._changes.notify()
 
     async def ensure_bound(self) -> Binding:
-        """Return a binding of the trainers and of all writable engines; bind changes first.
+        """Return a binding of the trainers and of all writable engines.
 
-        Refuse or set aside engines that do not bind, and bind the other engines.
+        If ranks have changed since the last binding, bind them first. Engines that do not bind are refused or set aside
+        (`part_with`), and the other engines are bound without them.
 
         Raises:
-            PeerUnreachable: no complete trainer job is connected, or no engine is writable.
+            PeerUnreachable: no complete trainer job is connected, or no engine is writable (any more).
             WindlassError: see `FleetBinder.bind`.
         """
         trainers, engines = self._fleet.trainers(), self._fleet.writable_engines()
@@ -217,9 +219,11 @@ class Connector:
         return binding
 
     async def part_with(self, unbound: EnginesUnbound) -> None:
-        """Refuse the engines that declined to bind, and set late ranks aside until they answer a probe.
+        """Exclude the engines that did not bind, so that the others can be bound without them.
 
-        If a rank was late more than `MAX_LATE` times, refuse its engine.
+        Engines in `unbound.refusals` are refused and disconnected. Ranks in `unbound.late` did not answer in time: their
+        engines are set aside until the ranks answer a probe. If a rank was late more than `MAX_LATE` times, its engine is
+        refused.
         """
         refused = unbound.refusals
         for worker, reason in unbound.late.items():
@@ -235,7 +239,7 @@ class Connector:
             await self._members.refuse(name, reason)
 
     def drop_if_spent(self, report: UpdateReport) -> bool:
-        """Drop the binding if the backend cannot use it after this round; return whether it was dropped."""
+        """Drop the binding if the backend cannot use it after the round of `report`; return whether it was dropped."""
         is_spent = self._backend.is_spent(report)
         if is_spent:
             self.binding = None
@@ -244,12 +248,15 @@ class Connector:
     # --- costs of connecting, and figures of links ---------------------------------------------
 
     def pop_costs(self) -> dict[str, BindCost]:
-        """Return rank -> bind cost, for ranks that were bound since the previous call."""
+        """Return rank -> bind cost, for ranks that were bound since the previous call of this method."""
         costs, self._costs = self._costs, {}
         return costs
 
     def note_carried(self, carried: Mapping[Link, Carried]) -> None:
-        """Store the bytes and seconds of each link in the last round; drop figures of links that no longer exist."""
+        """Store the traffic of the last round, for `describe_links`: link -> bytes and seconds.
+
+        Figures of links that were not used in this round stay. Figures of links that are not in the binding are dropped.
+        """
         known = {} if self.binding is None else self.binding.transports
         both = {**self._carried, **carried}
         self._carried = {link: found for link, found in both.items() if link in known}

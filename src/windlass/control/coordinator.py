@@ -162,9 +162,9 @@ class Coordinator:
     # --- a publish: who asks for it ----------------------------------------------------------
 
     def _announced(self, session: AgentSession, frame: Announce) -> None:
-        """Record that a trainer rank has announced a version. Start the publish once all ranks have announced.
+        """Record that a trainer rank has announced a version. If all trainer ranks have announced now, start the publish.
 
-        If the rank repeats an announcement whose update has ended, send it the report of that update.
+        If the rank repeats an announcement whose update has already ended, send the report of this update again.
 
         Raises:
             ProtocolError: the sender is not a trainer rank.
@@ -191,9 +191,9 @@ class Coordinator:
             self._missing.name_later()
 
     def _gave_up(self, session: AgentSession, frame: Withdraw) -> None:
-        """Drop the announcement of a trainer rank that no longer waits for the report.
+        """Drop the announcement of a trainer rank that no longer waits for the report, unless its update has begun.
 
-        Unless the update has begun, send the rank a failed report that names the missing ranks.
+        If it was dropped, send the rank a report with outcome FAILED that names the ranks that have not announced.
         """
         missing = self._missing.text()
         given_up = self.requests.give_up(session.peer, frame.attempt)
@@ -203,14 +203,15 @@ class Coordinator:
             self.tasks.spawn(self.members.report_to(session.agent.identity, report))
 
     def publish(self, version: int, *, deadline_s: float) -> CalledUpdate:
-        """Start to publish a version without announcements, and return at once.
+        """Start to publish a version without announcements of the trainer ranks, and return at once.
 
-        The train controller, which runs in this process, calls this method. All trainer ranks must have prepared the
-        version (`TrainerClient.prepare_publish`) and keep their weights unchanged.
+        `TrainController`, which runs in this process, calls this method. Before the call, all trainer ranks must have
+        prepared the version (`TrainerClient.prepare_publish`). They must keep their weights unchanged until the update has
+        ended (with replicas: until `CalledUpdate.copied` is set).
 
         Args:
             version: the version to publish.
-            deadline_s: seconds to wait until all trainer ranks are connected.
+            deadline_s: seconds to wait until all trainer ranks are connected. The round has its own deadlines.
         """
         copied = asyncio.Event()
         # The new task inherits the log field.
@@ -221,7 +222,10 @@ class Coordinator:
     async def _publish_connected(
         self, version: int, deadline_s: float, copied: asyncio.Event
     ) -> UpdateReport:
-        """Wait until all trainer ranks are connected, then publish; return a failed report at the deadline."""
+        """Wait until all trainer ranks are connected, publish, and return the report.
+
+        If they are not connected within `deadline_s`, return a report with outcome FAILED.
+        """
         try:
             ranks = await until_connected(self.fleet, self.changes, version, deadline_s)
         except PeerTimeout as error:
@@ -233,14 +237,15 @@ class Coordinator:
     async def _publish(
         self, announced: tuple[PendingPublish, ...], copied: asyncio.Event | None = None
     ) -> UpdateReport:
-        """Publish a version that all trainer ranks have announced or prepared.
+        """Publish a version that all trainer ranks have announced or prepared; return the report.
 
-        Send the report to the ranks, and call the listeners with it.
+        Also send the report to the ranks, and call the listeners with it. An error of the update is not raised: the report
+        contains its text.
 
         Args:
             announced: one request per trainer rank.
             copied: event that is set when the round enters WRITE. By then, ranks that send from replicas have copied
-                their weights into the replicas. None without a waiter.
+                their weights into the replicas. None if no code waits for this.
         """
         version = max(rank.version for rank in announced)
         # The lock is also held by catch-ups and while the controller binds the fleet.
@@ -257,11 +262,14 @@ class Coordinator:
     async def _attempt_until_whole(
         self, announced: tuple[PendingPublish, ...], version: int, copied: asyncio.Event | None
     ) -> UpdateReport:
-        """Try to publish a version, repeat failed attempts, and return the report of the last attempt.
+        """Try to publish a version, repeat failed attempts in two cases, and return the report of the last attempt.
 
-        If all engine processes ended during an attempt, repeat it up to `MAX_ATTEMPTS_WITHOUT_ENGINES` times. If the
-        backend cannot use the binding any more (`Backend.is_spent`), bind again and repeat the attempt up to
-        `ControlConfig.max_rewrites` times. Trainers keep their weights unchanged during all attempts.
+        - All engine processes ended during the attempt: wait for engines and repeat it, at most
+          `MAX_ATTEMPTS_WITHOUT_ENGINES` times.
+        - The backend cannot use the binding any more (`Backend.is_spent`): bind again and repeat it, at most
+          `ControlConfig.max_rewrites` times.
+
+        Trainers keep their weights unchanged during all attempts. For arguments and errors see `_attempt`.
         """
         report = await self._attempt(announced, version, copied)
         for _ in range(MAX_ATTEMPTS_WITHOUT_ENGINES):
@@ -325,7 +333,10 @@ class Coordinator:
         )
 
     def end_update(self, report: UpdateReport) -> None:
-        """Store the report of an update and call the listeners. If the update left out engines, start catch-ups."""
+        """Store the report of an update that has ended, and call the listeners of `on_update` with it.
+
+        If the update left out engines, also start a task that brings them up to the published version.
+        """
         self.reports.append(report)
         self.num_updates += 1
         self.changes.notify()
@@ -336,7 +347,7 @@ class Coordinator:
     # --- agents that answer and agents that go -----------------------------------------------
 
     def _replied(self, session: AgentSession, reply: Reply[Result]) -> None:
-        """Pass an agent's answer to the resume retries and to the running round."""
+        """Handle an agent's answer to a command: pass it to `resume_retries` and to the running round."""
         if self.resume_retries.heard(session.agent, reply):
             self.changes.notify()
         self.rounds.replied(session, reply)
@@ -358,7 +369,7 @@ class Coordinator:
         self.catch_ups.settle_soon()
 
     async def close(self) -> None:
-        """Cancel rounds and background tasks, close every connection and the journal. Idempotent."""
+        """Cancel rounds and background tasks, and close every agent's connection and the journal. Idempotent."""
         self.members.expect_departures()
         await self.tasks.close()
         await self.members.close()

@@ -58,9 +58,16 @@ class RoundDriver:
         clock: Callable[[], float],
         on_phase: Callable[[Phase], None],
     ) -> None:
-        """Create a driver.
+        """Create a driver of a round that has not begun.
 
-        If `on_phase` raises OSError, the phase does not begin. `on_phase` gets `DONE` at the end of every round.
+        Args:
+            spec: specification of the round.
+            binding: sources, engines and links of the round.
+            round_id: id of the round, in each of its commands.
+            sessions: rank -> its session. Ranks that connect later take no part.
+            clock: function that returns seconds, for the times in the report.
+            on_phase: function that is called before each phase begins, and with `DONE` at the end of every round. If it
+                raises OSError, the phase does not begin and the round ends.
         """
         self.machine = RoundMachine(spec)
         self.spec, self.binding = spec, binding
@@ -80,11 +87,11 @@ class RoundDriver:
         return self.machine.version
 
     def post(self, event: Event) -> None:
-        """Queue an event."""
+        """Queue an event for the state machine; `run` processes events in this order."""
         self._events.put_nowait(event)
 
     def on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
-        """Queue a reply if it belongs to this round and comes from a session of this round."""
+        """Queue a reply for the state machine. Ignore replies of other rounds and from sessions that take no part."""
         worker = session.peer
         if reply.round_id == self.round_id and self.sessions.get(worker) is session:
             self._times.answered(worker, reply.seq)
@@ -125,10 +132,10 @@ class RoundDriver:
         return self._next(partial(self.machine.handle, event))
 
     def _next(self, step: Callable[[], list[Instruction]]) -> list[Instruction]:
-        """Return the instructions of the machine's next step.
+        """Run `step`, a call of the state machine, and return its instructions.
 
-        An exception is a bug of the machine. The round then ends as failed, because trainers wait for its report, and
-        the fleet must record which engines were written.
+        An exception of the machine is a bug. Then log it, and return the instructions that end the round as failed:
+        trainers wait for the report, and the fleet must record which engines were written.
         """
         try:
             return step()

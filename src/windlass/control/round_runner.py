@@ -66,11 +66,11 @@ class RoundRunner:
 
     @property
     def driver(self) -> RoundDriver | None:
-        """The driver of the round that runs now."""
+        """Driver of the round that runs now; None while no round runs."""
         return self._driver
 
     def on_phase(self, listener: Callable[[int, Phase], None]) -> None:
-        """Call `listener(version, phase)` in the loop when a round enters a phase."""
+        """Call `listener(version, phase)` in the event loop whenever a round enters a phase, `Phase.DONE` included."""
         self._phase_listeners.append(listener)
 
     def replied(self, session: AgentSession, reply: Reply[Result]) -> None:
@@ -125,7 +125,7 @@ class RoundRunner:
     def start(
         self, spec: RoundSpec, binding: Binding, in_write: asyncio.Event | None = None
     ) -> RoundDriver:
-        """Record that a round begins, and make it the running round. `finish` must follow.
+        """Record in the journal that a round begins, and make it the running round. The caller must then call `finish`.
 
         Args:
             spec: the round.
@@ -160,7 +160,10 @@ class RoundRunner:
         return driver
 
     async def finish(self, driver: RoundDriver) -> UpdateReport:
-        """Drive a round to its end, and record its result in the fleet and in the journal."""
+        """Drive a round to its end, record its outcome in the fleet and in the journal, and return the report.
+
+        For a round that published a new version, the report also contains signs of a mistake (`Suspicions`).
+        """
         try:
             finish = await driver.run()
         finally:
@@ -168,7 +171,8 @@ class RoundRunner:
         report, binding, spec = finish.report, driver.binding, driver.spec
         is_published = report.outcome is RoundOutcome.PUBLISHED
         is_new = spec.sent_before is not None
-        # A catch-up may have copied a version of an earlier run, and a job of this run may have joined meanwhile.
+        # A catch-up may have copied a version of an earlier run. If trainers of this run have joined during the round,
+        # this version must not count as published.
         if is_published and spec.lineage == self._run.lineage:
             self._fleet.publish(report.version, self._run.lineage)
         self._members.set_silent_aside(driver.sessions, finish.silent, report.left_out)
@@ -193,7 +197,7 @@ class RoundRunner:
         return report
 
     async def run_round(self, version: int, lineage: str, binding: Binding) -> UpdateReport:
-        """Bring the engines of a binding up to a version that is published already.
+        """Run a round that brings the engines of a binding up to a version that is published already; return the report.
 
         Raises:
             RoundAborted: the journal cannot be written.

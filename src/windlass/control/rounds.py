@@ -248,7 +248,7 @@ class RoundMachine:
 
     @property
     def waiting_for(self) -> tuple[str, ...]:
-        """Workers that have not yet replied to a command."""
+        """Ranks whose reply the current phase waits for; a rank appears once per command."""
         return tuple(worker for worker, _ in self.pending.values())
 
     @property
@@ -266,7 +266,7 @@ class RoundMachine:
         return self._delivery.awaited if self.phase is Phase.WRITE else ""
 
     def start(self) -> list[Instruction]:
-        """Begin the round; return the first instructions."""
+        """Begin the round with the phase PREPARE; return the first instructions."""
         self._announce_phase()
         for trainer in self._spec.trainers:
             period = self._spec.period if trainer in self._digested else 0
@@ -280,7 +280,10 @@ class RoundMachine:
         return self._pop_instructions()
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Process one event; return the next instructions."""
+        """Process one event; return the instructions that follow from it. The last one of a round is `Finish`.
+
+        After the end of the round, ignore the event and return nothing.
+        """
         if self.phase is Phase.DONE:
             return []
         match event:
@@ -432,7 +435,10 @@ class RoundMachine:
     # --- phases ------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Enter the next phases while no reply is outstanding."""
+        """Enter the next phase if all awaited replies have arrived, and again if that phase awaits none.
+
+        End the round if no engine is left before PUBLISH. In a driven round, stay in WRITE until `Sent`.
+        """
         while not self.pending and self.phase is not Phase.DONE:
             if not self._engines.active and self.phase is not Phase.PUBLISH:
                 self._finish_without_engines()
@@ -465,7 +471,11 @@ class RoundMachine:
                 assert_never(self.phase)
 
     def _after_delivery(self) -> None:
-        """Write missing links again, else verify unverified engines, else enter the next phase."""
+        """Take the next step after all replies of WRITE or VERIFY.
+
+        If links to active engines are unwritten, write them (again). Otherwise, if engine ranks have not verified, enter
+        VERIFY. Otherwise all bytes are correct: enter PAUSE (`staged`) or APPLY, or refuse a version that changes no byte.
+        """
         active = self.active_workers
         is_free, incomplete = self._delivery.pop_incomplete()
         self._links.forget(incomplete)
@@ -501,10 +511,11 @@ class RoundMachine:
         ]
 
     def _refuse_unchanged(self) -> None:
-        """End the round, because the version changes no byte.
+        """End the round without a publication, because the version changes no byte.
 
-        First leave out engines with a link that `sent_before` lacks, because their live weights may have changed. All
-        other engines have verified that they have the bytes of the previous version, so their weights are not mixed.
+        First leave out engines with a link that `sent_before` lacks: it is not known whether the round has changed their
+        weights. All other engines have verified that they have the bytes of the previous version, so their weights are
+        not mixed, and they resume.
         """
         reason = unchanged_reason(self._version)
         before = self._spec.sent_before or {}
@@ -553,7 +564,7 @@ class RoundMachine:
     # --- endings -----------------------------------------------------------------------------
 
     def _drop(self, name: str, reason: str, *, unknown: bool = False, lost: str = "") -> None:
-        """Leave one engine out and continue the round.
+        """Leave one engine out and continue the round. If the engine was left out already, only quarantine it (`unknown`).
 
         Args:
             name: the engine.
@@ -585,14 +596,22 @@ class RoundMachine:
                 self._send(worker, notice, expects_reply=False)
 
     def _may_be_mixed(self) -> bool:
-        """Return whether an engine that leaves now may hold bytes of two versions in live memory."""
+        """Return whether an engine that leaves the round now may have mixed weights.
+
+        If writes change live weights, this is so after the first write; otherwise it is so from APPLY on.
+        """
         if self._delivery.changes_live(self._config.mode):
             return self._wrote
         begun = self._phase_before if self._is_blocked else self._phase
         return begun in {Phase.APPLY, Phase.PUBLISH}
 
     def _give_up(self, reason: str, quarantined: Collection[str] = ()) -> None:
-        """End the round for all engines, without a published version."""
+        """End the round for all engines, without a published version.
+
+        Args:
+            reason: reason for the report.
+            quarantined: engines to quarantine, because bytes may still arrive in their memory.
+        """
         self.pending.clear()
         for name in quarantined:
             self._drop(name, reason, unknown=True)
@@ -670,10 +689,10 @@ class RoundMachine:
         self._announce_phase()
 
     def _move(self, phase: Phase) -> None:
-        """Set the phase. No other code sets the phase.
+        """Set the phase. Only this method sets the phase.
 
         Raises:
-            RuntimeError: `PHASE_TRANSITIONS` lacks the transition.
+            RuntimeError: `PHASE_TRANSITIONS` does not allow this phase after the present phase.
         """
         if phase not in PHASE_TRANSITIONS[self._phase]:
             raise RuntimeError(f"phase {self._phase} must not become {phase}")

@@ -56,6 +56,8 @@ class TrainerAgent:
 
         Raises:
             ProtocolError: the command is not for trainers.
+            RoundAborted: the weights cannot be sent, for example because they have changed; see `HeldWeights`.
+            WindlassError: the backend's sender failed.
         """
         if not isinstance(command, TrainerCommand):
             raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
@@ -80,7 +82,7 @@ class TrainerAgent:
                 sent = write(command.version, command.destinations, command.deadline_s)
                 return self.held.checked(sent)
             case Abort():
-                # Nothing to undo: the only state of a round in the sender is packed bytes.
+                # Nothing to undo: packed bytes are the only state that a round leaves in the sender.
                 pass
             case _:
                 result = carry_out(self._binding.sender, command, RoundId(epoch, round_number))
@@ -90,6 +92,9 @@ class TrainerAgent:
         return Done()
 
     def close(self) -> None:
-        """Close the comparison and the backend's sender. The caller closes the one-sided sender. Idempotent."""
+        """Free the memory of the comparison, and close the backend's sender. Idempotent.
+
+        The caller must close the sender of one-sided writes that it gave to this object.
+        """
         self.held.close()
         self._binding.close()

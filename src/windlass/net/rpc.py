@@ -69,10 +69,15 @@ class Session(Generic[CommandT, ResultT]):
         return [command for command, _ in self._calls.values()]
 
     async def send(self, frame: msgspec.Struct, *, within_s: float | None = None) -> None:
-        """Send a frame. Cut the connection if the whole frame takes longer than `within_s` to send.
+        """Send a frame over the present connection.
+
+        Args:
+            frame: the frame.
+            within_s: seconds within which the whole frame must be sent; otherwise this process cuts the connection. None
+                for only the limit of each part (`send_deadline_s`).
 
         Raises:
-            PeerUnreachable: the connection is closed, or the peer does not read from it.
+            PeerUnreachable: there is no connection, it is closed, or the peer does not read from it.
         """
         if self._socket is None:
             raise PeerUnreachable(f"{self.peer}: is not connected")
@@ -93,14 +98,19 @@ class Session(Generic[CommandT, ResultT]):
     async def call(
         self, call_id: CallId, command: CommandT, *, within_s: float | None = None
     ) -> asyncio.Future[ResultT]:
-        """Send a command; see `send`.
+        """Send a command, and return a future for its result. A caller that stops waiting must call `forget`.
+
+        Args:
+            call_id: identity of the call, greater than the identities of all calls before.
+            command: the command.
+            within_s: see `send`.
 
         Returns:
-            Future of the result. If the connection is lost, the future fails with `PeerUnreachable`, unless
-            `keeps_calls` is set.
+            Future of the result. If the connection is lost before the reply, the future raises `PeerUnreachable`. With
+            `keeps_calls`, the command is instead sent again over the next connection.
 
         Raises:
-            PeerUnreachable: see `send`. With `keeps_calls`, the call waits for the next connection instead.
+            PeerUnreachable: the command could not be sent (see `send`); never with `keeps_calls`.
         """
         future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = command, future
@@ -116,10 +126,12 @@ class Session(Generic[CommandT, ResultT]):
         return future
 
     async def attach(self, socket: web.WebSocketResponse) -> None:
-        """Continue over another connection of the same peer process, and send the unanswered calls again.
+        """Use `socket`, a new connection of the same peer process, from now on, and send the unanswered calls again.
+
+        Do nothing if the session already uses this connection.
 
         Raises:
-            PeerUnreachable: see `send`.
+            PeerUnreachable: the new connection is closed, or the peer does not read from it.
         """
         if self._socket is socket:
             return
@@ -128,22 +140,25 @@ class Session(Generic[CommandT, ResultT]):
             await self.send(Envelope(*call_id, command))
 
     def detach(self, socket: web.WebSocketResponse, reason: str) -> None:
-        """Record that a connection ended. Unless `keeps_calls` is set, all unanswered calls fail."""
+        """Record that the connection `socket` has ended, for `reason`. Without `keeps_calls`, fail all unanswered calls.
+
+        Do nothing if the session already uses a newer connection.
+        """
         if self._socket is socket and not self._keeps_calls:
             self.fail_calls(reason)
 
     def forget(self, call_id: CallId) -> None:
-        """Drop a call, because its caller no longer waits."""
+        """Drop a call whose caller no longer waits: a later reply is ignored, and the command is not sent again."""
         self._calls.pop(call_id, None)
 
     def on_reply(self, call_id: CallId, result: ResultT) -> None:
-        """Give the result of a call to the future that waits for it, if any."""
+        """Set the result of a call in the call's future. Ignore a reply to a call that was forgotten or has a result."""
         _, future = self._calls.pop(call_id, (None, None))
         if future is not None and not future.done():
             future.set_result(result)
 
     def fail_calls(self, reason: str) -> None:
-        """Fail every call, because the peer will not answer."""
+        """Set `PeerUnreachable` with `reason` in the future of every unanswered call, and drop these calls."""
         for _, future in self._calls.values():
             if not future.done():
                 future.set_exception(PeerUnreachable(f"{self.peer}: {reason}"))
@@ -172,21 +187,32 @@ class Callee(ABC, Generic[CommandT, ResultT]):
 
     @abstractmethod
     def execute(self, call: Envelope[CommandT]) -> ResultT:
-        """Execute a call, in the executor's thread. An exception becomes the result that `failed` returns."""
+        """Execute a call and return its result. Runs in the executor's thread and may block.
+
+        An exception is converted to a result by `failed`.
+        """
 
     @abstractmethod
     def failed(self, error: Exception, command: CommandT | None) -> ResultT:
-        """Return the result for a command that raised, arrived too late (`StaleMessage`), or cannot be decoded.
+        """Convert an error to a result, which the server gets as the reply.
 
-        The command is None if it could not be decoded.
+        Args:
+            error: exception that `execute` raised, StaleMessage for a call that arrived too late, or the reason why the
+                command could not be decoded.
+            command: the command; None if it could not be decoded.
         """
 
     def carry_out(
         self, call: Envelope[CommandT] | UnreadCall, error: Exception | None = None
     ) -> Reply[ResultT]:
-        """Return the reply to a call. Execute the call unless it is too late or was executed before. Blocks.
+        """Execute a call and return its reply. Blocks until all earlier calls have ended.
 
-        For a call that could not be decoded, `error` is the reason, and the reply is a failure.
+        A call that was executed before gets the stored reply, and a call that arrives too late gets a failure; neither is
+        executed.
+
+        Args:
+            call: the call; `UnreadCall` if its command could not be decoded, so that the reply is a failure.
+            error: reason why the command could not be decoded.
         """
         command = call.command if isinstance(call, Envelope) else None
         with self._executing:
