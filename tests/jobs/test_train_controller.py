@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,6 +76,7 @@ async def test_groups_are_distributed_to_ranks_until_one_raises(tmp_path: Path) 
         assert losses[1]["loss"] < losses[0]["loss"] < first.metrics["loss"]
         await check_checkpoint(controller, str(tmp_path / "saved"))
         await check_operations(controller)
+        await check_tensors(controller)
         await check_failure(controller, 30.0, r"trainer-1: ValueError: bad sample")
 
 
@@ -95,13 +97,44 @@ async def check_operations(controller: TrainController) -> None:
     assert len({tuple(each) for each in found}) == len(rows)
     assert [(await controller.map("outputs", [row, row], deadline_s=30))[0] for row in rows] == list(found)  # fmt: skip
     with pytest.raises(
-        ConfigError, match=r"got 'os.system', .*known operations: \['outputs', 'too few', 'who'\]"
+        ConfigError,
+        match=r"got 'os.system', .*known operations: \['outputs', 'too few', 'twice', 'who'\]",
     ):
         await controller.call("os.system", "true", deadline_s=30)
     with pytest.raises(ConfigError, match="argument: must be msgpack-plain, got object"):
         await controller.call("who", object(), deadline_s=30)
     with pytest.raises(TrainerError, match=r"trainer-1: operation too few must return a list of 2"):
         await controller.map("too few", rows, deadline_s=30)
+
+
+async def check_tensors(controller: TrainController) -> None:
+    """Check that tensors keep dtype, shape and bits on the way to the ranks and back."""
+    given = {
+        "bfloat16": torch.arange(6.0).reshape(2, 3).bfloat16(),
+        "columns": torch.arange(6).reshape(2, 3).T,
+        "empty": torch.empty(0, 4, dtype=torch.float16),
+        "trained": torch.tensor([[0.1]], requires_grad=True),
+        "20 MiB": torch.ones(5 << 20),
+    }
+    for found in await controller.call("twice", given, deadline_s=60):
+        for name, tensor in given.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor + tensor), name
+    scalar, array = torch.tensor(1.5), np.ones((2, 1))
+    found = await controller.call("twice", {"scalar": scalar, "array": array}, deadline_s=30)
+    assert found == ({"scalar": 3.0, "array": [[1.0], [1.0], [1.0], [1.0]]},) * 2
+    rows = [torch.tensor([float(n), 1.0]) for n in range(5)]
+    lists = await controller.map("outputs", [row.tolist() for row in rows], deadline_s=30)
+    assert await controller.map("outputs", rows, deadline_s=30) == lists
+    for refused, says in (
+        (
+            torch.zeros(2).to_sparse(),
+            r"must be dense and local; call full_tensor\(\) or to_dense\(\)",
+        ),
+        (torch.zeros(2, dtype=torch.complex64), r"dtype must be one of .*, got torch.complex64"),
+    ):
+        with pytest.raises(ConfigError, match=f"operation twice: argument: .*{says}"):
+            await controller.call("twice", {"x": refused}, deadline_s=30)
 
 
 @pytest.mark.parametrize(

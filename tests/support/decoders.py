@@ -33,6 +33,7 @@ from windlass.control.messages import (
 from windlass.control.push_messages import CallbackRequest, PauseCall
 from windlass.errors import DECODE_ERRORS, WindlassError
 from windlass.jobs import train_worker as train
+from windlass.jobs.call_values import decode_call_value
 from windlass.layout.manifest import ShardManifest
 from windlass.net.journal_file import add_checksum, read_entries
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
@@ -273,6 +274,15 @@ DECODERS = {
     ),
     "train rank frame": Decoder(
         train.RANK_FRAMES.decode, (encode(train.Joined(1, 0, 1, "j", "i", operations=("f",))),)
+    ),
+    "value of an operation": Decoder(
+        decode_call_value,
+        (
+            msgspec.msgpack.encode(
+                msgspec.msgpack.Ext(1, msgspec.msgpack.encode(("float32", (1, 2), bytes(8))))
+            ),
+        ),
+        raises=DECODE_ERRORS,
     ),
     "relay frame": Decoder(
         FRAMES.decode,

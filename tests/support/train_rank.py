@@ -69,8 +69,11 @@ if __name__ == "__main__":
     run_train_worker(
         engine,
         operations={
-            "outputs": lambda rows: fsdp.model(torch.tensor(rows)).tolist(),
+            "outputs": lambda rows: fsdp.model(
+                torch.stack([torch.as_tensor(row) for row in rows])
+            ).tolist(),
             "who": lambda suffix: f"rank {torch.distributed.get_rank()}{suffix}",
             "too few": lambda rows: [],
+            "twice": lambda given: {name: given[name] + given[name] for name in given},
         },
     )

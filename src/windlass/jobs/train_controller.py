@@ -18,6 +18,7 @@ from windlass.control.coordinator import Coordinator
 from windlass.control.publish_requests import CalledUpdate
 from windlass.control.report import RoundOutcome
 from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError, TrainerError
+from windlass.jobs.call_values import decode_call_value, encode_call_value
 from windlass.jobs.results import StepResult
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.train_worker import (
@@ -46,7 +47,6 @@ from windlass.net.rpc_server import serve
 from windlass.net.server import ControlServer
 from windlass.rollout.batches import check_groups
 from windlass.rollout.messages import TrainingSample
-from windlass.rollout.workflows import encode_value
 from windlass.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -345,13 +345,17 @@ class TrainController:
     ) -> tuple[Any, ...]:
         """Run an operation of `run_train_worker` on all ranks; return the values in rank order.
 
+        Tensors in arguments and values keep their dtype and shape, and arrive in host memory.
+
         Args:
             operation: name of the operation.
-            argument: argument of the operation, the same for all ranks; a value that msgpack can encode.
+            argument: argument of the operation, the same for all ranks; a value that msgpack can encode. It may contain
+                torch tensors.
             deadline_s: seconds for the whole call.
 
         Raises:
-            ConfigError: a rank has no such operation, or msgpack cannot encode `argument`. No rank was called.
+            ConfigError: a rank has no such operation, or `argument` cannot be encoded or is too large. No rank was
+                called.
             TrainerError: see `train_step`.
         """
         commands = self._commands(operation, [argument] * len(self._ranks))
@@ -408,7 +412,7 @@ class TrainController:
                 f"{', '.join(lacking)} does not have; known operations: {known}"
             )
         what = f"operation {operation}: argument"
-        return [Operation(operation, encode_value(what, argument)) for argument in arguments]
+        return [Operation(operation, encode_call_value(what, argument)) for argument in arguments]
 
     async def close(self, *, grace_s: float = 10.0) -> None:
         """Wait for an update in progress, ask all ranks to stop, and end the processes that still run. Idempotent.
@@ -606,7 +610,7 @@ def _value_of(rank: _Rank, done: Done) -> Any:
         TrainerError: the rank sent bytes that are not msgpack.
     """
     try:
-        return msgspec.msgpack.decode(done.value)
+        return decode_call_value(done.value)
     except DECODE_ERRORS as error:
         raise TrainerError(f"{rank.peer}: value of {len(done.value)} bytes: {error}") from error
 

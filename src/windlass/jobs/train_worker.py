@@ -22,12 +22,12 @@ from windlass.backends.collective_group import Rendezvous
 from windlass.control.connect_messages import JOB_VARIABLE
 from windlass.envs import control_token, environment_value, set_values
 from windlass.errors import ConfigError
+from windlass.jobs.call_values import decode_call_value, encode_call_value
 from windlass.net.addresses import own_address
 from windlass.net.logs import configure_logging, log_fields
 from windlass.net.messages import PROTOCOL_VERSION, Codec, Envelope, Refused, Reply
 from windlass.net.rpc_client import Client
 from windlass.rollout.messages import TrainingSample, as_number, plain_integers
-from windlass.rollout.workflows import encode_value
 from windlass.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ class TrainEngine(Protocol):
 
 TrainOperation = Callable[[Any], object]
 """Function that the controller may call on all ranks. It gets one argument and returns a value, both of types that msgpack
-can encode. It runs in the same thread as the methods of the `TrainEngine`."""
+can encode, and both may contain torch tensors. It runs in the same thread as the methods of the `TrainEngine`."""
 
 
 def run_train_worker(
@@ -406,8 +406,8 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
             case Load(path=path):
                 engine.load(path)
             case Operation(name=name, argument=argument):
-                value = self._operations[name](msgspec.msgpack.decode(argument))
-                return Done(value=encode_value(f"operation {name}: value", value))
+                value = self._operations[name](decode_call_value(argument))
+                return Done(value=encode_call_value(f"operation {name}: value", value))
             case Stop():
                 self._is_stopped = True
                 engine.close()

@@ -501,7 +501,7 @@ def _decode_all(outcomes: Sequence[bytes]) -> list[RolloutOutcome]:
     return [decode_outcome(encoded) for encoded in outcomes]
 
 
-def check_value(what: str, value: bytes) -> None:
+def check_value(what: str, value: bytes, max_nbytes: int = MAX_VALUE_NBYTES) -> None:
     """Check that `value` is valid msgpack, so that decoding it later cannot fail.
 
     A value of more than `SMALL_VALUE_NBYTES` bytes may contain at most `MAX_VALUE_ITEMS` items.
@@ -509,8 +509,8 @@ def check_value(what: str, value: bytes) -> None:
     Raises:
         ProtocolError: `value` is not msgpack, or too large; the text begins with `what`.
     """
-    if len(value) > MAX_VALUE_NBYTES:
-        raise ProtocolError(f"{what} must be of at most {MAX_VALUE_NBYTES} bytes, got {len(value)}")
+    if len(value) > max_nbytes:
+        raise ProtocolError(f"{what} must be of at most {max_nbytes} bytes, got {len(value)}")
     if len(value) > SMALL_VALUE_NBYTES and not _has_few_items(value):
         raise ProtocolError(
             f"{what} must contain at most {MAX_VALUE_ITEMS} values, got more in {len(value)} bytes"

@@ -22,6 +22,7 @@ from windlass.errors import ConfigError, ProtocolError, RolloutError
 from windlass.net.logs import LineLimit, log_fields
 from windlass.rollout.generate import AttemptError, AttemptResult, generate
 from windlass.rollout.messages import (
+    MAX_VALUE_NBYTES,
     ArrayLike,
     ErrorKind,
     OutcomeStatus,
@@ -146,30 +147,46 @@ def check_workflows(workflows: Mapping[str, Workflow] | None) -> dict[str, Workf
     return checked
 
 
-def encode_value(what: str, value: object) -> bytes:
-    """Encode a msgpack-plain value; arrays and tensors become lists, and NumPy or torch scalars become numbers.
+def plain_value(value: object) -> object:
+    """Return a NumPy or torch value as a Python value.
 
     Raises:
-        ConfigError: the value is not msgpack-plain, or too large for a message.
+        TypeError: the value is something else.
+    """
+    if isinstance(value, ArrayLike):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not a number, text, bytes, a list, a map or None")
+
+
+def encode_value(
+    what: str,
+    value: object,
+    *,
+    plain: Callable[[object], object] = plain_value,
+    max_nbytes: int = MAX_VALUE_NBYTES,
+) -> bytes:
+    """Encode a msgpack-plain value; arrays and tensors become lists, and NumPy or torch scalars become numbers.
+
+    Args:
+        what: beginning of the error's text.
+        value: value to encode.
+        plain: function that replaces a value that msgspec cannot encode, or raises TypeError.
+        max_nbytes: largest size of the encoded value.
+
+    Raises:
+        ConfigError: the value is not msgpack-plain, or larger than `max_nbytes`.
     """
     try:
-        encoded = msgspec.msgpack.encode(value, enc_hook=_plain_value)
+        encoded = msgspec.msgpack.encode(value, enc_hook=plain)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"{what}: must be msgpack-plain, got {type(value).__name__}: {error}"
         ) from error
     try:
-        check_value(what, encoded)
+        check_value(what, encoded, max_nbytes)
     except ProtocolError as error:
         raise ConfigError(str(error)) from error
     return encoded
-
-
-def _plain_value(value: object) -> object:
-    """Return a NumPy or torch value as a Python value; msgspec calls this for values that it cannot encode."""
-    if isinstance(value, ArrayLike):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is not a number, text, bytes, a list, a map or None")
 
 
 class _Cause(Enum):
