@@ -22,6 +22,9 @@ from unittest.mock import MagicMock
 ABSENT = {"checkpoint_engine", "vllm", "sglang", "areal", "trl", "datasets", "nccl", "cupy"}
 
 
+parse_known_args = argparse.ArgumentParser.parse_known_args
+
+
 class Parsed(BaseException):
     """Signal that a script understood its options; it ends the script."""
 
@@ -54,8 +57,23 @@ def only_parse(
 ) -> argparse.Namespace:
     """Parse the options, then raise `Parsed`; replaces `parse_args`."""
     _, rest = parser.parse_known_args(args, namespace)
+    parser.error(f"unrecognized arguments: {rest}")
+
+
+def only_parse_known(
+    parser: argparse.ArgumentParser,
+    args: Sequence[str] | None = None,
+    namespace: argparse.Namespace | None = None,
+) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the options, then raise `Parsed` if all are known; replaces `parse_known_args`."""
+    # Parsers of sub-commands must return to their parser.
+    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    try:
+        found, rest = parse_known_args(parser, args, namespace)
+    finally:
+        argparse.ArgumentParser.parse_known_args = only_parse_known  # type: ignore[assignment, method-assign]
     if rest:
-        parser.error(f"unrecognized arguments: {rest}")
+        return found, rest
     raise Parsed
 
 
@@ -87,4 +105,5 @@ def problem_of(argv: Sequence[str]) -> str:
 if __name__ == "__main__":
     sys.meta_path.append(StandIns)
     argparse.ArgumentParser.parse_args = only_parse  # type: ignore[assignment, method-assign]
+    argparse.ArgumentParser.parse_known_args = only_parse_known  # type: ignore[assignment, method-assign]
     print(json.dumps([problem_of(argv) for argv in json.load(sys.stdin)]))
