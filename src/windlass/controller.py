@@ -148,6 +148,11 @@ class Controller:
     ) -> None:
         """Wait until all trainer ranks and all ranks of the named engines are connected.
 
+        Args:
+            num_trainers: number of trainer ranks.
+            engines: names of the engines.
+            deadline_s: seconds to wait.
+
         Raises:
             ConfigError: `engines` is a string.
             EngineRefused: a named engine was refused or could not join; the message has the reason. This error is

@@ -177,7 +177,7 @@ class ElementIds:
 
     @property
     def by_place(self) -> bool:
-        """True if every place is read."""
+        """True if `observe` reads every place of the tensor; False if it reads only samples."""
         return self._shape[2] == 1
 
     def observe(
@@ -235,7 +235,11 @@ class ElementIds:
         return self.by_place or bool((filled == sampled).all())
 
     def _patterns(self) -> torch.Tensor:
-        """Return each group's pattern, (groups, width): element number minus the row's first; `_NOTHING` for padding."""
+        """Return the pattern of each group, (groups, width).
+
+        A pattern has, for each place of a row, the element number minus the element number of the row's first place. It
+        has `_NOTHING` for a place without an element.
+        """
         if self.by_place:
             return torch.zeros_like(self._samples[:, 0])
         chosen = (self._samples[:, :, 0] >= 0).to(torch.int8).argmax(dim=1)

@@ -143,7 +143,7 @@ class ShardManifest:
 
     @property
     def num_shards(self) -> int:
-        """Number of rows."""
+        """Number of shards; each is a row of `table`."""
         return len(self.table)
 
     @property
@@ -320,7 +320,7 @@ class ManifestBuilder:
         self._rows.append((index, parameter_index, box, offset_bytes, tuple(strides)))
 
     def build(self) -> ShardManifest:
-        """Return the checked manifest.
+        """Check the declared parameters and shards as a whole, and return the manifest.
 
         Raises:
             ManifestError: a box is outside its tensor, a shard reaches outside its parameter, an

@@ -138,7 +138,7 @@ class StridedCopy:
 
     @classmethod
     def of_bytes(cls, src_address: int, dst_address: int, nbytes: int) -> StridedCopy:
-        """Return a copy of contiguous bytes."""
+        """Return the copy of `nbytes` contiguous bytes, without a cast."""
         return cls(
             sizes=(nbytes,),
             src_address=src_address,

@@ -24,7 +24,7 @@ def merge_adjacent(local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array)
 def split_pieces(
     local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array, max_nbytes: int
 ) -> Pieces:
-    """Cut pieces that are larger than `max_nbytes`."""
+    """Cut each piece that is larger than `max_nbytes` into pieces of at most this size. Keep the order."""
     if len(nbytes) == 0 or int(nbytes.max()) <= max_nbytes:
         return local, remote, nbytes
     limit = np.uint64(max_nbytes)

@@ -67,7 +67,8 @@ class History:
     def add(self, point: Point) -> None:
         """Add a point with the current counts.
 
-        If the newest stored point is less than `interval_s` after the point before it, `point` replaces it.
+        Two stored points should be at least `interval_s` apart. If the last two stored points are closer, `point`
+        replaces the last one.
         """
         points = self._points
         if len(points) > 1 and points[-1].at_s - points[-2].at_s < self.interval_s:

@@ -87,7 +87,7 @@ class Operations:
         )
 
     def close(self) -> None:
-        """End open streams. Idempotent."""
+        """End the event streams of all open pages. Idempotent."""
         for timer in (self._look_timer, self._frame_timer):
             if timer is not None:
                 timer.cancel()

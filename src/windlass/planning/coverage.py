@@ -66,8 +66,9 @@ def refuse_overlaps(
 ) -> None:
     """Check that no two rows of `dst` share a byte.
 
-    `ManifestBuilder.build` only compares the sum of the shards' bytes with the size of the parameter. It accepts two
-    shards that overlap and leave a gap of the same size. Then one byte would be written twice, and another byte never.
+    `ManifestBuilder.build` does not find such rows. It compares the sum of the shards' bytes with the size of the
+    parameter, and so accepts two shards that overlap and leave a gap of the same size. An update would then write one
+    byte twice and another byte never.
 
     First compare the address ranges of all rows, with numpy. Only in parameters whose rows have overlapping ranges
     (strided shards), compare each address. Parameters with the same arrangement of rows are compared once.

@@ -207,7 +207,7 @@ def classes_by_pattern(boxes: Boxes) -> list[Int64Array]:
 
 
 def atoms_by_pattern(boxes: Boxes) -> list[Atoms]:
-    """Return the atoms of each pattern."""
+    """Cut the boxes of each pattern into atoms. Return the atoms per pattern, in the order of the pattern numbers."""
     atoms: list[Atoms] = []
     for classes in classes_by_pattern(boxes):
         rows = slice(int(boxes.start[classes[0]]), int(boxes.start[classes[0] + 1]))

@@ -76,8 +76,13 @@ def plan_transfer(
 
     The same manifests in the same order give the same plan, bit for bit.
 
+    Args:
+        sources: manifests of the ranks that send, usually trainer ranks.
+        destinations: manifests of the ranks that receive, usually engine ranks.
+        policy: settings of the planner; None for the defaults.
+
     Raises:
-        ManifestError: manifests contradict each other.
+        ManifestError: manifests contradict each other, or one side has no manifest.
         IncompleteCoverage: destination bytes have no source.
         UnsupportedLayout: an element cannot be cast to the destination's dtype (`CASTS`), or a
             shard contains only a part of a quantisation block.

@@ -165,6 +165,9 @@ def _is_in_order(mesh: DeviceMesh) -> bool:
 def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
     """Return tensor dim -> mesh axes that cut the dim, in the order of the cuts.
 
+    The split factor of a strided shard is the number of parts into which earlier cuts, of axes to its right, have
+    divided the dim. It shows where the cut belongs in the order.
+
     Raises:
         UnsupportedLayout: a placement is neither shard nor replica, or no order of the cuts gives the split factor of a
             strided shard.

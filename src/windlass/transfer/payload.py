@@ -38,7 +38,7 @@ class Payload(DirectRuns):
         return int(self.chunk[-1]) + 1 if len(self) else 0
 
     def pieces_of(self, chunk: int) -> slice:
-        """Return the slice of the pieces of a chunk."""
+        """Return the index range of the pieces of a chunk, as a slice."""
         start, stop = np.searchsorted(self.chunk, (chunk, chunk + 1)).tolist()
         return slice(start, stop)
 

@@ -187,7 +187,7 @@ class Receiver:
             return wrong
 
     def apply(self) -> None:
-        """Copy the received bytes to the live parameters, unless they are there already. The engine is paused.
+        """Copy the received bytes to the live parameters, unless they are there already. Call this during a pause.
 
         Raises:
             TransferOutcomeUnknown: see `Destination.apply`.

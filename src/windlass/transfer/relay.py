@@ -612,7 +612,7 @@ class GroupWrite:
     ) -> Carried:
         """Write to a root the chunks of all stripes that have this root, and wait for the end.
 
-        If the link is not packed, send only `End`.
+        If the link is not packed, send only `End`. If no stripe of this root has a chunk, do nothing.
 
         Args:
             transport: transport that writes.

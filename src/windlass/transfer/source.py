@@ -79,7 +79,7 @@ class LocatedParameters:
 
 
 def addresses_of(located: Sequence[ParameterMemory]) -> UInt64Array:
-    """Return the (num_parameters,) addresses of located parameters."""
+    """Return the address of each parameter as an array, (num_parameters,)."""
     return np.array([memory.address for memory in located], np.uint64)
 
 

@@ -263,7 +263,7 @@ class NetworkPeer(ABC):
             raise TransferOutcomeUnknown(f"an earlier write may still continue: {why}")
 
     def write(self, pieces: Pieces, deadline: Deadline) -> None:
-        """Perform one native write from start to end; see `perform`."""
+        """Perform one native write from start to end. Raise like `perform`."""
         self.perform(partial(self._begin, pieces), deadline)
 
     def perform(self, begin: Callable[[], NativeCall], deadline: Deadline) -> None:
@@ -300,7 +300,8 @@ class NetworkPeer(ABC):
     def close(self) -> None:
         """Close `liveness`, which wakes the threads that wait for calls. Idempotent.
 
-        These threads raise `PeerUnreachable`. If the caller set `is_closed` first, they report a closed transport.
+        These threads then raise `PeerUnreachable`. If the caller sets `is_closed` before this call, their errors say
+        instead that the transport was closed.
         """
         self.liveness.close()
 

@@ -123,7 +123,7 @@ class OwnProcess:
         threading.Thread(target=self._serve, name=f"windlass-{transport}", daemon=True).start()
 
     def close(self) -> None:
-        """Stop proving the endpoint. Idempotent."""
+        """Stop listening, so that no peer can verify this endpoint any more. Idempotent."""
         self._closed.set()
         _OWN.discard(self.endpoint)
         with contextlib.suppress(OSError):
@@ -149,7 +149,9 @@ class PeerProcesses:
         self._proven: frozenset[PeerEndpoint] = frozenset()
 
     def check(self, peer: PeerEndpoint) -> int:
-        """Check that the process of `peer` is alive, and return its pid. The first check of a peer also asks for a proof.
+        """Check that the process of `peer` is alive, and return its pid.
+
+        The first check of a peer also asks the process to prove that it owns the endpoint; see `OwnProcess`.
 
         Raises:
             PeerUnreachable: the process has ended, another process has the pid, or the process did not prove that it

@@ -48,7 +48,7 @@ class GpuTables:
 
     @contextmanager
     def _building(self) -> Iterator[None]:
-        """Free all tables and words if the block raises."""
+        """Context manager for the creation of tables and words: if the block raises, free all that it has created."""
         with ExitStack() as undo:
             undo.callback(self.close)
             yield
@@ -102,7 +102,7 @@ class DeviceLink(GpuTables):
 
 
 def load_table(gpu: Gpu, kind: PieceKind, pieces: StructuredArray) -> PieceTable:
-    """Upload pieces of one kind. The caller closes the table."""
+    """Upload pieces of one kind to the GPU, and return their table. The caller closes the table."""
     return PieceTable(gpu.device, pieces, kind.kernel, kind.dst_dtype.itemsize)
 
 

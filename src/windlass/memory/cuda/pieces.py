@@ -33,7 +33,7 @@ class PieceKind(NamedTuple):
 
     @property
     def may_overflow(self) -> bool:
-        """True if a finite element may become infinite."""
+        """True if the cast of a finite element may give an infinity."""
         return self.src_dtype is not self.dst_dtype and can_overflow(self.src_dtype, self.dst_dtype)
 
     @property
@@ -119,7 +119,7 @@ def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
 
 
 def kind_of(op: BoundOp) -> PieceKind:
-    """Return the kind of an op's pieces."""
+    """Return the kind of an op's pieces: its transform and its dtypes."""
     return PieceKind(op.transform, op.src_dtype, op.dst_dtype)
 
 
