@@ -96,7 +96,9 @@ def test_a_latent_projection_may_be_whole_or_cut() -> None:
     part = place(family, name, (4, 6), geometry, Coords(tp=(1, 2))).shards[0]
     assert (whole.box.offsets, whole.box.sizes) == ((0, 0), (8, 6))
     assert (part.box.offsets, part.box.sizes) == ((4, 0), (4, 6))
-    with pytest.raises(ManifestError, match="5 rows must be all or one of 2 parts"):
+    with pytest.raises(
+        ManifestError, match="must have all rows of its tensor, or 1/2 of the rows, got 5 rows"
+    ):
         place(family, name, (5, 6), geometry, Coords(tp=(1, 2)))
 
 

@@ -141,7 +141,7 @@ def test_each_engine_is_updated_by_the_transport_of_its_link(mode: UpdateMode) -
 def test_a_replica_of_gpu_weights_needs_one_transport() -> None:
     with (
         both(MemoryFabric()) as sending,
-        pytest.raises(ConfigError, match=r"must have one transport .* \['cuda_ipc', 'memory'\]"),
+        pytest.raises(ConfigError, match=r"needs a single transport .* \['cuda_ipc', 'memory'\]"),
     ):
         Sender(sending, TRAINER, tuple, replica=ReplicaPlace.AUTO)
 

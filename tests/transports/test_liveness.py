@@ -101,7 +101,9 @@ def test_another_process_at_the_address_is_not_the_peer(listener: LivenessListen
     with answering(listener.port, b"b" * INCARNATION_NBYTES):
         assert liveness.has_ended()
         liveness.close()
-        with pytest.raises(PeerUnreachable, match=r"another process than 'a+' has this address"):
+        with pytest.raises(
+            PeerUnreachable, match=r"must have the incarnation 'a+', and has another one"
+        ):
             enter(listener.port)
 
 

@@ -128,8 +128,8 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
     for dim, axes in cuts.items():
         for axis in axes:
             rank, parts = mesh.get_local_rank(axis), mesh.size(axis)
-            # torch gives a rank the part with its group rank, but computes the next cut from the size of the part with
-            # its mesh position. These sizes are equal if the dim is cut evenly.
+            # torch gives a rank the part whose number is the rank's group rank. But for the next cut, torch uses the size
+            # of the part whose number is the rank's mesh position. Both parts have the same size if the cut is even.
             is_by_fsdp = by_fsdp and axis == axes[-1]
             is_turned = rank != places[axis]
             if len(axes) > 1 and not is_by_fsdp and is_turned and sizes[dim] % parts:
@@ -529,8 +529,8 @@ def _converted(
     known = names_in(model) if by_name else None
     chosen = [i for i, part in enumerate(parts) if known is None or part.name in known]
     at = {index: place for place, index in enumerate(chosen)}
-    # `name_map` may have renamed only the first name of a tied weight. `chosen` then lacks the owner of the other
-    # parts, and each of these parts counts as its own owner.
+    # `name_map` may have renamed only the first name of a tied weight. The part with this name, the owner of the other
+    # parts, is then not in `chosen`, so each of the other parts counts as its own owner.
     owners = [at.get(owner[index], place) for place, index in enumerate(chosen)]
     return dict(zip(chosen, saved_parts(model, [parts[i] for i in chosen], owners), strict=True))
 

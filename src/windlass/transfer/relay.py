@@ -190,8 +190,8 @@ class RelaySender:
 
     def end(self, *, unknown: bool) -> None:
         """Send `End`, and close the connection. The caller must not write to the receiver after this."""
-        # If the frame is lost, the receiver notices the end of the connection, and the controller gets `unknown` with
-        # the result of this rank.
+        # The frame may be lost. The receiver then sees only the end of the connection, and the controller learns from
+        # the result of this rank that bytes may still arrive.
         with contextlib.closing(self), contextlib.suppress(PeerUnreachable):
             self.send(End(unknown))
 
@@ -476,7 +476,7 @@ class ChunkWriter:
         earlier = tuple(self._jobs)
 
         def end() -> None:
-            # The pool begins jobs in their order, so all earlier jobs have begun. This wait cannot block them.
+            # The pool begins jobs in their order, so all earlier jobs have threads. This wait takes no thread from them.
             wait(earlier)
             lost = any(job.exception() is not None for job in earlier)
             if self._sender is not None:

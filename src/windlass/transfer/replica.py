@@ -82,7 +82,7 @@ def replica_of(
     if transport.mapper is not None and not traits.strided_stores:
         names = [offer.transport for offer in transport.offers()]
         raise ConfigError(
-            f"replica: must have one transport for weights on a GPU, got {names}; name only one of them"
+            f"replica: needs a single transport for weights on a GPU, got {names}; choose one of these by its name"
         )
     if transport.mapper is not None:
         # GPU kernels read the replica, so it needs no registration with the transport.

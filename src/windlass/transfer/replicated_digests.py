@@ -143,7 +143,8 @@ class ReplicatedDigests:
         """
         with self._lock, ExitStack() as undo:
             last, self._last = self._last, None
-            # A comparison with period 1 covers all boxes. It is the first one, and the next turn has another period.
+            # A comparison with period 1 covers all boxes. Usually this is the first comparison, and the next comparison has
+            # a longer period, so tables for period 1 would be useless.
             if last is None or last[1] == 1:
                 return
             turn, period, located = last
@@ -202,7 +203,7 @@ def _still_hold(cuts: Iterable[_Cut], located: Sequence[ParameterMemory]) -> boo
     return all(
         located[parameter].address == address
         and gpu_of(address)
-        # The old memory may be freed, and the same address may be in another memory now.
+        # The old memory may be freed, and the address may now belong to host memory or to another GPU.
         == cut.memory.ordinal
         for cut in cuts
         for parameter, address in cut.addresses.items()

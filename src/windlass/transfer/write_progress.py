@@ -164,7 +164,9 @@ class ProgressDigests:
         try:
             self.listener = ProgressListener(self.add)
         except (OSError, RuntimeError) as error:
-            _log.warning("parts are not hashed as they are written: %s", error)
+            _log.warning(
+                "links are hashed after the writes instead of during the writes: %s", error
+            )
 
     @property
     def address(self) -> str:

@@ -202,8 +202,8 @@ class TransportSet(OneSidedTransport):
     def _joined(
         self, span: tuple[int, int], parts: dict[str, MemoryRegion], refused: RegionError | None
     ) -> MemoryRegion:
-        # A transport with the trait `allocates` registers memory that it has not allocated only as a source of writes.
-        # The region of this memory has no key.
+        # If a transport has the trait `allocates`, a region without a key is memory that the transport did not allocate.
+        # Peers cannot write this region through the transport; it is only a source of writes.
         remotes = [
             region.remote
             for name, region in parts.items()

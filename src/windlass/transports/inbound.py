@@ -101,7 +101,7 @@ def _sockets() -> Iterator[socket.socket]:
         try:
             duplicate = os.dup(int(entry.name))
         except OSError:
-            # The descriptor was closed after the listing, like the descriptor that was used for the listing.
+            # The descriptor is closed by now. This is always true of the descriptor with which the folder was read.
             continue
         if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
             os.close(duplicate)

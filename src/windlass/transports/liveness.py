@@ -286,7 +286,9 @@ def _check(connection: socket.socket, endpoint: PeerEndpoint, deadline: Deadline
             raise ConnectionResetError("the connection was closed before an answer")
         answer += more
     if answer != endpoint.incarnation.encode():
-        raise _OtherProcessError(f"another process than {endpoint.incarnation!r} has this address")
+        raise _OtherProcessError(
+            f"the process at this address must have the incarnation {endpoint.incarnation!r}, and has another one"
+        )
 
 
 def _state_of(connection: socket.socket) -> _State:

@@ -204,8 +204,8 @@ def _latent(part: _Part, geometry: Geometry) -> PlacedShard:
             first = 0 if rows == total else part.rank * rows
             return part.rows(0, total, first, rows, 0)
     raise ManifestError(
-        f"parameter {part.name!r}: {rows} rows must be all or one of {part.size} parts of the rows "
-        f"in {dict(geometry.latent_rows)}"
+        f"parameter {part.name!r}: must have all rows of its tensor, or 1/{part.size} of the rows, got {rows} rows; rows "
+        f"of the tensors by the ends of their names: {dict(geometry.latent_rows)}"
     )
 
 

@@ -101,7 +101,7 @@ class Gpu:
             if isinstance(error, WindlassError):
                 raise
             raise TransferFailed(
-                f"GPU {self.device.ordinal}: no thread can wait for it: {error}{hence}"
+                f"GPU {self.device.ordinal}: no thread could start to wait for the GPU: {error}{hence}"
             ) from error
 
     def distrust(self, reason: str) -> None:

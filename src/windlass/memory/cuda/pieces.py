@@ -142,7 +142,7 @@ def join_tables(
     parts: dict[PieceKind, list[StructuredArray]] = {}
     for kind, pieces in found:
         parts.setdefault(kind, []).append(pieces)
-    # Join the rows as opaque bytes: with fields, numpy would compare the dtypes of each two arrays, which is slow.
+    # Join the rows as opaque bytes: with fields, numpy would compare the dtypes of every pair of arrays, which is slow.
     row = np.dtype((np.void, PIECE.itemsize))
     return {
         kind: np.concatenate([each.view(row) for each in pieces]).view(PIECE)

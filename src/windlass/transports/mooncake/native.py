@@ -236,7 +236,7 @@ def open_devices(*, mark: bool) -> set[str]:
     """
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
-        # A descriptor may be closed after the listing, like the descriptor that was used for the listing.
+        # A descriptor may be closed by now, for example the descriptor with which the folder is read.
         with contextlib.suppress(OSError):
             target, number = str(entry.readlink()), int(entry.name)
             if not target.startswith(VERBS) or fcntl.fcntl(number, fcntl.F_GETSIG) == _MARK:
