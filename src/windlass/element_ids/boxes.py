@@ -164,9 +164,13 @@ def _boxes_of_one_copy(
     along: list[int],
     limit: int,
 ) -> Iterator[PlacedBox]:
-    """Yield the boxes of lines; each element has one place.
+    """Yield the boxes of lines in which no element occurs twice.
 
-    `along` has the dim along which the lines extend; it is empty if a line is one element.
+    Arguments are those of `boxes_of`, and `along`: the dim along which the lines extend, as a list; an empty list if each
+    line is one element.
+
+    Raises:
+        TooManyBoxes: the lines need more than `limit` boxes.
     """
     if not shape:
         yield PlacedBox(Box((), ()), int(place[0]), ())

@@ -208,10 +208,13 @@ class ElementIds:
         return int(self._heads.max())
 
     def moved(self, codes: Codes, tensors: range, by: int) -> ElementIds:
-        """Return the element numbers of a tensor in an identical layer.
+        """Return the element numbers of the corresponding tensor in another, identical layer.
 
-        A number in one of the checkpoint tensors `tensors` (a range of indices) becomes the number of the same element in
-        the checkpoint tensor with an index higher by `by`, which has the same size. Other numbers do not change.
+        Args:
+            codes: numbers of the elements.
+            tensors: indices in `codes.specs` of the checkpoint tensors of this layer.
+            by: number to add to these indices to get the checkpoint tensors of the other layer. Corresponding tensors
+                have the same size. Numbers in other checkpoint tensors do not change.
         """
         first, last = int(codes.starts[tensors.start]), int(codes.starts[tensors.stop])
         step = int(codes.starts[tensors.start + by]) - first

@@ -163,7 +163,7 @@ class _Above:
 
 
 def can_draw(console: Console) -> bool:
-    """Return whether a live view can be drawn: the console is a terminal, and no pipe from this process may print on it."""
+    """Return whether a live view can be drawn: the console is a terminal, and neither stdout nor stderr is a pipe."""
     # With FORCE_COLOR, rich also takes a file for a terminal.
     has_cursor = console.is_interactive and console.file.isatty()
     # The reader of a pipe may print to this terminal (`| tee log`) and so damage the view.

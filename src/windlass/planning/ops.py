@@ -170,7 +170,7 @@ def _ops(given: RoutedPieces, part: Rows, s: Int64Array, d: Int64Array) -> OpTab
 def _shares(
     given: RoutedPieces, part: Rows, transform: UInt8Array
 ) -> tuple[Int64Array, Int64Array]:
-    """Return the offsets and sizes of each op: a whole piece, or the slice of a piece that one source sends."""
+    """Return the box of each op, as offsets and sizes: a whole piece, or the slice of a piece that one source sends."""
     routed, candidates = given.routed, given.candidates
     op = routed.op[part]
     piece = candidates.piece[op]
@@ -184,7 +184,10 @@ def _shares(
 
 
 def _source_rows(given: RoutedPieces, atom: Int64Array) -> Int64Array:
-    """Return, per routed piece, the row of the source table from which the chosen rank sends the piece."""
+    """Return the source row of each routed piece: the row of the chosen rank that contains the piece's atom.
+
+    `atom`, (m,), has the atom of each routed piece.
+    """
     src, holders = given.src, given.holders
     num_ranks = int(src.rank.max(initial=0)) + 1
     atom_of_row = np.repeat(np.arange(len(holders.start) - 1), np.diff(holders.start))

@@ -173,8 +173,8 @@ def _check_strides(plan: TransferPlan) -> None:
 def _bind_ops(plan: TransferPlan, link: Link) -> Iterator[BoundOp]:
     """Yield the ops of a link.
 
-    Convert whole columns to lists first: a link of a mixture of experts has about 10,000 ops, and
-    reading their values one by one from numpy arrays is slow.
+    First convert whole columns to lists. A link of a mixture of experts has about 10,000 ops, and to read
+    single values from numpy arrays is slow.
     """
     ops, rows = plan.ops, slice(link.start, link.stop)
     integers = zip(

@@ -45,7 +45,7 @@ class RelayGroup(msgspec.Struct, frozen=True):
 
 
 def depths_of(group: RelayGroup) -> tuple[tuple[int, ...], ...]:
-    """Return, per stripe and member, the number of hops from the trainers; 1 for the root."""
+    """Return the depth of each member in the tree of each stripe: 1 for the root, 2 for its children, and so on."""
     found = []
     for parents in group.stripes:
         depths = [0] * len(parents)

@@ -116,10 +116,10 @@ def _num_blocks(held: StructuredArray) -> Int64Array:
 def due_pieces(
     held: StructuredArray, turn: int, period: int
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Return the pieces that the trainer ranks compare in one update.
+    """Return the pieces of one rank that are compared in one turn.
 
-    Pieces form blocks, and consecutive blocks form runs. Run number r is due if r % period == turn % period. So
-    `period` comparisons cover every run once.
+    Pieces form blocks, and consecutive blocks form runs. Run number r is compared if r % period == turn % period. So
+    `period` turns cover every run once.
 
     Args:
         held: replicated boxes of one rank, one row each.

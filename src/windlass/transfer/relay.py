@@ -341,7 +341,7 @@ class RelayReceiver:
                 connection.add_done_callback(lambda _: num_open.release())
 
     async def _read(self, accepted: socket.socket) -> None:
-        """Read one connection to its end. Add frames and end of an accepted writer to the events of its round."""
+        """Read one connection to its end. If the writer is accepted, add its frames and its end to the round's events."""
         with accepted, contextlib.suppress(OSError, EOFError, ProtocolError):
             stream, writer = await asyncio.open_connection(sock=accepted)
             try:
@@ -706,8 +706,8 @@ class RelaySource:
     ) -> Written:
         """Write to the roots of all groups. At the same time, the sender writes the links to other destinations.
 
-        For a member below the roots, the outcome is OK if the digest of the link is known. The member itself
-        reports in `Relayed` whether the bytes have arrived.
+        This rank does not write to members below the roots. The outcome for such a member is OK if the link is packed,
+        so that its digest is known. The member itself reports in `Relayed` whether the bytes have arrived.
 
         Raises:
             RoundAborted: this rank has no link to one of the destinations.

@@ -179,7 +179,7 @@ class Replica:
         self._taken = self._whole = False
 
     def end(self) -> None:
-        """End the version of `begin`. The weights may change now, so `is_taken` raises RoundAborted from now on."""
+        """End the version of `begin`. The weights may change after this call, so `is_taken` raises RoundAborted then."""
         self._only_once = self._taken = True
         self._whole, self._on_taken, self._holds = False, None, None
 
@@ -292,7 +292,7 @@ class Replica:
         return step_s
 
     def taken(self, version: int | None = None) -> None:
-        """Record that `version` is copied and packed completely, and call `on_taken`. The weights may change now."""
+        """Record that `version` is copied and packed completely, and call `on_taken`. The weights may then change."""
         self._taken = self._whole = True
         self._holds = version
         if self._on_taken is not None:

@@ -240,7 +240,13 @@ class StoredLinks:
         return np.array(addresses, np.uint64)
 
     def _queue(self, name: str, version: int, write: str) -> list[tuple[PartWritten, Event]]:
-        """Queue the stores of a link; return each part with a GPU event, which is complete when the part is stored."""
+        """Queue the stores of a link. Return each part with the GPU event that follows its store.
+
+        Args:
+            name: destination of the link.
+            version: number of the version, for the notifications.
+            write: id of this call of `StoredLinks.write`, for the notifications.
+        """
         gpu, stream, link = self.gpu, self.gpu.stream, self._links[name]
         listens = bool(self._bindings[name].listener)
         gpu.device.clear(link.digest, WORDS_NBYTES, stream)

@@ -206,7 +206,13 @@ def _refuse_base(layer: _PeftLayer, base: str, published: Collection[str]) -> No
 def _refuse_tied(layer: _PeftLayer, base: str, merged: Mapping[str, set[int]]) -> None:
     """Raise if an adapter is merged into a base that is tied to a parameter without this adapter.
 
-    `merged`: name of each base's parameter -> `merged_parameters` of its layer.
+    Args:
+        layer: the PEFT layer of the base.
+        base: name of the base's parameter, for the error.
+        merged: name of a base's parameter -> the merged adapters of its layer (`merged_parameters`), for all layers.
+
+    Raises:
+        PlanError: such an adapter was found.
     """
     here = layer.merged_parameters()
     other = next((name for name in layer.bases if merged.get(name, set()) != here), None)
@@ -355,7 +361,8 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 def refuse_rewritten(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise if `module.state_dict()` returns other values than the published tensors have.
 
-    Call `state_dict` only if the module has a hook of `state_dict`, or a class that overrides it, outside of torch.
+    Only code outside of torch can change the values: a hook of `state_dict`, or a class that overrides it. If the module
+    has neither, do not call `state_dict`.
 
     Args:
         module: the trainer's module.

@@ -241,8 +241,8 @@ class NetworkPeer(ABC):
     def refuse_closed(self, deadline: Deadline) -> None:
         """Raise `TransferFailed` if the transport is closed.
 
-        Call this before reporting that the peer has ended: closing the transport also closes
-        `liveness`, which then reports an end.
+        Call this before you report the end of the peer. `close` of the transport also closes `liveness`, and a
+        closed `liveness` reports that the peer has ended.
         """
         if self.is_closed:
             raise TransferFailed(f"{deadline.purpose}: the transport is closed")

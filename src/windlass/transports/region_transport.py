@@ -75,7 +75,7 @@ class RegionTransport(OneSidedTransport):
                 )
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Check and write a batch. Then free unregistered regions that no unfinished call uses any more."""
+        """See `OneSidedTransport.write`. Afterwards, free unregistered regions that no unfinished call uses any more."""
         name = self._endpoint.transport
         check_batch(self.table, batch, name)
         deadline = Deadline.after(deadline_s, f"{name} write to {batch.endpoint.address}")

@@ -70,9 +70,12 @@ class GpuTables:
     def _queue_digest(
         self, words: int, hashed: Iterable[PieceTable], stored: Iterable[PieceTable] = ()
     ) -> None:
-        """Queue kernels that write one digest of all tables to `words`.
+        """Queue kernels that compute one digest over the pieces of all these tables.
 
-        Kernels hash the pieces of `hashed` in place. Kernels copy the pieces of `stored` and hash the copied bytes.
+        Args:
+            words: address of the words that get the digest.
+            hashed: tables whose pieces are hashed in place.
+            stored: tables whose pieces are copied; the copied bytes are hashed.
         """
         gpu = self._gpu
         gpu.device.clear(words, WORDS_NBYTES, gpu.stream)

@@ -338,7 +338,16 @@ class MooncakePeer(NetworkPeer):
         return code
 
     def _queue(self, run: Callable[[], int], local: UInt64Array, nbytes: UInt64Array) -> _Call:
-        """Queue a call for the peer's thread. The caller holds the lock, and must call `_end` later."""
+        """Queue a call for the peer's thread, and return it. The caller holds the lock, and must pass the call to `_end`.
+
+        Args:
+            run: function that makes the native call and returns its code.
+            local: addresses of the local memory that the call uses.
+            nbytes: sizes of this memory.
+
+        Raises:
+            TransferFailed: no thread or no file descriptor is available; the call did not begin.
+        """
         try:
             if self._thread is None:
                 # Daemon thread: a native call that hangs must not block the exit of the
