@@ -107,20 +107,22 @@ def capture(
     Args:
         model: model of this rank.
         specs: all tensors of the checkpoint.
-        load: the engine's loader, see `Load`. A load that fails must restore the state that a `Snapshot` does not
-            cover.
+        load: the engine's loader, see `Load`. If the loader raises, it must itself restore all state that `Snapshot`
+            does not record.
         worker: identity of the rank.
         ignored: addresses of storages to skip, such as KV caches.
-        reference: checkpoint that the engine loaded when it started. Capture loads tensors from it again and
-            compares the model with its initial bytes, because the engine's second load may skip steps of the first
-            (such as repacking for a kernel). Capture loads one layer of each group of identical layers. In the other
-            layers, capture compares `NUM_SAMPLES` places per tensor with the checkpoint. None to compare nothing.
+        reference: checkpoint that the engine loaded when it started. Capture loads this checkpoint again, and checks
+            that the model then has the same bytes as before the capture. The bytes may differ, because a loader may
+            skip steps in a second load (such as repacking for a kernel). Capture only loads one layer of each group of
+            identical layers, and compares `NUM_SAMPLES` places per tensor of the other layers with the checkpoint. None
+            to check nothing.
         exact_numel: number of elements up to which capture reads every place of a tensor. Of a larger tensor, capture
             first reads rows only (see `ElementIds`).
-        factors: constants by which the engine's loader may multiply a tensor. Updates write such a tensor into a
-            buffer, and `finalise` multiplies it. If a factor is not 1, capture needs one more load.
-        recompute: whether `finalise` may call `load` with the sources of computed tensors. False if `load` cannot load
-            only a part of the checkpoint; capture then refuses computed tensors.
+        factors: constants by which the engine's loader may multiply a tensor. For such a tensor, updates write a buffer,
+            and `Captured.finalise` writes the multiplied values into the tensor. If a factor is not 1, capture needs
+            one more load.
+        recompute: whether `Captured.finalise` may call `load` with the sources of computed tensors. False if `load`
+            cannot load only a part of the checkpoint; capture then refuses computed tensors.
         made_up: whether the engine started with random weights and has served no request. Capture then does not
             restore the values of parameters.
 
@@ -236,9 +238,9 @@ def _mirrors(
 def capture_on_every_rank(
     capture: Callable[[], _Found], is_on_every_rank: Callable[[bool], bool]
 ) -> _Found:
-    """Capture a layout on every rank, and fail on every rank if the capture fails on one rank. Collective.
+    """Capture and return this rank's layout. If the capture fails on one rank, raise an error on every rank. Collective.
 
-    Loaders of tensor-parallel ranks may wait for each other, so all ranks must retry a capture together.
+    Loaders of tensor-parallel ranks may wait for each other, so a rank alone cannot repeat a failed capture.
 
     Args:
         capture: function that captures this rank's layout.
@@ -323,9 +325,10 @@ class _Loads:
 
 
 def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) -> dict[str, float]:
-    """Load checkpoint tensors of ones, and return the factor of each tensor that the loader multiplies, by name.
+    """Return name -> factor for the tensors that the loader multiplies by one of `factors`.
 
-    After this load, a multiplied tensor contains only its factor, or its factor and zeros.
+    Load checkpoint tensors of ones to find these tensors: a multiplied tensor then contains only its factor, or its
+    factor and zeros.
     """
     found: dict[str, float] = {}
     if others := [factor for factor in factors if factor != 1.0]:
@@ -376,7 +379,7 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
 def _observe(
     loads: _Loads, exact_numel: int, scattered: frozenset[str], layers: Layers | None
 ) -> Seen:
-    """Load digits to read the layout, then load random values once or twice to check the layout.
+    """Load digits to read the layout, then load random values once or twice to check the layout. Return the results.
 
     `scattered` has the names of tensors above `exact_numel` elements that must be read at every place. If `layers` is
     given, load digits only into `layers.loaded`.

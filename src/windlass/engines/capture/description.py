@@ -232,7 +232,10 @@ class Seen:
     computed: frozenset[str]
 
     def boxes_of(self, name: str, codes: Codes) -> Parts | None:
-        """Return the boxes of an engine tensor; None if a checkpoint tensor has more than `MAX_BOXES` boxes in the tensor."""
+        """Return each checkpoint tensor in one of the engine's tensors, with the boxes of its elements there.
+
+        Return None if a checkpoint tensor has more than `MAX_BOXES` boxes.
+        """
         return self.numbers[name].parts(codes, MAX_BOXES)
 
     def scattered(self, codes: Codes) -> frozenset[str]:
@@ -389,7 +392,10 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
 def _roundings(
     name: str, memory: torch.Tensor, target: torch.Tensor, parts: Parts
 ) -> Iterator[Rounding]:
-    """Yield the roundings of a parameter. Updates write `memory`, which may be `target`, the parameter's own memory."""
+    """Yield the roundings of a parameter.
+
+    `memory` is the memory that updates write, and `target` is the memory of the parameter; both may be the same.
+    """
     own = dtype_of(name, memory)
     apart = target.dtype is not memory.dtype
     for stored in sorted({spec.dtype for spec, _ in parts} & {*_HALVES}):

@@ -85,7 +85,7 @@ class Layers:
     def all_of(
         self, read: Mapping[str, ElementIds], held: Mapping[str, Holding], codes: Codes
     ) -> dict[str, ElementIds]:
-        """Return `read` together with the element numbers of tensors in identical layers, by name.
+        """Return the element numbers of the tensors in `read`, and of the same tensors in identical layers, by name.
 
         `read` has the element numbers of the tensors that a load of `loaded` changed. `held` has all tensors of the engine.
         """

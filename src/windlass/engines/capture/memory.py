@@ -94,7 +94,7 @@ def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Ma
 
 
 def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
-    """Return the tensors of a walk through the model, as `held_by` does."""
+    """Return the tensors that a walk through the model has found, each memory once; see `held_by`."""
     counts = found.num_parameters, found.num_buffers, found.num_attributes
     direct = (Kind.PARAMETER, Kind.BUFFER, Kind.ATTRIBUTE)
     kinds = (kind for kind, count in zip(direct, counts, strict=True) for _ in range(count))

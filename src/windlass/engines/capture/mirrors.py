@@ -247,9 +247,9 @@ def _holder(holding: Holding) -> object | None:
 
 
 def _rival(holding: Holding, mirror: Mirror, sources: Sequence[Holding]) -> str | None:
-    """Return the name of a second weight that may be the mirror's source, or None.
+    """Return the name of another weight that may be the mirror's source, or None.
 
-    The second weight equals the source, and its name is as similar to the mirror's name as the source's name is.
+    Such a weight has the same values as the source, and a name that is at least as similar to the mirror's name.
     """
     if len(mirror.sources) > 1:
         return None
@@ -415,7 +415,7 @@ def _from_all_rows(
 def _is_slice(places: torch.Tensor, found: torch.Tensor) -> bool:
     """Return whether a copy of rows `found` to rows `places` looks like a slice or a permutation.
 
-    In a slice, few differences between successive row indices change. A permutation takes every row of a contiguous
+    In a slice, the step between successive row indices rarely changes. A permutation takes every row of a contiguous
     range once. Neither is true for rows that a forward pass has gathered from an embedding by token ids.
     """
     steps = torch.stack([places.diff(), found.diff()])
@@ -639,8 +639,8 @@ _TRIES = 3
 class Later:
     """Mirrors and other derived values that an engine computes after the capture of its layout.
 
-    The first forward pass after the start or after an update may copy weights. `look` must run before the next update
-    changes these weights, because it finds copies by their values.
+    The first forward pass after the start or after an update may copy weights. Call `look` before the next update
+    changes these weights, because `look` compares values to find the copies.
 
     Args:
         watched: tensors of the model.
@@ -667,7 +667,7 @@ class Later:
         self.mirrors = {**mirrors}
 
     def look(self) -> None:
-        """Search for values that the engine has computed from weights since the last call.
+        """Search for values that the engine has computed from weights since the capture or the last call.
 
         Call this while the engine is quiesced, and before the next version writes into the weights.
 

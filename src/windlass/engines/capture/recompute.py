@@ -302,8 +302,9 @@ def plan_recompute(
     """Find the sources of the computed tensors, and check by trial updates that a load of only the sources is enough.
 
     A partial load may leave other tensors wrong, because the loader may rebuild a whole layer. If so, this function adds
-    checkpoint tensors to the partial load until no tensor is wrong: first the sources of the wrong tensors, next the
-    sources of all tensors in the same modules, next the sources of all tensors in the enclosing modules.
+    checkpoint tensors to the partial load until no tensor is wrong. It first adds the checkpoint tensors that the wrong
+    tensors are copies of, then those of all tensors in the same modules, then those of all tensors in the enclosing
+    modules.
 
     `computed` has the names of computed tensors and numbers, `numbers` the element numbers in all tensors that are copies.
 
@@ -425,7 +426,7 @@ class _Part:
     def sources_near(self, names: frozenset[str], level: int) -> frozenset[str]:
         """Return the names of the checkpoint tensors that are copied into the engine's tensors `names`.
 
-        If `level` is above 0, return the same for all tensors in the modules `level` levels above `names`.
+        If `level` is above 0, take instead of `names` all tensors in the modules that are `level` levels above them.
         """
         if level == 0:
             chosen = names & self.copied.keys()
@@ -435,7 +436,7 @@ class _Part:
         return frozenset().union(*(self.copied[name] for name in chosen))
 
     def recompute(self, sources: frozenset[str]) -> Recompute:
-        """Return the partial load of `sources`. Trial updates must have shown that this load is enough."""
+        """Return the partial load of `sources`. Call this after trial updates have shown that this load is enough."""
         return Recompute(
             names=tuple(sorted(self._filled(sources))),
             buffers=tuple(
