@@ -36,7 +36,7 @@ class EngineApi(Protocol):
     """Engine-specific calls that pause and resume an engine. Only rank 0 makes these calls; they may block."""
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
-        """Start no new requests, and abort, retract or keep the running requests (see `PauseMode`).
+        """Make the engine start no new requests, and abort, retract or keep its running requests (see `PauseMode`).
 
         Returns:
             True if the engine's scheduler is paused until `resume`; False if only blocked main loops stop the engine.
@@ -53,7 +53,7 @@ class EngineApi(Protocol):
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
         """Make the main loop of every rank call `QuiesceGate.block` if `block`, else `QuiesceGate.quiesced`.
 
-        Return when all these calls have returned. `QuiesceGate.block` returns at the end of the pause.
+        Return when all these calls have returned: with `block`, this is the end of the pause.
         """
         ...
 
@@ -118,7 +118,10 @@ class RankHooks:
             raise
 
     def _stop(self, api: EngineApi, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        """Pause the engine, and order its main loops to be quiesced. If `api.blocks(mode)`, another thread blocks them."""
+        """Pause the engine, and make its main loops report to `QuiesceGate` when their last step has ended.
+
+        If `api.blocks(mode)`, block the loops at the same time. This function then does not wait for them.
+        """
         # The thread that blocked the loops for the previous pause may not have ended yet.
         if self._blocked is not None:
             self._blocked.join(deadline_s)

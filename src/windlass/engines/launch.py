@@ -101,7 +101,7 @@ def _end_signals() -> int:
 
 
 def launch(engine: EngineSpec, description: str | None) -> int:
-    """Check the command line of a third-party engine, then start or attach its server.
+    """Check the command line of a third-party engine, then start its server, or order a running server to join.
 
     If the engine's installed release lacks a needed feature, print an error. Print a warning for each other feature
     that the release lacks.
@@ -360,7 +360,7 @@ def _order_join(args: argparse.Namespace, server: str, url: str, token: str = ""
         ConfigError: the server has no key on this host; nothing was sent.
         EngineRefused: the server did not join; the message has the server's reason.
         PeerUnreachable: the server does not answer.
-        PeerTimeout: the server did not answer within its deadlines.
+        PeerTimeout: the server did not answer within the deadlines of its ranks' captures and joins.
     """
     key = saved_key(server)
     if not key:
@@ -517,7 +517,7 @@ def _make_join(
 
 
 def _progress_of(args: argparse.Namespace) -> Progress:
-    """Return a progress that writes its lines to stderr."""
+    """Return a `Progress` that writes to stderr which part of the engine's start runs, and for how long."""
     return Progress(lambda line: sys.stderr.write(f"engine {args.name}: {line}\n"))
 
 

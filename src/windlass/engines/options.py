@@ -24,7 +24,7 @@ class Rule:
         why: reason why other values are refused.
         settings: names of the same setting in the running engine's configuration object.
         aliases: other spellings of `option`.
-        key: name in the option's value, which is a JSON object; empty if the rule is about the whole value. If `mtp` is
+        key: name of the entry to check in the option's value, a JSON object; empty to check the whole value. If `mtp` is
             allowed, names such as `deepseek_mtp` are allowed too: these are vLLM's names of `mtp` for single models.
     """
 

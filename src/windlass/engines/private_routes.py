@@ -207,7 +207,8 @@ class Refusal(NamedTuple):
 async def read_json(receive: Receive, kind: type[T], limit_nbytes: int, what: str) -> T | Refusal:
     """Return the decoded JSON body of a request, or a refusal with the reason.
 
-    A body is refused if it is longer than `limit_nbytes` or cannot be decoded as `kind`; `what` names the kind.
+    A body is refused if it is longer than `limit_nbytes` or cannot be decoded as `kind`. `what` names the expected body
+    in the reason.
     """
     body = await body_of(receive, limit_nbytes)
     if len(body) > limit_nbytes:

@@ -80,7 +80,7 @@ class Secrets(msgspec.Struct, frozen=True):
 
 
 class ReportHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Description of a report's body. The rank sends it in an HTTP header, so that the server may skip the body.
+    """Description of a report's body. The rank sends this head in an HTTP header, so that the server may skip the body.
 
     Attributes:
         folder: path of the folder, on the server's host, where the HTTP process waits for the report.

@@ -39,8 +39,8 @@ _UNPROVEN = (
 class ReportRoute:
     """ASGI middleware that serves `REPORT_PATH` and passes on all other requests.
 
-    The response is `{}` after the report has been written into the folder of the orders. If that fails, the response is
-    `{"error": ...}` with status 400 (not a report), 403 (no proof), 410 (no process waits for the report), or 413
+    The response is `{}` after the report has been written into the folder that its head names. If this fails, the
+    response is `{"error": ...}` with status 400 (not a report), 403 (no proof), 410 (no process waits for the report), or 413
     (body above 64 MiB). If the proof is wrong, the waiting process gets an error in place of the rank's report, so that
     it does not wait until its deadline.
 

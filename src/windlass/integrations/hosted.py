@@ -67,8 +67,8 @@ class HostedController:
     """A `Controller` whose loop runs in a thread of this process until `close`.
 
     Args:
-        towards: URLs of the servers that will connect. The controller binds the address of this host that has a route
-            to the first of these URLs that is not a loopback address.
+        towards: URLs of the servers that will connect. The controller binds the address from which this host reaches the
+            first URL that is not a loopback address.
         config: settings of updates; the defaults if omitted.
         setup: function that is called in the controller's event loop as soon as the controller runs.
 

@@ -154,8 +154,8 @@ class BatchQueue:
     A group is never split between ranks: rank r of n gets groups r, r + n, r + 2n, ... of the batch.
 
     Args:
-        num_ranks: returns the number of connected trainer ranks, or 0 while the number is unknown. The queue
-            refuses a request with a `world_size` that does not divide this number.
+        num_ranks: function that returns the number of connected trainer ranks, or 0 while the number is unknown. The
+            queue refuses a request with a `world_size` that does not divide this number.
     """
 
     def __init__(self, num_ranks: Callable[[], int] = lambda: 0) -> None:

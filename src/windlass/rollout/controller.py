@@ -126,8 +126,9 @@ class RolloutController:
     async def close(self) -> None:
         """Cancel all outstanding rollouts and disconnect the workers. Idempotent.
 
-        Without a journal, cancelled workflows have `CLEAN_UP_S` to clean up. With a journal, `close` does not
-        wait for their clean-up, and the next controller process continues the outstanding rollouts.
+        Without a journal, cancelled workflows have `CLEAN_UP_S` to clean up. With a journal, `close` does not wait for
+        their clean-up. The journal does not record this cancellation, so the next controller process with this journal
+        runs the outstanding rollouts again.
         """
         if self._closed:
             return
@@ -269,9 +270,9 @@ class RolloutController:
     def decline(self, result: RolloutGroup | Rollout) -> None:
         """Uncount a delivered result that the trainer will not use, for example because all rewards are equal.
 
-        The staleness policy admits a number of rollouts per version, and counts delivered results. If the
-        trainer uses too few of them for a step, the version does not rise. Without this call, the controller
-        would then stop admitting rollouts.
+        The staleness policy admits a limited number of rollouts until the version rises, and delivered results count. A
+        trainer that cannot use some of them may lack samples for its step, so that the version does not rise. Without
+        this call, the controller would then admit no more rollouts.
 
         Raises:
             RolloutError: the result was not delivered by this process, is not among the 4096 newest results, or

@@ -54,8 +54,8 @@ class EngineChoice:
     """Chooses the engine that has cached a prompt's prefix, unless the least loaded engine is much less busy.
 
     Args:
-        slack: largest number of attempts that the engine with the cached prefix may run more than the least loaded
-            engine. Above this number, the least loaded engine is chosen.
+        slack: largest difference between the numbers of attempts on the engine with the cached prefix and on the least
+            loaded engine. If the difference is larger, the least loaded engine is chosen.
     """
 
     def __init__(self, slack: int) -> None:

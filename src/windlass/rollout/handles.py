@@ -25,8 +25,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
             worker fails, or if `attempt_deadline_s` passes.
         max_same_errors: number of times in a row that a workflow may raise the same exception before its
             rollout fails.
-        attempt_deadline_s: longest time of one attempt; the controller then retries on another engine.
-        retry_backoff_s: wait before the second attempt, doubled before each further one up to 2 s.
+        attempt_deadline_s: longest time of one attempt; after this time, the controller retries on another engine.
+        retry_backoff_s: wait before the second attempt, doubled before each further attempt up to 2 s.
         engine_grace_s: time that an engine may be unroutable before the controller retries its attempts on other
             engines.
         worker_lease_s: time without a message from a worker after which the controller sends a ping.
@@ -39,9 +39,9 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
             engine runs at most this many attempts more than the least loaded engine.
         journal: file that records all rollouts, so that a restarted controller continues them; None for no
             file.
-        acknowledge: if true, a delivered result stays in the journal until the caller passes its id to
-            `RolloutController.acknowledge`; a restarted controller delivers the result again. If false, delivery
-            removes the result from the journal.
+        acknowledge: if true, a delivered result stays in the journal until the caller passes its task id to
+            `RolloutController.acknowledge`; a controller that restarts before this call delivers the result again. If
+            false, delivery removes the result from the journal.
         journal_sync_s: interval at which the journal is synced to disk.
         journal_compact_nbytes: size above which the journal is rewritten without ended rollouts.
     """
@@ -135,8 +135,8 @@ class Counts(msgspec.Struct):
     Attributes:
         completed: rollouts delivered to the caller.
         failed: rollouts that failed, for example after `max_attempts` or at their deadline.
-        dropped: rollouts ended because they were too old, see `OnStale`. If one sample of a group is dropped, the
-            whole group counts.
+        dropped: rollouts that the controller ended because they were too old, see `OnStale`. If one sample of a group is
+            dropped, all rollouts of the group count.
         rejected: answers that a workflow rejected.
         too_old: finished answers that were discarded as too old.
         stopped_early: running attempts that were cancelled because their answers would have been too old.
@@ -201,7 +201,7 @@ class _Handle(Generic[ResultT]):
         return self.future.done()
 
     def cancel(self) -> None:
-        """Cancel the rollout or the whole group; workers stop its running attempts. Idempotent."""
+        """Cancel the rollout, or all rollouts of the group. Workers stop the running attempts. Idempotent."""
         self.future.cancel()
 
     def add_done_callback(self, callback: Callable[[asyncio.Future[ResultT]], None]) -> None:

@@ -242,7 +242,7 @@ class RolloutJournal:
         self._has_unsynced = False
 
     def open(self, start_version: int) -> PersistedState:
-        """Read the state that an earlier process left in the file, rewrite the file with it, and return the state.
+        """Return the state that an earlier process left in the file, and rewrite the file with this state only.
 
         Args:
             start_version: `start_version` of the returned state if the journal is empty.

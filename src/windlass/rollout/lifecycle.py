@@ -145,11 +145,11 @@ class Lifecycle:
         return recovered
 
     def submit(self, work: Work, *, metadata: object = None) -> RolloutHandle:
-        """Submit one rollout, see `RolloutController.submit`; the caller has checked prompt and arguments."""
+        """Submit one rollout with a prompt or arguments that the caller has checked; see `RolloutController.submit`."""
         return self._single_handle(self._submit(work, 1, -1, metadata))
 
     def submit_group(self, work: Work, n: int, *, metadata: object = None) -> GroupHandle:
-        """Submit a group, see `RolloutController.submit_group`; the caller has checked prompt and arguments."""
+        """Submit a group with a prompt or arguments that the caller has checked; see `RolloutController.submit_group`."""
         if not is_count(n):
             raise ConfigError(f"rollout: n must be an integer >= 1, got {n!r}")
         group = self._submit(work, n, self._next_group, metadata)
@@ -194,7 +194,7 @@ class Lifecycle:
         self.table.move(record, state)
 
     def _restore(self, persisted: PersistedState) -> list[Group]:
-        """Restore the state of every task.
+        """Restore the state of every task, and return the groups.
 
         A running attempt stays assigned to its worker process, and the worker reports the attempt when it connects.
         An attempt of the local worker ended with the earlier process, so its rollout is queued again. `open`
@@ -264,10 +264,11 @@ class Lifecycle:
     def _oldest_token(self, record: Record) -> int | None:
         """Return the lowest version of an attempt's tokens when the attempt starts, or None if unknown.
 
-        An attempt that continues a partial answer has the tokens of this answer. Otherwise the first token counts. An
-        engine generates the first token of a plain prompt immediately, with the current version. A workflow may
-        do other work before it generates, so the version is unknown. With `OnAbort.RETRY` the version is
-        unknown because a worker discards an attempt's tokens at every update and starts again.
+        An attempt that continues a partial answer has the tokens of this answer. Any other attempt has no tokens yet, and
+        its first token will have the lowest version. An engine generates the first token of a plain prompt immediately,
+        with the current version. A workflow may do other work before it generates, so the version is unknown. With
+        `OnAbort.RETRY` the version is unknown because a worker discards an attempt's tokens at every update and starts
+        again.
         """
         if record.partial.versions:
             return min(record.partial.versions)

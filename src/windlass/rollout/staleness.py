@@ -26,7 +26,7 @@ class OnStale(StrEnum):
     """Treatment of an answer whose oldest token is more than `max_staleness` versions old.
 
     TRAIN: deliver the answer anyway, as AReaL does; the versions of its tokens show its age.
-    RESUBMIT: discard the answer and generate another one, at most `max_resubmits` times; then treat it as with DROP.
+    RESUBMIT: discard the answer and generate another one. After `max_resubmits` such repetitions, act as for DROP.
     DROP: end the rollout and its whole group with an error.
     """
 

@@ -78,9 +78,9 @@ class State(Enum):
 
 @final
 class GroupFuture(asyncio.Future[Any]):
-    """Future of a group that calls `give_up` when its handle or an awaiting task cancels it.
+    """Future of a group. The future calls `give_up` when the group's handle, or a task that awaits the handle, cancels it.
 
-    A done-callback would have the same effect, but the event loop would call it for every rollout, including
+    A done-callback could call `give_up` too, but the event loop would run this callback for every rollout, including
     rollouts that are not cancelled.
 
     Args:

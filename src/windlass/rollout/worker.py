@@ -87,7 +87,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     """Rollout worker of this process: runs attempts and delivers outcomes. Call all methods in one event loop.
 
-    The worker sends each outcome at least once, in the order of the outcomes' ends. While fewer than
+    The worker sends each outcome at least once, in the order in which the attempts ended. While fewer than
     `MAX_IN_FLIGHT` batches are unacknowledged, the worker sends a new outcome immediately. Otherwise new outcomes
     wait for an acknowledgement, and then share a batch. So batches grow with the load, and no outcome waits for a
     timer.
@@ -301,7 +301,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
             await asyncio.gather(delivery, return_exceptions=True)
 
     async def shut_down(self, deadline_s: float) -> None:
-        """Cancel all running attempts, so that the controller runs them at other workers.
+        """Cancel all running attempts, so that the controller runs their rollouts at other workers.
 
         The attempts have `deadline_s` to end. The controller then has `HAND_OVER_S` to acknowledge all outcomes.
         """

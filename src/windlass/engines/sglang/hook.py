@@ -100,7 +100,10 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
 
 
 def described(model: torch.nn.Module, captured: Captured) -> RankLayout:
-    """Return the layout of a rank for a layout file."""
+    """Return the description of a rank's captured layout that a layout file contains.
+
+    The field `derived` has each tensor that cannot be updated from outside of the engine, with the reason.
+    """
     parameters = {
         name: Parameter(tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size())
         for name, p in model.named_parameters()
@@ -140,7 +143,7 @@ def _as_refusal(error: Exception) -> WindlassError:
 def own_rank() -> int:
     """Return the rank of this process among all ranks of the server.
 
-    Each data-parallel replica has its own torch.distributed world, so the ranks of earlier replicas are added.
+    Each data-parallel replica has its own torch.distributed world, so this rank's number in its world is not unique.
     """
     return _own_replica() * dist.get_world_size() + dist.get_rank()
 

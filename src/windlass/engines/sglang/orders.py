@@ -188,6 +188,10 @@ class SglangApi:
 
         With pipeline stages, the main loop of SGLang 0.5.23 ignores a pause. Only the mode `abort` stops the loop, because
         no request is left.
+
+        Raises:
+            ConfigError: the engine has pipeline stages, and `mode` is not `abort`.
+            PeerUnreachable, PeerTimeout: the server did not pause.
         """
         if self._num_stages > 1 and mode is not PauseMode.ABORT:
             raise ConfigError(

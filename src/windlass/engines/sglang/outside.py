@@ -225,7 +225,7 @@ def _wait_changed(server: EngineHttp, tables: tuple[WeightTable, ...]) -> None:
 
 @final
 class OutsideMemory:
-    """`RemoteMemory` of one rank, and copies of its parameters in this process.
+    """`RemoteMemory` of one rank of the server, and copies of the rank's parameters in this process.
 
     Attributes:
         arena: memory of the copies.

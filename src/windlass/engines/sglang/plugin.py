@@ -213,8 +213,8 @@ def reach_replicas(mixin: Any) -> None:
     """Patch SGLang's tokenizer manager so that orders reach every data-parallel replica.
 
     SGLang (0.5.23) refuses `/update_weights_from_tensor` with several replicas, because a request has one payload per
-    tensor-parallel rank of one replica. An order has the same payload for every rank, so the patched manager sends it
-    to the schedulers of all replicas.
+    tensor-parallel rank of one replica. An order has the same payload for every rank, so the patched manager sends this
+    payload to the schedulers of all replicas.
 
     SGLang returns the result of only one replica for `/flush_cache`. A replica refuses a flush while its pipeline stages
     still run steps. So the patched manager returns a refusal if any replica refuses. `mixin` is SGLang's class
@@ -278,7 +278,7 @@ def _stand_in_front(http_server: ModuleType, member: SglangMember, token: str) -
     Args:
         http_server: SGLang's module `http_server`.
         member: this server.
-        token: token that ranks on other hosts send with their reports; empty for a server on one host.
+        token: token that ranks on other hosts prove to have in their reports; empty for a server on one host.
     """
     app = vars(http_server)["app"]
     build: Callable[[], Any] = app.build_middleware_stack

@@ -57,7 +57,7 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         manifest: encoded `ShardManifest`: the checkpoint elements at each place of the parameters.
         parameters: all parameters of the model, by name.
-        derived: tensor that must be computed in the engine after an update -> reason.
+        derived: name of a tensor that only the engine itself can compute after an update -> reason.
     """
 
     manifest: bytes
@@ -72,7 +72,8 @@ class LayoutFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         engine: name of the engine.
         version: version of the engine.
         config_digest: see `config_digest`.
-        settings: values of `SETTINGS`, as far as the release has them.
+        settings: values of those settings in `SETTINGS` that the release has.
+        ranks: captured layouts of all ranks.
     """
 
     engine: str
@@ -182,7 +183,7 @@ def require_captured(server: EngineHttp, layout: LayoutFile) -> None:
 
     Raises:
         ConfigError: the server has another version, setting or model, or a setting with which updates would be wrong.
-        UnsupportedLayout: an update would leave values of old weights in the server; the message names them.
+        UnsupportedLayout: after an update, the server would still use values that it computed from old weights.
         PeerTimeout, PeerUnreachable: see `read_model`.
     """
     version, settings = read_settings(server)

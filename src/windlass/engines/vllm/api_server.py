@@ -174,7 +174,8 @@ async def join_ranks(
     `engine` is vLLM's `AsyncLLM`. For the other arguments see `RankOrder`.
 
     Raises:
-        ConfigError: see `check_layouts`; or this process cannot call all ranks of the server.
+        ConfigError: updates would not reach a tensor that vLLM's loader reads, or this process cannot call all ranks
+            of the server.
         PeerUnreachable: a rank failed; the message has the rank's reason.
         PeerTimeout: a rank did not answer within `settings.join_deadline_s`.
     """
@@ -191,6 +192,11 @@ async def _order(engine: Any, order: RankOrder) -> list[str]:
     """Send an order to every rank; return `RankAnswer.said` of all ranks, by rank.
 
     `AsyncLLM.collective_rpc` is not enough, because it returns the results of the first replica only.
+
+    Raises:
+        ConfigError: this process cannot call all ranks of the server.
+        PeerUnreachable: a rank failed; the message has the rank's reason.
+        PeerTimeout: a rank did not answer within `order.settings.join_deadline_s`.
     """
     client, deadline_s = engine.engine_core, order.settings.join_deadline_s
     args = (str(order.step), msgspec.json.encode(order).decode())

@@ -341,7 +341,10 @@ def _update(
 
 
 def _receive(worker: Any, info: dict[str, object]) -> int:
-    """Receive weights in a worker; return the version that the worker then serves, negative for no version."""
+    """Block a worker until the round of a version has ended, see `receive_weights`. The worker calls this function.
+
+    Return the version that the worker then serves, negative for no version.
+    """
     engine = worker.weight_transfer_engine
     engine.receive_weights(engine.parse_update_info(info))
     return int(engine.served_version)

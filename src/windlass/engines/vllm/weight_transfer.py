@@ -113,7 +113,10 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing: the agent has already finalised the weights."""
 
     def shutdown(self) -> None:
-        """Leave the trainer's fleet. The server keeps its current weights."""
+        """Leave the trainer's fleet. The server keeps its current weights.
+
+        If the controller stays connected for `LEAVE_S`, log a warning and stay in the fleet.
+        """
         try:
             self.rank.leave(LEAVE_S)
         except WindlassError as error:

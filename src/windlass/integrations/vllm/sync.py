@@ -207,7 +207,7 @@ class WeightSync:
 
 
 def _engine_name(url: str) -> str:
-    """Return the name that the server has in every fleet."""
+    """Return the name in the fleet of the server at a URL; a restarted server has the same name."""
     parts = check_url(url, "servers")
     return f"vllm-{parts.hostname}-{parts.port or parts.scheme}"
 
@@ -324,9 +324,9 @@ class _Fleet:
         controller.coordinator.on_phase(self._on_phase)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
-        """Start `_hold` for the servers that the round updates, when their main loops must be blocked.
+        """Start `_hold` for the servers that the round updates, at the phase in which their main loops must be blocked.
 
-        Called in the controller's event loop.
+        Called in the controller's event loop at the begin of every phase of a round.
         """
         if phase is Phase.DONE:
             self._round_over.set()

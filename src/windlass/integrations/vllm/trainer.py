@@ -40,7 +40,8 @@ __all__ = ["ModuleShards", "TrainerInit", "WindlassTrainerEngine"]
 class ModuleShards(ModuleSource):  # type: ignore[misc]
     """Source with the trained model; every rank sends its own shards of this model.
 
-    vLLM's own backends iterate over the source. The source then gathers tensors, as `ModuleSource` does.
+    The backend "windlass" reads `module` and does not iterate over the source. For vLLM's own backends, which iterate,
+    the source gathers tensors as `ModuleSource` does.
 
     Args:
         module: see `WeightSync`.
