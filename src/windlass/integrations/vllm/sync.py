@@ -326,7 +326,7 @@ class _Fleet:
     def _on_phase(self, version: int, phase: Phase) -> None:
         """Start `_hold` for the servers that the round updates, at the phase in which their main loops must be blocked.
 
-        Called in the controller's event loop at the begin of every phase of a round.
+        Called in the controller's event loop at the start of every phase of a round.
         """
         if phase is Phase.DONE:
             self._round_over.set()
