@@ -97,7 +97,7 @@ class ReportHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str
 
     def proof(self, token: str) -> str:
-        """Return an HMAC of this head, which proves that the sender knows `token` without revealing it."""
+        """Return an HMAC of this head. It proves that the sender knows `token`, and does not reveal the token."""
         return hmac.new(token.encode(), msgspec.json.encode(self), hashlib.sha256).hexdigest()
 
 
@@ -208,7 +208,7 @@ def is_waited_for(report: ReportHead) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the text that a rank reports for an error. The text of an engine's own error includes its type."""
+    """Return the text that a rank reports for an error: the message, and the type if it is no error of Windlass."""
     return str(error) if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"
 
 

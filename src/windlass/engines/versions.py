@@ -44,7 +44,7 @@ class EngineReleases:
         package: import name of the engine.
         distributions: names of the distributions that install the package.
         read: releases whose source code we read for this table, the oldest first.
-        run: releases that our tests updated while they served requests -> kind of device ("CPUs" or "GPUs").
+        run: release whose live servers our tests have updated -> kind of device of these tests ("CPUs" or "GPUs").
         features: features in the order of the docs.
     """
 

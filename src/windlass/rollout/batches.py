@@ -44,7 +44,7 @@ MAX_WAIT_S = 3600.0
 KEPT_STEPS = 2
 """Number of newest batches that the queue keeps, so that a rank can request its shard again."""
 MAX_ASKED_STEPS = 1024
-"""Number of requested future steps that a `BatchQueue` remembers; above it, the oldest request is forgotten."""
+"""Largest number of requested future steps that a `BatchQueue` remembers. A further request replaces the oldest one."""
 ASK_EVERY_S = 20.0
 """Seconds after which a waiting rank repeats its request, because some networks drop silent connections."""
 ANSWER_MARGIN_S = 2.0

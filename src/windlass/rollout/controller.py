@@ -185,7 +185,7 @@ class RolloutController:
     ) -> RolloutHandle:
         """Submit one rollout and return its handle without waiting.
 
-        The staleness policy counts the rollout as consumed when it completes.
+        The staleness policy counts the rollout as consumed as soon as its answer is accepted.
 
         Args:
             prompt_ids: token ids of the prompt.

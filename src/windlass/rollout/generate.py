@@ -78,8 +78,8 @@ class GenerateAnswer(msgspec.Struct, frozen=True):
 async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> AttemptResult:
     """Generate the answer to one prompt. If a weight update aborts the generation, send another request.
 
-    With `OnAbort.CONTINUE`, the next request continues after the generated tokens; with `OnAbort.RETRY`, it
-    starts from the prompt again.
+    With `OnAbort.CONTINUE`, the next request continues after the generated tokens. With `OnAbort.RETRY`, the next
+    request starts from the prompt again.
 
     Args:
         session: HTTP session for `POST {engine}/generate`.

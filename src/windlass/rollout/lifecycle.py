@@ -76,7 +76,7 @@ class Lifecycle:
 
     Attributes:
         identity: random id of the controller; a restarted controller with the same journal keeps the id.
-        first_attempt: offset of this process's attempt numbers, so that they exceed those of earlier processes.
+        first_attempt: number below all attempt numbers of this process, and above those of earlier processes.
         journal: journal of the transitions that a later process needs.
         table: records of all rollouts, by state.
         newest_failure: reason of the newest failure or rejection; empty before the first.

@@ -78,7 +78,7 @@ class State(Enum):
 
 @final
 class GroupFuture(asyncio.Future[Any]):
-    """Future of a group. If the group's handle or a task that awaits the future cancels it, it calls `give_up`.
+    """Future of a group. It calls `give_up` when the group's handle, or a task that awaits the future, cancels the future.
 
     A done-callback could call `give_up` too, but the event loop would run this callback for every rollout, including
     rollouts that are not cancelled.

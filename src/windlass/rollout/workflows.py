@@ -51,7 +51,7 @@ class TooOld(RolloutError):
 class WorkflowContext:
     """Argument of a workflow. The workflow calls the engine through this object, for one attempt of one rollout.
 
-    All calls of an attempt go to the same engine, because its prefix cache contains the attempt's earlier turns.
+    All calls of an attempt go to the same engine, because that engine's prefix cache contains the attempt's earlier turns.
 
     Attributes:
         task_id, attempt: identity of the attempt. A tool that stores state outside the workflow must store the

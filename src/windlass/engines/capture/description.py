@@ -34,8 +34,8 @@ If a parameter has more boxes, updates write a buffer, and `Repack` copies the b
 class Repack:
     """Copy of a buffer's elements into a parameter, made after every update.
 
-    Updates write the buffer because they cannot write the parameter: it has more than `MAX_BOXES` boxes, or the engine's
-    loader multiplies its elements by a constant.
+    Updates cannot write such a parameter directly: the parameter has more than `MAX_BOXES` boxes, or the engine's loader
+    multiplies the elements by a constant.
 
     Attributes:
         target: memory of the parameter, flat.
@@ -483,7 +483,7 @@ def _repack(
     """
     if not numbers.by_place:
         raise UnsupportedLayout(
-            f"{name}: its checkpoint elements are scattered, and it is too large to read every place"
+            f"{name}: checkpoint elements are scattered in this tensor, and the tensor is too large to read every place"
         )
     values, written = numbers.placed()
     unique, elements = np.unique(values, return_inverse=True)
@@ -491,7 +491,7 @@ def _repack(
         parts = parts_of(codes, unique, np.arange(len(unique)), MAX_BOXES)
     except TooManyBoxes as error:
         raise UnsupportedLayout(
-            f"{name}: its checkpoint elements are scattered over more than {MAX_BOXES} boxes"
+            f"{name}: checkpoint elements in this tensor are scattered over more than {MAX_BOXES} boxes"
         ) from error
     device = holding.tensor.device
     dtype = torch_dtype(_received_dtype(name, holding, parts))

@@ -165,7 +165,7 @@ class Scheduler:
                 )
 
     def resume(self, deadline_s: float = 0.0) -> None:  # noqa: ARG002
-        """Continue generation, from this thread or another than the thread that paused it. Idempotent."""
+        """Continue generation. Idempotent."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
