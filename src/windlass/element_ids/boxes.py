@@ -141,7 +141,7 @@ def _dim_of(shape: tuple[int, ...], line: Line, flat: Int64Array) -> int:
 
 
 def _copies(flat: Int64Array, place: Int64Array) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """Split lines into groups in which each element occurs once. Yield (elements, places) for each group.
+    """Split lines into groups, so that an element occurs at most once in a group. Yield (elements, places) per group.
 
     The first group has the first place of every element. The second group has the second place of every element with
     two or more places, and so on.
@@ -164,10 +164,9 @@ def _boxes_of_one_copy(
     along: list[int],
     limit: int,
 ) -> Iterator[PlacedBox]:
-    """Yield the boxes of lines in which no element occurs twice.
+    """Yield the boxes of lines. Unlike in `boxes_of`, no element may occur twice.
 
-    Arguments are those of `boxes_of`, and `along`: the dim along which the lines extend, as a list; an empty list if each
-    line is one element.
+    `along` contains the dim along which the lines extend; it is empty if each line is one element.
 
     Raises:
         TooManyBoxes: the lines need more than `limit` boxes.

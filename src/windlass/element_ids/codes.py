@@ -300,9 +300,9 @@ _HighHalf = torch.Tensor | int
 
 
 def _loud(low: torch.Tensor, high: _HighHalf, seed: int, dtype: DType) -> torch.Tensor:
-    """Return the values of `Codes.some`: random values that are `LOUDNESS` times larger than those of `Codes.random`.
+    """Return the values of `Codes.some`: the values of `Codes.random`, multiplied by `LOUDNESS`.
 
-    Values of float8 are the same as in `Codes.random`, because those span the full range already.
+    Values of float8 are not multiplied, because they span the full range already.
     """
     values = _ordinary(low, high, seed, dtype)
     return values if dtype is DType.FLOAT8_E4M3 else values * LOUDNESS

@@ -45,7 +45,7 @@ class Kernels:
     def fill(self, out: torch.Tensor, first: int, seed: int) -> None:
         """Fill `out`, (n,), with the values of `Codes.random` for the element numbers [first, first + n).
 
-        `seed` is the load's seed after `codes.hash_seed`.
+        `seed` is the result of `codes.hash_seed` for the seed of the load.
         """
         numel = len(out)
         arguments = (
@@ -64,7 +64,7 @@ class Kernels:
             heads: element number of the first place of each row, int64, (groups, rows), contiguous.
             patterns: differences from the row's first element number, int64, (groups, width), contiguous.
             end: number of elements of the checkpoint.
-            seed: the load's seed after `codes.hash_seed`.
+            seed: result of `codes.hash_seed` for the seed of the load.
 
         Returns:
             The number of places with a wrong value, the fingerprint of the padding, and the number of places with an

@@ -61,7 +61,7 @@ class CopyTimes:
 def replica_of(
     manifest: ShardManifest, asked: ReplicaPlace, transport: OneSidedTransport, threads: Executor
 ) -> Replica | None:
-    """Return the replica for the argument `replica` of `connect_trainer`; None for OFF.
+    """Make the replica that the argument `replica` of `connect_trainer` requests. Return None for OFF.
 
     Args:
         manifest: manifest of the rank.

@@ -148,7 +148,7 @@ class SourceMemory:
         return self._memory
 
     def locate(self) -> bool:
-        """Locate the parameters again; return whether a parameter has moved since the last call.
+        """Locate the parameters again. Return whether a parameter has moved since the last call; True at the first call.
 
         Raises:
             PlanError: the number or the sizes of the parameters differ from the manifest; the parameters are on several
