@@ -444,7 +444,7 @@ class RolloutController:
     def acknowledge(self, task_ids: Iterable[str]) -> None:
         """Record that the caller has stored these rollouts, so that no later process delivers them. Idempotent.
 
-        One task id acknowledges the whole group of the task. Unknown ids are ignored. After a restart, the controller
+        The id of one rollout acknowledges the rollout's whole group. Unknown ids are ignored. After a restart, the controller
         may run a rollout again although the caller has stored the rollout's result before. This call also ends such a
         rollout.
 

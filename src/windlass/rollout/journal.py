@@ -57,7 +57,10 @@ class Started(msgspec.Struct, kw_only=True, tag="started"):
 
 
 class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
-    """Submission of a group, or of a single rollout with a `group_id` of -1. All tasks of a group have equal work."""
+    """Submission of a group of rollouts with the same work, or of a single rollout with a `group_id` of -1.
+
+    `task_ids` has the id of each rollout.
+    """
 
     task_ids: tuple[str, ...]
     group_id: int
@@ -66,7 +69,7 @@ class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
 
 
 class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
-    """Assignment of an attempt to a worker; the task then counts as running. For attributes see `table.Record`."""
+    """Assignment of an attempt to a worker, after which the rollout counts as running. For attributes see `table.Record`."""
 
     task_id: str
     attempt: int
@@ -86,7 +89,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
 
 
 class Resubmitted(msgspec.Struct, frozen=True, tag="resubmitted"):
-    """Return of a task to the admission queue, where the task waits without an outcome."""
+    """Return of a rollout to the admission queue. An outcome of the rollout is discarded."""
 
     task_id: str
     rejections: int
@@ -94,10 +97,10 @@ class Resubmitted(msgspec.Struct, frozen=True, tag="resubmitted"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """End of tasks.
+    """End of rollouts.
 
     Attributes:
-        num_consumed: number to add to `Started.consumed`; negative if the caller declined tasks that an
+        num_consumed: number to add to `Started.consumed`; negative if the caller declined rollouts that an
             earlier entry had counted as consumed.
     """
 
@@ -116,7 +119,7 @@ Entry = Started | Submitted | Attempted | Accepted | Resubmitted | Ended | Versi
 
 @dataclass(slots=True, eq=False)
 class PersistedTask:
-    """One task that has not ended: it waits, runs at a worker, or has an outcome."""
+    """One rollout that has not ended: the rollout waits, runs at a worker, or has an outcome."""
 
     task_id: str
     submission: Submitted
@@ -131,7 +134,7 @@ class PersistedState:
 
     Attributes:
         started: first entry of the file, with counts that include all later entries.
-        tasks: task id -> task that has not ended.
+        tasks: task id -> rollout that has not ended.
     """
 
     started: Started
@@ -139,7 +142,7 @@ class PersistedState:
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> PersistedState | None:
-        """Return the state after these entries, or None if there are none. Entries of unknown tasks are ignored."""
+        """Return the state after these entries, or None if there are none. Entries of unknown rollouts are ignored."""
         persisted: PersistedState | None = None
         for entry in entries:
             if isinstance(entry, Started):
@@ -172,7 +175,7 @@ class PersistedState:
 
     @staticmethod
     def _move(task: PersistedTask | None, entry: Attempted | Accepted | Resubmitted) -> None:
-        """Record that a task runs, has an outcome, or waits again. Do nothing for an unknown task (None)."""
+        """Record that a rollout runs, has an outcome, or waits again. Do nothing for an unknown rollout (None)."""
         if task is None:
             return
         task.running = isinstance(entry, Attempted)
@@ -185,13 +188,13 @@ class PersistedState:
             )
 
     def _drop_broken_groups(self) -> None:
-        """Drop all tasks of a group if one task has ended, because a group can only be delivered as a whole."""
+        """Drop all rollouts of a group if one of them has ended, because a group can only be delivered as a whole."""
         for task in list(self.tasks.values()):
             if any(other not in self.tasks for other in task.submission.task_ids):
                 self.tasks.pop(task.task_id, None)
 
     def submissions(self) -> Iterator[Submitted]:
-        """Yield each submission with tasks that have not ended, in the order of the submissions."""
+        """Yield each submission with rollouts that have not ended, in the order of the submissions."""
         for task in self.tasks.values():
             if task.task_id == task.submission.task_ids[0]:
                 yield task.submission
@@ -312,7 +315,7 @@ class RolloutJournal:
             self.add(msgspec.convert(record, Attempted, from_attributes=True))
 
     def delivered(self, task_ids: Sequence[str]) -> None:
-        """Record that the controller delivered these tasks together."""
+        """Record that the controller delivered these rollouts together: a whole group, or a single rollout."""
         if not self.on:
             return
         if self.keep_delivered:
@@ -322,9 +325,9 @@ class RolloutJournal:
             self.add(Ended(tuple(task_ids), num_consumed=len(task_ids)))
 
     def acknowledged(self, task_id: str) -> bool:
-        """Record that the caller has stored the delivered group that contains this task. Idempotent.
+        """Record that the caller has stored the delivered group that contains this rollout. Idempotent.
 
-        Return False if this process did not deliver the task, or expects no acknowledgement of the task.
+        Return False if this process did not deliver the rollout, or expects no acknowledgement of the rollout.
         """
         together = self._unacknowledged.pop(task_id, ())
         if together:
@@ -334,7 +337,7 @@ class RolloutJournal:
         return bool(together)
 
     def declined(self, task_ids: Sequence[str]) -> None:
-        """Record that the caller declined delivered tasks. Declined tasks do not count as consumed."""
+        """Record that the caller declined delivered rollouts, which then do not count as consumed."""
         if not self.on:
             return
         owed = [self._unacknowledged.pop(task_id, ()) for task_id in task_ids]

@@ -194,7 +194,7 @@ class Lifecycle:
         self.table.move(record, state)
 
     def _restore(self, persisted: PersistedState) -> list[Group]:
-        """Restore the state of every task, and return the groups.
+        """Restore the state of every rollout, and return the groups.
 
         A running attempt stays assigned to its worker process, and the worker reports the attempt when it connects.
         An attempt of the local worker ended with the earlier process, so its rollout is queued again. `open`
@@ -612,7 +612,7 @@ class Lifecycle:
         group.future.cancel()
 
     def give_up_group(self, task_id: str) -> None:
-        """Cancel the group of a task whose `GroupFuture` was cancelled."""
+        """Cancel the group that contains a rollout. The group's `GroupFuture` calls this when it is cancelled."""
         record = self.table.records.get(task_id)
         if record is not None:
             self.cancel(record.group)
@@ -697,7 +697,7 @@ def _checked(sampling: SamplingParams) -> SamplingParams:
 
 
 def _restore_record(record: Record, task: PersistedTask) -> State:
-    """Copy the journalled fields of a task into its record; return the state of the restored record."""
+    """Copy the journalled fields of a rollout into its record; return the state of the restored record."""
     record.outcome, record.finished_at = task.outcome, record.submitted_at
     record.admitted = task.running
     if (attempt := task.attempt) is not None:

@@ -241,9 +241,10 @@ class RemoteWorker(Worker, Session[Never, Never]):
             del self._sent[number]
 
     def compare(self, hello: WorkerHello) -> list[AttemptKey]:
-        """Cancel the worker's unassigned attempts; return assigned attempts that the worker has lost.
+        """Compare the attempts in a worker's `hello` with the attempts that the controller has assigned to the worker.
 
-        A lost attempt is not in `hello.attempts`, and no batch that the worker may still receive contains its task.
+        Cancel attempts that the worker has but that are not assigned. Return assigned attempts that the worker does not
+        have, and that no batch still on its way to the worker contains.
         """
         self.note_received(hello.received)
         wanted = {AttemptKey(*item) for item in self.assigned.items()}

@@ -234,9 +234,9 @@ def _scheduler(**made_with: Any) -> object:
 
 @functools.cache
 def keep_caches_apart() -> None:
-    """Patch the EngineCore of this process as the module docstring describes. Idempotent.
+    """Patch the EngineCore of this process to separate its caches by version, and to take calls from a rank. Idempotent.
 
-    The patches do not change an engine that Windlass does not update.
+    The module docstring describes the patches. They do not change an engine that Windlass does not update.
     """
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.core import EngineCore, EngineCoreProc

@@ -125,10 +125,10 @@ class GenerateRoute:
 
 @final
 class CompletionsRoute(GenerateRoute):
-    """ASGI middleware that serves `POST /generate` by vLLM's route `/v1/completions`.
+    """ASGI middleware that forwards `POST /generate` to vLLM's route `/v1/completions`.
 
-    If a request is aborted, vLLM omits the weight versions of its tokens. The response then has no tokens, and the rollout
-    worker must send the request again.
+    If a request is aborted, vLLM does not return the weight versions of the generated tokens. The response then has no
+    tokens, and the rollout worker must send the request again.
     """
 
     path = "/v1/completions"

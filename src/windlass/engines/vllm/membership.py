@@ -114,7 +114,11 @@ def _require_token_file() -> None:
 
 @final
 class Membership:
-    """ASGI middleware in front of vLLM's API server; see the module docstring."""
+    """ASGI middleware in front of vLLM's API server. It protects private routes and serves `POST /windlass/join`.
+
+    When the server has started, this middleware orders the ranks to join the fleet of WINDLASS_CONTROLLER, if this is a
+    URL.
+    """
 
     def __init__(self, app: App) -> None:
         self._app = app

@@ -54,7 +54,8 @@ class VllmApi:
     Args:
         server: the server, with the routes of `VLLM_SERVER_DEV_MODE=1`. None if the trainer calls these routes to pause
             the server and to set its version; the agent then only blocks the loops, in the mode `in_place`.
-        can_block, stamps: results of `may_block` and `stamps_tokens`.
+        can_block: whether the agent may block the main loops, see `may_block`.
+        stamps: whether Windlass records the weight version of each token, see `stamps_tokens`.
         core: calls into the EngineCore of this process if the server has one rank; None if `/collective_rpc` must call
             the methods of several workers.
     """

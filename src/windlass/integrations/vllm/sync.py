@@ -81,8 +81,8 @@ class WeightSync:
         keep: see `connect_trainer`.
         pause: treatment of running requests, one of `PAUSE_MODES` or None. With `keep`, requests stop between two steps
             and continue in place after the update. With the other modes, rank 0 calls `/pause` before a version and
-            `/resume` after it. With None, the caller pauses and resumes the servers; without such a pause, None works
-            like `keep`.
+            `/resume` after it. With None, the caller pauses and resumes the servers. If the caller does not pause them,
+            running requests stop and continue as with `keep`.
         api_key: API key of the servers; empty if they require none.
         deadline_s: deadline in seconds for all servers to join, and then for each version.
 
@@ -214,7 +214,7 @@ def _engine_name(url: str) -> str:
 
 @final
 class _Fleet:
-    """Controller in trainer rank 0, and its calls of the servers' routes in every round."""
+    """Controller in trainer rank 0, and the calls of the servers' routes that rank 0 makes in every round."""
 
     def __init__(
         self,
