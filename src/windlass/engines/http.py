@@ -15,7 +15,7 @@ from windlass.net.blocking_http import BlockingHttp
 
 API_DEADLINE_S = 60.0
 LONGEST_ANSWER = 8192
-"""Maximum number of bytes that an error quotes from a response. In long responses the reason often comes late."""
+"""Maximum number of bytes that an error quotes from a response. In a long response, the reason is often near the end."""
 
 
 class NoSuchRoute(PeerUnreachable):

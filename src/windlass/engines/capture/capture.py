@@ -66,6 +66,7 @@ from windlass.layout.naming.patterns import patterns_of
 
 _Found = TypeVar("_Found")
 EXACT_NUMEL = 1 << 20
+"""Default of `exact_numel` in `capture`."""
 FEW = 4
 """Minimum number of elements for which one load of random values proves an assumed layout.
 

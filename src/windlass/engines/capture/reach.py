@@ -594,7 +594,7 @@ class _Walk:
 _COMPARED = frozenset(
     {Form.SEQUENCE, Form.SET, Form.CELL, Form.REFERENCE, Form.OPAQUE, Form.VARIABLE, Form.FUNCTION, Form.PARTIAL}
 )  # fmt: skip
-"""Forms for which `_members` returns values."""
+"""Kinds of objects, other than dicts, whose values a `Signature` compares."""
 _WITH_ELEMENTS = frozenset({Form.TENSOR, Form.ARRAY, Form.BYTES})
 PLAIN = frozenset({dict, OrderedDict, list, set, deque})
 """Container classes without attributes in their instances (engines set none on an `OrderedDict`)."""
