@@ -401,7 +401,7 @@ class RolloutJournal:
         self._changes.notify()
 
     def _schedule_upkeep(self) -> None:
-        """Start `_keep_up` after `journal_sync_s`, unless all lines are synced or a sync runs or is scheduled."""
+        """Schedule a sync after `journal_sync_s`, unless all lines are synced or a sync runs or is scheduled."""
         if self._has_unsynced and self._timer is None and self.upkeep is None and self._file:
             self._timer = asyncio.get_running_loop().call_later(
                 self._config.journal_sync_s, self._begin_upkeep
@@ -413,7 +413,7 @@ class RolloutJournal:
         self.upkeep.add_done_callback(self._upkeep_ended)
 
     def _upkeep_ended(self, task: asyncio.Task[None]) -> None:
-        """Log an unexpected error of `_keep_up`, and schedule the next sync if there are unsynced lines."""
+        """Log an unexpected error of the sync that has ended, and schedule the next sync if there are unsynced lines."""
         self.upkeep = None
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("journal %s: upkeep failed: %s", self._path, error)

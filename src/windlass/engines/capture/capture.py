@@ -603,8 +603,8 @@ class _Reading(TorchFunctionMode):
 
     A checkpoint tensor without elements in the model has one of two reasons. Either the loader skipped the tensor (a
     layer for multi-token prediction, a tied output matrix, a vision tower that was not built), or the loader stored the
-    elements where capture does not see them. This record distinguishes the two: a loader that skips a tensor calls at
-    most `_QUESTIONS` of the tensor and keeps no reference to the tensor.
+    elements where capture does not see them. This record distinguishes the two: a loader that skips a tensor at most
+    asks for its shape, dtype and other properties (`_QUESTIONS`), and keeps no reference to the tensor.
     """
 
     def __init__(self) -> None:

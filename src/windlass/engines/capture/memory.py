@@ -216,7 +216,7 @@ def _copied(node: Node) -> torch.Tensor | None:
     """Return a tensor of the elements of an object whose memory torch cannot view, or None.
 
     Such an object has bytes, is a read-only array, an array of another byte order, a tensor in a layout of oneDNN, or a
-    weight that torch has packed for a quantised kernel. Return None for fewer than `_FEWEST_BYTES` bytes.
+    weight that torch has packed for a quantised kernel. Return None for an object with fewer than 32 bytes.
     """
     item = node.item
     if node.shape.form is Form.TENSOR:

@@ -731,13 +731,13 @@ _LINKS = "_lru_list_elem"
 
 
 def _look_at(kind: type) -> Any:
-    """Add an entry to `_SHAPES` for a class, and return the entry."""
+    """Return how the walk treats the objects of a class, and cache this in `_SHAPES`."""
     _SHAPES[kind] = found = _looked_at(kind)
     return found
 
 
 def _looked_at(kind: type) -> Any:
-    """Find out how the walk treats the objects of a class, and return the new entry of `_SHAPES`."""
+    """Find out how the walk treats the objects of a class. The result is a value for `_SHAPES`."""
     if issubclass(kind, _SHARED):
         return _SHARED_STATE
     if issubclass(kind, _LOCKS):
@@ -768,9 +768,9 @@ def _looked_at(kind: type) -> Any:
 
 @functools.cache
 def _is_foreign(module: object) -> bool:
-    """Return whether a class or function is in a package of `_FOREIGN`, from its attribute `__module__`.
+    """Return whether the walk skips a class or function because of its package; `module` is its `__module__`.
 
-    Return True if the attribute is no string: in some C classes, it is a descriptor.
+    Return True if `module` is no string: in some C classes, this attribute is a descriptor.
     """
     return not isinstance(module, str) or module.partition(".")[0] in _FOREIGN
 
@@ -840,7 +840,10 @@ def _globals_of_class(kind: type) -> _Named:
 
 
 def _function_in(value: object) -> FunctionType | None:
-    """Return the function behind a function, static method, class method or property; None if it is in `_FOREIGN`."""
+    """Return the Python function behind a function, static method, class method or property.
+
+    Return None for any other value, and for a function of a package that the walk skips.
+    """
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     elif isinstance(value, property):
