@@ -331,7 +331,7 @@ class RolloutController:
         self._paused = True
 
     def resume(self) -> None:
-        """Resume dispatch."""
+        """Dispatch rollouts again after `pause` or `cancel_all`."""
         self._paused = False
         self._schedule_dispatch()
 

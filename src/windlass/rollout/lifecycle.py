@@ -298,7 +298,7 @@ class Lifecycle:
     # --- end of an attempt -----------------------------------------------------------------
 
     def end_attempt(self, record: Record, outcome: RolloutOutcome) -> None:
-        """Apply the outcome of a running attempt."""
+        """Accept, discard or reject the answer of a running attempt, or retry the rollout, as the outcome demands."""
         match outcome.status:
             case OutcomeStatus.ACCEPTED:
                 if self._policy.throws_away(outcome.versions()):

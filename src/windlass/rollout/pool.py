@@ -1,5 +1,7 @@
 """Registry of rollout workers: their connections, the tasks sent to each worker, and the detection of lost workers.
 
+A task (`RolloutTask`) is one attempt of a rollout, as it is sent to a worker.
+
 A worker process needs no port: it opens a WebSocket to the controller (`net/rpc.py`), and opens another WebSocket
 after the connection is lost. The controller keeps a task until the worker reports that the task has arrived, and the
 worker keeps an outcome until the controller acknowledges the outcome. The worker's next batch of outcomes carries

@@ -65,7 +65,7 @@ class Deadlines:
 
 
 class State(Enum):
-    """State of a record."""
+    """State of a record; the module docstring of `windlass.rollout.lifecycle` describes the transitions."""
 
     WAITING = "waiting"
     QUEUED = "queued"

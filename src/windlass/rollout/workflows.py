@@ -190,7 +190,12 @@ def encode_value(
 
 
 class _Cause(Enum):
-    """Reason for the cancellation of an attempt."""
+    """Reason for the cancellation of an attempt.
+
+    CONTROLLER: the controller cancelled the attempt, or another controller took over.
+    DEADLINE: the attempt's workflow exceeded its deadline.
+    SHUTDOWN: the worker is ending.
+    """
 
     CONTROLLER = auto()
     DEADLINE = auto()

@@ -120,7 +120,13 @@ class Form(enum.Enum):
 
 
 class Join(enum.Enum):
-    """Kind of reference from one object to another."""
+    """Kind of reference from one object to another.
+
+    ATTRIBUTE, SLOT: the value is in the object's `__dict__` or in one of its `__slots__`.
+    ITEM, MEMBER: the value is an item of a dict or sequence, or a member of a set.
+    CONTENTS: the value is in a closure's cell.
+    CALL: Python code gets the value by a call, or not at all.
+    """
 
     ATTRIBUTE = enum.auto()
     SLOT = enum.auto()
@@ -402,7 +408,7 @@ class _Walk:
         self._packages: set[str] = set()
 
     def begin(self, module: torch.nn.Module, path: str) -> Node:
-        """Add a module of the model."""
+        """Add a node for a module of the model, without the module's contents, and return the node."""
         node = Node(module, _shape_of(module), None, _path=path)
         self._seen.add(id(module))
         self._found.nodes.append(node)
