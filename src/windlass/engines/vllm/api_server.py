@@ -129,12 +129,14 @@ async def _join_trainer(engine: Any, order: JoinOrder) -> None:
 
 
 def settings_of(engine: Any, order: JoinOrder) -> AgentSettings:
-    """Return the settings of a join; see `AgentSettings`. Each rank sets the folder of its own model.
+    """Return the settings with which all ranks carry out an order to join.
+
+    If updates change the model, `checkpoint` is empty in the result, and each rank sets the folder on its own host.
 
     Raises:
-        ConfigError: the server has several adapters, an adapter and several replicas, or another model than the order;
-            or this host does not have the model; see also `adapter_of`.
-        UnsupportedLayout: see `adapter_of`.
+        ConfigError: the server has several adapters, or an adapter and several replicas; the order names another model
+            than the server's; or this host does not have the model.
+        UnsupportedLayout: updates cannot change the whole adapter.
     """
     # Import here, because this module imports torch.
     from windlass.engines.capture.checkpoint import checkpoint_folder

@@ -90,7 +90,7 @@ class GenerateRoute:
         return _outer(choice, choice.token_ids or [], logprobs, choice.weight_versions)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request, or pass it on to vLLM's application if it is not for `/generate`."""
         is_asked = scope["type"] == "http" and scope["method"] == "POST"
         if not is_asked or route_path(scope) != PATH:
             await self._app(scope, receive, send)
