@@ -164,7 +164,7 @@ class LocalWorker(Worker):
         await self._session.close()
 
     def deliver(self) -> None:
-        """Pass all kept outcomes to `on_outcomes`."""
+        """Pass all kept outcomes to `on_outcomes`, and keep them if it raises `RolloutError`."""
         if self.takes_no_more or not self._kept:
             return
         with contextlib.suppress(RolloutError):

@@ -310,8 +310,8 @@ def describe(
 
     The manifest contains the buffers of `recompute` instead of the tensors that `recompute` loads.
 
-    `placed` is the result of `Seen.placed`, and `tied` is the result of `tied_names`. `read` has the names of checkpoint
-    tensors outside `placed` that the engine's loader reads.
+    `placed` has the names of the checkpoint tensors that have elements on this rank. `read` has the names of other
+    checkpoint tensors that the engine's loader reads. `tied` maps each name of a tied parameter to all its names.
 
     Raises:
         UnsupportedLayout: the elements of a tensor are scattered over too many boxes, or are scattered in a tensor that

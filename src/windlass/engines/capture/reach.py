@@ -792,7 +792,7 @@ def _is_outside(module: str) -> bool:
 
 
 def _is_of_c(kind: type) -> bool:
-    """Return whether the garbage collector must list the values of a class, because it is a C class of `_OF_C`."""
+    """Return whether a class is a C class (such as an iterator) whose values only the garbage collector can list."""
     is_listed = kind.__module__ in _OF_C and not issubclass(kind, _NO_DATA)
     return is_listed and bool(kind.__flags__ & _COLLECTED)
 
