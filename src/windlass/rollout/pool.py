@@ -229,7 +229,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
             self._work.set()
 
     def acknowledge(self, last: int) -> None:
-        """Let the next messages to this worker acknowledge all its outcomes up to number `last`."""
+        """Acknowledge the worker's outcomes up to number `last` with the next message to the worker."""
         self.next_outcome = max(self.next_outcome, last + 1)
         self._acknowledged = self.next_outcome - 1
         self._work.set()

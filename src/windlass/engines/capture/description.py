@@ -444,8 +444,9 @@ def _add_parameter(
 def _aliases(name: str, tensor: str, tied: frozenset[str]) -> set[str]:
     """Return the other names under which a checkpoint may have a tied parameter, such as the output matrix.
 
-    These are the other names of the parameter in the engine, but with the prefix of the checkpoint's names. `name` and
-    `tensor` show both prefixes: after their prefixes, they are equal.
+    These are the other names of the parameter in the engine, but with the prefix of the checkpoint's names. For example,
+    `name` is `model.embed.weight`, `tensor` is `embed.weight`, and `tied` also has `model.head.weight`. The checkpoint
+    may then have `head.weight`.
 
     Args:
         name: name of the parameter in the engine.
