@@ -285,7 +285,7 @@ class PushReceiver:
         home = Path(folder)
         indices = [_index_of(path) for path in sorted(home.glob("*.safetensors"))]
         if not indices:
-            raise TransferFailed(f"disk: {home}: holds no safetensors file")
+            raise TransferFailed(f"disk: {home}: contains no safetensors file")
         memory, shadow = self._begun()
         unreadable = read_boxes(home, indices, self._manifest, shadow.addresses, memory)
         if unreadable:

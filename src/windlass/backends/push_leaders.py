@@ -172,7 +172,7 @@ class PushDelivery(Delivery):
         return {measure: value for measure, value in self._measured.items() if value}
 
     def note(self, nbytes: int, wire_s: float) -> None:
-        """Add a broadcast to `measures`."""
+        """Add the bytes and seconds of one broadcast to `measures`."""
         self._measured[Measure.NBYTES] += nbytes
         self._measured[Measure.WIRE_S] += wire_s
 
@@ -206,7 +206,12 @@ class _Push:
         self._stages: dict[str, int] = {}
 
     def join(self, leader: str, stage: int, num_stages: int) -> None:
-        """Add a leader to the round. Either all leaders declare a stage, or none does.
+        """Add a leader to the round. The first leader decides whether all leaders must declare a stage.
+
+        Args:
+            leader: name of the leader.
+            stage: number of the leader in the declared order; -1 without an order.
+            num_stages: number of leaders in the declared order; 0 without an order.
 
         Raises:
             RoundAborted: the leaders declare different numbers of stages, or the stage is taken or out of range.

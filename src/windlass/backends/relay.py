@@ -284,10 +284,10 @@ class RelayingSender:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> None:
-        """Bind new links; see `Sender.change_links`.
+        """Bind new links and end others; see `Sender.change_links`.
 
         Raises:
-            ProtocolError: groups are bound, and a group can only be formed with all its members.
+            ProtocolError: relay groups are bound. They must be bound again as a whole, with `connect`.
         """
         if self._source.groups:
             raise ProtocolError("change_links: relays are bound; connect again")

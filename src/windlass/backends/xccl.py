@@ -409,7 +409,11 @@ class CollectiveReceiver:
         self._destination.close()
 
     def _receive(self, group: TorchBroadcastGroup, source: str, deadline: Deadline) -> None:
-        """Receive all buckets of one group. Unpack each bucket while the next bucket arrives."""
+        """Receive all buckets of one source's group, and unpack each bucket while the next buckets arrive.
+
+        Raises:
+            TransferFailed: a broadcast failed or did not end by the deadline.
+        """
         sizes, slots = self._groups[source][0].bucket_nbytes, group.num_buffers
         fills = self._fills[source]
         for bucket in range(min(slots, len(sizes))):
@@ -584,7 +588,7 @@ def clip(op: BoundOp, start: int, stop: int) -> Iterator[BoundOp]:
 
 
 def signature_of_offer(offer: GroupOffer, source_digest: str, plan: str) -> str:
-    """Return a digest that must be equal in all members of a group before its first collective.
+    """Return a digest that all members of a group compare before the first collective; it must be equal in all.
 
     The digest covers the offer (members, names, dtypes, sizes, order and buckets), the digest of
     the source's manifest, and the tables that all parts of one plan have in common.

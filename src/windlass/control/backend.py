@@ -74,9 +74,11 @@ class Backend:
     # --- halves: in the ranks ----------------------------------------------------------------
 
     def sender(self, sender: RankSender, host: str) -> SenderBackend:  # noqa: ARG002
-        """Return the trainer half, which sends the parameters of `sender`, the rank's sender of one-sided writes.
+        """Return the half of this backend for a trainer rank: an object that sends the rank's parameters.
 
-        `host`: address at which the engines can connect to this rank.
+        Args:
+            sender: the rank's sender of one-sided writes, with layout and memory of its parameters.
+            host: address at which the engines can connect to this rank.
 
         Raises:
             ConfigError: the backend is not usable here.
@@ -84,9 +86,11 @@ class Backend:
         return sender
 
     def receiver(self, receiver: RankReceiver, host: str) -> ReceiverBackend:  # noqa: ARG002
-        """Return the engine half, which fills the live parameters of `receiver`, the rank's target of one-sided writes.
+        """Return the half of this backend for an engine rank: an object that fills the rank's live parameters.
 
-        `host`: address at which other ranks can connect to this rank.
+        Args:
+            receiver: the rank's receiver of one-sided writes, with layout and addresses of its live parameters.
+            host: address at which other ranks can connect to this rank.
 
         Raises:
             ConfigError: the backend is not usable here.
@@ -124,7 +128,7 @@ class Backend:
         return LinkTransports(sessions)
 
     def parts(self, plan: TransferPlan, *, sending: bool) -> dict[str, TransferPlan]:
-        """Return the part of a plan for each rank; see `TransferPlan.parts`."""
+        """Return the part of a plan for each source (`sending`) or for each destination; see `TransferPlan.parts`."""
         return plan.parts(sending=sending, all_names=False)
 
     def copies(self, trainers: Group, engines: Sequence[Group]) -> LinkCopies:  # noqa: ARG002
@@ -148,7 +152,11 @@ class Backend:
         trainers: Sequence[ShardManifest],
         planner: Planner,
     ) -> tuple[Group, TransferPlan] | None:
-        """Return an engine that can send its weights to `newcomer`, and the plan; see `donors.find_donor`."""
+        """Choose the engine that sends its weights to `newcomer` in a catch-up; see `donors.find_donor`.
+
+        Returns:
+            The engine and the plan of the copy; None if no candidate can send the right bytes.
+        """
         return find_donor(newcomer, candidates, trainers, planner)
 
 
@@ -170,7 +178,7 @@ class OwnPathBackend(Backend):
         trainers: Sequence[ShardManifest],  # noqa: ARG002
         planner: Planner,  # noqa: ARG002
     ) -> tuple[Group, TransferPlan] | None:
-        """Return None: only trainers have senders, so an engine that is behind waits for the next version."""
+        """Return None: engine ranks of this backend cannot send, so an engine that is behind waits for the next version."""
         return None
 
 

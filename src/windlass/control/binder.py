@@ -151,7 +151,7 @@ class FleetBinder:
         self._planner, self._config, self._backend = planner, config, backend
         self._deadline_s = config.deadlines.connect_s
         self._addresses = backend.addresses(self._sessions)
-        # The plan leaves out the engine ranks in `Copies.of`: other engines send them their bytes.
+        # The plan leaves out the engine ranks in `LinkCopies.of`: other engines send them their bytes.
         self._copies = backend.copies(trainers, engines)
         self._caller = RankCaller(self._sessions, round_id)
         self._epoch, self._kept = round_id.epoch, kept

@@ -21,7 +21,7 @@ def tell(listeners: Iterable[Callable[[*_Ts], None]], *args: *_Ts) -> None:
             listener(*args)
         # The caller may be in a round, with paused engines and waiting trainers, and must not fail here.
         except Exception:  # noqa: BLE001
-            _log.exception("listener %s", listener)
+            _log.exception("the listener %s raised an error", listener)
 
 
 @final

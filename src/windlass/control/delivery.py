@@ -152,11 +152,12 @@ class Delivery:
         return ()
 
     def pop_incomplete(self) -> tuple[bool, frozenset[Link]]:
-        """Return the links that must be written again, and forget them; called when all commands of WRITE are answered.
+        """Return the links that the delivery knows to be incomplete, and forget them.
+
+        The round calls this when all commands of WRITE or VERIFY are answered, and then writes these links again.
 
         Returns:
-            Whether the repetition is free, so that it does not count towards `ControlConfig.max_rewrites`; and the
-            links.
+            Whether the repetition is free: it then does not count towards `ControlConfig.max_rewrites`. And the links.
         """
         return False, frozenset()
 

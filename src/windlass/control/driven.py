@@ -91,17 +91,18 @@ class DrivenRound:
 async def begin(
     coordinator: Coordinator, delivery: Delivery, *, pause_s: float, session_s: float
 ) -> DrivenRound:
-    """Wait for the end of the running round, and begin a driven round with all complete engines.
+    """Wait for the end of a running round or binding, and begin a driven round with all writable engines.
 
     Args:
         coordinator: coordinator of the engines.
         delivery: delivery of the new round.
         pause_s: seconds from now until every engine has paused or is left out.
-        session_s: seconds after that until `DrivenRound.end`.
+        session_s: seconds from the beginning of WRITE in which the caller must call `DrivenRound.end`. Otherwise the round
+            ends without a published version.
 
     Raises:
-        PeerUnreachable: no complete engine is connected.
-        RoundAborted: the controller cannot record the round.
+        PeerUnreachable: no engine is writable (`Fleet.writable_engines`).
+        RoundAborted: the controller cannot record the round in its journal.
     """
     rounds, began_s, in_write = coordinator.rounds, time.monotonic(), asyncio.Event()
     await rounds.lock.acquire()

@@ -49,11 +49,14 @@ class EngineHooks(Protocol):
     """
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        """Stop this rank, and return once no kernel of the rank reads weights or writes caches.
+        """Stop this rank, and return once no kernel of the rank reads weights or writes caches. Idempotent.
 
-        Every rank of an engine gets the same `pause_id`, so that a rank does not confuse this pause with an older one.
+        Rank 0 also stops to accept requests, and applies `mode` to running requests.
 
-        Rank 0 also stops admission and applies `mode` to running requests. Idempotent.
+        Args:
+            pause_id: identity of this pause, the same on all ranks of the engine and different for every other pause.
+            mode: what happens to running requests.
+            deadline_s: seconds within which the rank must stop.
 
         Raises:
             PeerTimeout: the rank still used its weights after `deadline_s`.

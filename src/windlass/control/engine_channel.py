@@ -120,4 +120,4 @@ class EngineChannel(AgentChannel):
             # The engine's code may raise any exception. The rank must connect again in any case.
             except Exception as error:  # noqa: BLE001
                 self._not_resumed = f"{type(error).__name__}: {error}"
-                _log.exception("on_disconnect")
+                _log.exception("the engine did not resume after the connection was lost")

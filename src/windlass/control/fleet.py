@@ -293,8 +293,9 @@ class Fleet:
         """Check the Hello of a rank, and add the rank to its group.
 
         Raises:
-            ProtocolError: see `check`. Or the rank's group has another role or world size, a trainer group with another
-                name is connected, an engine has the name of the trainers' group, an endpoint belongs to another agent,
+            ManifestError: see `check`.
+            ProtocolError: see `check`; the rank's group has another role or world size; a trainer group with another
+                name is connected; an engine has the name of the trainers' group; an endpoint belongs to another agent;
                 or the rank belongs to a trainer job that was replaced.
             MustWait: a process with this name, or ranks of another trainer job, are still connected. A dead process
                 counts as connected until missed heartbeats end its connection.
@@ -333,9 +334,9 @@ class Fleet:
         """Check a Hello without regard to other agents, and return its decoded manifest.
 
         Raises:
-            ProtocolError: the protocol version is another one, the rank is not below the world size, the manifest is
-                invalid or of another worker, the offers are empty, or an offer is repeated or has an endpoint of
-                another transport.
+            ManifestError: the manifest is invalid, or of another rank or role.
+            ProtocolError: the protocol version is another one, the rank is not below the world size, the offers are
+                empty, or an offer is repeated or has an endpoint of another transport.
         """
         check_version(hello.protocol_version, hello.worker)
         if not 0 <= hello.rank < hello.world_size:
@@ -706,7 +707,7 @@ class Fleet:
             binding: binding that the round used.
             round_id: id of the round.
             lineage: lineage of the run that the version belongs to.
-            late: replies that arrived after the end of the round.
+            late: replies that arrived too late for the state machine (`RoundDriver.late`). Each is passed to `settle`.
         """
         for name, outcome in finish.engines.items():
             bound = binding.identities_of(binding.engines[name])

@@ -51,7 +51,7 @@ class HeldWeights:
         self._non_finite: tuple[str, ...] = ()
 
     def bind(self, replicated: bytes) -> None:
-        """Set the boxes to compare; see `ConnectTrainer.replicated`."""
+        """Record this rank's boxes that other trainer ranks hold too, encoded as in `ConnectTrainer.replicated`."""
         self._replicated.bind(replicated)
 
     def note_read(self, read: Collection[int]) -> frozenset[int]:
@@ -183,7 +183,7 @@ class HeldWeights:
         if self._non_finite and is_refused:
             raise RoundAborted(
                 f"version {command.version}: {said(self._non_finite)} of this rank contain NaN or infinity; step with "
-                "finite gradients, or publish them all the same by ControlConfig(non_finite='warn')"
+                "finite gradients; ControlConfig(non_finite='warn') publishes them and logs a warning"
             )
 
     def checked(self, sent: Written) -> Written:

@@ -211,7 +211,7 @@ class Members:
     async def admit(
         self, first: AgentFrame, socket: web.WebSocketResponse
     ) -> tuple[AgentSession, Welcome] | None:
-        """Admit the agent that sent `first`.
+        """Admit the agent that sent `first` over the connection `socket`: add its rank to the fleet.
 
         Returns:
             The agent's session, and the answer to the agent; None if `first` is `CannotJoin`, which only reports why
@@ -219,7 +219,7 @@ class Members:
 
         Raises:
             MustWait: the agent is refused now, and may try again later.
-            ProtocolError, PlanError: the agent is refused.
+            ProtocolError, PlanError: the agent is refused, and must not try again.
         """
         hello = check_first(first)
         if isinstance(hello, CannotJoin):
@@ -377,7 +377,9 @@ class Members:
         self._is_ending = True
 
     async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
-        """Remove a connection and its agent, fail the calls that wait for the agent, and call `MemberEvents.lost`.
+        """Remove a connection, and its agent from the fleet.
+
+        Calls that wait for an answer of the agent raise PeerUnreachable. Then `MemberEvents.lost` is called.
 
         Args:
             session: the connection; a replaced connection is ignored.
@@ -394,7 +396,7 @@ class Members:
         _log.log(level, "agent %s lost: %s", session.peer, reason)
         is_engine = session.agent.hello.role is Role.ENGINE
         if is_engine and self._fleet.unserved and not self._is_ending:
-            _log.warning("%s: %s is gone", self._fleet.unserved, session.peer)
+            _log.warning("%s: %s has disconnected", self._fleet.unserved, session.peer)
         self._changes.notify()
 
     async def refuse(self, engine: str, reason: str) -> None:
@@ -417,7 +419,7 @@ class Members:
             try:
                 await session.send(Refused(reason))
             except PeerUnreachable:
-                _log.info("%s is gone before it was refused", session.peer)
+                _log.info("%s has disconnected before it got its refusal", session.peer)
             self._tasks.spawn(session.close())
 
     def set_aside(self, session: AgentSession, reason: str) -> None:

@@ -34,7 +34,7 @@ from windlass.transfer.bindings import Relayed, Written
 
 MAX_COUNT = (1 << 53) - 1
 """Largest version, epoch, or round: the largest integer that float64, and so JSON, represents exactly."""
-ABORT_NOTICE = "the update goes on without this rank, or has ended"
+ABORT_NOTICE = "the update continues without this rank, or has ended"
 """Reason that a rank gets with `Abort`. Details such as pids and addresses of other ranks are only in the log and in
 the trainers' report, because engines need not know them."""
 

@@ -384,7 +384,7 @@ class ResumeRetries:
             await asyncio.sleep(BACKOFF.after(num_told + 1))
             # A running round may have paused the rank on purpose, so wait for its end.
             async with self._lock:
-                again = Abort(f"go on: {agent.not_resumed}", deadline_s=self.deadline_s)
+                again = Abort(f"resume again: {agent.not_resumed}", deadline_s=self.deadline_s)
                 try:
                     session = self._members.sessions[worker]
                     await session.send(Envelope(*self._run.new_epoch(), 1, again))

@@ -57,7 +57,7 @@ class Measure(StrEnum):
 
     @property
     def label(self) -> str:
-        """Name without the suffix of the unit: `wire`, `bytes`."""
+        """Short name for a table: `wire` for `wire_s`, and `bytes` for `nbytes`."""
         return self.removesuffix("_s") if self.unit == "seconds" else self.unit
 
     def text(self, value: float) -> str:
@@ -241,7 +241,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
 
     @property
     def compared(self) -> bool:
-        """Whether the round compared trainer ranks with the same boxes."""
+        """Whether the round compared the bytes of boxes that several trainer ranks hold."""
         return Measure.COMPARE_S in self.measures
 
     @property
@@ -282,6 +282,6 @@ async def report_of(
     # An unexpected exception fails this round only.
     except Exception as error:  # noqa: BLE001
         if not isinstance(error, WindlassError):
-            _log.exception("version %s", version())
+            _log.exception("version %s: unexpected error", version())
         kind = "" if type(error) is RoundAborted else f"{type(error).__name__}: "
         return failed_report(version(), f"{kind}{error}")

@@ -52,7 +52,7 @@ class RoundTimes:
             self._publishing.add((worker, seq))
 
     def answered(self, worker: str, seq: int) -> None:
-        """Record that a rank has answered the command with number `seq`."""
+        """Record that a rank has answered the command with number `seq`. The answer to `Publish` ends the rank's pause."""
         if (worker, seq) in self._publishing and worker in self._pause_began:
             self._pause_s = max(self._pause_s, self._clock() - self._pause_began[worker])
 

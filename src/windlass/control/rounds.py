@@ -215,7 +215,7 @@ class RoundMachine:
         self._engines = RoundEngines(spec.engines)
         self._phase = self._phase_before = Phase.PREPARE
         self._is_blocked = self._is_broken = False
-        # The agent of an engine that hangs must still report before the deadline that the engine did not resume.
+        # If an engine hangs, its agent needs time to report this before the deadline of the phase.
         self._go_on_s = reply_budget_s(spec.config.deadlines.publish_s)
         self._entry = 0
         self._seq = 0
@@ -523,7 +523,7 @@ class RoundMachine:
             if any(link not in before for link, _ in self._sent_to(engine)):
                 self._drop(engine.name, reason)
         self._wrote = False
-        self._give_up(f"{reason}; ControlConfig(unchanged='warn') publishes it all the same")
+        self._give_up(f"{reason}; ControlConfig(unchanged='warn') publishes it and logs a warning")
 
     def _write(self, links: Mapping[str, tuple[str, ...]]) -> None:
         self._enter(Phase.WRITE)
@@ -547,7 +547,7 @@ class RoundMachine:
         self._digest_ok = False
         pairs = [(source, name) for source, names in sorted(missing.items()) for name in names]
         links, error = ", ".join(f"{s} -> {d}" for s, d in pairs), self._links.why(pairs)
-        why = f"{', '.join(sorted(gone))} is gone" if gone else "after every rewrite"
+        why = f"{', '.join(sorted(gone))} has disconnected" if gone else "after every rewrite"
         reason = f"links failed or had wrong digests, {why}: {links}" + (
             f": {error}" if error else ""
         )

@@ -242,7 +242,7 @@ class FsdpEngine(TrainEngine):
         """The sharded module.
 
         Raises:
-            ConfigError: before `setup`.
+            ConfigError: `setup` was not called yet.
         """
         if self._model is None:
             raise ConfigError("FsdpEngine: no model yet; call setup first")
@@ -250,10 +250,10 @@ class FsdpEngine(TrainEngine):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Mesh of all ranks, with the axes of `ParallelSizes.axes`.
+        """Device mesh of all ranks, with the axes that `ParallelSizes.axes` returns.
 
         Raises:
-            ConfigError: before `setup`.
+            ConfigError: `setup` was not called yet.
         """
         if self._mesh is None:
             raise ConfigError("FsdpEngine: no mesh yet; call setup first")

@@ -517,7 +517,7 @@ class Job:
         return name, await self._silence.until_silent(name, role)
 
     async def _log_end(self, name: str) -> str:
-        """Return the path and the last lines of a process's log, as the end of a message about this process."""
+        """Return text with the path and the last lines of a process's log, to append to a message about this process."""
         tail = await self._scheduler.log_tail(name, LOG_LINES)
         path = self._output_dir / "logs" / f"{name}.log"
         return f"; its log, {path}, ends:\n{tail.rstrip()}"
@@ -848,7 +848,10 @@ class Job:
         )
 
     async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
-        """Return the samples of each group of the next step; None if too few tasks are left for a step."""
+        """Wait for the groups of the next step. Return the samples of each; None if too few tasks are left for a step.
+
+        For errors see `Scoring.next_batch`.
+        """
         with self._waiting_for(
             lambda: f"groups of step {self._steps + 1}: {self._scoring.describe()}"
         ):

@@ -69,7 +69,7 @@ class OutputFolder:
             os.close(opened)
 
     def checkpoints(self) -> list[tuple[Path, Checkpoint]]:
-        """Return the finished checkpoints with their folders, oldest first."""
+        """Return the finished checkpoints with their folders, oldest first. Leave out and log unreadable records."""
         found = []
         for record in (self.path / CHECKPOINTS).glob(f"*/{CHECKPOINT_RECORD}"):
             try:

@@ -92,9 +92,12 @@ class Recipe(ABC):
     def started(  # noqa: B027 - overriding it is a choice
         self, config: LaunchConfig, controller: Controller, scheduler: Scheduler
     ) -> None:
-        """Prepare the recipe, before the job starts trainers, engines and workers. `controller` runs already.
+        """Prepare the recipe, before the job starts trainers, engines and workers. Runs in the controller's event loop.
 
-        Runs in the controller's event loop.
+        Args:
+            config: configuration of the job.
+            controller: controller of the job, which runs already.
+            scheduler: scheduler that will start the job's processes.
         """
 
     async def before_step(  # noqa: B027 - as above
@@ -114,7 +117,7 @@ class Recipe(ABC):
     async def ended(self, summary: JobSummary) -> None:  # noqa: B027 - as above
         """Handle the end of the job, while engines still serve the last version. Not called for a job that fails.
 
-        Runs in the controller's event loop. A signal cancels this coroutine.
+        Runs in the controller's event loop. SIGTERM or SIGINT to the job cancels this coroutine.
         """
 
     def state(self) -> object:
@@ -133,7 +136,10 @@ class Recipe(ABC):
         """
 
     def workflows(self) -> Mapping[str, Workflow]:
-        """Return the workflows that the controller's event loop runs if there are no worker processes."""
+        """Return workflows by name, for a job without worker processes (`rollout.num_workers = 0`).
+
+        The controller's event loop runs these workflows. With worker processes, the job does not call this method.
+        """
         return {}
 
 

@@ -191,7 +191,7 @@ def exported_manifest(
 
 
 def refuse_strided(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise UnsupportedLayout unless the memory of all tensors has their elements in row-major order."""
+    """Raise UnsupportedLayout unless all tensors are contiguous."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise UnsupportedLayout(
@@ -385,10 +385,10 @@ def _observed(
 def _same_as_before(
     exported: Mapping[_Key, _Exported], key: _Key, tensor: torch.Tensor, run: int
 ) -> _Exported:
-    """Return the entry of a tensor of the first run, and record that the exporter has yielded it in this run.
+    """Return the entry that the first run made for an exported tensor, and record that `run` has yielded it again.
 
     Raises:
-        ConfigError: the first run has no such tensor.
+        ConfigError: the first run has not yielded this tensor, or has yielded it with another shape.
     """
     one = exported.get(key)
     if one is None or one.shape != tuple(tensor.shape):
@@ -404,7 +404,13 @@ def _same_as_before(
 def _each(
     exported: Iterable[tuple[str, torch.Tensor | None]],
 ) -> Iterator[tuple[_Key, torch.Tensor]]:
-    """Yield the exported tensors, whole and contiguous, each with its key. Skip complex tensors: they are no weights."""
+    """Yield the exported tensors, whole and contiguous, each with its key.
+
+    Skip None, empty tensors, and complex tensors (which are no weights). Collective if the exporter yields DTensors.
+
+    Raises:
+        ConfigError: the exporter has yielded something else than names and tensors.
+    """
     counts = Counter[str]()
     with torch.no_grad():
         for item in exported:
@@ -422,7 +428,7 @@ def _pair(item: object) -> tuple[str, torch.Tensor | None]:
     """Return the name and the tensor that an exporter has yielded.
 
     Raises:
-        ConfigError: the exporter has yielded something else.
+        ConfigError: the item is no pair of a name and a tensor (or None), or the tensor has no memory.
     """
     if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
         shown = repr(item) if isinstance(item, str) else type(item).__name__

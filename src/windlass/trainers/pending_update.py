@@ -56,7 +56,7 @@ class PendingUpdate:
         return self._report.done()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, in any thread, as soon as `done` returns True."""
+        """Call `callback` once, as soon as `done` returns True. The call may be in any thread."""
         self._report.add_done_callback(lambda _: callback())
 
     def result(self, *, deadline_s: float = 600.0) -> UpdateReport:

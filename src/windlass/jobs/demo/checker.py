@@ -97,8 +97,9 @@ def check_served(
         model_config: transformers configuration or checkpoint folder of the model.
         versions_dir: folder with VERSION.safetensors for every version that a sample names.
         dtypes: name of an engine -> dtype of its parameters.
-        context_is_kept: whether engines may have kept keys and values across an update. If so, the smaller of the
-            distances with and without kept keys counts: after an engine dies, its requests start again without them.
+        context_is_kept: whether engines may have kept keys and values across an update. If so, each answer is compared
+            twice, with and without kept keys and values, and the smaller distance counts: a request that starts again
+            after its engine died has no kept keys and values.
         device: torch device that computes the check.
         progress: function that gets the current number of compared samples.
     """
@@ -182,8 +183,8 @@ def _depth_factor(models: Mapping[str, Sequence[torch.nn.Module]]) -> float:
 def _checking_model(config: Path, dtype: str, device: str) -> torch.nn.Module:
     """Build a model that computes like an engine of this dtype.
 
-    On a CPU, bfloat16 layers multiply in float32 and round the product to bfloat16. This rounds in the same way, and
-    takes a fifth of the time on a CPU without bfloat16 units.
+    On a CPU, its bfloat16 linear layers multiply in float32 and round the product to bfloat16. The result is rounded as in
+    torch's own bfloat16 layers, in a fifth of the time on a CPU without bfloat16 units.
     """
     model = build_model(config).to(device, torch_dtype(DType(dtype))).eval()
     if device == "cpu" and dtype == "bfloat16":

@@ -74,8 +74,8 @@ def build_chunk(
         config: transformers configuration of the model.
         settings: result of `megatron_config`.
         first: whether the chunk has the embedding.
-        last: whether the chunk has the output layer. It returns the logits of the whole vocabulary, and of Megatron's
-            padding, on every tensor-parallel rank.
+        last: whether the chunk has the output layer. Such a chunk returns the logits of the whole vocabulary, and of
+            Megatron's padding, on every tensor-parallel rank.
         stage: virtual pipeline stage.
     """
     size = settings.tensor_model_parallel_size
@@ -132,7 +132,7 @@ def _within(box: Box) -> tuple[slice, ...]:
 
 
 def fill(model: torch.nn.Module, config: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy this rank's parts of the weights of the whole model into a Megatron-core model."""
+    """Copy this rank's parts of `weights`, the weights of the whole model, into the parameters of a Megatron-core model."""
     for name, box, memory in parts(model, config):
         memory.copy_(weights[name][_within(box)])
 

@@ -270,9 +270,10 @@ TRANSFERS: Mapping[tuple[str, str], OwnTransfer] = {
 
 
 def own_transfer_of(config: LaunchConfig) -> OwnTransfer:
-    """Return the transfer to compare with: NCCL if the engine has a separate GPU, otherwise files.
+    """Return the engine's own transfer to compare with: over NCCL if possible, otherwise through files.
 
-    NCCL refuses two ranks on one GPU. The trainers import the engine's package for its NCCL transfer.
+    NCCL refuses two ranks on one GPU, so the engine must have a separate GPU. The trainers must be able to import the
+    engine's package, which has their half of the NCCL transfer.
     """
     engine = config.engines[0]
     has_nccl = bool(engine.num_gpus) and importlib.util.find_spec(engine.kind) is not None

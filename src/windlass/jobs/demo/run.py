@@ -77,7 +77,7 @@ def check_output(config: LaunchConfig) -> None:
 
 
 def make_directory(config: LaunchConfig) -> None:
-    """Create the output folder, and delete the files of an earlier demo in it.
+    """Create an empty output folder, after deleting the folder of an earlier demo.
 
     Raises:
         ConfigError: see `check_output`, or the folder cannot be created.
@@ -181,8 +181,9 @@ def check_demo(config: LaunchConfig) -> None:
     """Check the demo's configuration; change nothing on disk.
 
     Raises:
-        ConfigError: see `check_output` and `check_options`; or the engine's server is not installed, or the model's
-            configuration cannot be used.
+        ConfigError: see `check_output` and `check_options`; or software is missing (the engine's server, the transport's
+            package, Megatron-core); the pause mode does not work with the installed SGLang; the model cannot be used; or
+            the disk is too small.
     """
     check_output(config)
     server = config.engines[0]

@@ -131,7 +131,7 @@ class ClusterBackend(Protocol):
         ...
 
     async def wait(self, name: str) -> int:
-        """Wait until a launched process has ended; return its exit status."""
+        """Wait until a launched process has ended; return its exit status, -N if signal N ended the process."""
         ...
 
     async def signal(self, name: str, signal_number: int) -> None:
