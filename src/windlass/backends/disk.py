@@ -76,7 +76,7 @@ class FileDelivery(Delivery):
 
 @final
 class DiskSender:
-    """Trainer half."""
+    """Trainer half: writes one file per version, which all engine ranks read."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class DiskSender:
 
 @final
 class DiskReceiver:
-    """Engine half."""
+    """Engine half: reads its boxes from the files of the trainer ranks into a shadow copy."""
 
     def __init__(
         self, config: DiskBackend, manifest: ShardManifest, addresses: Sequence[int]

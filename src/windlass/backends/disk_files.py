@@ -281,7 +281,7 @@ def read_boxes(
         memory: memory at these addresses.
 
     Returns:
-        Workers with files that cannot be opened, or that do not contain what their index describes.
+        Names of the ranks with files that cannot be opened, or that differ from the description in their index.
 
     Raises:
         TransferFailed: a cast overflowed, a file's dtype cannot be cast to the parameter's, or work

@@ -120,8 +120,8 @@ def _connect_relay(
     Args:
         worker: rank that gets the command.
         groups: relay groups of this rank.
-        to: ranks whose memory addresses the rank needs, because it writes to them.
-        through: ranks whose relay listeners the rank connects to.
+        to: ranks to which the rank writes, so that it needs their memory addresses.
+        through: ranks with a relay listener to which the rank connects.
         bound: engine rank -> its answer to `ConnectEngine`.
         narrow: see `LinkAddresses.narrow`.
     """

@@ -32,7 +32,7 @@ class LinkLedger:
         self._errors: dict[Link, str] = {}
 
     def unwritten(self, destinations: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """Return the unwritten links to `destinations`: source -> destinations."""
+        """Return the links to `destinations` that are not written, as source -> its destinations."""
         destinations = frozenset(destinations)
         return _by_source(
             link for link in self._links if link[1] in destinations and link not in self._written
@@ -41,7 +41,7 @@ class LinkLedger:
     def among(
         self, sources: Collection[str], destinations: Collection[str]
     ) -> dict[str, tuple[str, ...]]:
-        """Return the links from `sources` to `destinations`, written or not: source -> destinations."""
+        """Return all links from `sources` to `destinations`, written or not, as source -> its destinations."""
         destinations = frozenset(destinations)
         return _by_source(
             link for link in self._links if link[0] in sources and link[1] in destinations
@@ -58,7 +58,7 @@ class LinkLedger:
             self._verified.discard(destination)
 
     def answered(self, source: str) -> tuple[str, ...]:
-        """Record that `source` has answered its write command, and return the destinations in the command."""
+        """Record that `source` has answered its write command. Return the destinations of this command; () without one."""
         return self.in_flight.pop(source, ())
 
     def written(self, link: Link, digest: str) -> None:

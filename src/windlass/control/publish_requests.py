@@ -211,7 +211,7 @@ class PublishRequests:
 
 @final
 class MissingRanks:
-    """Trainer ranks that a publish waits for. While a rank waits, the log names the others.
+    """Trainer ranks that a publish waits for. While other ranks wait for these, the log names them.
 
     Args:
         fleet: connected ranks.

@@ -157,7 +157,7 @@ class CatchUps:
         """
         if self._fleet.held:
             self._tasks.spawn(self._members.probe_held())
-        # A task that still waits for the end of a round will see all changes that are made before this end.
+        # If a task waits already, it will see this change too: it begins only after the running round has ended.
         if not self._is_due:
             self._is_due = True
             self._tasks.spawn(self._settle())

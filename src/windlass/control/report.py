@@ -273,8 +273,8 @@ async def report_of(
     So trainers always get a report, and need not wait until their deadline.
 
     Args:
-        version: function that returns the version, called after an exception. Only while a driven round runs, the
-            controller learns its version.
+        version: function that returns the version, called after an exception. It is a function because the controller
+            learns the version of a driven round only while the round runs.
         round_: coroutine that runs the round.
     """
     try:

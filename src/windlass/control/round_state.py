@@ -84,9 +84,9 @@ class RoundEngine:
     Attributes:
         name: name of the engine.
         workers: its ranks.
-        outcome: outcome of the round for it; only `end` sets it.
+        outcome: outcome of the round for this engine; only `end` sets this attribute.
         reason: reason for the outcome; empty for none.
-        mixed: whether its live weights may be of two versions.
+        mixed: whether the engine's live weights may be of two versions.
     """
 
     name: str

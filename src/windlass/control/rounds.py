@@ -243,7 +243,7 @@ class RoundMachine:
 
     @property
     def outcomes(self) -> dict[str, EngineOutcome]:
-        """Outcome of every engine; `ACTIVE` while it is part of the round."""
+        """Engine -> its outcome; `ACTIVE` for an engine that is still part of the round."""
         return self._engines.outcomes
 
     @property

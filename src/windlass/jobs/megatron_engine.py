@@ -69,8 +69,8 @@ class MegatronEngine(TrainEngine):
         forward: see `Forward`.
         vocab_size: vocabulary size of the checkpoint that engines serve.
         family: family of that checkpoint; see `connect_megatron_trainer`.
-        exporter: exporter of a converter; see `connect_megatron_trainer`. The engine calls it after it has created
-            Megatron's groups, so the function may create the converter.
+        exporter: exporter of a checkpoint converter such as mbridge; see `connect_megatron_trainer`. The function is not
+            called before Megatron's groups exist, so it may create the converter.
         ddp: configuration of Megatron's data-parallel wrapper.
         lr_schedule: function that builds Megatron's schedule for the optimizer. The schedule is stepped by 1 after each
             optimizer step, and saved and loaded with the optimizer.

@@ -67,8 +67,7 @@ class Scoring:
         """Return the samples of the groups of one step, or None if too few tasks are left for a step.
 
         If the recipe returns no samples for a group, the group is declined, and another group takes its place.
-        `batch_deadline_s` limits two times separately: the wait for enough complete groups, and the scoring of each
-        group.
+        The wait for enough complete groups may take `batch_deadline_s`, and the scoring of each group may take as long.
 
         Args:
             producer: asyncio task that submits the recipe's tasks, and ends after the last task.
