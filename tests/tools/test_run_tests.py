@@ -83,5 +83,5 @@ def run_tests(tests: str, folder: Path, *arguments: str) -> subprocess.Completed
     (folder / "test_them.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\n")
     script = ROOT / "tools" / "run_tests.py"
-    command = [sys.executable, script, "-q", "-n", "2", str(folder), *arguments]
+    command = [sys.executable, str(script), "-q", "-n", "2", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
