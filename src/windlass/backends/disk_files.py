@@ -47,7 +47,7 @@ class DiskEntry(msgspec.Struct, frozen=True):
 
     @property
     def box(self) -> Box:
-        """Box of the checkpoint tensor that the file's tensor contains."""
+        """The part of the checkpoint tensor that this file stores, as a box."""
         return Box(self.offsets, self.sizes)
 
 

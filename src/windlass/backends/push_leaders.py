@@ -188,7 +188,7 @@ class PushDelivery(Delivery):
         return phase not in {Phase.PREPARE, Phase.VERIFY}
 
     def answered(self, worker: str, command: Command, result: Result) -> Findings | None:  # noqa: ARG002
-        """Return findings without content for the answer `Done` to `BeginDriven`; None for any other answer."""
+        """Return an empty `Findings` if the rank answered `BeginDriven` with `Done`, otherwise None."""
         return Findings() if (type(command), type(result)) == (BeginDriven, Done) else None
 
 

@@ -95,7 +95,7 @@ class Xccl(OwnPathBackend):
         return GroupDelivery()
 
     def is_spent(self, report: UpdateReport) -> bool:
-        """Return whether the round failed or left out an engine: groups may be broken, so all ranks must bind again."""
+        """Return whether all ranks must bind again: a round that failed or left out an engine may have broken groups."""
         return report.outcome is not RoundOutcome.PUBLISHED or bool(report.left_out)
 
 
@@ -191,7 +191,7 @@ class CollectiveSender:
         """Carry out `JoinGroups`: join the group that this rank offered, see `join`.
 
         Raises:
-            ProtocolError: the command is another command.
+            ProtocolError: the command is not `JoinGroups`.
         """
         if not isinstance(command, JoinGroups):
             raise ProtocolError(f"a group's source cannot carry out {type(command).__name__}")
@@ -332,7 +332,7 @@ class CollectiveReceiver:
         """Carry out `JoinGroups` or `Receive`, see `join` and `receive`.
 
         Raises:
-            ProtocolError: the command is another command.
+            ProtocolError: the command is not `JoinGroups`.
         """
         match command:
             case JoinGroups():

@@ -156,7 +156,8 @@ class Connector:
             planner: returns the plan of the copy.
 
         Raises:
-            EnginesUnbound: a rank of the newcomer did not bind. Ranks that were late are set aside.
+            EnginesUnbound: a rank of the newcomer did not bind. Late ranks take part in no round until they answer a
+                probe; see `part_with`.
             WindlassError: see `FleetBinder.bind`.
         """
         # An engine rank can be bound to only one plan at a time.
@@ -165,7 +166,7 @@ class Connector:
         try:
             return await self._bind(donor, (newcomer,), planner)
         except EnginesUnbound as error:
-            # The engine may still be able to bind the trainers' plan, so do not refuse it. Only set late ranks aside.
+            # Do not refuse the engine, because it may still be able to bind the trainers' plan. Only exclude its late ranks.
             await self.part_with(EnginesUnbound({}, error.late))
             raise
 

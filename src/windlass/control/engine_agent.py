@@ -307,7 +307,7 @@ class EngineAgent:
     def _fence(self) -> None:
         """Wait until late bytes of an earlier round can no longer arrive, if a source may have died during a write.
 
-        Called before this rank binds again. Sources that live have reported the end of their writes by then.
+        Called before this rank binds again. By then, sources that are still alive have reported the end of their writes.
         """
         if self._may_be_written:
             self._one_sided.transport.fence(deadline_s=FENCE_S)

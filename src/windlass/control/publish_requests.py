@@ -72,14 +72,14 @@ def check_same_version(announced: Collection[PendingPublish]) -> None:
 
 
 def check_same_ranks(announced: Collection[PendingPublish], binding: Binding) -> None:
-    """Check that the processes in `binding` are the processes that announced.
+    """Check that the trainer processes in `binding` are exactly those that announced this publish.
 
     Raises:
         RoundAborted: a trainer rank left or connected after the announcements, and before the fleet was bound.
     """
     moved = {rank.trainer for rank in announced} - binding.signature
     if moved:
-        changed = f"new are {sorted(name for name, _ in moved)}"
+        changed = f"{sorted(name for name, _ in moved)} announced and then left or connected again"
     elif len(announced) != len(binding.trainers):
         changed = f"{len(announced)} announced, {len(binding.trainers)} are connected"
     else:

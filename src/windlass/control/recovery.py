@@ -182,7 +182,8 @@ class CatchUps:
     async def _bring_up_from_trainers(self) -> None:
         """Run a round in which the trainers send the published version again to all writable engines.
 
-        Do nothing unless `trainers_stand_still`. Failed rounds are repeated as for catch-ups.
+        Do nothing unless `trainers_stand_still`. After a failed round, wait before the next round, and give up after
+        `MAX_ATTEMPTS` rounds.
         """
         fleet = self._fleet
         trainers, engines = fleet.trainers(), fleet.writable_engines()
@@ -198,7 +199,7 @@ class CatchUps:
         ):
             return
         names = ", ".join(engine.name for engine in engines)
-        _log.info("%s: the trainers send it again to %s", fleet.unserved, names)
+        _log.info("%s: the trainers send this version again to %s", fleet.unserved, names)
         try:
             # Boxes that several trainers hold were compared already when the version was published.
             binding = replace(await self._connector.ensure_bound(), replicated=None)

@@ -50,7 +50,7 @@ class Scoring:
         rollouts.on_change(self._on_rollouts)
 
     def close(self) -> None:
-        """Cancel the wait for all scores; a thread in which the recipe still scores continues. Idempotent."""
+        """Stop waiting for every score. If the recipe is still scoring in a thread, that thread runs on. Idempotent."""
         for scoring in self._scores.values():
             scoring.cancel()
 

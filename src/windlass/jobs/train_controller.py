@@ -216,7 +216,7 @@ class TrainController:
         """Start all ranks, wait until they have connected, and call `TrainEngine.setup` on each.
 
         Ranks of an earlier start are ended first. The new ranks do not load a checkpoint; see `load`. If an engine still
-        shares the reservation of the earlier ranks, the new ranks start in this reservation.
+        runs in the nodes that the scheduler reserved for the earlier ranks, the new ranks start there, too.
 
         Args:
             url: URL of the server on which this object is mounted, as the ranks can reach it.
@@ -576,7 +576,7 @@ class TrainController:
         session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
 
     async def lost(self, session: _Rank, reason: str, *, ended: bool) -> None:  # noqa: ARG002
-        """Log a lost connection. This is no failure: the rank may connect again, and the scheduler reports its end."""
+        """Log a lost connection. This is no failure: the rank may connect again. If its process ends, the scheduler reports that."""
         level = logging.DEBUG if self._is_closing else logging.INFO
         _log.log(level, "%s: %s", session.peer, reason)
 

@@ -138,8 +138,8 @@ def _require_success(reports: Sequence[_Report], error: Exception | None) -> Non
 
     Raises:
         ConfigError: the exporter raised an error on a rank.
-        UnsupportedLayout: the exporter computes values on a rank; or it exports a parameter on no rank, and no further
-            attempt will follow.
+        UnsupportedLayout: on some rank the exporter yields computed values instead of elements of a parameter; or, in the
+            last attempt, no rank exported some parameter.
     """
     for rank, report in enumerate(reports):
         if report.failure and not report.refusal:

@@ -77,7 +77,7 @@ def check_output(config: LaunchConfig) -> None:
 
 
 def make_directory(config: LaunchConfig) -> None:
-    """Create an empty output folder, after deleting the folder of an earlier demo.
+    """Create the output folder, after deleting the folder of an earlier demo.
 
     Raises:
         ConfigError: see `check_output`, or the folder cannot be created.
