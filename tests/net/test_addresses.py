@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import threading
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -16,6 +17,7 @@ from windlass.errors import ConfigError, PeerUnreachable, TransferFailed
 from windlass.net.addresses import (
     HOST_VARIABLE,
     address_towards,
+    free_port,
     is_loopback,
     is_wildcard,
     join_host_port,
@@ -78,6 +80,16 @@ async def test_binding_every_address_requires_an_advertised_host(host: str) -> N
     with pytest.raises(ConfigError, match="advertise_host"):
         published_host("10.0.0.1", "0.0.0.0", "worker")
     assert EngineSettings(name="a", model="m").advertise_host == ""
+
+
+def test_a_free_port_is_not_one_that_the_kernel_gives_to_other_sockets() -> None:
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = [free_port() for _ in range(20)]
+    assert len(set(ports)) > 10
+    for port in ports:
+        assert port < ephemeral
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", port))
 
 
 def test_the_address_of_another_host_cannot_be_bound() -> None:

@@ -8,7 +8,10 @@ this host on the route to the controller, and loopback.
 from __future__ import annotations
 
 import ipaddress
+import random
 import socket
+from contextlib import suppress
+from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from windlass.envs import environment_value
@@ -17,6 +20,11 @@ from windlass.net.tls import is_tls_required
 
 HOST_VARIABLE = "WINDLASS_HOST"
 LOOPBACK = "127.0.0.1"
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL_EPHEMERAL_PORT = 32768
+"""First ephemeral port of Linux unless the administrator has changed it."""
+_FIRST_FREE_PORT = 20000
+_NUM_PROBES = 100
 
 
 def join_host_port(host: str, port: int) -> str:
@@ -105,8 +113,19 @@ def published_host(host: str, advertise_host: str, what: str) -> str:
 def free_port() -> int:
     """Return a port of 127.0.0.1 that is free now, for a server that cannot choose and report a port itself.
 
-    Another process may take the port before the server binds it.
+    The port is below the kernel's ephemeral range if possible, because the kernel gives ports of this range to other
+    sockets at any time. Another process may still take the port before the server binds it.
     """
+    try:
+        end = int(_EPHEMERAL_RANGE.read_text().split()[0])
+    except OSError:
+        end = _USUAL_EPHEMERAL_PORT
+    ports = range(min(_FIRST_FREE_PORT, end), end)
+    # A job may have set the seed of `random` in all its processes.
+    for port in random.SystemRandom().sample(ports, min(_NUM_PROBES, len(ports))):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
