@@ -753,10 +753,10 @@ class World:
 
     async def bury_all(self) -> None:
         """End all processes and tasks of the run."""
-        for process in self.processes.values():
-            if process.host.alive:
-                process.kill()
-                await process.buried()
+        # If the run ended early, its remaining events may start more processes.
+        while alive := [process for process in self.processes.values() if process.host.alive]:
+            alive[0].kill()
+            await alive[0].buried()
         await asyncio.gather(*self._background, return_exceptions=True)
 
 
