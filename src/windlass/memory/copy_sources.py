@@ -46,8 +46,8 @@ class SourceMemory:
         """Unpin the memory that an earlier call pinned, and make `parameters` accessible to kernels.
 
         Args:
-            parameters: address and size in bytes of each parameter. The size is 0 for a parameter that this rank
-                does not have.
+            parameters: address and size in bytes of each parameter. Size 0 stands for a parameter without elements on
+                this rank.
 
         Returns:
             For each parameter, the address that kernels use; 0 for size 0.

@@ -325,7 +325,7 @@ class RelayReceiver:
             self._loop.run_until_complete(self._serving)
 
     async def _serve(self) -> None:
-        """Accept connections until cancelled, at most `MAX_CONNECTIONS` at a time."""
+        """Accept connections until the task is cancelled. At most `MAX_CONNECTIONS` are open at a time."""
         async with asyncio.TaskGroup() as connections:
             num_open = asyncio.Semaphore(MAX_CONNECTIONS)
             while True:

@@ -31,7 +31,7 @@ class RingWrite:
 def write_ring(
     ring: Iterator[WriteBatch], begin: Callable[[WriteBatch], Future[float]]
 ) -> RingWrite:
-    """Write the batches of `Packer.ring`, and wait for the last write.
+    """Write the batches of `Packer.ring`: each batch is packed while the previous one is written. Wait for the last write.
 
     Args:
         ring: batches; the next batch is packed when it is requested.

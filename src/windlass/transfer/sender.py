@@ -296,7 +296,13 @@ class Sender:
                 replica.taken(version)
 
     def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> float:
-        """Pack and hash all written links, or only hash them; return the seconds of registering moved parameters."""
+        """Pack and hash all planned links that the transport writes, or only hash them if the arena is too small.
+
+        Before this, register moved parameters, or copy the parameters into the replica.
+
+        Returns:
+            Seconds of registering moved parameters.
+        """
         links = self.links
         programs = links.planned
         if self.packer.slot.arena is None and not self.packer.holds(programs):
