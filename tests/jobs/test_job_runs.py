@@ -153,6 +153,103 @@ def test_the_same_command_continues_a_stopped_job(tmp_path: Path) -> None:
     assert 'checkpoints/6, checkpoints/8, metrics.jsonl, summary.json; set resume = "auto"' in other
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])
+def test_a_job_continues_with_the_tasks_of_its_journal(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Check that the last weights were trained on each prompt once, after an end of the controller between checkpoints."""
+    script = tmp_path / "padded.py"
+    script.write_text(PADDED.format(example=str(EXAMPLE / "trainer.py")))
+    job = write_job(
+        tmp_path,
+        COUNTING,
+        top='steps = 12\nresume = "auto"',
+        trainer="save_every = 2",
+        rollout=f'journal = "{tmp_path}/journal"\nacknowledge = true',
+        script=script,
+    )
+    first = ""
+    with start(job) as (process, output):
+        for line in output:
+            first += line
+            if line.startswith("AFTER 4"):
+                process.send_signal(number)
+        status = process.wait(timeout=120)
+    assert status == (-number if number is signal.SIGKILL else 128 + number), first
+    status, second = launch(job)
+    assert status == 0, second
+    # A signal lets a running step end.
+    (saved,) = (int(line.split()[-2]) for line in lines(second, "continues from"))
+    assert saved in {4, 6}
+    assert lines(second, "ENDED ")[0].startswith("12 ")
+    kept = [n for line in lines(first, "TRAIN ")[:saved] for n in numbers(line)]
+    lost = [n for line in lines(first, "TRAIN ")[saved:] for n in numbers(line)]
+    after = [n for line in lines(second, "TRAIN ") for n in numbers(line)]
+    # The recipe has a prompt for each group of the 12 steps.
+    assert sorted(kept + after) == [*range(1, 25)]
+    assert {*lost} <= {*after}
+
+
+EVALUATING = """
+    import itertools
+    from windlass.jobs import Recipe, Task
+
+    async def chain(context):
+        first = await context.generate(tuple(context.arguments))
+        return [*first.output.output_ids]
+
+    class R(Recipe):
+        def tasks(self):
+            for n in itertools.count():
+                yield Task(prompt_ids=(1, 2, n % 60))
+
+        def rewards(self, group):
+            return [float(len(rollout.versions)) for rollout in group.rollouts]
+
+        def workflows(self):
+            return {"chain": chain}
+
+        def evaluation_tasks(self):
+            return [Task(prompt_ids=(3, 4, 5)), Task(workflow="chain", arguments=[3, 4, 5], metadata="m")]
+
+        def evaluation_metrics(self, groups):
+            plain, chained = groups
+            assert chained.metadata == "m" and len(plain.rollouts) == len(chained.rollouts) == 2
+            # Greedy answers to one prompt are equal.
+            answers = {rollout.output_ids for rollout in plain.rollouts}
+            answers |= {tuple(rollout.value) for rollout in chained.rollouts}
+            versions = {v for group in groups for rollout in group.rollouts for v in rollout.versions}
+            (version,) = versions
+            return {**super().evaluation_metrics(groups), "answers": len(answers), "of": version}
+"""
+
+
+def test_a_job_evaluates_versions_that_its_engines_serve(tmp_path: Path) -> None:
+    """With replicas, a step ends before its version is published, and the evaluation waits for this version."""
+    job = write_job(tmp_path, EVALUATING, top='steps = 5\nreplica = "host"')
+    job.write_text(f"{job.read_text()}\n[evaluation]\nevery = 2\nsamples_per_task = 2\n")
+    status, printed = launch(job)
+    assert status == 0, printed
+    found = [
+        json.loads(line) for line in (tmp_path / "out/evaluations.jsonl").read_text().splitlines()
+    ]
+    assert [{**each, "time": 0} for each in found] == [
+        {"step": n, "version": n, "reward": 4.0, "answers": 1, "of": n, "time": 0} for n in (2, 4)
+    ]
+    assert "evaluation of version 2: reward 4, answers 1, of 2\n" in printed
+
+
+def test_an_evaluation_that_the_recipe_does_not_define_is_refused(tmp_path: Path) -> None:
+    job = write_job(tmp_path, plain(), top="steps = 3")
+    job.write_text(f"{job.read_text()}\n[evaluation]\nevery = 2\n")
+    status, printed = launch(job)
+    assert status == 2, printed
+    assert (
+        "recipe.name must be a class that defines evaluation_tasks if evaluation.every > 0, got 'R'"
+        in printed
+    )
+
+
 def numbers(line: str) -> list[int]:
     found: list[int] = json.loads(line.partition("]")[0] + "]")
     return found

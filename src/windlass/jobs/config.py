@@ -118,12 +118,17 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         version: published version of the saved weights.
         recipe: value of `Recipe.state` in msgpack; empty for None.
         tasks: tasks that the recipe yielded and the job did not train on, in msgpack; empty if the recipe has no state.
+            Tasks in the journal of rollouts are not repeated here.
+        journal: id of the journal of rollouts; empty for none.
+        num_groups: number of groups that were submitted with the journal before the checkpoint.
     """
 
     steps: int
     version: int
     recipe: bytes = b""
     tasks: bytes = b""
+    journal: str = ""
+    num_groups: int = 0
 
 
 def read_checkpoint(folder: str) -> Checkpoint:
@@ -255,6 +260,32 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         )
 
 
+class EvaluationSection(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of evaluations.
+
+    Attributes:
+        every: number of steps between two evaluations; 0 for none.
+        sampling: sampling parameters; if missing, `rollout.sampling` with temperature 0.
+        samples_per_task: number of answers per task.
+        max_concurrent: number of samples that may run at a time.
+        deadline_s: seconds for the answers to all tasks of an evaluation.
+    """
+
+    every: int = 0
+    sampling: SamplingParams | None = None
+    samples_per_task: int = 1
+    max_concurrent: int = 64
+    deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        least = {"every": 0, "samples_per_task": 1, "max_concurrent": 1}
+        check_numbers(self, least, ("deadline_s",), where="evaluation.")
+
+    def sampling_of(self, training: SamplingParams) -> SamplingParams:
+        """Return the sampling parameters of evaluations, given those of training."""
+        return self.sampling or msgspec.structs.replace(training, temperature=0.0)
+
+
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Configuration of a job.
 
@@ -277,6 +308,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerSection
     engines: tuple[EngineSection, ...]
     rollout: RolloutSection
+    evaluation: EvaluationSection = EvaluationSection()
     output_dir: str
     resume: Resume = Resume.NEVER
     transport: str = "auto"

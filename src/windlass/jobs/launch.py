@@ -40,7 +40,15 @@ from windlass.jobs.config import (
     LaunchConfig,
     check_all,
 )
-from windlass.jobs.output import METRICS, REPORT, SUMMARY, OutputFolder, find_start
+from windlass.jobs.evaluation import evaluate
+from windlass.jobs.output import (
+    EVALUATIONS,
+    METRICS,
+    REPORT,
+    SUMMARY,
+    OutputFolder,
+    find_start,
+)
 from windlass.jobs.recipe import (
     CallThread,
     Recipe,
@@ -66,6 +74,7 @@ from windlass.progress import SAID_EVERY_S, Progress
 from windlass.rollout.handles import GroupHandle, RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.sampling import SamplingParams
 from windlass.transports.registry import parse_transport
 from windlass.wording import counted, shortest_path
 
@@ -109,7 +118,9 @@ async def run_job(
     """
     check_job(config)
     token = owner_token()
-    recipe = recipe or load_recipe(Path(config.recipe.file), config.recipe.name)
+    recipe = recipe or load_recipe(
+        Path(config.recipe.file), config.recipe.name, evaluates=config.evaluation.every > 0
+    )
     output_dir = await asyncio.to_thread(Path(config.output_dir).resolve)
     await asyncio.to_thread(output_dir.mkdir, parents=True, exist_ok=True)
     with OutputFolder(output_dir).locked():
@@ -411,7 +422,11 @@ class Job:
             return 0.0
         deadline_s = self._config.shutdown_s
         cleaning = asyncio.create_task(
-            self.controller.rollouts.cancel_all(deadline_s=deadline_s), name="clean-up"
+            self.controller.rollouts.cancel_all(
+                deadline_s=deadline_s,
+                keep_in_journal=self._config.rollout.journal is not None,
+            ),
+            name="clean-up",
         )
         insisted = asyncio.create_task(self.signals.get())
         with self._waiting_for(lambda: "workflows to clean up"):
@@ -692,12 +707,14 @@ class Job:
         # Read the recipe's state before the ranks save: tasks that the recipe yields during the save belong to the
         # next checkpoint.
         state, tasks, trained = self._recipe_state, self._open_tasks(), self._trained
+        journal, num_groups = self._journal_position()
         self._trained = []
         with self._waiting_for(lambda: f"the trainer ranks: checkpoint {self._steps}"):
             await self._trainers.save(str(folder), deadline_s=self._config.trainer.step_deadline_s)
         checkpoint = Checkpoint(
-            steps=self._steps, version=self.version, recipe=state, tasks=tasks if state else b""
-        )
+            steps=self._steps, version=self.version, recipe=state, tasks=tasks if state else b"",
+            journal=journal, num_groups=num_groups,
+        )  # fmt: skip
         self._newest = self._output.save_record(checkpoint), checkpoint
         self._restarts_since_checkpoint = 0
         self._acknowledge(trained)
@@ -706,18 +723,24 @@ class Job:
     def _open_tasks(self) -> bytes:
         """Return the tasks that the recipe yielded and the job has not trained on yet, encoded for a checkpoint.
 
-        Return no bytes if the recipe has no state, if the journal of rollouts records these tasks, or if msgpack cannot
-        encode them.
+        Leave out tasks that the journal of rollouts records. Return no bytes if the recipe has no state, or if msgpack
+        cannot encode the tasks.
         """
-        if self._config.rollout.journal is not None or not self._recipe_state:
+        if not self._recipe_state:
             return b""
-        tasks = [task for task, _ in self._open.values()]
+        has_journal = self._config.rollout.journal is not None
+        tasks = [] if has_journal else [task for task, _ in self._open.values()]
         tasks += [] if self._drawn is None else [self._drawn]
         try:
             return encode_tasks(tasks)
         except ConfigError as error:
             _log.warning("the checkpoint lacks the tasks that were not trained on: %s", error)
             return b""
+
+    def _journal_position(self) -> tuple[str, int]:
+        """Return the id of the journal of rollouts and the number of its groups; an empty id without a journal."""
+        has_journal = self._config.rollout.journal is not None
+        return self.controller.rollouts.position if has_journal else ("", 0)
 
     def _acknowledge(self, task_ids: Sequence[str]) -> None:
         """Remove groups from the journal of rollouts, because the job has trained on them.
@@ -774,23 +797,48 @@ class Job:
         )
         with self._in_hook(f"after_step of step {step}"):
             await self._recipe.after_step(step, result)
+        every = self._config.evaluation.every
+        if every and self._steps % every == 0:
+            await self._evaluate()
+
+    async def _evaluate(self) -> None:
+        """Evaluate the newest version. The next step begins afterwards, so engines do not change their version."""
+        with self._waiting_for(self._describe_update):
+            deadline_s = self._config.trainer.publish_deadline_s
+            await self._trainers.finish_update(deadline_s=deadline_s)
+        version = self.version
+        with self._waiting_for(lambda: f"the evaluation of version {version}"):
+            found = await evaluate(self.controller, self._recipe, self._config, version)
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+        self._notify(f"evaluation of version {version}: {metrics}")
+        self._output.add_metrics({"step": self._steps, "version": version, **found}, EVALUATIONS)
 
     async def _produce(self) -> None:
         """Submit the recipe's tasks one by one, each as soon as the staleness bound admits it, until the tasks end.
 
-        After a start from a checkpoint, first restore the recipe's state and submit the checkpoint's tasks.
+        After a start from a checkpoint, first restore the recipe's state and submit the checkpoint's tasks. Skip the
+        tasks that an earlier process submitted after it had saved the checkpoint: the journal of rollouts has them.
         """
-        deadline_s = room_deadline_s(self._config)
+        deadline_s, num_skipped = room_deadline_s(self._config), 0
         if self._newest is not None and (checkpoint := self._newest[1]).recipe:
+            journal, num_groups = self._journal_position()
+            if journal and journal == checkpoint.journal:
+                num_skipped = num_groups - checkpoint.num_groups
             state = msgspec.msgpack.decode(checkpoint.recipe)
             await self._task_calls.call("load", lambda: self._recipe.load(state))
             self._recipe_state = checkpoint.recipe
             for task in decode_tasks(checkpoint.tasks):
-                await self._submit(task, deadline_s)
+                if num_skipped:
+                    num_skipped -= 1
+                else:
+                    await self._submit(task, deadline_s)
         tasks = tasks_of(self._recipe)
         while (drawn := await self._next_task(tasks)) is not None:
             task, self._recipe_state = drawn
-            await self._submit(task, deadline_s)
+            if num_skipped:
+                num_skipped -= 1
+            else:
+                await self._submit(task, deadline_s)
 
     async def _next_task(self, tasks: Iterator[tuple[Task, bytes]]) -> tuple[Task, bytes] | None:
         """Return the recipe's next task and the encoded state of the recipe after this task; None after the last task.
@@ -975,28 +1023,38 @@ def _check_processes(config: LaunchConfig) -> None:
 
 def _check_context(config: LaunchConfig, engine: EngineSection) -> None:
     """Check that the longest answer fits into an engine's context window, if the window's size is known."""
-    max_new_tokens, spec = config.rollout.sampling.max_new_tokens, ENGINES.find(engine.kind)
+    spec = ENGINES.find(engine.kind)
     given = dict(options_of(engine.arguments)).get(spec.context_option, "")
     context = int(given) if given.isdecimal() else None if given else spec.default_context
-    if context is not None and max_new_tokens >= context:
-        raise ConfigError(
-            f"engines {engine.name!r}: {spec.context_option} must be > {max_new_tokens} "
-            f"(rollout.sampling.max_new_tokens), so that a prompt fits too, got {context}"
-        )
+    for table, sampling in _samplings(config):
+        if context is not None and sampling.max_new_tokens >= context:
+            raise ConfigError(
+                f"engines {engine.name!r}: {spec.context_option} must be > {sampling.max_new_tokens} "
+                f"({table}.max_new_tokens), so that a prompt fits too, got {context}"
+            )
+
+
+def _samplings(config: LaunchConfig) -> list[tuple[str, SamplingParams]]:
+    """Return the sampling parameters of the job, each with the name of its table."""
+    given = [("rollout.sampling", config.rollout.sampling)]
+    if config.evaluation.every and config.evaluation.sampling is not None:
+        given.append(("evaluation.sampling", config.evaluation.sampling))
+    return given
 
 
 def _check_sampling(config: LaunchConfig, engine: EngineSection) -> None:
     """Check that an engine supports the sampling parameters of the job."""
-    sampling, where = config.rollout.sampling, f"engines {engine.name!r}"
-    if sampling.has_structure and engine.kind == "embedded":
-        raise ConfigError(
-            f"{where}: kind must be vllm or sglang with json_schema or regex in rollout.sampling, got 'embedded'"
-        )
-    if sampling.stop and "--skip-tokenizer-init" in dict(options_of(engine.arguments)):
-        raise ConfigError(
-            f"{where}: arguments must not contain --skip-tokenizer-init with rollout.sampling.stop, because the "
-            "engine needs its tokenizer to find stop texts; remove it, or use stop_token_ids"
-        )
+    where = f"engines {engine.name!r}"
+    for table, sampling in _samplings(config):
+        if sampling.has_structure and engine.kind == "embedded":
+            raise ConfigError(
+                f"{where}: kind must be vllm or sglang with json_schema or regex in {table}, got 'embedded'"
+            )
+        if sampling.stop and "--skip-tokenizer-init" in dict(options_of(engine.arguments)):
+            raise ConfigError(
+                f"{where}: arguments must not contain --skip-tokenizer-init with {table}.stop, because the "
+                "engine needs its tokenizer to find stop texts; remove it, or use stop_token_ids"
+            )
 
 
 def check_host(config: LaunchConfig) -> None:

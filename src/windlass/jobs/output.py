@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 METRICS, SUMMARY, REPORT = "metrics.jsonl", "summary.json", "report.html"
+EVALUATIONS = "evaluations.jsonl"
 OF_A_RUN = (METRICS, SUMMARY)
 """Files that exist once a run has trained a step or ended."""
 
@@ -110,14 +111,15 @@ class OutputFolder:
                 (folder / CHECKPOINT_RECORD).unlink(missing_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def add_metrics(self, line: dict[str, Any]) -> None:
-        """Append the metrics of a step to `metrics.jsonl`. If this fails, log the first failure and continue."""
+    def add_metrics(self, line: dict[str, Any], file_name: str = METRICS) -> None:
+        """Append metrics to a file of JSON lines. If this fails, log the first failure and continue."""
+        path = self.path / file_name
         try:
-            with (self.path / METRICS).open("ab") as file:
+            with path.open("ab") as file:
                 file.write(msgspec.json.encode({**line, "time": time.time()}) + b"\n")
         except OSError as error:
             if not self._warned:
-                _log.warning("%s: metrics were not written: %s", self.path / METRICS, error)
+                _log.warning("%s: metrics were not written: %s", path, error)
             self._warned = True
 
 

@@ -89,6 +89,22 @@ class Recipe(ABC):
         """
         return training_samples(group, self.rewards(group))
 
+    def evaluation_tasks(self) -> Iterable[Task]:
+        """Return the tasks of each evaluation, if the job has `evaluation.every`. Runs in a thread.
+
+        A workflow of a task must be in `workflows`, because the controller's event loop runs it.
+        """
+        return ()
+
+    def evaluation_metrics(self, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
+        """Return the metrics of an evaluation: by default, the mean reward. Runs in a thread.
+
+        Args:
+            groups: the answers to each task of `evaluation_tasks`, in the same order.
+        """
+        rewards = [float(reward) for group in groups for reward in self.rewards(group)]
+        return {"reward": sum(rewards) / len(rewards)}
+
     def started(  # noqa: B027 - overriding it is a choice
         self, config: LaunchConfig, controller: Controller, scheduler: Scheduler
     ) -> None:
@@ -136,15 +152,20 @@ class Recipe(ABC):
         """
 
     def workflows(self) -> Mapping[str, Workflow]:
-        """Return workflows by name, for a job without worker processes (`rollout.num_workers = 0`).
+        """Return workflows by name, for evaluations and for a job without worker processes (`rollout.num_workers = 0`).
 
-        The controller's event loop runs these workflows. With worker processes, the job does not call this method.
+        The controller's event loop runs these workflows. In other jobs, the job does not call this method.
         """
         return {}
 
 
-def find_recipe(file: Path, name: str) -> type[Recipe]:
+def find_recipe(file: Path, name: str, *, evaluates: bool = False) -> type[Recipe]:
     """Run the user's file and return the `Recipe` class `name`. The file may import modules in the same folder.
+
+    Args:
+        file: the user's file.
+        name: name of the class.
+        evaluates: whether the class must define `evaluation_tasks`.
 
     Raises:
         ConfigError: there is no such file or class, the file raises an error, or the class does not define an abstract
@@ -181,16 +202,21 @@ def find_recipe(file: Path, name: str) -> type[Recipe]:
         raise ConfigError(
             f"recipe.name must be a class that defines {lacking}, got {name!r}, which does not"
         )
+    if evaluates and found.evaluation_tasks is Recipe.evaluation_tasks:
+        raise ConfigError(
+            f"recipe.name must be a class that defines evaluation_tasks if evaluation.every > 0, got {name!r}, "
+            "which does not"
+        )
     return found
 
 
-def load_recipe(file: Path, name: str) -> Recipe:
+def load_recipe(file: Path, name: str, *, evaluates: bool = False) -> Recipe:
     """Return an instance of the recipe class; see `find_recipe`.
 
     Raises:
         ConfigError: as in `find_recipe`, or the class cannot be called without arguments.
     """
-    kind = find_recipe(file, name)
+    kind = find_recipe(file, name, evaluates=evaluates)
     try:
         return kind()
     except (Exception, SystemExit) as error:

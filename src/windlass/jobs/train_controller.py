@@ -306,6 +306,14 @@ class TrainController:
         self._stands_still = True
         self._coordinator.catch_ups.serve_again()
 
+    async def finish_update(self, *, deadline_s: float) -> None:
+        """With replicas, wait until the fleet serves the version of the last `publish`.
+
+        Raises:
+            TrainerError: the version was not published, a rank died, or the deadline passed.
+        """
+        await self._finish_update(Deadline.after(deadline_s, "publish"))
+
     async def _finish_update(self, deadline: Deadline) -> None:
         """Wait for the end of the update in progress, if there is one.
 

@@ -134,11 +134,7 @@ class RolloutController:
             return
         if not self._config.journal:
             await self.cancel_all(deadline_s=CLEAN_UP_S)
-        try:
-            await self._journal.close()
-        # Continue without the journal, so that workers are disconnected and timers stop.
-        except OSError as error:
-            logger.error("the journal lacks its last entries: %s", error)  # noqa: TRY400
+        await self._close_journal()
         for record in list(self._table.records.values()):
             self._life.cancel(record.group)
         self._closed = True
@@ -151,18 +147,34 @@ class RolloutController:
         if self._watch is not None:
             self._watch.close()
 
-    async def cancel_all(self, *, deadline_s: float) -> int:
+    async def _close_journal(self) -> None:
+        try:
+            await self._journal.close()
+        # Continue without the journal, so that workers are disconnected and timers stop.
+        except OSError as error:
+            logger.error("the journal lacks its last entries: %s", error)  # noqa: TRY400
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """Random id of the journal (or of this controller without a journal), and number of groups ever submitted with it."""
+        return self._life.identity, self._life.num_groups
+
+    async def cancel_all(self, *, deadline_s: float, keep_in_journal: bool = False) -> int:
         """Cancel all outstanding rollouts, and wait until their workflows have cleaned up.
 
         From this call until `resume`, the controller dispatches nothing.
 
         Args:
             deadline_s: seconds for the clean-up of all workflows together.
+            keep_in_journal: close the journal first, so that the next controller process continues these rollouts. This
+                controller then accepts no rollouts.
 
         Returns:
             Number of attempts that have not ended within `deadline_s`. They may run until their worker ends.
         """
         self.pause()
+        if keep_in_journal:
+            await self._close_journal()
         for record in list(self._table.records.values()):
             self._life.cancel(record.group)
         num_left = await self._pool.wait_for_ends(deadline_s)

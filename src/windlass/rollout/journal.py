@@ -47,6 +47,7 @@ class Started(msgspec.Struct, kw_only=True, tag="started"):
             controller.
         run: number of controller processes that used this journal earlier.
         start_version, version, consumed: see `StalenessPolicy`.
+        num_groups: number of groups that were submitted earlier.
     """
 
     identity: str
@@ -54,6 +55,7 @@ class Started(msgspec.Struct, kw_only=True, tag="started"):
     start_version: int = 0
     version: int = -1
     consumed: int = 0
+    num_groups: int = 0
 
 
 class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
@@ -160,6 +162,7 @@ class PersistedState:
         match entry:
             case Submitted():
                 self.tasks.update({t: PersistedTask(t, entry) for t in entry.task_ids})
+                self.started.num_groups += entry.group_id >= 0
             case Attempted() | Resubmitted():
                 self._move(self.tasks.get(entry.task_id), entry)
             case Accepted():
@@ -201,8 +204,11 @@ class PersistedState:
 
     def entries(self) -> Iterator[Entry]:
         """Yield the smallest number of entries that describe this state."""
-        yield self.started
-        yield from self.submissions()
+        left = list(self.submissions())
+        # The entries of groups that have not ended count these groups again.
+        num_left = sum(submitted.group_id >= 0 for submitted in left)
+        yield msgspec.structs.replace(self.started, num_groups=self.started.num_groups - num_left)
+        yield from left
         for task in self.tasks.values():
             if task.attempt is not None:
                 yield task.attempt

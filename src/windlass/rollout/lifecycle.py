@@ -76,6 +76,7 @@ class Lifecycle:
 
     Attributes:
         identity: random id of the controller; a restarted controller with the same journal keeps the id.
+        num_groups: number of groups that this process and earlier processes with the same journal have submitted.
         first_attempt: number below all attempt numbers of this process, and above those of earlier processes.
         journal: journal of the transitions that a later process needs.
         table: records of all rollouts, by state.
@@ -101,6 +102,7 @@ class Lifecycle:
         self.journal.on_change(self.ready.set)
         self.identity = self._prefix = uuid.uuid4().hex[:12]
         self._next_task = self._next_group = 0
+        self.num_groups = 0
         self._sampling: SamplingParams | None = None
         self._policy = policy
         self._config = config
@@ -127,6 +129,7 @@ class Lifecycle:
         if started.run:
             self._prefix += f".{started.run}"
         self._next_group, self.first_attempt = started.run << 32, started.run << 20
+        self.num_groups = started.num_groups
         groups = self._restore(persisted)
         recovered = Recovered()
         for group in groups:
@@ -154,6 +157,7 @@ class Lifecycle:
             raise ConfigError(f"rollout: n must be an integer >= 1, got {n!r}")
         group = self._submit(work, n, self._next_group, metadata)
         self._next_group += 1
+        self.num_groups += 1
         return self._group_handle(group)
 
     def _submit(self, work: Work, n: int, group_id: int, metadata: object) -> Group:

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         if args.check and (recipe := Path(config.recipe.file)).is_file():
             # Reading the token removes it from the environment, where the user's recipe could find it.
             secret_value(TOKEN_VARIABLE)
-            checks.append(partial(find_recipe, recipe, config.recipe.name))
+            evaluates = config.evaluation.every > 0
+            checks.append(partial(find_recipe, recipe, config.recipe.name, evaluates=evaluates))
         check_all(checks, mistakes)
     if args.check:
         steps, engines = counted(config.steps, "step"), counted(len(config.engines), "engine")

@@ -1,0 +1,97 @@
+"""Evaluations of a launched job: rollouts with the weights of one version, besides the rollouts for training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from windlass.controller import Controller
+from windlass.errors import ConfigError, WindlassError
+from windlass.jobs.config import LaunchConfig
+from windlass.jobs.recipe import Recipe, Task, in_thread, recipe_code
+from windlass.rollout.handles import Rollout, RolloutGroup
+from windlass.rollout.messages import plain_number
+
+
+async def evaluate(
+    controller: Controller, recipe: Recipe, config: LaunchConfig, version: int
+) -> dict[str, float]:
+    """Generate answers to the recipe's evaluation tasks, and return the recipe's metrics of these answers.
+
+    The caller must start no update before this function returns.
+
+    Args:
+        controller: controller of the job.
+        recipe: recipe of the job.
+        config: configuration of the job.
+        version: version that the engines serve.
+
+    Raises:
+        ConfigError: the recipe returned no tasks, a value that is not a `Task`, or metrics that are not finite numbers.
+        PeerTimeout: the answers were not complete within `evaluation.deadline_s`.
+        RolloutError: a rollout failed.
+        WindlassError: the recipe raised an exception, or an answer has tokens of another version.
+    """
+    settings = config.evaluation
+    tasks = await in_thread("evaluation_tasks", lambda: _checked_tasks(recipe))
+    with recipe_code("workflows"):
+        workflows = recipe.workflows()
+    sampling = settings.sampling_of(config.rollout.sampling)
+    async with controller.evaluation(
+        workflows, max_concurrent=settings.max_concurrent
+    ) as evaluation:
+        handles = []
+        for task in tasks:
+            if unknown := evaluation.refusal(task.workflow):
+                raise ConfigError(f"recipe: evaluation_tasks: {unknown}")
+            submit = (
+                partial(evaluation.submit_workflow, task.workflow, task.arguments)
+                if task.workflow
+                else partial(evaluation.submit, task.prompt_ids)
+            )
+            handles += [
+                submit(sampling, metadata=task.metadata) for _ in range(settings.samples_per_task)
+            ]
+        rollouts = await evaluation.wait(handles, deadline_s=settings.deadline_s)
+    for rollout in rollouts:
+        _check_version(rollout, version)
+    size = settings.samples_per_task
+    groups = [
+        RolloutGroup(
+            number, task.prompt_ids, rollouts[number * size : (number + 1) * size], task.metadata
+        )
+        for number, task in enumerate(tasks)
+    ]
+    return await in_thread(
+        "evaluation_metrics", lambda: _checked_metrics(recipe.evaluation_metrics(groups))
+    )
+
+
+def _checked_tasks(recipe: Recipe) -> list[Task]:
+    tasks: list[Any] = list(recipe.evaluation_tasks())
+    if not tasks:
+        raise ConfigError("recipe: evaluation_tasks must return at least one Task, got none")
+    for number, task in enumerate(tasks):
+        if not isinstance(task, Task):
+            raise ConfigError(f"recipe: evaluation_tasks[{number}] must be a Task, got {task!r}")
+    return tasks
+
+
+def _check_version(rollout: Rollout, version: int) -> None:
+    if others := {*rollout.versions} - {version}:
+        raise WindlassError(
+            f"evaluation of version {version}: all tokens must be of this version, got tokens of {sorted(others)} "
+            f"from engine {rollout.engine}"
+        )
+
+
+def _checked_metrics(metrics: object) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"recipe: evaluation_metrics must return a mapping of metrics, got {metrics!r}"
+        )
+    return {
+        str(name): plain_number(f"recipe: evaluation_metrics: metric {name!r}", value)
+        for name, value in metrics.items()
+    }
