@@ -63,7 +63,10 @@ def test_an_engine_that_waits_for_an_answer_names_the_rank_that_owes_it() -> Non
     assert [state.reason for state in fleet.states()] == ["", ""]
     fleet.hold(trainer.identity, RoundId(1, 1), frozenset({engine.identity}))
     waiting, free = fleet.states()
-    assert waiting.reason == "trainer/0 has not answered a write, whose bytes may still arrive"
+    assert (
+        waiting.reason
+        == "trainer/0: no answer to a write command; bytes of the write may still arrive"
+    )
     assert (free.name, free.reason) == (other.hello.group, "")
     fleet.release(trainer.identity)
     assert [state.reason for state in fleet.states()] == ["", ""]

@@ -513,7 +513,7 @@ def with_arguments(*words: str) -> tuple[str, str]:
                     'name = "engine-a"\ntensor_parallel_size = 2\ncolocate_with = "trainer-1"',
                 ),
             ),
-            r"must name a trainer rank with at least 2 reserved GPUs on its node, .*; got 'trainer-1' with 1",
+            r"must name a trainer rank with at least 2 reserved GPUs on its node .*; got 'trainer-1' with 1",
         ),
         (
             (("world_size = 2", "world_size = 2\nnum_nodes = 2"),),

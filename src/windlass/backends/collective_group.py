@@ -87,7 +87,7 @@ def join_group(
 
     Raises:
         ConfigError: the fabric is NCCL, and torch finds no CUDA device.
-        PlanError: a member has a different signature; no member has connected.
+        PlanError: a member has a different signature. The group was not formed.
         PeerTimeout: a member did not join by the deadline.
         TransferFailed: connecting failed.
     """
@@ -386,7 +386,7 @@ class TorchBroadcastGroup:
 
 
 def _has_ended(abort: Callable[[], None], deadline_s: float) -> bool:
-    """Call `abort` in a daemon thread; return whether the call ended within `deadline_s`. Ignore a RuntimeError of it."""
+    """Call `abort` in a daemon thread; return whether it ended within `deadline_s`. Ignore a RuntimeError that it raises."""
     ended = threading.Event()
 
     def run() -> None:

@@ -281,7 +281,7 @@ def read_boxes(
         memory: memory at these addresses.
 
     Returns:
-        Names of the ranks with files that cannot be opened, or that differ from the description in their index.
+        Names of the ranks that wrote unreadable files: a file cannot be opened, or it differs from its index.
 
     Raises:
         TransferFailed: a cast overflowed, a file's dtype cannot be cast to the parameter's, or work

@@ -36,7 +36,7 @@ class Push(OwnPathBackend):
 
     def sender(self, sender: RankSender, host: str) -> SenderBackend:  # noqa: ARG002
         """Raise ConfigError: `windlass.RolloutCallback` makes the trainer half (`PushSender`), and no publish uses it."""
-        raise ConfigError("push: a publish cannot use it; use windlass.RolloutCallback")
+        raise ConfigError("push: a publish cannot use this backend; use windlass.RolloutCallback")
 
     def receiver(self, receiver: RankReceiver, host: str) -> ReceiverBackend:
         """Return a receiver that takes whole tensors and copies this rank's boxes out of them."""

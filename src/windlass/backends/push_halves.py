@@ -179,7 +179,7 @@ class PushReceiver:
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
         """Raise ProtocolError: updates of this backend have no plan that a publish could bind."""
-        raise ProtocolError("push: a publish cannot use it; use windlass.RolloutCallback")
+        raise ProtocolError("push: a publish cannot use this backend; use windlass.RolloutCallback")
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:  # noqa: ARG002
         """Carry out a command of the controller: begin an update, join a group, or receive tensors or files.

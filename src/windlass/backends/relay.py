@@ -120,10 +120,11 @@ def _connect_relay(
     Args:
         worker: rank that gets the command.
         groups: relay groups of this rank.
-        to: ranks to which the rank writes, so that it needs their memory addresses.
-        through: ranks with a relay listener to which the rank connects.
+        to: ranks to which `worker` writes. The command contains their memory addresses.
+        through: ranks with a relay listener. `worker` connects to them, and the command contains the listeners' addresses.
         bound: engine rank -> its answer to `ConnectEngine`.
-        narrow: see `LinkAddresses.narrow`.
+        narrow: function of a rank and a destination's binding that returns the part of the binding that the rank needs;
+            see `LinkAddresses.narrow`.
     """
     bindings = tuple(narrow(worker, bound[name].binding) for name in to)
     addresses = (bound[name].relay for name in through)
@@ -222,14 +223,14 @@ class RelayDelivery(Delivery):
             self._running.discard(worker)
 
     def link_failed(self, link: Link) -> tuple[Order, ...]:
-        """Return the command for the link's destination not to wait for this source, if it still carries out `Relay`.
+        """Return the command that tells the link's destination not to wait for the link's source.
 
-        The round writes the link again later.
+        Return no command if the destination no longer carries out `Relay`. The round writes the link again later.
         """
         return self._skip(link[0], (link[1],))
 
     def left(self, worker: str, *, lost: bool) -> tuple[Order, ...]:
-        """Return the commands for the ranks below a member not to wait for it, after the member has left the round.
+        """Return the commands that tell the ranks below a member not to wait for the member. It has left the round.
 
         A member that has not lost its connection still counts as running, because it may still write.
         """
@@ -250,7 +251,8 @@ class RelayDelivery(Delivery):
     def pop_incomplete(self) -> tuple[bool, frozenset[Link]]:
         """Return the links that the relay left incomplete, and forget them; see `Delivery.pop_incomplete`.
 
-        The first call after the relay says that the repetition is free; later calls say that it is not.
+        The first call after the relay also returns True: the next write of the links does not count towards
+        `ControlConfig.max_rewrites`. Later calls return False.
         """
         is_unseen, missed = self._is_unseen, frozenset(self._missed)
         self._is_unseen, self._missed = False, set()

@@ -332,7 +332,7 @@ class CollectiveReceiver:
         """Carry out `JoinGroups` or `Receive`, see `join` and `receive`.
 
         Raises:
-            ProtocolError: the command is not `JoinGroups`.
+            ProtocolError: the command is neither `JoinGroups` nor `Receive`.
         """
         match command:
             case JoinGroups():
@@ -457,7 +457,7 @@ def _whole(
 
 
 def _plan_tables(plan: TransferPlan) -> str:
-    """Return a text of the rank names and manifest digests in a plan part. It is equal for all parts of one plan."""
+    """Return a text with the rank names and manifest digests of a plan part. All parts of a plan give the same text."""
     tables = (plan.sources, plan.destinations, plan.source_digests, plan.destination_digests)
     return repr(tables)
 

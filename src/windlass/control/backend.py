@@ -247,7 +247,7 @@ class Listens(Protocol):
     """Engine half that other ranks connect to during a round."""
 
     def listen(self) -> RelayAddress:
-        """Return the address at which this rank listens for connections of other ranks. The first call may open it."""
+        """Return the address at which this rank listens for other ranks. The first call may start to listen."""
         ...
 
 

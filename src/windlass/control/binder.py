@@ -161,7 +161,7 @@ class FleetBinder:
 
         Raises:
             PlanError: the trainers' tensors cannot fill the engines' parameters.
-            ConfigError: no engine can be reached by a transport that it has in common with the trainers.
+            ConfigError: the trainers and the engines have no transport in common.
             EnginesUnbound: some engines did not bind; a new attempt can bind the other engines.
             RoundAborted: a trainer did not bind the plan, or did not answer by the deadline.
         """
@@ -322,7 +322,7 @@ class FleetBinder:
         bound: Mapping[str, Bound],
         binding: Binding,
     ) -> dict[str, ConnectTrainer | ChangeLinks]:
-        """Return the commands to sources with the memory addresses of their destinations added.
+        """Add the memory addresses of the destinations to the commands for sources. Return the new commands.
 
         Args:
             commands: source -> command without addresses.

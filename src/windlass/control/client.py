@@ -125,8 +125,8 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
 def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
     """Return the kind of the failure that the controller gets for `error`.
 
-    `command` is the command that raised; None if it could not be decoded. Any error of a command that writes is UNKNOWN
-    if bytes may still arrive at the destinations after it (`is_unknown`).
+    `command` is the command that raised; None if it could not be decoded. If the command writes, the kind is UNKNOWN for
+    every error after which bytes may still arrive at the destinations (`is_unknown`).
     """
     match error:
         case TransferOutcomeUnknown():
@@ -223,7 +223,7 @@ class TrainerChannel(AgentChannel):
         return self._await_report(Announce(version, self._attempts))
 
     def expect(self, version: int) -> concurrent.futures.Future[UpdateReport]:
-        """Return a future that gets the report of `version`, whose round the controller begins without an announcement.
+        """Return a future for the report of `version`. This agent announces nothing: the controller begins the round itself.
 
         Raises:
             ProtocolError, PeerUnreachable: see `begin_announcement`.

@@ -121,8 +121,8 @@ class Connector:
     async def ensure_bound(self) -> Binding:
         """Return a binding of the trainers and of all writable engines.
 
-        If ranks have changed since the last binding, bind them first. Engines that do not bind are refused or set aside
-        (`part_with`), and the other engines are bound without them.
+        If ranks have changed since the last binding, bind them first. Engines that do not bind are refused, or excluded
+        until they answer a probe (`part_with`). The other engines are then bound without them.
 
         Raises:
             PeerUnreachable: no complete trainer job is connected, or no engine is writable (any more).
@@ -223,7 +223,7 @@ class Connector:
         """Exclude the engines that did not bind, so that the others can be bound without them.
 
         Engines in `unbound.refusals` are refused and disconnected. Ranks in `unbound.late` did not answer in time: their
-        engines are set aside until the ranks answer a probe. If a rank was late more than `MAX_LATE` times, its engine is
+        engines are excluded until the ranks answer a probe. If a rank was late more than `MAX_LATE` times, its engine is
         refused.
         """
         refused = unbound.refusals

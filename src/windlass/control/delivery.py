@@ -79,7 +79,7 @@ class Delivery:
     notices: ClassVar[tuple[type, ...]] = ()
 
     def prepare(self, engines: Collection[str]) -> tuple[Order, ...]:  # noqa: ARG002
-        """Return commands of PREPARE to engine ranks, in addition to the machine's own commands."""
+        """Return commands that the round machine sends to engine ranks in PREPARE, in addition to its own commands."""
         return ()
 
     def unlinked(self, engines: Collection[str]) -> Collection[str]:  # noqa: ARG002
@@ -157,7 +157,8 @@ class Delivery:
         The round calls this when all commands of WRITE or VERIFY are answered, and then writes these links again.
 
         Returns:
-            Whether the repetition is free: it then does not count towards `ControlConfig.max_rewrites`. And the links.
+            Two values: whether the next write of these links is free (it does not count towards
+            `ControlConfig.max_rewrites`), and the links.
         """
         return False, frozenset()
 

@@ -251,7 +251,7 @@ class EngineAgent:
             )
 
     def on_disconnect(self) -> None:
-        """Resume the engine with its present weights, unless they are mixed, after the controller's connection is lost.
+        """After the connection to the controller is lost, resume the engine, unless its weights are mixed.
 
         Raises:
             PeerUnreachable: the engine did not resume. The caller must call this again later.

@@ -230,7 +230,7 @@ class Fleet:
         self._update_state_of(agent)
 
     def note_not_resumed(self, agent: Agent, reason: str) -> None:
-        """Set `Agent.not_resumed` of a rank to `reason` (empty: it generates), and update its engine's state."""
+        """Set `Agent.not_resumed` of a rank to `reason`, empty if the rank generates, and update its engine's state."""
         agent.not_resumed = reason
         self._update_state_of(agent)
 
@@ -365,7 +365,7 @@ class Fleet:
         """Make `job` the trainers' job, and refuse new connections of the previous job's ranks from now on.
 
         Returns:
-            Reason for the ranks of the previous job that are still connected; the caller must disconnect them.
+            Reason to send to the ranks of the previous job that are still connected. The caller must disconnect them.
         """
         reason = f"job {self.job!r} was replaced by job {job!r}"
         if self.job is not None:
@@ -401,7 +401,8 @@ class Fleet:
     def _insert(self, hello: Hello, manifest: ShardManifest) -> Agent:
         """Add an admitted rank to its group, and return the rank.
 
-        End the quarantines and holds of earlier processes of this name: they have ended, because a new process has it.
+        End the quarantines and holds of earlier processes with the rank's name: these processes have ended, because a new
+        process has their name.
         """
         group = self._groups.setdefault(
             hello.group, Group(hello.group, hello.role, hello.world_size, {})
@@ -653,7 +654,7 @@ class Fleet:
             return ""
         sources = sorted(s[0] for s, hold in self.holds.items() if hold.engines & engine.identities)
         return (
-            f"{', '.join(sources)} has not answered a write, whose bytes may still arrive"
+            f"{', '.join(sources)}: no answer to a write command; bytes of the write may still arrive"
             if sources
             else ""
         )

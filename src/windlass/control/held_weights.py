@@ -137,8 +137,8 @@ class HeldWeights:
             Answer to `Prepare`: `Prepared` with the digests, or `Done` if this round compares nothing.
 
         Raises:
-            RoundAborted: a parameter contains NaN or infinity, and `non_finite` is "refuse"; or the weights were copied
-                earlier and cannot be compared any more.
+            RoundAborted: a parameter contains NaN or infinity, and `non_finite` is "refuse". Or the weights were copied to
+                the replica in an earlier round, and this round needs digests that were not computed before the copy.
         """
         prepared = self._compare(command) if command.period else Done()
         self._check_finite(command)
@@ -170,7 +170,7 @@ class HeldWeights:
         """Look for NaN and infinity in the parameters that engines get, unless the weights were copied earlier.
 
         Raises:
-            RoundAborted: there are some, and `command.non_finite` is "refuse".
+            RoundAborted: a parameter contains NaN or infinity, and `command.non_finite` is "refuse".
         """
         replica, self._non_finite = self._one_sided.replica, ()
         if command.non_finite is Reaction.OFF:

@@ -90,7 +90,7 @@ class LinkTransports(LinkAddresses):
                     same_address=same_address,
                 )
             except ConfigError as error:
-                wrong[destination] = f"{source} cannot write {destination}: {error}"
+                wrong[destination] = f"{source} cannot write to {destination}: {error}"
                 continue
             self.choices[source, destination] = choice
             if any(o.traits.strided_stores for o in offers if o.transport == choice.transport):

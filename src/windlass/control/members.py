@@ -303,8 +303,8 @@ class Members:
     async def admitted(self, session: AgentSession) -> None:
         """Log how much memory an admitted agent has registered, and notify the coroutines that wait for agents.
 
-        Also call `MemberEvents.settle` if all ranks of the agent's group are now connected, or if a source has not
-        answered a write.
+        Also call `MemberEvents.settle`, which starts to bring up engines, if all ranks of the agent's group are now
+        connected, or if a source has not answered a write.
         """
         hello = session.agent.hello
         if hello.registered.num_regions:

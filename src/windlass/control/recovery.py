@@ -171,8 +171,8 @@ class CatchUps:
     async def bring_up(self) -> None:
         """Bring up every engine that does not serve the published version, one at a time.
 
-        If no engine serves the version, the trainers send it again, if `trainers_stand_still`. The caller must hold the
-        lock of the rounds.
+        If no engine serves the version, the trainers send it again. They do not if they may have changed the weights
+        (`trainers_stand_still` is False). The caller must hold the lock of the rounds.
         """
         if not any(map(self._fleet.serves, self._fleet.engines())):
             await self._bring_up_from_trainers()
@@ -351,7 +351,7 @@ class ResumeRetries:
         return len(self._retrying)
 
     def heard(self, agent: Agent, reply: Reply[Result]) -> bool:
-        """Record from a reply of an engine rank whether it generates. Start or end the repeated commands accordingly.
+        """Record whether an engine rank generates, as its reply says. Start or end the repeated commands to resume.
 
         Every `Done` reports this (`Done.not_resumed`), with two exceptions: the answer to a probe, and a stored answer
         that the rank repeats after it has connected again.

@@ -226,7 +226,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
 
     @property
     def wire_s(self) -> float:
-        """The slowest rank's seconds inside transport writes."""
+        """Seconds that the slowest rank spent in transport writes."""
         return self.measure(Measure.WIRE_S)
 
     @property
@@ -246,7 +246,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
 
     @property
     def compare_s(self) -> float:
-        """The slowest trainer rank's seconds of digesting the compared boxes."""
+        """Seconds that the slowest trainer rank needed to compute the digests of the compared boxes."""
         return self.measure(Measure.COMPARE_S)
 
 

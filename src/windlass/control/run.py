@@ -114,7 +114,7 @@ class Run:
             self.reserved = max(self.reserved, version)
 
     def forget_past(self) -> None:
-        """Forget a published version of a previous run, which trainers have reported. Versions of this run stay."""
+        """Forget the published version if it belongs to a previous run. Otherwise do nothing."""
         if self.fleet.lineage != self.lineage:
             self.reserved = -1
             self.fleet.publish(-1, self.lineage)

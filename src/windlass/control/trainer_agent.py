@@ -92,9 +92,9 @@ class TrainerAgent:
         return Done()
 
     def close(self) -> None:
-        """Free the memory of the comparison, and close the backend's sender. Idempotent.
+        """Free the memory in which replicated weights are compared, and close the backend's sender. Idempotent.
 
-        The caller must close the sender of one-sided writes that it gave to this object.
+        The sender of one-sided writes (the argument `sender`) stays open; the caller must close it.
         """
         self.held.close()
         self._binding.close()

@@ -645,7 +645,7 @@ def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
 
 
 def _tables(where: str, kind: inspect.Type) -> Iterator[tuple[str, list[str]]]:
-    """Yield the path and the allowed keys of every table in a table of type `kind`, this table first.
+    """Yield the path and the allowed keys of a table of type `kind`, then the same for each table inside it.
 
     Args:
         where: path of the table; empty for the whole file, else with a dot at the end.

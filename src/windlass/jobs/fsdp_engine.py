@@ -336,7 +336,7 @@ class FsdpEngine(TrainEngine):
         return self._replica is not ReplicaPlace.OFF
 
     def save(self, path: str) -> None:
-        """Save model, optimiser and schedule as a distributed checkpoint, which another number of ranks may load."""
+        """Save model, optimiser and schedule as a distributed checkpoint. A different number of ranks can load it."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
         Path(path).mkdir(parents=True, exist_ok=True)

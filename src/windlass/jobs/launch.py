@@ -970,8 +970,8 @@ def check_job(config: LaunchConfig) -> None:
     """Check a job's options and its output folder; change nothing.
 
     Raises:
-        ConfigError: see `check_options`, or the output folder contains the output of an earlier job that this job may
-            not continue.
+        ConfigError: `check_options` refused an option, or the output folder contains the output of an earlier job that
+            this job may not continue.
     """
     check_all([partial(find_start, config), partial(check_options, config)])
 
@@ -1170,8 +1170,8 @@ def job_processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec
     An engine has one process per node; a worker has one process. All connect to the controller at `url`.
 
     Raises:
-        ConfigError: an engine has a wrong option, number of GPUs or number of nodes, or names no rank in
-            `colocate_with`.
+        ConfigError: an engine has a wrong option, number of GPUs or number of nodes, or its `colocate_with` is not the
+            name of a trainer rank.
     """
     engines = [
         (_engine(config, each, url), Access.ENGINE, each.max_restarts) for each in config.engines
@@ -1203,8 +1203,8 @@ def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[Proce
     the named rank's first GPU.
 
     Raises:
-        ConfigError: the engine's launcher refuses an option, `colocate_with` names no rank, or the engine has a wrong
-            number of GPUs or nodes.
+        ConfigError: the engine's launcher refuses an option, `colocate_with` is not the name of a trainer rank, or the
+            engine has a wrong number of GPUs or nodes.
     """
     where, spec, num_nodes = f"engines {engine.name!r}", ENGINES.find(engine.kind), engine.num_nodes
     if num_nodes > 1 and not spec.spans_nodes:
@@ -1249,7 +1249,7 @@ def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[Proce
         if gpus and gpus[-1] >= beside.num_gpus:
             raise ConfigError(
                 f"{where}: colocate_with must name a trainer rank with at least {num_ranks} reserved GPUs on its "
-                f"node, counted from the rank's first GPU, one for each engine rank; got "
+                f"node (its first GPU and those after it), because each engine rank needs one; got "
                 f"{engine.colocate_with!r} with {beside.num_gpus - gpus[0]}"
             )
     elif num_gpus is None:

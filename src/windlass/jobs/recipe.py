@@ -273,7 +273,8 @@ class CallThread:
             call: the code.
 
         Raises:
-            WindlassError: `call` raised this error, or another exception, which the error names together with `what`.
+            WindlassError: `call` raised an exception. A `WindlassError` is raised unchanged. Any other exception is
+                converted to an error that names `what`.
         """
         result: Future[_T] = Future()
         # Make the future uncancellable: if the caller is cancelled, the thread still calls `set_result`.
@@ -294,7 +295,8 @@ async def in_thread(what: str, call: Callable[[], _T]) -> _T:
         call: the code.
 
     Raises:
-        WindlassError: the code raised this error, or another exception (also SystemExit), which the error names.
+        WindlassError: the code raised an exception. A `WindlassError` is raised unchanged. Any other exception (also
+            SystemExit) is converted to an error that names `what`.
     """
     result: Future[_T] = Future()
     # Make the future uncancellable: if the caller is cancelled, the thread still calls `set_result`.
@@ -309,7 +311,7 @@ def _run_into(
 ) -> None:
     """Run `call` in `context`, which has the caller's log fields, and store its result or error in the future `result`.
 
-    Any exception of `call` is stored as a `WindlassError` that names `what`.
+    An exception of `call` is stored as the result of `recipe_error`.
     """
     try:
         result.set_result(context.run(call))

@@ -216,7 +216,7 @@ class TrainController:
         """Start all ranks, wait until they have connected, and call `TrainEngine.setup` on each.
 
         Ranks of an earlier start are ended first. The new ranks do not load a checkpoint; see `load`. If an engine still
-        runs in the nodes that the scheduler reserved for the earlier ranks, the new ranks start there, too.
+        runs on the nodes that the scheduler reserved for the earlier ranks, the new ranks start on these nodes, too.
 
         Args:
             url: URL of the server on which this object is mounted, as the ranks can reach it.

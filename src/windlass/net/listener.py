@@ -198,7 +198,7 @@ class Listener:
             handler.data_received(bytes(accepted.received))
 
     def _make_room(self) -> None:
-        """Drop strangers with closed connections; if there are none, drop the oldest stranger."""
+        """Drop all strangers with closed connections. If there are none, drop the oldest stranger."""
         gone = [key for key, (transport, _) in self._strangers.items() if transport.is_closing()]
         for key in gone or list(self._strangers)[:1]:
             self._drop(key)
@@ -241,7 +241,7 @@ class _Accepted(asyncio.Protocol):
 
 
 async def stop_accepting(bound: socket.socket) -> None:
-    """Stop accepting connections on `bound`, and wait until aiohttp has every connection accepted before. Idempotent.
+    """Stop accepting connections on `bound`, and wait until aiohttp has all connections that were accepted. Idempotent.
 
     asyncio first accepts a connection, and creates its transport some turns of the event loop later. If the server closed
     between these two steps, asyncio would drop the connection without closing it (`Server._attach` of Python 3.11 to

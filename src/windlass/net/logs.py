@@ -83,10 +83,9 @@ class LineLimit:
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def count(self, kind: str) -> int:
-        """Count a log line of this kind, and return whether the caller must write it: 0 for no.
+        """Count a log line of this kind. Return 0 if the caller must not write the line.
 
-        If the line must be written, return the number of lines of this kind since the last written line, this line
-        included.
+        Otherwise return the number of lines of this kind since the last written line, including this line.
         """
         now = time.monotonic()
         next_s, num_held = self._kinds.pop(kind, (now, 0))

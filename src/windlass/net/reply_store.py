@@ -57,10 +57,10 @@ class ReplyStore(Generic[ResultT]):
         self._received = max(self._received, round_id)
 
     def void(self) -> None:
-        """Make `lookup` refuse all new calls of rounds that have arrived until now. Call this when the connection is lost.
+        """Make `lookup` refuse new calls of the newest round that has arrived, and of older rounds.
 
-        When the server loses the connection to a peer, it leaves the peer out of the running round. So the server's next
-        call to this peer belongs to a later round.
+        Call this when the connection is lost. The server then leaves this peer out of the running round, so its next call
+        to this peer belongs to a later round.
         """
         self._void = self._received
 

@@ -37,13 +37,14 @@ class Owner(Protocol[FrameT_contra, SessionT]):
     async def admit(
         self, first: FrameT_contra, socket: web.WebSocketResponse
     ) -> tuple[SessionT, msgspec.Struct] | None:
-        """Decide about a peer that has sent `first`, the first frame of the connection `socket`.
+        """Decide whether to admit a peer that has sent `first`, the first frame of the connection `socket`.
 
         Returns:
             Session of the peer, and the welcome that `serve` then sends. None to close the connection without a welcome.
 
         Raises:
-            ProtocolError: the peer is refused and must not connect again; with the subclass `MustWait` it may.
+            ProtocolError: the peer is refused and must not connect again.
+            MustWait: the peer is refused, but may connect again later.
             PlanError: the peer's description of itself is inconsistent; it must not connect again.
         """
         ...
@@ -151,8 +152,8 @@ async def _first_frame(
 ) -> T:
     """Receive the first frame: each part within `deadline_s`, and the whole frame within `FIRST_FRAME_S`.
 
-    If the incomplete first frames of all connections together exceed `MAX_WAITING_NBYTES`, this connection is refused if
-    its frame already has more than an equal share of this limit.
+    Refuse the connection if the incomplete first frames of all connections together exceed `MAX_WAITING_NBYTES`, and this
+    connection's frame exceeds an equal share of that limit.
 
     Args:
         socket: connection.

@@ -507,7 +507,7 @@ class _Peers:
 
 @contextmanager
 def _deadline_on_collectives(deadline_s: float) -> Iterator[None]:
-    """Inside the block, let each collective on gloo and NCCL wait at most `deadline_s`, or less if its group says so."""
+    """Inside the block, limit the timeout of each gloo and NCCL process group to `deadline_s`. Keep shorter timeouts."""
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return

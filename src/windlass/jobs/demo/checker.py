@@ -238,10 +238,11 @@ def _grouped(indices: Sequence[int], key: Callable[[int], Hashable]) -> list[lis
 def _kept_distances(
     model: torch.nn.Module, weights_of: Callable[[int], Weights], samples: Sequence[TrainingSample]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each sample's distance for the versions that its tokens name, and for the previous versions.
+    """Return each sample's distance from the versions that its tokens name, and from the versions before them.
 
-    Each version reuses the keys and values that older versions computed for earlier tokens, as in an engine that keeps
-    running requests during an update.
+    A distance is the mean |engine's - checker's log-probability| of the sample's tokens. The checker computes the tokens
+    of a version with the keys and values that older versions computed for earlier tokens, like an engine that continues
+    requests after an update.
 
     Args:
         model: model of the demo; this function overwrites its weights with the weights of each version.
@@ -269,10 +270,11 @@ def _fresh_distances(
     samples: Sequence[TrainingSample],
     progress: Callable[[int], object],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each sample's distance for the versions that its tokens name, and for the previous versions.
+    """Return each sample's distance from the versions that its tokens name, and from the versions before them.
 
-    The log-probability of a token is computed with its version for the token's whole context. One forward pass per
-    version covers all tokens that name the version: the model is causal, so later tokens do not change the result.
+    A distance is the mean |engine's - checker's log-probability| of the sample's tokens. The checker computes a token's
+    log-probability with one version for the token and its whole context. One forward pass per version covers all tokens
+    that name the version: the model is causal, so later tokens do not change the result.
 
     Args:
         models: models that run forward passes in parallel, each in its own thread.

@@ -139,7 +139,7 @@ def check_pause_mode(config: LaunchConfig) -> None:
     if not has(TOKEN_VERSIONS, version):
         raise ConfigError(
             f"demo: --pause-mode must be abort with SGLang {version}, because {TOKEN_VERSIONS.without}, and the demo would "
-            f"call right answers torn; got {mode}"
+            f"report correct answers as torn; got {mode}"
         )
 
 
@@ -206,7 +206,7 @@ def check_demo(config: LaunchConfig) -> None:
     # The user's configuration may raise any error in transformers.
     except Exception as error:
         raise ConfigError(
-            f"demo: --model must be the configuration of a causal LM of transformers, and --checkpoint its folder, got "
+            f"demo: --model must be the configuration of a causal LM of transformers, and --checkpoint the folder of one, got "
             f"{config.trainer.arguments[0]}: {type(error).__name__}: {error}"
         ) from error
     check_room(config, model)

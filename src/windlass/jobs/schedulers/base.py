@@ -178,7 +178,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, tag_field="kind", forbid_unkn
             log_dir: folder on this host. The output of process NAME goes to `NAME.log` there, or to a log on its node.
 
         Raises:
-            ConfigError: a setting breaks its rule.
+            ConfigError: a setting has an invalid value.
         """
         raise NotImplementedError
 
@@ -411,7 +411,7 @@ class Scheduler:
             await asyncio.wait(pending)
 
     async def _try_signal(self, name: str, number: int) -> None:
-        """Send a signal. Only log a failure: if the node or the reservation is gone, the process has ended too."""
+        """Send a signal to a process. Log an error instead of raising it: the process may have ended with its node."""
         try:
             await self._backend.signal(name, number)
         except WindlassError as error:

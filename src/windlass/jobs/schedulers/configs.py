@@ -28,6 +28,6 @@ def create_scheduler(
         environment: variables added to the environment of every process.
 
     Raises:
-        ConfigError: a setting breaks its rule, or no installed package has registered the scheduler plugin.
+        ConfigError: a setting has an invalid value, or no installed package has registered the scheduler plugin.
     """
     return Scheduler(config.make_backend(log_dir), environment)

@@ -336,8 +336,8 @@ async def _watch(reservation: str, job: _Job) -> None:
     said = [line async for line in _lines(job.client)]
     code = await job.client.wait()
     job.failure = (
-        f"slurm: job {reservation} ended with exit status {code} before its node connected to this host "
-        f"{'; '.join(said)}"
+        f"slurm: job {reservation} ended with exit status {code} before its node connected to this host; "
+        f"output of sbatch: {'; '.join(said) or 'none'}"
     )
     job.is_known.set()
 
