@@ -61,7 +61,7 @@ class Disk(OwnPathBackend):
         return DiskReceiver(self._options, receiver.manifest, receiver.live_addresses)
 
     def delivery(self, binding: Binding) -> Delivery:  # noqa: ARG002
-        """Return a delivery for which engines keep their old weights until APPLY, in both update modes."""
+        """Return a delivery in which engines keep their old weights until APPLY, in both update modes."""
         return FileDelivery()
 
 

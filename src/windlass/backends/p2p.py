@@ -31,11 +31,11 @@ class P2p(Backend):
         self._relays = options.relay is not RelayShape.OFF
 
     def sender(self, sender: RankSender, host: str) -> SenderBackend:  # noqa: ARG002
-        """Return the rank's sender of one-sided writes. With a relay, wrap it so that it writes each relay group once."""
+        """Return the rank's sender of one-sided writes. With a relay, return a wrapper that writes to each relay group once."""
         return RelayingSender(cast("Sender", sender)) if self._relays else sender
 
     def receiver(self, receiver: RankReceiver, host: str) -> ReceiverBackend:
-        """Return the rank's receiver of one-sided writes. With a relay, wrap it so that it also passes bytes on."""
+        """Return the rank's receiver of one-sided writes. With a relay, return a wrapper that also passes bytes on."""
         return RelayingReceiver(cast("Receiver", receiver), host) if self._relays else receiver
 
     def kept_part(self, held: Binding, trainers: Group, engines: Sequence[Group]) -> Binding | None:

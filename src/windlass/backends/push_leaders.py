@@ -150,7 +150,7 @@ class PushDelivery(Delivery):
         self._measured = {Measure.WIRE_S: 0.0, Measure.NBYTES: 0.0}
 
     def prepare(self, engines: Collection[str]) -> tuple[Order, ...]:
-        """Return one command per engine rank: start to collect tensors."""
+        """Return the commands that tell each engine rank to begin to collect tensors."""
         return tuple(Order(worker, BeginDriven(PushBackend())) for worker in engines)
 
     def unlinked(self, engines: Collection[str]) -> Collection[str]:

@@ -91,7 +91,7 @@ class Xccl(OwnPathBackend):
         return plan.parts(sending=sending, all_names=True)
 
     def delivery(self, binding: Binding) -> Delivery:  # noqa: ARG002
-        """Return a delivery for which engine ranks get a command to receive while trainer ranks write."""
+        """Return a delivery that commands engine ranks to receive while it commands trainer ranks to write."""
         return GroupDelivery()
 
     def is_spent(self, report: UpdateReport) -> bool:

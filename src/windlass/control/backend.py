@@ -183,7 +183,7 @@ class OwnPathBackend(Backend):
 
 
 def backend_of(config: UpdateBackend | DrivenBackend) -> Backend:
-    """Return the backend of a setting.
+    """Return the backend that a setting names.
 
     Raises:
         ConfigError: the backend is not installed in this process, or its options are wrong.

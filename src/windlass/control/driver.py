@@ -87,7 +87,7 @@ class RoundDriver:
         return self.machine.version
 
     def post(self, event: Event) -> None:
-        """Queue an event for the state machine; `run` processes events in this order."""
+        """Queue an event for the state machine. `run` processes events in the order in which they were queued."""
         self._events.put_nowait(event)
 
     def on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:

@@ -51,7 +51,7 @@ class EngineHooks(Protocol):
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """Stop this rank, and return once no kernel of the rank reads weights or writes caches. Idempotent.
 
-        Rank 0 also stops to accept requests, and applies `mode` to running requests.
+        Rank 0 also stops accepting requests, and applies `mode` to running requests.
 
         Args:
             pause_id: identity of this pause, the same on all ranks of the engine and different for every other pause.

@@ -219,13 +219,13 @@ class Fleet:
     # --- the state of an engine --------------------------------------------------------------
 
     def publish(self, version: int, lineage: str) -> None:
-        """Record the published version (-1: none) and its lineage, and update the states of all engines."""
+        """Record the published version (-1 for none) and its lineage, and update the states of all engines."""
         self.published, self.lineage = version, lineage
         for engine in self.engines():
             self._update_state(engine)
 
     def note_silent(self, agent: Agent, command: str) -> None:
-        """Set `Agent.silent` of a rank to `command` (empty: the rank answers again), and update its engine's state."""
+        """Set `Agent.silent` of a rank to `command`, empty if the rank answers again, and update its engine's state."""
         agent.silent = command
         self._update_state_of(agent)
 
@@ -251,7 +251,7 @@ class Fleet:
 
         Args:
             engine: the engine, with its present version and the flags of its ranks.
-            now: state of the engine before; after a round, the state that follows from the engine's outcome.
+            now: previous state of the engine. After a round: the state that follows from the engine's outcome.
             reason: cause of `now`.
         """
         is_kept = now in {EngineStatus.MIXED_WEIGHTS, EngineStatus.QUARANTINED}
@@ -751,7 +751,7 @@ def _is_routable(engine: Group) -> bool:
 
 
 def _unknown_of(result: Result) -> set[str] | None:
-    """Return the ranks in whose memory bytes may still arrive, by an answer to a write; None for another answer."""
+    """Return the ranks in whose memory bytes may still arrive after a write. Return None if `result` answers no write."""
     match result:
         case Relayed():
             return set(result.unknown_to)

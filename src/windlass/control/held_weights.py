@@ -214,7 +214,7 @@ class HeldWeights:
             _log.debug("the next comparison could not be prepared: %s", error)
 
     def close(self) -> None:
-        """Free the memory of the comparison. Idempotent."""
+        """Free the memory in which replicated weights are compared. Idempotent."""
         self._replicated.close()
 
 

@@ -124,7 +124,7 @@ class JournalSummary:
                 pass
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Yield entries for a compacted journal: a new summary that adds them becomes equal to this summary."""
+        """Yield the entries of a compacted journal. A new summary to which these entries are added equals this summary."""
         at, said = (self.epoch, self.round), ((), "compacted")
         yield JournalEntry(JournalKind.STARTED, *at, self.published, *said, self.lineage)
         if self.published >= 0:

@@ -58,7 +58,7 @@ class LinkLedger:
             self._verified.discard(destination)
 
     def answered(self, source: str) -> tuple[str, ...]:
-        """Record that `source` has answered its write command. Return the destinations of this command; () without one."""
+        """Record that `source` has answered its write command. Return the command's destinations, if there was one."""
         return self.in_flight.pop(source, ())
 
     def written(self, link: Link, digest: str) -> None:
@@ -80,7 +80,7 @@ class LinkLedger:
             self._written.pop(link, None)
 
     def unverified(self, destinations: Iterable[str]) -> list[str]:
-        """Return those of `destinations` that must verify and have not verified since their last write, in this order."""
+        """Return, in order, the `destinations` that must verify and have not verified since the last write to them."""
         return [d for d in destinations if d in self._links_to and d not in self._verified]
 
     def expected(self, destination: str) -> dict[str, str]:

@@ -278,9 +278,9 @@ class Members:
     async def _make_room(self, hello: Hello) -> None:
         """If `hello` is from a rank of a new trainer job, disconnect the ranks of the earlier job.
 
-        Do nothing if all ranks of the earlier job are connected and belong to this run, or if its writes may still be
-        running: `Fleet.admit` then refuses the new rank. A rank whose Hello has a lineage was connected to a controller
-        before, so it is not from a new job.
+        Do nothing if all ranks of the earlier job are connected and belong to this run, or if the earlier job's writes may
+        still be running: `Fleet.admit` then refuses the new rank. A rank whose Hello has a lineage was connected to a
+        controller before, so it is not from a new job.
         """
         if hello.lineage or self._fleet.job in {None, hello.job}:
             return

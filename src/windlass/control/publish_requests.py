@@ -141,7 +141,7 @@ class PublishRequests:
         or an earlier one.
 
         Returns:
-            Report to send to the rank: `pending` repeats a request whose update has ended. Otherwise None.
+            Report to send to the rank if `pending` repeats a request whose update has ended; otherwise None.
         """
         worker = pending.trainer[0]
         known = self._newest.get(worker)
@@ -223,7 +223,7 @@ class MissingRanks:
         self._timer: asyncio.TimerHandle | None = None
 
     def text(self) -> str:
-        """Return a text that names the ranks that are not connected and those that have not announced; empty for none."""
+        """Return a text with the ranks that are not connected, and the ranks that have not announced; empty if none."""
         trainers = self._fleet.trainers()
         workers = () if trainers is None else trainers.workers
         idle = [worker for worker in workers if not self._requests.is_waiting(worker)]

@@ -130,8 +130,8 @@ def find_start(config: LaunchConfig) -> tuple[Path, Checkpoint] | None:
     `trainer.resume_from` counts.
 
     Raises:
-        ConfigError: the output folder contains files of a run and `resume` is not "auto", unless `resume_from` is the
-            newest checkpoint of this folder; or `resume_from` is not a finished checkpoint.
+        ConfigError: `resume_from` is not a finished checkpoint. Or `resume` is not "auto" and the output folder contains
+            files of a run; this is allowed only if `resume_from` is the newest checkpoint of the folder.
     """
     output = OutputFolder(Path(config.output_dir).resolve())
     found = output.checkpoints()

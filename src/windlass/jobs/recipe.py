@@ -341,7 +341,8 @@ def recipe_code(what: str) -> Iterator[None]:
     """Convert any exception that the recipe raises inside the block; a cancellation of the block passes through.
 
     Raises:
-        WindlassError: the recipe raised this error, or another exception, which the error names together with `what`.
+        WindlassError: the recipe raised an exception. A `WindlassError` is raised unchanged. Any other exception is
+            converted to an error that names `what`.
     """
     try:
         yield

@@ -210,8 +210,8 @@ def _placed(
 ) -> dict[str, Placed]:
     """Return the boxes of checkpoint tensors in each tensor of `held_here`: name -> boxes.
 
-    The exporter gives them, if there is one. Without an exporter, and if it computes values or leaves out a parameter,
-    the naming table `family` gives them.
+    The boxes come from the exporter. They come from the naming table `family` instead if there is no exporter, or if the
+    exporter computes values or leaves out a parameter.
 
     Raises:
         ConfigError: there is neither an exporter nor a naming table.
@@ -412,7 +412,7 @@ def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def _layer_numbers(chunk: torch.nn.Module) -> dict[str, int]:
-    """Return the number in the whole model (from 0) of each layer in a chunk, by the layer's name in the chunk."""
+    """Return the layers of a chunk: name in the chunk -> number of the layer in the whole model, from 0."""
     return {
         found[1]: int(module.layer_number) - 1
         for name, module in chunk.named_modules()

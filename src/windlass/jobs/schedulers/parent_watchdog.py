@@ -49,7 +49,7 @@ def wait_for_owner(host: str, port: int, lease: str) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Wait for the end of stdin (the owner has died), then kill until no process has `mark` in its environment."""
+    """Wait until stdin ends, because the owner has died. Then kill until no process has `mark` in its environment."""
     sys.stdin.read()
     entry = f"{MARK_VARIABLE}={mark}".encode()
     while victims := _carriers(entry):

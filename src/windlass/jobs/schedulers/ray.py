@@ -177,7 +177,7 @@ class RayBackend(ClusterBackend):
 
 
 async def _close(launcher: Any) -> None:
-    """End the processes of a launcher actor. Ignore an actor that does not answer: queued or dead, it has no processes."""
+    """End the processes of a launcher actor. Ignore an actor that is queued or dead: it has no processes."""
     with contextlib.suppress(PeerUnreachable, PeerTimeout):
         await answer_of(launcher.close.remote(), 2.0)
 
