@@ -153,3 +153,13 @@ async def test_an_absent_or_disagreeing_leader_fails_only_its_update() -> None:
 
 def test_buckets_of_both_stages_make_up_the_whole_model() -> None:
     assert sorted(name for names in BUCKETS for name in names) == sorted(shapes())
+
+
+@pytest.mark.parametrize("call", ["offload", "onload"])
+def test_calls_that_release_the_memory_of_engines_are_refused(call: str) -> None:
+    says = rf"{call}: engines must keep .*; remove the call, .* replica=ReplicaPlace\.HOST"
+    with (
+        windlass.RolloutCallback("http://127.0.0.1:1", TOKEN) as leader,
+        pytest.raises(ConfigError, match=says),
+    ):
+        getattr(leader, call)()

@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 import msgspec
 
@@ -210,6 +210,14 @@ class RolloutCallback(Closing):
         deadline_s = deadline_s or self._deadline_s
         return self._client.publish(version, wait=False, deadline_s=deadline_s)
 
+    def offload(self) -> NoReturn:
+        """Raise ConfigError: AReaL's call makes engines release their memory, and engines here must keep it."""
+        _refuse_release("offload")
+
+    def onload(self) -> NoReturn:
+        """Raise ConfigError, see `offload`."""
+        _refuse_release("onload")
+
     def close(self) -> None:
         """Stop all threads without waiting. A call that waits for the controller ends at its deadline. Idempotent."""
         self._closed.set()
@@ -274,6 +282,14 @@ class RolloutCallback(Closing):
         if answer.error:
             raise RoundAborted(answer.error)
         return answer.members
+
+
+def _refuse_release(call: str) -> NoReturn:
+    raise ConfigError(
+        f"{call}: engines must keep the memory of their weights, because updates write into it at fixed addresses; remove "
+        "the call, and let the trainer free its GPU instead: with connect_trainer(..., replica=ReplicaPlace.HOST), or "
+        "with FSDP2's CPUOffloadPolicy"
+    )
 
 
 @final
