@@ -154,10 +154,16 @@ def run(rank: int, world_size: int, cases: list[Case], folder: str) -> None:
 
 
 def all_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
-    found = [p for chunk in chunks for p in chunk.parameters()]
+    found = [p for chunk in chunks for n, p in chunk.named_parameters() if not is_unused(chunk, n)]
     return found + [
         b for chunk in chunks for n, b in chunk.named_buffers() if n.endswith("expert_bias")
     ]
+
+
+def is_unused(chunk: Any, name: str) -> bool:
+    """Return whether a parameter is an output matrix in a chunk that uses its copy of the tied embedding instead."""
+    tied = chunk.share_embeddings_and_output_weights
+    return bool(tied and chunk.mtp_process and name == "output_layer.weight")
 
 
 def build(case: Case) -> list[torch.nn.Module]:
@@ -309,7 +315,7 @@ def fill(chunk: torch.nn.Module, hf: dict[str, torch.Tensor]) -> None:
         else:
             local = torch.cat(parts)
         assert local.shape == tensor.shape, (name, local.shape, tensor.shape)
-        tensor.data.copy_(local)
+        tensor.data.copy_(-local if is_unused(chunk, name) else local)
 
 
 def full_parts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -29,6 +30,7 @@ TIED = ModelSpec(family="qwen3", num_hidden_layers=4, hidden_size=32, vocab_size
 ONE_GROUP = ModelSpec(family="qwen3", num_hidden_layers=1, hidden_size=32, vocab_size=100, num_attention_heads=4, num_key_value_heads=1, head_dim=8, intermediate_size=48)  # fmt: skip
 MOE = ModelSpec(family="qwen3_moe", num_hidden_layers=2, hidden_size=32, vocab_size=100, num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=4, moe_intermediate_size=16)  # fmt: skip
 LATENT = ModelSpec(family="deepseek_v3", num_hidden_layers=2, hidden_size=32, vocab_size=100, num_attention_heads=4, intermediate_size=48, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, n_routed_experts=4, moe_intermediate_size=16, first_k_dense_replace=1, n_shared_experts=1)  # fmt: skip
+LATENT_TIED = msgspec.structs.replace(LATENT, tie_word_embeddings=True)
 
 TWO_RANKS = [
     Case("tp2", DENSE, tp=2),
@@ -45,6 +47,7 @@ TWO_RANKS = [
     Case("latent_pp2", LATENT, pp=2),
     Case("latent_mtp_tp2_ep2", LATENT, tp=2, ep=2, mtp=1),
     Case("latent_mtp_pp2", LATENT, pp=2, mtp=2),
+    Case("latent_mtp_pp2_tied", LATENT_TIED, pp=2, mtp=1),
 ]
 FOUR_RANKS = [
     Case("tp2_pp2", DENSE, tp=2, pp=2),

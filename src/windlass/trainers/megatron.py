@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -386,16 +387,28 @@ def _held(
         ignore: prefixes of names to leave out.
     """
     for chunk in map(_unwrap, chunks):
-        numbers = _layer_numbers(chunk)
+        numbers, unused = _layer_numbers(chunk), _unused_output(chunk)
         for local_name, parameter in chunk.named_parameters():
             name = _global_name(local_name, numbers)
-            if not name.startswith(ignore):
+            if parameter is not unused and not name.startswith(ignore):
                 main = use_main_params and parameter.requires_grad
                 yield name, _main_param(name, parameter) if main else parameter
         for local_name, buffer in chunk.named_buffers():
             name = _global_name(local_name, numbers)
             if name.endswith(_BUFFERS) and not name.startswith(ignore):
                 yield name, buffer
+
+
+def _unused_output(chunk: Any) -> torch.Tensor | None:
+    """Return the output matrix of a chunk if Megatron never uses it; otherwise None.
+
+    With tied embeddings and MTP layers, the last pipeline stage has a copy of the embedding and uses it as output matrix.
+    Megatron allocates an output matrix there, too.
+    """
+    output: torch.Tensor | None = getattr(getattr(chunk, "output_layer", None), "weight", None)
+    if not chunk.share_embeddings_and_output_weights or output is None:
+        return None
+    return None if chunk.shared_embedding_or_output_weight() is output else output
 
 
 def _wrappers(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
