@@ -1,10 +1,11 @@
-"""Boxes that several ranks hold are found in any layout, and a byte that differs in them is detected."""
+"""Boxes that ranks hold several times are found in any layout, and a byte that differs in them is detected."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from numpy_gpu import numpy_gpu
 from strategies import Fleet, fleets
 
-from windlass.errors import PlanError, ProtocolError, TransferFailed
+from windlass.errors import ManifestError, PlanError, ProtocolError, TransferFailed
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
@@ -109,7 +110,7 @@ def who_holds(ranks: Ranks) -> Held:
 
 @settings(deadline=None, max_examples=60)
 @given(fleets(), st.randoms(use_true_random=False))
-def test_exactly_the_bytes_of_two_or_more_ranks_are_compared(
+def test_exactly_the_bytes_at_two_or_more_places_are_compared(
     fleet: Fleet, rng: random.Random
 ) -> None:
     ranks = Ranks([laid_out(manifest, rng) for manifest in fleet.sources])
@@ -117,7 +118,7 @@ def test_exactly_the_bytes_of_two_or_more_ranks_are_compared(
     period = rng.randint(1, 7)
     assert {ranks.compare(turn, period) for turn in range(period)} == {""}
     held = who_holds(ranks)
-    several = {key for key, places in held.items() if len({w for w, _, _ in places}) > 1}
+    several = {key for key, places in held.items() if len(places) > 1}
     boxes = list(zip(ranks.found.names, ranks.found.boxes, strict=True))
     covered = [
         (name, where)
@@ -125,15 +126,15 @@ def test_exactly_the_bytes_of_two_or_more_ranks_are_compared(
         for where in itertools.product(*(map(range, box.offsets, box.ends)))
     ]
     assert sorted(covered) == sorted(several)
-    once = [
-        (key, places) for key, places in held.items() if len({p[0] for p in places}) == len(places)
-    ]
-    for key, places in rng.sample(once, min(len(once), 6)):
+    for key, places in rng.sample(sorted(held.items()), min(len(held), 6)):
         worker, parameter, offset = rng.choice(places)
         ranks.memory[worker][parameter][offset + rng.randrange(4)] ^= 1 << rng.randrange(8)
         said = [ranks.compare(), *(ranks.compare(turn, period) for turn in range(period))]
         if key in several:
-            assert said[0].count(worker) == 1
+            own = [place for place in places if place[0] == worker]
+            spec = ranks.manifests[worker].parameters[parameter]
+            place = worker if len(own) == 1 else f"{worker} ({spec.name!r})"
+            assert said[0].count(place) == 1
             assert repr(key[0]) in said[0]
             # Every block has one turn.
             assert sum(map(bool, said[1:])) == 1
@@ -333,7 +334,7 @@ def test_ranks_with_another_dtype_are_compared_with_each_other() -> None:
         hold("trainer/3", *wide),
     ]
     found = find_replicated(manifests)
-    assert found.num_holders.tolist() == [2, 2]
+    assert found.num_places.tolist() == [2, 2]
     box_of = {worker: part["box"].tolist() for worker, part in found.parts.items()}
     assert box_of["trainer/0"] == box_of["trainer/2"] != box_of["trainer/1"] == box_of["trainer/3"]
     for worker, part in found.parts.items():
@@ -346,15 +347,74 @@ def test_digests_that_cannot_be_compared_are_a_disagreement() -> None:
     ranks = Ranks([hold(f"trainer/{rank}", WHOLE, PLAIN) for rank in range(6)])
     taken = {worker: digests.take(0, 1) for worker, digests in ranks.digests.items()}
     silent = {**taken, "trainer/1": taken["trainer/1"][:0]}
-    assert "held by 6 ranks, but 5 reported" in ranks.found.disagreement(silent)
+    assert "held at 6 places, but ranks reported 5" in ranks.found.disagreement(silent)
     strange = taken["trainer/1"].copy()
-    strange["box"] = 7
+    strange["row"] = 7
     assert "are not replicated" in ranks.found.disagreement({**taken, "trainer/1": strange})
     for worker in ("trainer/0", "trainer/5"):
         ranks.memory[worker][0][3] ^= 1
     assert "trainer/0, trainer/5 but not trainer/1, trainer/2, trainer/3, trainer/4" in (
         ranks.compare()
     )
+
+
+def hold_twice(*, second: DType = INT32, at: tuple[int, int] = (0, 6)) -> ShardManifest:
+    """Return a rank with a tensor of 6 elements in the parameter "first", and the range `at` of it in "second"."""
+    builder = ManifestBuilder("trainer/0", Role.TRAINER)
+    for name, dtype, (start, size) in (("first", INT32, (0, 6)), ("second", second, at)):
+        builder.add_parameter(name, nbytes=size * dtype.itemsize, dtype=dtype)
+        builder.add_shard("weight", (6,), Box((start,), (size,)), name)
+    return builder.build()
+
+
+@pytest.mark.parametrize("at", [(0, 6), (2, 3)])
+def test_two_parameters_of_one_rank_are_compared_and_named(at: tuple[int, int]) -> None:
+    ranks = Ranks([hold_twice(at=at)])
+    assert ranks.compare() == ""
+    ranks.memory["trainer/0"][1][0] ^= 1
+    said = ranks.compare()
+    start, size = at
+    assert f"'weight' [{start}:{start + size}]" in said
+    assert "trainer/0 ('first') but not trainer/0 ('second')" in said
+    assert "give each parameter its own checkpoint name" in said
+
+
+def test_a_parameter_that_differs_in_one_of_two_ranks_is_named() -> None:
+    other = replace(hold_twice(), worker="trainer/1")
+    ranks = Ranks([hold_twice(), other])
+    ranks.memory["trainer/1"][0][0] ^= 1
+    said = ranks.compare()
+    same = "trainer/0 ('first'), trainer/0 ('second'), trainer/1 ('second')"
+    assert f"{same} but not trainer/1 ('first')" in said
+
+
+def test_parameters_with_the_same_memory_may_have_one_name() -> None:
+    ranks = Ranks([hold_twice()])
+    memory = ranks.memory["trainer/0"]
+    memory[1] = memory[0]
+    memory[0][0] ^= 1
+    assert ranks.compare() == ""
+    # A copy in other memory is compared again.
+    memory[1] = memory[0].copy()
+    memory[1][0] ^= 1
+    assert "('second')" in ranks.compare()
+
+
+def test_bytes_that_are_described_twice_are_not_compared() -> None:
+    builder = ManifestBuilder("trainer/0", Role.TRAINER)
+    builder.add_parameter("w", nbytes=24, dtype=INT32)
+    builder.add_shard("weight", (6,), Box((0,), (6,)), "w")
+    builder.add_shard("weight", (6,), Box((2,), (3,)), "w", offset_bytes=8)
+    assert find_replicated([builder.build()]).parts == {}
+
+
+def test_one_rank_with_a_box_in_two_dtypes_is_refused() -> None:
+    both = hold_twice(second=DType.INT64, at=(2, 3))
+    with pytest.raises(
+        ManifestError, match=r"'weight' \[2:5\] must have one dtype.*'first'.*'second'"
+    ):
+        find_replicated([both])
+    assert find_replicated([both], unread={"weight"}).parts == {}
 
 
 def test_a_part_that_leaves_the_parameters_is_refused() -> None:

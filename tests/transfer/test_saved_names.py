@@ -238,6 +238,21 @@ def test_two_parameters_of_one_name_are_refused_before_the_conversion() -> None:
         )
 
 
+def test_a_parameter_with_the_name_of_a_converted_tensor_is_refused() -> None:
+    model = built("mixtral")
+    expert = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+    manifest = describe_module(model, "trainer/0", Role.TRAINER)
+    (shape,) = [spec.shape for spec in manifest.tensors if spec.name == expert]
+    model.extra = torch.nn.Parameter(torch.zeros(shape))
+    with pytest.raises(ConfigError, match=rf"'{expert}' for both 'extra' and .*experts"):
+        describe_module(
+            model,
+            "trainer/0",
+            Role.TRAINER,
+            name_map=lambda name: expert if name == "extra" else name,
+        )
+
+
 def test_given_rules_for_stacked_experts_switch_the_conversion_off() -> None:
     model = built("mixtral")
     manifest = describe_module(model, "t/0", Role.TRAINER, name_map=lambda n: n, stacked=())

@@ -191,7 +191,7 @@ class Holders:
     """Source rows that contain each atom; atoms are numbered over all tensors.
 
     Attributes:
-        rows: source rows, one per (atom, rank), grouped by atom and sorted by rank in each group.
+        rows: source rows, grouped by atom and sorted by rank in each group.
         start: (num_atoms + 1,) start of each atom's group.
     """
 
@@ -216,9 +216,15 @@ def atoms_by_pattern(boxes: Boxes) -> list[Atoms]:
 
 
 def find_holders(
-    boxes: Boxes, atoms: Sequence[Atoms], table: RowTable
+    boxes: Boxes, atoms: Sequence[Atoms], table: RowTable, *, one_per_rank: bool = True
 ) -> tuple[Int64Array, Holders]:
     """Give each atom of all tensors a number, and find the rows of `table` that contain each atom.
+
+    Args:
+        boxes: boxes of `table`.
+        atoms: atoms of each pattern of `boxes`.
+        table: rows of the sources.
+        one_per_rank: True to return only the first row of a rank that contains an atom several times.
 
     Returns:
         (num_classes + 1,) the number of the first atom of each tensor class, followed by the number of atoms; and the
@@ -249,9 +255,10 @@ def find_holders(
     rank = table.rank[rows]
     order = np.lexsort((rows, rank, atom))
     atom, rank, rows = atom[order], rank[order], rows[order]
-    keep = np.ones(len(rows), np.bool_)
-    keep[1:] = (atom[1:] != atom[:-1]) | (rank[1:] != rank[:-1])
-    atom, rows = atom[keep], rows[keep]
+    if one_per_rank:
+        keep = np.ones(len(rows), np.bool_)
+        keep[1:] = (atom[1:] != atom[:-1]) | (rank[1:] != rank[:-1])
+        atom, rows = atom[keep], rows[keep]
     start = np.searchsorted(atom, np.arange(int(base[-1]) + 1))
     return base, Holders(rows=rows, start=start)
 

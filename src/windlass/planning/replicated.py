@@ -1,6 +1,7 @@
-"""Boxes that several sources hold, and the check that all of them hold the same bytes.
+"""Boxes that trainer ranks hold several times, and the check that they have the same bytes everywhere.
 
-The controller finds these boxes once per fleet of trainers (`find_replicated`) and sends each rank
+Several ranks may hold a box, and one rank may hold it in several parameters. The controller finds these
+boxes once per fleet of trainers (`find_replicated`) and sends each rank
 a table of the boxes that it holds (`HELD`). Before a round writes anything, ranks compute digests
 of blocks of the boxes, and the controller compares them. The first comparison includes all blocks.
 Each later comparison (a turn) includes every `period`-th run of blocks, so that `period` turns
@@ -15,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from windlass.errors import PlanError, ProtocolError
+from windlass.errors import ManifestError, PlanError, ProtocolError
 from windlass.layout.box import Box
 from windlass.layout.columns import Int64Array, StructuredArray
-from windlass.layout.manifest import MAX_DIMS, ShardManifest
+from windlass.layout.manifest import MAX_DIMS, ParameterSpec, ShardManifest
 from windlass.planning.intersect import (
     atoms_by_pattern,
     classes_by_pattern,
@@ -28,7 +29,7 @@ from windlass.planning.intersect import (
     unique_boxes,
 )
 from windlass.planning.plan import ITEMSIZES
-from windlass.planning.rows import gather_rows, resolve_names
+from windlass.planning.rows import RowTable, TensorNames, gather_rows, resolve_names
 
 BLOCK_NBYTES = 256 << 10
 """Size of the blocks that boxes are cut into."""
@@ -56,12 +57,12 @@ HELD = np.dtype(
         ("run", "<i4"),
     ]
 )
-"""A box in one rank, as rows of `row_nbytes` contiguous bytes; all holders use the same `row_nbytes`.
+"""A box at one place of one rank, as rows of `row_nbytes` contiguous bytes; all places use the same `row_nbytes`.
 `sizes`: number of rows per dim, slowest dim first. `offset`, `strides`: bytes. `first`: number of
 the box's first block, counted over all boxes of the fleet. `run`: number of blocks in a run."""
-DIGESTED = np.dtype([("box", "<i4"), ("kind", "u1"), ("a", "<u8"), ("b", "<u8")])
-"""Digest (128 bits, as `a` and `b`) of a box in one rank. Only digests of the same `kind` (algorithm)
-can be compared."""
+DIGESTED = np.dtype([("row", "<i4"), ("kind", "u1"), ("a", "<u8"), ("b", "<u8")])
+"""Digest (128 bits, as `a` and `b`) of the box in one row of the rank's `HELD`. Only digests of the same
+`kind` (algorithm) can be compared."""
 
 
 def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
@@ -151,21 +152,23 @@ def due_pieces(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """All boxes that several ranks hold in the same dtype.
+    """All boxes that ranks hold several times in the same dtype.
 
     Attributes:
         parts: worker -> (n,) `HELD`, ascending by box, for workers that hold any box.
+        parameters: worker -> the parameters that its part refers to.
         names: (n,) checkpoint tensor of each box.
         boxes: (n,) elements of each box.
-        num_holders: (n,) number of ranks that hold each box.
+        num_places: (n,) number of places that hold each box, in all ranks.
         nbytes: bytes of these boxes in the rank that holds most of them.
         num_runs: number of runs of blocks, over all boxes.
     """
 
     parts: Mapping[str, StructuredArray]
+    parameters: Mapping[str, Sequence[ParameterSpec]]
     names: Sequence[str]
     boxes: Sequence[Box]
-    num_holders: Int64Array
+    num_places: Int64Array
     nbytes: int
     num_runs: int
 
@@ -180,7 +183,7 @@ class Replicated:
         return max(min(wanted, self.num_runs), 1)
 
     def disagreement(self, found: Mapping[str, StructuredArray]) -> str:
-        """Compare the digests of all ranks. Return an error text if ranks hold different bytes of a box; otherwise "".
+        """Compare the digests of all ranks. Return an error text if a box has different bytes at two places; otherwise "".
 
         `found` has the (n,) `DIGESTED` table that each worker in `parts` reported. Return an error text also if a
         worker did not report a box that it holds, or reported an unknown box.
@@ -188,31 +191,43 @@ class Replicated:
         workers = sorted(found)
         table = np.concatenate([np.zeros(0, DIGESTED), *(found[w] for w in workers)])
         rank = np.repeat(np.arange(len(workers)), [len(found[w]) for w in workers])
-        if (table["box"] < 0).any() or (table["box"] >= len(self.boxes)).any():
+        num_rows = np.array([len(self.parts[w]) for w in workers], np.int64)
+        if (table["row"] < 0).any() or (table["row"] >= num_rows[rank]).any():
             return "ranks reported digests of boxes that are not replicated"
-        num_reports = np.bincount(table["box"], minlength=len(self.boxes))
-        if (odd := np.flatnonzero((num_reports > 0) & (num_reports != self.num_holders))).size:
+        boxes = np.concatenate(
+            [np.zeros(0, np.int32), *(self.parts[w]["box"][found[w]["row"]] for w in workers)]
+        )
+        num_reports = np.bincount(boxes, minlength=len(self.boxes))
+        if (odd := np.flatnonzero((num_reports > 0) & (num_reports != self.num_places))).size:
             box = int(odd[0])
             return (
-                f"{self._describe(box)} is held by {self.num_holders[box]} ranks, but {num_reports[box]} "
-                "reported a digest of it"
+                f"{self._describe(box)} is held at {self.num_places[box]} places, but ranks reported "
+                f"{num_reports[box]} digests of it"
             )
-        order = np.lexsort((rank, table["b"], table["a"], table["kind"], table["box"]))
-        table, rank = table[order], rank[order]
-        alike = (table["box"][1:] == table["box"][:-1]) & (table["kind"][1:] == table["kind"][:-1])
+        order = np.lexsort((rank, table["b"], table["a"], table["kind"], boxes))
+        table, rank, boxes = table[order], rank[order], boxes[order]
+        alike = (boxes[1:] == boxes[:-1]) & (table["kind"][1:] == table["kind"][:-1])
         differ = alike & ((table["a"][1:] != table["a"][:-1]) | (table["b"][1:] != table["b"][:-1]))
         if not differ.any():
             return ""
-        bad = np.unique(table["box"][1:][differ])
+        bad = np.unique(boxes[1:][differ])
         box = int(bad[0])
-        of_box = table["box"] == box
+        of_box = boxes == box
         groups: dict[tuple[int, int, int], list[str]] = {}
-        for row, index in zip(table[of_box], rank[of_box], strict=True):
-            key = int(row["kind"]), int(row["a"]), int(row["b"])
-            groups.setdefault(key, []).append(workers[int(index)])
+        is_in_one_rank = len(np.unique(rank[of_box])) < int(of_box.sum())
+        for digest, index in zip(table[of_box], rank[of_box], strict=True):
+            key = int(digest["kind"]), int(digest["a"]), int(digest["b"])
+            place = self._place(workers[int(index)], int(digest["row"]))
+            groups.setdefault(key, []).append(place)
         sides = " but not ".join(_listed(names) for names in sorted(groups.values()))
         names = {self.names[int(index)] for index in bad}
         more = f" (and {len(bad) - 1} more boxes, of {len(names)} tensors)" if len(bad) > 1 else ""
+        if is_in_one_rank:
+            return (
+                "parameters of one rank that hold the same box must hold the same bytes: "
+                f"{self._describe(box)} is the same at {sides}{more}; give each parameter its own checkpoint name, "
+                "leave all but one of them out, or tie them"
+            )
         return (
             f"ranks that hold the same box must hold the same bytes: {self._describe(box)} is the same "
             f"at {sides}{more}; usual causes: a step that is not gathered or reduced on all ranks, or "
@@ -221,6 +236,13 @@ class Replicated:
 
     def _describe(self, box: int) -> str:
         return f"{self.names[box]!r} {self.boxes[box]}"
+
+    def _place(self, worker: str, row: int) -> str:
+        """Return the worker, and the parameter in brackets if the worker holds the box of `row` several times."""
+        held = self.parts[worker]
+        if (held["box"] == held["box"][row]).sum() == 1:
+            return worker
+        return f"{worker} ({self.parameters[worker][int(held['parameter'][row])].name!r})"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -241,12 +263,12 @@ def decode_digested(data: bytes) -> StructuredArray:
 
 
 def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = ()) -> Replicated:
-    """Return the boxes of tensors that more than one rank holds in one dtype.
+    """Return the boxes of tensors that are at more than one place in one dtype: in several ranks, or twice in one rank.
 
     Tensors in `unread` are left out: no engine takes these tensors, so their bytes may differ between ranks.
 
     Raises:
-        ManifestError: manifests contradict each other.
+        ManifestError: manifests contradict each other; or one rank holds a box in two dtypes.
     """
     names = resolve_names(sources, (), unread)
     table = gather_rows(sources, names)
@@ -255,15 +277,16 @@ def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = 
         table = table.select(np.flatnonzero(is_read[table.name]))
     boxes = unique_boxes(table, len(names.names))
     atoms = atoms_by_pattern(boxes)
-    base, holders = find_holders(boxes, atoms, table)
+    base, holders = find_holders(boxes, atoms, table, one_per_rank=False)
     offsets = np.zeros((int(base[-1]), MAX_DIMS), np.int64)
     sizes = np.ones_like(offsets)
     for of_pattern, classes in zip(atoms, classes_by_pattern(boxes), strict=True):
         for name in classes:
             at = slice(int(base[name]), int(base[name]) + len(of_pattern))
             offsets[at], sizes[at] = of_pattern.offsets, of_pattern.sizes
-    rows = holders.rows
     atom = np.repeat(np.arange(len(offsets)), np.diff(holders.start))
+    rows, atom = _distinct_places(table, holders.rows, atom, offsets, sizes)
+    _refuse_two_dtypes(sources, names, table, rows, (offsets[atom], sizes[atom]))
     key = atom * len(ITEMSIZES) + table.dtype[rows]
     _, number, count = np.unique(key, return_inverse=True, return_counts=True)
     several = count > 1
@@ -275,8 +298,7 @@ def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = 
     held = np.zeros(len(rows), HELD)
     held["box"], held["parameter"] = box, table.parameter[rows]
     strides = table.strides_bytes[rows]
-    inside = offsets[atom] - table.offsets[rows]
-    held["offset"] = table.offset_bytes[rows] + (inside * strides).sum(axis=1)
+    held["offset"] = _offset_bytes(table, rows, offsets[atom])
     first = np.searchsorted(box, np.arange(int(several.sum())))
     dims = _slowest_first(sizes[atom[first]], strides[first])[box]
     held["sizes"] = np.take_along_axis(sizes[atom], dims, 1)
@@ -289,19 +311,81 @@ def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = 
     held["first"], held["run"] = (np.cumsum(num_blocks) - num_blocks)[box], run
     rank, nbytes = table.rank[rows], sizes[atom].prod(axis=1) * ITEMSIZES[table.dtype[rows]]
     per_rank = np.bincount(rank, nbytes, len(sources))
-    tensors = [names.names[int(name)] for name in table.tensor[rows[first]]]
-    lead = [MAX_DIMS - len(names.shapes[int(name)]) for name in table.tensor[rows[first]]]
+    named = [
+        _named_box(names, tensor, offsets[a], sizes[a])
+        for tensor, a in zip(table.tensor[rows[first]].tolist(), atom[first].tolist(), strict=True)
+    ]
     return Replicated(
         parts={sources[i].worker: held[rank == i] for i in np.unique(rank).tolist()},
-        names=tensors,
-        boxes=[
-            Box(tuple(offsets[a, n:].tolist()), tuple(sizes[a, n:].tolist()))
-            for a, n in zip(atom[first].tolist(), lead, strict=True)
-        ],
-        num_holders=count[several],
+        parameters={sources[i].worker: sources[i].parameters for i in np.unique(rank).tolist()},
+        names=[name for name, _ in named],
+        boxes=[box for _, box in named],
+        num_places=count[several],
         nbytes=int(per_rank.max(initial=0)),
         num_runs=-(-total // run),
     )
+
+
+def _offset_bytes(table: RowTable, rows: Int64Array, offsets: Int64Array) -> Int64Array:
+    """Return the byte offset of an element in the parameter of each row. `offsets`, (n, MAX_DIMS): the elements."""
+    inside = (offsets - table.offsets[rows]) * table.strides_bytes[rows]
+    found: Int64Array = table.offset_bytes[rows] + inside.sum(axis=1)
+    return found
+
+
+def _distinct_places(
+    table: RowTable, rows: Int64Array, atom: Int64Array, offsets: Int64Array, sizes: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Return `rows` and `atom` without rows that describe the same bytes of a rank as an earlier row."""
+    rank = table.rank[rows]
+    again = (atom[1:] == atom[:-1]) & (rank[1:] == rank[:-1])
+    at = np.flatnonzero(np.append(again, False) | np.append(False, again))
+    if not len(at):
+        return rows, atom
+    strides = np.where(sizes[atom[at]] > 1, table.strides_bytes[rows[at]], 0)
+    offset = _offset_bytes(table, rows[at], offsets[atom[at]])
+    place = np.column_stack([atom[at], rank[at], table.parameter[rows[at]], offset, strides])
+    _, first = np.unique(place, axis=0, return_index=True)
+    keep = np.ones(len(rows), np.bool_)
+    keep[at] = False
+    keep[at[first]] = True
+    return rows[keep], atom[keep]
+
+
+def _refuse_two_dtypes(
+    sources: Sequence[ShardManifest],
+    names: TensorNames,
+    table: RowTable,
+    rows: Int64Array,
+    boxes: tuple[Int64Array, Int64Array],
+) -> None:
+    """Raise ManifestError if one rank holds a box in two dtypes, which cannot be compared.
+
+    `boxes`: offsets and sizes of the box in each of `rows`, (n, MAX_DIMS). Rows of one box and rank are adjacent.
+    """
+    offsets, sizes = boxes
+    again = (offsets[1:] == offsets[:-1]).all(axis=1) & (sizes[1:] == sizes[:-1]).all(axis=1)
+    for column in (table.tensor, table.rank):
+        again &= column[rows[1:]] == column[rows[:-1]]
+    again &= table.dtype[rows[1:]] != table.dtype[rows[:-1]]
+    if not again.any():
+        return
+    at = int(again.argmax())
+    source = sources[int(table.rank[rows[at]])]
+    first, second = (source.parameters[int(table.parameter[row])] for row in rows[at : at + 2])
+    name, box = _named_box(names, int(table.tensor[rows[at]]), offsets[at], sizes[at])
+    raise ManifestError(
+        f"{source.worker}: {name!r} {box} must have one dtype, got {first.dtype} in parameter {first.name!r} and "
+        f"{second.dtype} in parameter {second.name!r}; give each parameter its own checkpoint name, or leave one out"
+    )
+
+
+def _named_box(
+    names: TensorNames, tensor: int, offsets: Int64Array, sizes: Int64Array
+) -> tuple[str, Box]:
+    """Return the name of a tensor class, and a box of it without padding dims."""
+    lead = MAX_DIMS - len(names.shapes[tensor])
+    return names.names[tensor], Box(tuple(offsets[lead:].tolist()), tuple(sizes[lead:].tolist()))
 
 
 def _slowest_first(sizes: Int64Array, strides: Int64Array) -> Int64Array:

@@ -481,7 +481,7 @@ def describe_module(
         converted[index] if index in converted else unstack(rules, part)
         for index, part in enumerate(parts)
     ]
-    owners: dict[str, str] = {}
+    owners: dict[str, int] = {}
     for index, held in enumerate(held_here):
         if owner[index] != index:
             for other, one in zip(boxes[index], boxes[owner[index]], strict=True):
@@ -492,11 +492,10 @@ def describe_module(
         gaps = max(nbytes - parts[index].box.numel * dtype.itemsize, 0)
         builder.add_parameter(held.name, nbytes=nbytes, dtype=dtype, padding_nbytes=gaps)
         for placed in boxes[index]:
-            # Two parameters may be parts of the same tensor only if transformers has converted them.
-            if index not in converted and owners.setdefault(placed.tensor, held.name) != held.name:
-                _refuse_one_name(
-                    [(placed.tensor, name) for name in (owners[placed.tensor], held.name)]
-                )
+            # Two parameters may be parts of the same tensor only if transformers has converted both.
+            first_of = owners.setdefault(placed.tensor, index)
+            if first_of != index and not {first_of, index} <= converted.keys():
+                _refuse_one_name((placed.tensor, held_here[i].name) for i in (first_of, index))
             builder.add_shard(
                 placed.tensor,
                 placed.global_shape,

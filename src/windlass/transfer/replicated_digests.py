@@ -1,4 +1,4 @@
-"""Digests of replicated boxes: boxes that several trainer ranks hold. The controller compares the digests of all ranks.
+"""Digests of replicated boxes: boxes that trainer ranks hold several times. The controller compares the digests of all ranks.
 
 Each rank hashes its boxes in the memory of the parameters, in host memory or on a GPU. A turn hashes a part of the
 boxes. The tables for the next turn can be built right after a turn, so that the next update does not wait for them.
@@ -35,13 +35,13 @@ class _Cut(NamedTuple):
 
     Attributes:
         memory: memory that contains the pieces.
-        boxes: (n,) number of each box, as in `HELD`.
+        rows: (n,) row of each box in the rank's `HELD`.
         addresses: index of each parameter with such a piece -> address of the parameter.
-        chunks: prepared digests, one per box in the order of `boxes`.
+        chunks: prepared digests, one per box in the order of `rows`.
     """
 
     memory: MemoryOps
-    boxes: Int64Array
+    rows: Int64Array
     addresses: dict[int, int]
     chunks: ChunkDigests
 
@@ -119,10 +119,10 @@ class ReplicatedDigests:
             found = [np.zeros(0, DIGESTED)]
             for cut in ahead if is_ready else self.cut_pieces(turn, period, located):
                 stack.callback(_close, [cut])
-                digests = cut.chunks.take(range(len(cut.boxes)), OWN_WORK_S)
+                digests = cut.chunks.take(range(len(cut.rows)), OWN_WORK_S)
                 cut.chunks.close()
                 table = np.zeros(len(digests), DIGESTED)
-                table["box"], table["kind"] = cut.boxes, _KINDS.index(cut.memory.digest_kind)
+                table["row"], table["kind"] = cut.rows, _KINDS.index(cut.memory.digest_kind)
                 for name, half in (("a", slice(0, 16)), ("b", slice(16, 32))):
                     table[name] = np.array(
                         [int(digest[half], 16) for digest in digests.values()], np.uint64
@@ -182,21 +182,21 @@ class ReplicatedDigests:
         """
         held = self._held
         batch = np.cumsum(num_pieces(held)) // BATCH_PIECES
-        for rows in np.split(held, np.flatnonzero(np.diff(batch)) + 1):
-            row, offset, nbytes = due_pieces(rows, turn, period)
-            used, index = np.unique(rows["parameter"][row], return_inverse=True)
+        for at in np.split(np.arange(len(held)), np.flatnonzero(np.diff(batch)) + 1):
+            row, offset, nbytes = due_pieces(held[at], turn, period)
+            row = at[row]
+            used, index = np.unique(held["parameter"][row], return_inverse=True)
             addresses = [located[parameter].address for parameter in used.tolist()]
             on = np.array([gpu_of(address) for address in addresses], np.int64)
             address = np.array(addresses, np.uint64)[index] + offset.astype(np.uint64)
             for ordinal in np.unique(on).tolist():
                 here = np.flatnonzero(on[index] == ordinal)
-                boxes, first = np.unique(row[here], return_index=True)
+                rows, first = np.unique(row[here], return_index=True)
                 memory, start = memory_on(ordinal), np.append(first, len(here))
                 self._settle(memory)
                 chunks = memory.chunk_digests(address[here], nbytes[here], start)
-                at = np.flatnonzero(on == ordinal).tolist()
-                kept = {int(used[i]): addresses[i] for i in at}
-                yield _Cut(memory, rows["box"][boxes], kept, chunks)
+                kept = {int(used[i]): addresses[i] for i in np.flatnonzero(on == ordinal).tolist()}
+                yield _Cut(memory, rows, kept, chunks)
 
 
 def _still_hold(cuts: Iterable[_Cut], located: Sequence[ParameterMemory]) -> bool:

@@ -1,0 +1,67 @@
+"""A trainer rank that holds one checkpoint tensor in two parameters publishes it only if both hold the same bytes."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from child_process import running
+from two_memories_rank import TwoMemoriesSettings, run
+from weight_fleet import TOKEN, Rank
+
+import windlass
+from windlass.config import ControlConfig, DiskBackend, P2pBackend, XcclBackend
+
+CONFIG: dict[str, object] = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+ROWS = [("exporter", "p2p"), ("manifest", "p2p"), ("manifest", "xccl"), ("manifest", "disk")]
+
+
+@pytest.mark.parametrize(
+    ("way", "backend"),
+    [
+        pytest.param(*row, marks=() if row in ROWS[:1] else pytest.mark.long, id="-".join(row))
+        for row in ROWS
+    ],
+)
+async def test_two_memories_of_one_tensor_are_compared_before_anything_is_sent(
+    way: str, backend: str, tmp_path: Path
+) -> None:
+    backends: dict[str, P2pBackend | XcclBackend | DiskBackend] = {
+        "p2p": P2pBackend(),
+        "xccl": XcclBackend(),
+        "disk": DiskBackend(str(tmp_path)),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with ExitStack() as stack:
+        config = ControlConfig(backend=backends[backend], compare_share=1.0)
+        async with windlass.Controller(token=TOKEN, config=config) as controller:
+            engine = ("--name", "a", "--transport", "cma", "--controller", controller.url)
+            model = ("--model", str(tmp_path / "config.json"))
+            stack.enter_context(
+                running("-m", "windlass.engines.embedded", *engine, *model, token=TOKEN)
+            )
+            rank = Rank(run, TwoMemoriesSettings(controller.url, TOKEN, CONFIG, way))
+            stack.callback(rank.close)
+            said = await rank.ask(1.0)
+            assert "RoundAborted" in said
+            assert "trainer/0 ('halves.0') but not trainer/0 ('lm_head.weight')" in said
+            assert "'lm_head.weight' [0:32, 0:16]" in said
+            assert controller.coordinator.fleet.published == -1
+            assert await rank.ask(0.0) == ""
+            assert controller.coordinator.fleet.published == 1
+            assert "trainer/0 ('halves." in await rank.ask(1.0)
+            assert controller.coordinator.fleet.published == 1
