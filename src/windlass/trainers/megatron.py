@@ -405,9 +405,9 @@ def _unused_output(chunk: Any) -> torch.Tensor | None:
     With tied embeddings and MTP layers, the last pipeline stage has a copy of the embedding and uses it as output matrix.
     Megatron allocates an output matrix there, too.
     """
-    output: torch.Tensor | None = getattr(getattr(chunk, "output_layer", None), "weight", None)
-    if not chunk.share_embeddings_and_output_weights or output is None:
+    if not (chunk.share_embeddings_and_output_weights and chunk.post_process):
         return None
+    output: torch.Tensor | None = chunk.output_layer.weight
     return None if chunk.shared_embedding_or_output_weight() is output else output
 
 
