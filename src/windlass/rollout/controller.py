@@ -148,6 +148,7 @@ class RolloutController:
             self._watch.close()
 
     async def _close_journal(self) -> None:
+        """Write and close the journal. Log an error if its last entries cannot be written."""
         try:
             await self._journal.close()
         # Continue without the journal, so that workers are disconnected and timers stop.
@@ -156,7 +157,10 @@ class RolloutController:
 
     @property
     def position(self) -> tuple[str, int]:
-        """Random id of the journal (or of this controller without a journal), and number of groups ever submitted with it."""
+        """Random id of the journal, and number of groups that all processes with this journal have submitted.
+
+        Without a journal, the id and the number are those of this controller.
+        """
         return self._life.identity, self._life.num_groups
 
     async def cancel_all(self, *, deadline_s: float, keep_in_journal: bool = False) -> int:
@@ -166,8 +170,8 @@ class RolloutController:
 
         Args:
             deadline_s: seconds for the clean-up of all workflows together.
-            keep_in_journal: close the journal first, so that the next controller process continues these rollouts. This
-                controller then accepts no rollouts.
+            keep_in_journal: close the journal first, so that the next controller process continues these rollouts. After
+                this, this controller accepts no rollouts.
 
         Returns:
             Number of attempts that have not ended within `deadline_s`. They may run until their worker ends.
