@@ -17,6 +17,9 @@ from windlass.config import ControlConfig
 TOKEN = "secret of the test"
 PROCESSES: ForkServerContext | SpawnContext = multiprocessing.get_context("forkserver")
 
+ANSWER_S = 150.0
+"""Deadline of a rank's answer. On a busy machine, a rank needs a minute to start."""
+
 
 class Rank:
     """A process that answers each message with a message."""
@@ -31,7 +34,7 @@ class Rank:
         self._pipe.send(message)
 
     async def read(self) -> Any:
-        assert await asyncio.to_thread(self._pipe.poll, 60)
+        assert await asyncio.to_thread(self._pipe.poll, ANSWER_S), f"no answer within {ANSWER_S} s"
         return self._pipe.recv()
 
     async def ask(self, message: object) -> Any:
