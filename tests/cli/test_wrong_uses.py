@@ -305,7 +305,7 @@ async def test_a_controller_leaves_a_file_that_is_not_a_journal_unchanged(
     """
     path = tmp_path / "config.json"
     path.write_bytes(b'{"lr": 1e-4}')
-    with pytest.raises(ConfigError, match="must be a journal, begins with"):
+    with pytest.raises(ConfigError, match="must be a journal file, got a file that begins with"):
         async with windlass.Controller(
             token=TOKEN,
             journal_path=None if rollouts else path,

@@ -164,7 +164,9 @@ async def test_a_newcomer_gets_no_traffic_before_it_has_the_published_version() 
         assert rig.routable == {"a": 0}
         served = rig.coordinator.members.wait_for_version
         await served(0, engines=("a",), deadline_s=5)
-        with pytest.raises(PeerTimeout, match=r"published is 0, engines behind it: b$"):
+        with pytest.raises(
+            PeerTimeout, match=r"published version is 0, engines that do not serve it: b$"
+        ):
             await served(0, engines=("a", "b"), deadline_s=0.05)
         waiting = asyncio.create_task(served(0, engines=("a", "b"), deadline_s=20))
         await rig.publish(1)

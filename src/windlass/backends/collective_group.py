@@ -271,8 +271,8 @@ class TorchBroadcastGroup:
         All members must call this with the same numbers, in the same order.
 
         Raises:
-            TransferFailed: the group is broken, kernels that fill the buffer did not end within `deadline_s`, or the
-                broadcast cannot begin; the group is broken then.
+            TransferFailed: the group was broken before, kernels that fill the buffer did not end within `deadline_s`, or
+                the broadcast cannot begin. In all three cases the group is broken afterwards.
         """
         import torch.distributed as dist
 

@@ -35,7 +35,7 @@ class Push(OwnPathBackend):
             )
 
     def sender(self, sender: RankSender, host: str) -> SenderBackend:  # noqa: ARG002
-        """Raise ConfigError: `windlass.RolloutCallback` makes the trainer half (`PushSender`), and no publish uses it."""
+        """Raise ConfigError: `publish` cannot use this backend. `windlass.RolloutCallback` makes its trainer half."""
         raise ConfigError("push: a publish cannot use this backend; use windlass.RolloutCallback")
 
     def receiver(self, receiver: RankReceiver, host: str) -> ReceiverBackend:

@@ -364,7 +364,7 @@ class PushReceiver:
         """Compare tied tensors before their copies run; return a text about a difference, or an empty text.
 
         Tied tensors have two names in the checkpoint and one place in this rank's parameters. The first name that arrives
-        in an update fills the place. The values of a second name must equal the values that are or will be there.
+        in an update fills the place. The values of the second name must equal the values of the first.
 
         Args:
             memory: memory of the bucket and of the shadow copy.
@@ -409,7 +409,7 @@ class PushReceiver:
 
 
 def _index_of(path: Path) -> DiskIndex:
-    """Return an index of the whole tensors in a checkpoint file, with the file's name in place of a rank's.
+    """Return an index of a checkpoint file. Its entries are whole tensors, and its field `worker` is the file's name.
 
     Raises:
         TransferFailed: the file cannot be read.

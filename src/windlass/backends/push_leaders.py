@@ -159,7 +159,7 @@ class PushDelivery(Delivery):
 
     @property
     def awaited(self) -> str:
-        """Reason to report if WRITE ends at its deadline before `sent`; empty afterwards."""
+        """Reason to report if WRITE ends at its deadline; empty after `sent` was called."""
         return "" if self._has_sent else "the leaders did not continue"
 
     def sent(self) -> None:

@@ -251,8 +251,8 @@ class RelayDelivery(Delivery):
     def pop_incomplete(self) -> tuple[bool, frozenset[Link]]:
         """Return the links that the relay left incomplete, and forget them; see `Delivery.pop_incomplete`.
 
-        The first call after the relay also returns True: the next write of the links does not count towards
-        `ControlConfig.max_rewrites`. Later calls return False.
+        The first of the two values is True in the first call after the relay: the next write of the links does not count
+        towards `ControlConfig.max_rewrites`. It is False in later calls.
         """
         is_unseen, missed = self._is_unseen, frozenset(self._missed)
         self._is_unseen, self._missed = False, set()

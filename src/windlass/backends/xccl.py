@@ -95,7 +95,10 @@ class Xccl(OwnPathBackend):
         return GroupDelivery()
 
     def is_spent(self, report: UpdateReport) -> bool:
-        """Return whether all ranks must bind again: a round that failed or left out an engine may have broken groups."""
+        """Return whether all ranks must bind again.
+
+        This is True after a round that failed or left out an engine, because its broadcast groups may be broken.
+        """
         return report.outcome is not RoundOutcome.PUBLISHED or bool(report.left_out)
 
 

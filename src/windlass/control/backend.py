@@ -111,7 +111,7 @@ class Backend:
     ) -> Binding | None:
         """Return the part of the binding `held` that is still valid after the fleet has changed.
 
-        Its ranks get no command. Return None to bind all ranks again.
+        The ranks of this part get no command to bind. Return None to bind all ranks again.
 
         Args:
             held: binding from before the change.
@@ -121,7 +121,9 @@ class Backend:
         return None
 
     def addresses(self, sessions: Mapping[str, AgentSession]) -> LinkAddresses:
-        """Return the object that chooses how sources reach destinations in a new binding; by default, a transport per link.
+        """Return the object that chooses how sources reach destinations in a new binding.
+
+        By default, it chooses a transport for each link.
 
         `sessions` has the session of each connected rank.
         """

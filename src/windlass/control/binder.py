@@ -195,7 +195,7 @@ class FleetBinder:
 
         Raises:
             PlanError, ConfigError, EnginesUnbound: see `bind`.
-            ManifestError: a trainer tensor that no engine has matches no pattern of `allow_unused`.
+            ManifestError: no engine has a tensor of the trainers, and no pattern of `allow_unused` matches its name.
         """
         if self._kept is not None and not self._engines:
             binding = Binding(signature=self._signature, engines={}, unused=self._kept.unused)

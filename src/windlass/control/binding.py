@@ -139,7 +139,7 @@ class Binding:
     def joined(self, new: Binding) -> Binding:
         """Return this binding together with `new`, the binding of further engines by the same trainers.
 
-        Links in `ended` are dropped, because the trainers have ended them when they bound `new`.
+        The result has no links in `ended`, because the trainers have ended these links when they bound `new`.
         """
         return replace(
             self,

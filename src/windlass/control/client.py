@@ -93,7 +93,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         self._hello, self._handler = hello, handler
 
     def hello(self) -> Hello:
-        """Return the `Hello` for a new connection: this host and the newest command's epoch and round are added."""
+        """Return the `Hello` for a new connection, with this host and with the newest command's epoch and round."""
         epoch, round_number = self.stored.newest
         return msgspec.structs.replace(
             self._hello(), epoch=epoch, round=round_number, host=host_identity()

@@ -111,7 +111,7 @@ class Delivery:
 
     @property
     def awaited(self) -> str:
-        """Reason to report if WRITE ends at its deadline before `sent`; empty if WRITE does not wait for `sent`."""
+        """Reason to report if WRITE ends at its deadline; empty if WRITE does not wait for `sent` (any more)."""
         return ""
 
     def sent(self) -> None:

@@ -323,7 +323,7 @@ class EngineAgent:
         """Resume the engine within `deadline_s`, unless its weights are mixed or it has no weights to serve.
 
         If the engine does not resume, raise nothing: the next `Done` reports the reason (`Done.not_resumed`), and the
-        controller repeats the command. After a lost connection, the channel tries again at the next welcome.
+        controller repeats the command. After a lost connection, the channel tries again after the next `Welcome`.
         """
         self._not_resumed = ""
         has_weights = self.served_version >= 0 or self._serves_own_weights

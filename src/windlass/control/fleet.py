@@ -141,7 +141,7 @@ class Group:
 
     @property
     def not_resumed(self) -> str:
-        """Reason why a rank does not generate although the controller told it to resume; else empty."""
+        """Reason why a rank does not generate although the controller told it to resume; empty if all ranks generate."""
         return next((agent.not_resumed for agent in self.agents.values() if agent.not_resumed), "")
 
     @property
@@ -583,7 +583,7 @@ class Fleet:
         """Process an answer to a write command of an earlier controller: quarantine ranks that the write may still reach.
 
         A rank that is not connected is quarantined when it connects again. A process with epoch 0 in its Hello has got
-        no command of an earlier controller, so it neither wrote nor was written.
+        no command of an earlier controller, so it takes no part in such a write.
 
         Returns:
             Whether `result` reports ranks that the write may still reach.

@@ -93,8 +93,8 @@ class HeldWeights:
     def check_version(self, version: int) -> None:
         """Check that this rank can still send `version`: its weights, or the replica, have not changed.
 
-        This also holds for a version that was published before: the controller requests it again if no engine serves it
-        any more, and the trainer may have changed its weights after the first round.
+        The check also covers a version that was published before. The controller requests this version again if no
+        engine serves it any more, and the trainer may have changed its weights after the first round.
 
         Raises:
             RoundAborted: this rank publishes another version, or its weights have changed since it began to publish

@@ -102,9 +102,9 @@ class LinkTransports(LinkAddresses):
         bindings: Mapping[str, DestinationBinding],
         sources: Iterable[str],  # noqa: ARG002
     ) -> dict[str, str]:
-        """Return the engine ranks whose binding contains an endpoint that this rank has not offered: rank -> reason."""
+        """Return rank -> reason for each engine rank that has bound an endpoint that it did not offer itself."""
         return {
-            worker: f"{worker}: must bind memory of its own endpoints and no other rank's"
+            worker: f"{worker}: must bind only memory of endpoints that it offered itself"
             for worker, binding in bindings.items()
             if not self.owns(worker, binding)
         }

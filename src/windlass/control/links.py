@@ -58,7 +58,10 @@ class LinkLedger:
             self._verified.discard(destination)
 
     def answered(self, source: str) -> tuple[str, ...]:
-        """Record that `source` has answered its write command. Return the command's destinations, if there was one."""
+        """Record that `source` has answered its write command, and return the command's destinations.
+
+        Return an empty tuple if no write command of `source` was unanswered.
+        """
         return self.in_flight.pop(source, ())
 
     def written(self, link: Link, digest: str) -> None:

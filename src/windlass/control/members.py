@@ -170,8 +170,9 @@ class Members:
             served,
             deadline_s,
             lambda: (
-                f"wait_for_version: {version} was not published and served within {deadline_s} s; "
-                f"published is {fleet.published}, engines behind it: {', '.join(behind()) or 'none'}"
+                f"wait_for_version: version {version} was not published and served within {deadline_s} s; the "
+                f"published version is {fleet.published}, engines that do not serve it: "
+                f"{', '.join(behind()) or 'none'}"
             ),
         )
 
@@ -182,7 +183,7 @@ class Members:
                 raise EngineRefused(f"{call}: engine {engine} was refused: {reason}")
 
     def refused(self) -> list[tuple[str, str]]:
-        """Return the refused engines, each with the reason, until they connect again. Users must start them again."""
+        """Return (engine, reason) for each refused engine that has not connected since. Users must restart it."""
         return sorted({*self.refusals.values()})
 
     def describe_refused(self) -> dict[str, str]:
@@ -437,7 +438,7 @@ class Members:
         silent: Iterable[str],
         reasons: Mapping[str, str],
     ) -> None:
-        """Call `set_aside` for each engine rank that did not answer in a round and still has the same connection.
+        """Exclude (`set_aside`) each engine rank that did not answer in a round and still has the same connection.
 
         Args:
             sessions: rank -> its session in the round.

@@ -171,7 +171,7 @@ class CatchUps:
     async def bring_up(self) -> None:
         """Bring up every engine that does not serve the published version, one at a time.
 
-        If no engine serves the version, the trainers send it again. They do not if they may have changed the weights
+        If no engine serves the version, first let the trainers send it again, unless they may have changed their weights
         (`trainers_stand_still` is False). The caller must hold the lock of the rounds.
         """
         if not any(map(self._fleet.serves, self._fleet.engines())):
@@ -217,8 +217,8 @@ class CatchUps:
     def lost(self, agent: Agent, *, ended: bool) -> None:
         """Handle the loss of a rank's connection: the count of attempts for its engine starts again.
 
-        While the lost rank may still be writing, no round writes to its destinations. For an engine rank this ends after
-        the deadline of writes, if `ended` is True and the process does not connect again.
+        While the lost rank may still be writing, no round writes to its destinations. An engine rank's writes count as
+        ended after the deadline of writes, if `ended` is True and the process has not connected again by then.
 
         Args:
             agent: the rank.

@@ -67,9 +67,9 @@ class Measure(StrEnum):
         return f"{value:,.0f}"
 
     def of_ranks(self, by_rank: dict[str, float]) -> float:
-        """Return the figure of a round: for seconds the largest value of `by_rank`, for bytes the sum.
+        """Return the figure of a round: the largest value of `by_rank` for seconds, the sum of all its values for bytes.
 
-        `by_rank` has the sum of the values that each rank has reported.
+        `by_rank` maps each rank to the sum of the values that this rank has reported.
         """
         values = by_rank.values()
         return max(values, default=0.0) if self.unit == "seconds" else sum(values)
@@ -99,7 +99,7 @@ class Figures:
             self.carried[link] = Carried(before.nbytes + nbytes, before.wire_s + wire_s)
 
     def of_round(self, others: Mapping[Measure, float]) -> dict[str, float]:
-        """Return the figures of the round, by name, for `UpdateReport.measures`. `others` are figures without a rank."""
+        """Return the round's figures by name, for `UpdateReport.measures`. `others` are figures that no rank reports."""
         found = {m: m.of_ranks(values) for m, values in self._by_rank.items()}
         return {measure.value: value for measure, value in (found | dict(others)).items()}
 
@@ -221,7 +221,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that travelled."""
+        """Number of bytes that all ranks together sent in the round."""
         return int(self.measure(Measure.NBYTES))
 
     @property

@@ -280,7 +280,7 @@ class RoundMachine:
         return self._pop_instructions()
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Process one event; return the instructions that follow from it. The last one of a round is `Finish`.
+        """Process one event; return the instructions that follow from it. The last instruction of a round is `Finish`.
 
         After the end of the round, ignore the event and return nothing.
         """
@@ -318,8 +318,8 @@ class RoundMachine:
         """End the round after an exception of `start` or `handle`; return the last instructions.
 
         The contents of the engines are then unknown. Each engine that is still part of the round is treated as one with
-        mixed weights: it stays paused until a round publishes in it. Sources that have not answered a write are
-        `unsettled`, as in every round.
+        mixed weights: it stays paused until a later round has written a version to it. Sources that have not answered a
+        write are `unsettled`, as in every round.
         """
         self._is_broken = True
         kept = (Abort, *self._delivery.notices)

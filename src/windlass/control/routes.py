@@ -38,7 +38,7 @@ def mount_updates(coordinator: Coordinator, server: ControlServer) -> None:
 
 
 def status_of(coordinator: Coordinator) -> dict[str, object]:
-    """Return the content of the answer of `/v1/status`, which becomes JSON."""
+    """Return the JSON object that `/v1/status` answers."""
     trainers = coordinator.fleet.trainers()
     return {
         "epoch": coordinator.run.round_id.epoch,

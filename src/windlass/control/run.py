@@ -95,9 +95,9 @@ class Run:
     def note_joined(self, hello: Hello) -> None:
         """Update epoch and published version from the Hello of an admitted agent.
 
-        An agent of this run that reports a reserved version proves that this version was published. A controller without
-        a journal file also accepts versions of another run, but only before it has bound a plan, and only from trainers:
-        an engine may have served an unrelated run.
+        If an agent of this run reports a version up to `reserved`, the version was published. A controller without a
+        journal file also accepts versions of another run, but only before it has bound a plan, and only from trainers: an
+        engine may have served an unrelated run.
         """
         # An agent refuses epochs below the highest that it has received from any controller.
         epoch = max(self.round_id.epoch, hello.epoch)

@@ -56,7 +56,7 @@ class Suspicions:
         self._had_non_finite = False
 
     def sent_before(self, workers: Collection[str]) -> dict[Link, str]:
-        """Return the links in `digests` to the engine ranks `workers`, with their digests, for `RoundSpec.sent_before`.
+        """Return the part of `digests` about links whose destinations are in `workers`, for `RoundSpec.sent_before`.
 
         These ranks must serve the version of `digests`.
         """
@@ -65,9 +65,9 @@ class Suspicions:
     def add_to(
         self, report: UpdateReport, *, unchanged: bool, non_finite: Collection[str]
     ) -> UpdateReport:
-        """Return the report of a new version with its signs added: `UpdateReport.unchanged` and `.non_finite`.
+        """Fill in `UpdateReport.unchanged` and `.non_finite`, the two signs of a mistake; return the new report.
 
-        Log a warning for the first of several successive versions with the same sign.
+        If several versions in a row have the same sign, log a warning for the first of them only.
 
         Args:
             report: report of the version.

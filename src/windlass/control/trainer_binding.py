@@ -104,7 +104,10 @@ class TrainerBinding:
         self.sender.change_links(plan, command.bindings, command.gone)
 
     def _note_read(self, plan: TransferPlan) -> None:
-        """Record the parameters that a plan reads. Call `read` with the indices of all parameters that are sent or compared."""
+        """Record the parameters that a plan reads.
+
+        Pass the indices of all parameters that are sent or compared to the callback `read`.
+        """
         self._read.update(np.unique(plan.ops.src_parameter).tolist())
         compared = self._held.note_read(self._read)
         if self._note is not None:

@@ -282,7 +282,7 @@ class EvaluationSection(msgspec.Struct, frozen=True, kw_only=True):
         check_numbers(self, least, ("deadline_s",), where="evaluation.")
 
     def sampling_of(self, training: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters of evaluations, given those of training."""
+        """Return the sampling parameters of evaluations: `sampling` if set, otherwise `training` at temperature 0."""
         return self.sampling or msgspec.structs.replace(training, temperature=0.0)
 
 

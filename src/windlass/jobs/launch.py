@@ -738,7 +738,7 @@ class Job:
             return b""
 
     def _journal_position(self) -> tuple[str, int]:
-        """Return the id of the journal of rollouts and the number of its groups; an empty id without a journal."""
+        """Return the id of the rollout journal and the number of rollout groups in it; ("", 0) without a journal."""
         has_journal = self._config.rollout.journal is not None
         return self.controller.rollouts.position if has_journal else ("", 0)
 
@@ -997,7 +997,11 @@ def check_options(config: LaunchConfig) -> None:
 
 
 def _check_nodes(config: LaunchConfig) -> None:
-    """If the scheduler has one host, check that `num_nodes` is 1; otherwise check that settings work across hosts."""
+    """Check `num_nodes` and the addresses of a job against its scheduler.
+
+    If the scheduler has one host, `num_nodes` must be 1. If processes of other hosts connect to this host
+    (`crosses_hosts`), the addresses and the transport must work across hosts.
+    """
     if config.scheduler.is_one_host:
         engines = [(f"engines {each.name!r}: ", each.num_nodes) for each in config.engines]
         for where, num_nodes in [("trainer.", config.trainer.num_nodes), *engines]:
@@ -1035,7 +1039,7 @@ def _check_context(config: LaunchConfig, engine: EngineSection) -> None:
 
 
 def _samplings(config: LaunchConfig) -> list[tuple[str, SamplingParams]]:
-    """Return the sampling parameters of the job, each with the name of its table."""
+    """Return the job's sampling parameters for rollouts and evaluations, each with its table name in the job file."""
     given = [("rollout.sampling", config.rollout.sampling)]
     if config.evaluation.every and config.evaluation.sampling is not None:
         given.append(("evaluation.sampling", config.evaluation.sampling))

@@ -44,7 +44,7 @@ class LogprobCheck:
 
     @contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Inside the block, compare each sample with the logits of the first forward pass of `model` that contains it."""
+        """Inside the block, compare each sample with the logits of the first forward pass of `model` on this sample."""
         hook = model.register_forward_hook(self._compare, with_kwargs=True)
         try:
             yield

@@ -263,7 +263,7 @@ class TrainController:
         """Run one optimiser step on all ranks. Group i goes to data-parallel rank i modulo `data_parallel_size`.
 
         Args:
-            step: number of the step, for the engines.
+            step: number of the step, for `TrainEngine.train_step` of each rank.
             groups: samples of each group. A data-parallel rank may get no group.
             deadline_s: seconds for the whole step.
 
@@ -594,7 +594,7 @@ async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
 
     Args:
         rank: the rank.
-        wait: future or task of the answer. A task without an answer of its own counts as `Done()`.
+        wait: future or task of the answer. If a task returns something else than an answer, return `Done()`.
         what: name of the call, for errors.
 
     Raises:

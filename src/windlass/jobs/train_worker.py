@@ -209,7 +209,7 @@ class TrainEngine(Protocol):
     def prepare_publish(self, version: int) -> bool:
         """Make this rank's weights ready to be sent as `version`, usually with `TrainerClient.prepare_publish`.
 
-        The weights are sent after this method has returned. The engine must not change them before its next
+        The weights are sent after this method has returned. This object must not change them before its next
         `train_step` or `load`.
 
         Returns:

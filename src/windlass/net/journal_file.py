@@ -283,7 +283,7 @@ def read_entries(
                 # The caller cuts off the rest of the file. Raise for a file of another kind, which must not be cut.
                 if number == 0 and line[: len(FIRST_LINE)] != FIRST_LINE[: len(line)]:
                     raise ConfigError(
-                        f"journal {path}: must be a journal, begins with {line[:20]!r}"
+                        f"journal {path}: must be a journal file, got a file that begins with {line[:20]!r}"
                     )
                 break
             try:

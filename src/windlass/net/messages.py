@@ -94,7 +94,7 @@ _UNREAD_CALLS = msgspec.msgpack.Decoder(UnreadCall)
 
 
 def unread_call(data: bytes) -> UnreadCall | None:
-    """Decode the call identity of an envelope, and leave its command undecoded; return None for another message."""
+    """Decode only the call identity of an envelope, not its command; return None if `data` is another message."""
     try:
         return _UNREAD_CALLS.decode(data)
     except DECODE_ERRORS:

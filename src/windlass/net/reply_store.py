@@ -35,8 +35,8 @@ class ReplyStore(Generic[ResultT]):
         The first call of a new round drops the replies of all rounds except the round before.
 
         Raises:
-            StaleMessage: a call of a later round was looked up before; or the call arrived before a lost connection and
-                `void` has made it invalid.
+            StaleMessage: a call of a later round was looked up before. Or a call of this or a later round had arrived when
+                `void` was called.
         """
         epoch, round_number, _ = call_id
         round_id = epoch, round_number
@@ -53,11 +53,11 @@ class ReplyStore(Generic[ResultT]):
         return None
 
     def received(self, round_id: RoundId) -> None:
-        """Record that a call of this round has arrived at this peer. It may wait until earlier calls are executed."""
+        """Record that a call of this round has arrived at this peer, even if earlier calls must be executed first."""
         self._received = max(self._received, round_id)
 
     def void(self) -> None:
-        """Make `lookup` refuse new calls of the newest round that has arrived, and of older rounds.
+        """Make `lookup` refuse new calls of all rounds up to the newest round that `received` has recorded.
 
         Call this when the connection is lost. The server then leaves this peer out of the running round, so its next call
         to this peer belongs to a later round.

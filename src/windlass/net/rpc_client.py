@@ -192,7 +192,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     def flush(self, deadline_s: float) -> None:
         """Wait until the results of all calls that have arrived are sent, or until the deadline.
 
-        A result without a connection does not count as sent here; the next connection sends it.
+        Without a connection, do not wait for one: the results are sent over the next connection.
         """
 
         async def sent() -> None:

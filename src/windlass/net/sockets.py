@@ -180,7 +180,9 @@ class PartJoiner:
         if mark == _FIRST:
             self._drop()
         elif mark not in {_MIDDLE, _LAST} or not self._parts:
-            raise ProtocolError(f"frame: part {mark.hex()} after {len(self._parts)} parts")
+            raise ProtocolError(
+                f"frame: must have its parts in order, got mark {mark.hex()} after {len(self._parts)} parts"
+            )
         if mark != _LAST and len(part) != PART_NBYTES:
             raise ProtocolError(f"frame: a part must have {PART_NBYTES} bytes, got {len(part)}")
         if self.nbytes + len(part) > self._max_nbytes:
@@ -207,7 +209,7 @@ def raise_file_limit() -> int:
 
 
 def keep_alive(connection: socket.socket | TransportSocket) -> None:
-    """Enable TCP keepalive, so that no load balancer or NAT drops a silent connection. Do nothing for other sockets."""
+    """Enable TCP keepalive, so that no load balancer or NAT drops an idle connection. Skip sockets that are not TCP."""
     if connection.family not in {socket.AF_INET, socket.AF_INET6}:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -269,7 +271,7 @@ async def close_socket(
     code: int = WSCloseCode.OK,
     deadline_s: float = CLOSE_DEADLINE_S,
 ) -> None:
-    """Close a connection with the WebSocket's close frame `code`. After `deadline_s`, cut it instead. Idempotent."""
+    """Close a connection with WebSocket close code `code`; cut the connection after `deadline_s`. Idempotent."""
     with _Cutter(websocket, deadline_s):
         await websocket.close(code=code)
 

@@ -47,7 +47,9 @@ def _files() -> _Files:
 
 
 def is_tls_required() -> bool:
-    """Return whether this process uses TLS only: any of the three environment variables is set.
+    """Return whether all connections of this process use TLS.
+
+    They do if at least one of the three environment variables (authority, certificate, key) is set.
 
     Raises:
         ConfigError: only one of certificate and key is set.

@@ -42,8 +42,8 @@ It must yield every tensor on every rank, and may be collective.
 Example: `mbridge.AutoBridge.from_pretrained(folder).export_weights`.
 """
 EXACT_NUMEL = 1 << 16
-"""Largest exported tensor, in elements, that is read at every place, which takes 8 bytes per element. Larger tensors are
-read by row, and again at every place if the rows have no common pattern."""
+"""Largest exported tensor, in elements, that is read element by element, which takes 8 bytes per element. Larger tensors
+are read by row. They are read again element by element if the rows have no common pattern."""
 _NUM_CALLS = itertools.count()
 """Number of the next capture in this process. Every rank makes the same captures in the same order."""
 _SEED = 11
@@ -58,7 +58,7 @@ def captured_export(
     required: Collection[str],
     deadline_s: float,
 ) -> dict[str, Placed]:
-    """Return the boxes of checkpoint tensors that each local tensor becomes when `export` runs. Collective.
+    """Return for each local tensor the boxes of checkpoint tensors to which `export` copies its elements. Collective.
 
     The exporter may gather, split, join, permute, transpose, repeat and cast elements, and may leave out padding. The
     call needs memory for a second copy of `tensors`, 8 bytes for each row of the exported tensors, and the memory that
@@ -117,7 +117,7 @@ class _Report(msgspec.Struct, frozen=True):
     Attributes:
         refusal: reason why Windlass refuses the exporter; empty if it does not.
         failure: type and text of the error of the attempt; empty without an error.
-        again: exported tensors that must be read at every place, in another attempt.
+        again: exported tensors that another attempt must read element by element.
         exported: names of the parameters that the exporter used.
         missing: names of all other parameters.
     """
@@ -269,10 +269,11 @@ def _attempt(
         export: see `captured_export`.
         codes: numbers of all elements on all ranks.
         own: indices of this rank's tensors in `codes`.
-        scattered: exported tensors to read at every place.
+        scattered: exported tensors to read element by element, see `EXACT_NUMEL`.
 
     Returns:
-        The boxes in each tensor of this rank, and the exported tensors that must be read at every place.
+        The boxes in each tensor of this rank, and the exported tensors that another attempt must read element by
+        element.
 
     Raises:
         UnsupportedLayout: the exporter computes values.

@@ -69,7 +69,7 @@ def longest_prompt(tokenizer: Any) -> int:
 
 
 def reward(text: str, total: int) -> float:
-    """Return 1 if the first number in an answer is `total`; otherwise `DIGIT_CREDIT` times the share of digits."""
+    """Return 1 if the first number in an answer is `total`; otherwise `DIGIT_CREDIT` times its share of digits."""
     found = re.search(r"[0-9]+", text)
     if found is not None and found.group() == str(total):
         return 1.0

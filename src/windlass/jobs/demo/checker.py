@@ -166,7 +166,7 @@ def check_served(
 
 
 def _depth_factor(models: Mapping[str, Sequence[torch.nn.Module]]) -> float:
-    """Return the factor by which the tolerance grows with the model's depth: at least 1, and sqrt(layers / `OF_LAYERS`).
+    """Return the factor by which the tolerance grows with the model's depth: sqrt(layers / `OF_LAYERS`), but at least 1.
 
     The rounding errors of the layers are independent, so their sum grows with the square root of the number of layers.
 
@@ -260,7 +260,7 @@ def _kept_distances(
 
 
 def _add_to(progress: Callable[[int], object], num_before: int, num: int) -> None:
-    """Call `progress` with the number of all compared samples: `num` of the current group, and `num_before` before it."""
+    """Call `progress` with the number of samples compared so far: `num_before` in earlier groups and `num` in this one."""
     progress(num_before + num)
 
 

@@ -532,7 +532,11 @@ class _Loop:
 
 
 def own_config(config: LaunchConfig) -> LaunchConfig:
-    """Return the configuration of the second job: the same job in the folder `own` of the first job, with free ports."""
+    """Return the configuration of the second job.
+
+    Its output folder is the folder `own` inside the first job's output folder, and its trainers save versions there. Its
+    engines have other, free ports. Everything else is as in the first job.
+    """
     folder = Path(config.output_dir) / "own"
     source, _, *others = config.trainer.arguments
     return replace(

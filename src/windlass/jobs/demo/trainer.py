@@ -170,7 +170,7 @@ def make_engine(
     *,
     publish_to_fleet: bool = True,
 ) -> FsdpEngine:
-    """Return the engine of a rank; see `FsdpEngine` for `publish_to_fleet`. Learning rate 0 selects the default."""
+    """Return a rank's `TrainEngine`. For `publish_to_fleet` see `FsdpEngine`. Learning rate 0 selects the default."""
     torch.set_num_threads(1)
 
     def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
@@ -206,7 +206,7 @@ def saving_engine(
     *,
     publish_to_fleet: bool = True,
 ) -> SavingEngine:
-    """Return the engine of a rank, which saves every version; for arguments see `make_engine`."""
+    """Return a rank's `TrainEngine`, which saves versions in `versions_dir`. For other arguments see `make_engine`."""
     engine = make_engine(model, seed, device, learning_rate, publish_to_fleet=publish_to_fleet)
     return SavingEngine(engine, lambda: whole_weights(engine.model), versions_dir)
 

@@ -49,7 +49,7 @@ def wait_for_owner(host: str, port: int, lease: str) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Wait until stdin ends, because the owner has died. Then kill until no process has `mark` in its environment."""
+    """Wait until the owner dies, which ends stdin. Then kill processes until none has `mark` in its environment."""
     sys.stdin.read()
     entry = f"{MARK_VARIABLE}={mark}".encode()
     while victims := _carriers(entry):
