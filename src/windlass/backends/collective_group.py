@@ -301,8 +301,8 @@ class TorchBroadcastGroup:
         Otherwise this call waits. If no broadcast of this buffer was started, do nothing.
 
         Raises:
-            TransferFailed: a member has ended, or the broadcast did not end within `deadline_s`;
-                the group is broken.
+            TransferFailed: a member has ended, or the broadcast did not end within `deadline_s`. The group is then
+                broken.
         """
         started, self._works[slot] = self._works[slot], None
         if started is None:

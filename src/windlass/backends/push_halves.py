@@ -139,7 +139,7 @@ class PushSender:
         group.drain(deadline_s)
 
     def close(self) -> None:
-        """Leave the group. Idempotent."""
+        """Leave the broadcast group. Idempotent."""
         if self._group is not None:
             self._group.abort()
 
@@ -315,7 +315,7 @@ class PushReceiver:
         return ()
 
     def close(self) -> None:
-        """Leave all groups and free the shadow copy. Idempotent."""
+        """Leave all broadcast groups and free the shadow copy. Idempotent."""
         for group in self._groups.values():
             group.abort()
         self._groups = {}

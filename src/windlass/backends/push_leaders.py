@@ -115,7 +115,7 @@ class PushOrder:
         return self._failure
 
     def fail(self, reason: str) -> None:
-        """Fail all waiting and later calls with `reason`, or with the reason of an earlier call of this method."""
+        """Fail all waiting and later calls. Their reason is the `reason` of the first call of this method."""
         self._failure = self._failure or reason
         for turn in self._waiting.values():
             if not turn.done():

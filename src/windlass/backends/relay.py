@@ -296,7 +296,7 @@ class RelayingSender:
         self._sender.change_links(plan, bindings, gone)
 
     def prepare(self, version: int) -> None:
-        """Pack all links and compute their digests; for links to relay groups, also the digest of each chunk."""
+        """Pack all links and compute their digests. For links to relay groups, also compute the digest of each chunk."""
         self._sender.prepare(version)
         self._source.prepare()
 

@@ -91,7 +91,7 @@ class Binding:
         ]
 
     def identities_of(self, workers: Iterable[str]) -> frozenset[Identity]:
-        """Return the processes of these ranks, as worker name and incarnation."""
+        """Return (worker name, incarnation) for the process of each of these ranks."""
         known = self._incarnations
         return frozenset((name, known[name]) for name in workers if name in known)
 

@@ -214,7 +214,10 @@ class EngineAgent:
             self._receiver.interrupt(command, RoundId(epoch, round_number))
 
     def close(self) -> None:
-        """Close the halves of all backends and this rank's receiver: leave groups, and free GPU memory. Idempotent."""
+        """Close the halves of all backends and this rank's receiver.
+
+        This rank leaves its collective groups, and its GPU memory is freed. Idempotent.
+        """
         for half in self._driven.values():
             half.close()
         self._receiver.close()
@@ -251,7 +254,7 @@ class EngineAgent:
             )
 
     def on_disconnect(self) -> None:
-        """After the connection to the controller is lost, resume the engine, unless its weights are mixed.
+        """Resume the engine after the connection to the controller was lost, unless its weights are mixed.
 
         Raises:
             PeerUnreachable: the engine did not resume. The caller must call this again later.

@@ -55,9 +55,13 @@ class HeldWeights:
         self._replicated.bind(replicated)
 
     def note_read(self, read: Collection[int]) -> frozenset[int]:
-        """Record the parameters that engines get, as indices in the manifest, for the check for NaN and infinity.
+        """Record which parameters engines get. The check for NaN and infinity needs this.
 
-        Return the indices of the parameters whose boxes are compared between trainer ranks.
+        Args:
+            read: indices of these parameters in the manifest.
+
+        Returns:
+            The indices of the parameters whose boxes are compared between trainer ranks.
         """
         self._finite.bind(read)
         return self._replicated.read

@@ -171,8 +171,8 @@ class PublishRequests:
             attempt: attempt number of the withdrawn announcement.
 
         Returns:
-            The dropped request. None if nothing was dropped: its update has begun, the rank has announced again since, or
-            there is no request.
+            The dropped request. None if there was no request to drop: the update has begun, the rank has announced again
+            since, or the rank has no request.
         """
         known = self._newest.get(worker)
         if known is None or known.pending.attempt > attempt or known.has_begun:

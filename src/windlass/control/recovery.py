@@ -215,7 +215,7 @@ class CatchUps:
         self._failed(trainers.name, attempts, trainers.identities, report.reason)
 
     def lost(self, agent: Agent, *, ended: bool) -> None:
-        """Handle the loss of a rank's connection: the count of attempts for its engine starts again.
+        """Handle the loss of a rank's connection: reset the count of failed attempts to bring its engine up.
 
         While the lost rank may still be writing, no round writes to its destinations. An engine rank's writes count as
         ended after the deadline of writes, if `ended` is True and the process has not connected again by then.

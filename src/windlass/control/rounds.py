@@ -435,7 +435,7 @@ class RoundMachine:
     # --- phases ------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Enter the next phase if all awaited replies have arrived. Also leave each phase that awaits no reply.
+        """Enter the next phase if all awaited replies have arrived, and pass through phases that await no reply.
 
         End the round if no engine is left before PUBLISH. In a driven round, stay in WRITE until `Sent`.
         """

@@ -376,7 +376,7 @@ class TrainController:
         """Run an operation on items, distributed as `train_step` distributes groups; return results in item order.
 
         The operation gets a list of items, which may be empty, and must return a list with one result per item. If
-        several ranks get the same items, `map` returns the results of the lowest of these ranks.
+        several ranks get the same items, `map` returns the results of the rank with the lowest number.
 
         Raises:
             ConfigError: see `call`.

@@ -81,7 +81,7 @@ def role_token(secret: str, role: Access) -> str:
 
 
 def role_environment(secret: str, role: Access) -> dict[str, str]:
-    """Return environment variables with the tokens that a process of this role needs; none without a secret.
+    """Return environment variables with the tokens that a process of this role needs; no variables without a secret.
 
     An engine or a worker also gets the token with which workers request tokens from engines.
     """

@@ -79,7 +79,7 @@ class BlockingHttp(Closing):
         *,
         deadline_s: float | None,
     ) -> HttpReply:
-        """Send a request, and return the answer with any HTTP status. After an error, the next call connects again.
+        """Send a request and return the answer, whatever its HTTP status. After an error, the next call connects again.
 
         Args:
             method: HTTP method.

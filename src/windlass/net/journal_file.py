@@ -162,7 +162,7 @@ class JournalFile(Generic[EntryT]):
         May be called from another thread.
 
         Raises:
-            OSError: the new file cannot be opened or written; this file is unchanged.
+            OSError: the new file cannot be opened or written. The journal file itself is unchanged.
         """
         # After a failure, the file must double before the next try.
         self._compact_at = 2 * self.nbytes

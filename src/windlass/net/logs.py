@@ -150,10 +150,11 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def configure_logging(process: str) -> None:
-    """Log to stderr: in the format WINDLASS_LOG (`text` or `json`), from the level WINDLASS_LOG_LEVEL (default `INFO`).
+    """Log to stderr.
 
-    The entry point of each process calls this. If the root logger already has a handler, only the level is set. Every
-    line contains the text `process`.
+    WINDLASS_LOG sets the format (`text` or `json`, default `text`). WINDLASS_LOG_LEVEL sets the level (default `INFO`). Every
+    line contains the text `process`. The entry point of each process calls this function. If the root logger already
+    has a handler, only the level is set.
 
     Raises:
         ConfigError: a variable has an unknown value.

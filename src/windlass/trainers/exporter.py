@@ -410,7 +410,7 @@ def _each(
     Skip None, empty tensors, and complex tensors (which are no weights). Collective if the exporter yields DTensors.
 
     Raises:
-        ConfigError: the exporter has yielded something else than names and tensors.
+        ConfigError: the exporter has yielded something other than names and tensors.
     """
     counts = Counter[str]()
     with torch.no_grad():
@@ -429,7 +429,7 @@ def _pair(item: object) -> tuple[str, torch.Tensor | None]:
     """Return the name and the tensor that an exporter has yielded.
 
     Raises:
-        ConfigError: the item is no pair of a name and a tensor (or None), or the tensor has no memory.
+        ConfigError: the item is not a pair of a name and a tensor (or None), or the tensor has no memory.
     """
     if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
         shown = repr(item) if isinstance(item, str) else type(item).__name__
@@ -449,7 +449,7 @@ def _pair(item: object) -> tuple[str, torch.Tensor | None]:
 def _filled(
     tensors: Mapping[str, torch.Tensor], values: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[None]:
-    """Give the tensors other values in other memory inside the block. Restore the tensors' own memory at the end."""
+    """Inside the block, give the tensors new memory that contains `values`. At the end, give them their memory back."""
     before = {name: tensor.data for name, tensor in tensors.items()}
     try:
         for name, value in values:

@@ -93,8 +93,8 @@ class Routes:
 
 
 Send = Callable[[Routes, TrainController, Path, int], Awaitable[float]]
-"""Function that sends a version's weights to the engine, which serves them afterwards. Returns the time of the pause
-command. Arguments: the routes, the trainers, a folder in memory, and the version."""
+"""Function that sends a version's weights to the engine, which serves them afterwards. Returns the monotonic time
+before the pause command. Arguments: the routes, the trainers, a folder in memory, and the version."""
 Connect = Callable[[Routes, TrainController], Awaitable[None]]
 
 
@@ -488,7 +488,7 @@ class _Loop:
         """Publish version 0. Then, for each step, wait for groups, score them, train on them and publish a version.
 
         Args:
-            send: function that sends a version to the engine and returns the time of the pause command.
+            send: function that sends a version to the engine, and returns the monotonic time before the pause command.
             url: URL of the engine's server.
         """
         rollout, recipe = self._config.rollout, self._recipe
