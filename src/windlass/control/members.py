@@ -177,7 +177,7 @@ class Members:
         )
 
     def _check_none_refused(self, call: str, engines: Iterable[str]) -> None:
-        """Raise EngineRefused if one of `engines` was refused. The message begins with `call`, the name of the calling method."""
+        """Raise EngineRefused if one of `engines` was refused. The message begins with `call`, the calling method's name."""
         for engine, reason in self.refused():
             if engine in engines:
                 raise EngineRefused(f"{call}: engine {engine} was refused: {reason}")

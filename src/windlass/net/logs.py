@@ -152,9 +152,9 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 def configure_logging(process: str) -> None:
     """Log to stderr.
 
-    WINDLASS_LOG sets the format (`text` or `json`, default `text`). WINDLASS_LOG_LEVEL sets the level (default `INFO`). Every
-    line contains the text `process`. The entry point of each process calls this function. If the root logger already
-    has a handler, only the level is set.
+    WINDLASS_LOG sets the format (`text` or `json`, default `text`). WINDLASS_LOG_LEVEL sets the level (default `INFO`).
+    Every line contains the text `process`. The entry point of each process calls this function. If the root logger
+    already has a handler, only the level is set.
 
     Raises:
         ConfigError: a variable has an unknown value.
