@@ -173,7 +173,9 @@ class VllmServer:
 
 
 def require_backend(told: str) -> None:
-    """Check the weight-transfer backend of a server that joins a controller; `told` is its name, or vLLM's JSON.
+    """Check the weight-transfer backend of a server that joins a controller.
+
+    `told` is the name of the backend, or the JSON value of vLLM's option that contains the name.
 
     Raises:
         ConfigError: the backend is not Windlass's.
@@ -252,6 +254,7 @@ def refuse_runtime_adapters() -> None:
 
 
 def _node_options(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return vLLM's options for the nodes of a server and their rendezvous; none for a server on one node."""
     if args.nnodes == 1:
         return ()
     host, port = split_host_port(args.dist_init_addr)
@@ -272,10 +275,11 @@ def generate_route() -> str:
 
 
 def follow_quantised(args: Any) -> None:
-    """Prepare a server with a checkpoint in block float8. `args` are vLLM's `EngineArgs`.
+    """Make vLLM keep the scales of a checkpoint in block float8 unchanged. `args` are vLLM's `EngineArgs`.
 
     Raises:
-        ConfigError: see `require_followed`.
+        ConfigError: trainers cannot quantise weights as the checkpoint declares, or an option makes vLLM quantise
+            weights while it loads them.
     """
     folder = Path(args.model)
     asked = ("--quantization", args.quantization) if args.quantization else ()
@@ -290,8 +294,8 @@ def refuse_unsafe_config(config: object, *, adapter: bool, serves_own_weights: b
     Args:
         config: vLLM's `VllmConfig`.
         adapter: True if updates change the server's adapter, False if they change the model.
-        serves_own_weights: see `AgentSettings`. False for a server of a job: its `--logprobs-mode` must fit rollouts.
-            True allows any mode, because the user who starts the server may need another mode.
+        serves_own_weights: see `AgentSettings`. False for a server of a job: the server's `--logprobs-mode` must fit
+            rollouts. True allows any mode, because the user who starts the server may need another mode.
 
     Raises:
         ConfigError: a setting breaks a rule; the message names the setting and the reason.
