@@ -118,7 +118,7 @@ async def test_weights_that_change_before_they_are_read_are_not_published(
             change(wrapper)
             go.set()
             with pytest.raises(
-                RoundAborted, match=r"weight' changed .*once the update has ended.*copy=True"
+                RoundAborted, match=r"weight' changed .*after the update has ended.*copy=True"
             ):
                 pending.result(deadline_s=WAIT_S)
             assert all(torch.equal(t, before[n]) for n, t in served.state_dict().items())

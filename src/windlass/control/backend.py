@@ -30,7 +30,7 @@ from windlass.transfer.base import RankReceiver, RankSender, ReceiverBackend, Se
 from windlass.transfer.bindings import DestinationBinding, RelayAddress
 
 Narrow = Callable[[str, DestinationBinding], DestinationBinding]
-"""See `LinkAddresses.narrow`."""
+"""Function of a source and a destination's binding. It returns the part that the source needs (`LinkAddresses.narrow`)."""
 
 
 class LinkCopies:
@@ -217,7 +217,7 @@ class TakesCommands(Protocol):
 
 @runtime_checkable
 class ChangesLinks(Protocol):
-    """Trainer half that can bind some links and keep the others; `Backend.kept_part` must return a binding then."""
+    """Trainer half that can bind some links and keep the others. Without it, `Backend.kept_part` must return None."""
 
     def change_links(
         self,

@@ -118,7 +118,7 @@ class FleetBinder:
         backend: backend of `config`.
         round_id: round id of the commands.
         held: binding that the fleet has now; None without one.
-        unused: tensors of these trainers that no engine has taken; None if no engine was bound before.
+        unused: tensors of these trainers that no engine has had until now; None if no engine was bound before.
     """
 
     def __init__(

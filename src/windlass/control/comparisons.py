@@ -35,7 +35,7 @@ class Comparisons:
     A published update adds `share` times its duration to the balance. A comparison subtracts its own duration. An
     update compares if one of these conditions is true:
 
-    - It is the first update of these trainer processes. It does not change the balance.
+    - It is the first update of these trainer processes. The first update does not change the balance.
     - The balance is at least the duration of the shortest comparison of these processes.
     - The previous update compared and was not published. Its ranks may have had different bytes.
     - `share` is 1.

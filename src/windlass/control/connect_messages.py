@@ -227,7 +227,7 @@ class ChangeLinks(msgspec.Struct, frozen=True, tag="change_links"):
     Attributes:
         since: epoch of the last command that bound this rank, as the controller knows it. The rank refuses the command
             if it was bound in another epoch, because its links are then different.
-        gone: destinations to end links to. A destination with a new link is included.
+        gone: destinations whose links must end. A destination that gets a new link is included.
         plan: this rank's encoded part of the plan for the new destinations; empty without new destinations.
         bindings: addresses of the new destinations.
     """

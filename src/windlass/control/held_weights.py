@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @final
 class HeldWeights:
-    """Weights of a trainer rank from the begin of `publish` to the report.
+    """Weights of a trainer rank from the beginning of `publish` to the report.
 
     Args:
         sender: sender of one-sided writes, which may have a replica of the weights.
@@ -224,6 +224,6 @@ class HeldWeights:
 
 def _too_early(name: str) -> str:
     return (
-        f"parameter {name!r} changed while its version was published; step the optimizer and take merged adapters out "
-        "once the update has ended, or publish with `copy=True` (`replica='auto'`)"
+        f"parameter {name!r} changed while its version was published; step the optimizer and unmerge adapters only "
+        "after the update has ended, or publish with `copy=True` (`replica='auto'`)"
     )

@@ -220,7 +220,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
     Attributes:
         digested: digests of boxes that other trainer ranks hold too, as an array of dtype `DIGESTED` in bytes.
-        compare_s: seconds that the rank computed these digests, without the wait for earlier work on its GPU.
+        compare_s: seconds in which the rank computed these digests, without the wait for earlier work on its GPU.
     """
 
     digested: bytes

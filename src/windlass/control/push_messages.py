@@ -1,6 +1,6 @@
 """Messages of the backend `push`: HTTP calls of the trainer's leaders, and the resulting commands to engines.
 
-The controller forwards a call that all engines must carry out to them unchanged.
+If all engines must carry out a call, the controller forwards the call to them unchanged.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CallbackRequest(msgspec.Struct, frozen=True):
         leader: name of the leader.
         call: the call.
         deadline_s: seconds for the call.
-        number: running number of the call among the calls of this leader that all engines carry out, per update.
+        number: number of the call in this update, from 0. It counts the calls of this leader that all engines carry out.
     """
 
     request_id: str

@@ -65,8 +65,8 @@ class _Attempts:
     Attributes:
         newcomer: processes of the engine.
         version: the version.
-        clean: whether the engine did not have mixed weights before the first attempt. If so, only these attempts can have
-            written into the engine since, and no trainer.
+        clean: True if the engine had no mixed weights before the first attempt. Since then, only these attempts can have
+            written into the engine, and no trainer.
         unable: donors from which the engine cannot get the same bytes as from the trainers.
         failures: donor -> number of failed attempts with this donor.
         due_s: earliest time of the next attempt, on the loop's clock.

@@ -47,13 +47,21 @@ class Measure(StrEnum):
         return member
 
     NBYTES = "nbytes", "bytes", "Bytes that travelled"
-    WIRE_S = "wire_s", "seconds", "The slowest rank's time inside transport writes"
+    WIRE_S = "wire_s", "seconds", "Time of the slowest rank in transport writes"
     UPDATE_S = "update_s", "seconds", "First command to last reply"
     PAUSE_S = "pause_s", "seconds", "Longest pause of an engine"
-    PACK_S = "pack_s", "seconds", "The slowest rank's time packing; 0 where writes pack"
-    REGISTER_S = "register_s", "seconds", "The slowest rank's time registering what had moved"
+    PACK_S = "pack_s", "seconds", "Time of the slowest rank for packing; 0 if the writes pack"
+    REGISTER_S = (
+        "register_s",
+        "seconds",
+        "Time of the slowest rank for registering memory that has moved",
+    )
 
-    COMPARE_S = "compare_s", "seconds", "The slowest rank's time digesting what ranks share"
+    COMPARE_S = (
+        "compare_s",
+        "seconds",
+        "Time of the slowest rank for digests of boxes that several ranks hold",
+    )
 
     @property
     def label(self) -> str:

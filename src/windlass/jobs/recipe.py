@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 MODULE = "windlass_launched_recipe"
 _END = object()
-"""Value that marks the end of the tasks. None would not do, because a recipe may yield None by mistake."""
+"""Value that marks the end of the tasks. It is not None, because a recipe may yield None by mistake."""
 
 
 @dataclass(frozen=True, slots=True)

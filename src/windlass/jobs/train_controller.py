@@ -55,11 +55,11 @@ HEARTBEAT_S = 20.0
 LOG_LINES = 20
 DEATH_GRACE_S = 1.0
 BROKEN_GRACE_S = 1.0
-"""Seconds that ranks get to end after a failure. Short: a rank that waits for a failed rank in a collective never ends."""
+"""Seconds that ranks get to end after a failure. A longer time would not help ranks that wait in a collective."""
 
 
 class _RankEnded(Exception):
-    """The process of a rank has ended. A call raises this rather than another rank's error, which may be its effect."""
+    """The process of a rank has ended. Other ranks may fail because of this; a call raises this error before theirs."""
 
 
 class _RankFailed(TrainerError):

@@ -59,7 +59,7 @@ SEE_GPUS = (
     'CUDA_VISIBLE_DEVICES=$(printf %s "$CUDA_VISIBLE_DEVICES" | cut -d, -f "$1"); '
     'export CUDA_VISIBLE_DEVICES; shift; exec "$@"'
 )
-"""Shell command that sets CUDA_VISIBLE_DEVICES inside the step, because Slurm overwrites the value from outside."""
+"""Shell command that sets CUDA_VISIBLE_DEVICES inside the step. Slurm would overwrite a value that is set outside it."""
 TOOLS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 
 
