@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from windlass.errors import ConfigError, WindlassError
+from windlass.jobs import recipe
 from windlass.jobs.recipe import Recipe, Task, in_thread, score, tasks_of
 from windlass.jobs.train_worker import step_metrics
+from windlass.net.logs import LineLimit
 from windlass.net.messages import encode
 from windlass.rollout.batches import BatchQueue, training_samples
 from windlass.rollout.handles import Rollout, RolloutGroup
@@ -282,3 +284,29 @@ def test_invalid_or_raising_tasks_are_an_error_of_the_recipe() -> None:
     ):
         with pytest.raises(WindlassError, match=says):
             list(tasks_of(Asks(given)))
+
+
+async def test_equal_exceptions_of_a_recipe_log_one_traceback(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = LineLimit(60)
+    monkeypatch.setattr(recipe, "_tracebacks", limit)
+
+    def reward(number: int) -> float:
+        return [0.5][number]
+
+    def other() -> float:
+        raise ValueError("no answer")
+
+    for _ in range(5):
+        with pytest.raises(WindlassError, match="rewards raised IndexError"):
+            await in_thread("rewards", lambda: reward(1))
+    with pytest.raises(WindlassError, match="rewards raised ValueError"):
+        await in_thread("rewards", other)
+    kinds = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert kinds == [IndexError, ValueError]
+    # The next traceback of the same kind has the count.
+    monkeypatch.setattr(limit, "_kinds", {k: (0.0, n) for k, (_, n) in limit._kinds.items()})
+    with pytest.raises(WindlassError):
+        await in_thread("rewards", lambda: reward(1))
+    assert "(5 calls raised in this way)" in caplog.records[-1].getMessage()

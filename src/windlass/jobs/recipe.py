@@ -27,6 +27,7 @@ from windlass.controller import Controller
 from windlass.errors import ConfigError, WindlassError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.schedulers.base import Scheduler
+from windlass.net.logs import LineLimit
 from windlass.rollout.batches import check_groups, training_samples
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
@@ -38,6 +39,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+TRACEBACK_EVERY_S = 10.0
+"""Seconds between two tracebacks of exceptions with the same type, from the same line of the recipe."""
+_tracebacks = LineLimit(TRACEBACK_EVERY_S)
+_counting = threading.Lock()
+"""Lock of `_tracebacks`, because several threads may score groups."""
 MODULE = "windlass_launched_recipe"
 _END = object()
 """Value that marks the end of the tasks. It is not None, because a recipe may yield None by mistake."""
@@ -322,11 +329,18 @@ def _run_into(
 def recipe_error(what: str, error: BaseException) -> WindlassError:
     """Convert an exception of the recipe to a `WindlassError` with `what`, the name of the recipe's code.
 
-    Return a `WindlassError` unchanged. For every other exception, log the traceback.
+    Return a `WindlassError` unchanged. For every other exception, log the traceback, but only once per
+    `TRACEBACK_EVERY_S` for exceptions of one type from one line.
     """
     if isinstance(error, WindlassError):
         return error
-    _log.error("recipe: %s raised", what, exc_info=error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    with _counting:
+        num_alike = _tracebacks.count(f"{type(error).__name__} {where}")
+    if num_alike:
+        more = f" ({num_alike} calls raised in this way)" if num_alike > 1 else ""
+        _log.error("recipe: %s raised%s", what, more, exc_info=error)
     remedy = ""
     if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
         remedy = (
