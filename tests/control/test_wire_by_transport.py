@@ -71,3 +71,20 @@ def test_times_add_one_number_per_link_to_a_reply_and_none_to_a_report() -> None
     # Figures may have more digits. Nothing else may grow.
     assert large <= small + 16
     assert large <= 8192
+
+
+def test_a_report_prints_in_one_short_line() -> None:
+    report = UpdateReport(
+        version=3,
+        outcome=RoundOutcome.PUBLISHED,
+        engines=("a", "b"),
+        measures={"nbytes": 1234567.0, "update_s": 0.25, "pause_s": 0.125},
+    )
+    assert str(report) == (
+        "version 3: published to 2 engines, 1,234,567 bytes in 0.250 s, longest pause 0.125 s"
+    )
+    without = msgspec.structs.replace(report, engines=("a",), left_out={"b": "dead"})
+    assert "published to 1 engine, without b, " in str(without)
+    failed = UpdateReport(version=4, outcome=RoundOutcome.ABORTED, reason="no engine is left")
+    assert str(failed) == "version 4: aborted: no engine is left"
+    assert "measures=" in repr(report)

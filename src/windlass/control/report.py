@@ -17,6 +17,7 @@ import msgspec
 from windlass.control.links import Link
 from windlass.errors import RoundAborted, WindlassError
 from windlass.transfer.bindings import Carried
+from windlass.wording import counted, listed
 
 _log = logging.getLogger(__name__)
 
@@ -222,6 +223,16 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
     kept: dict[str, int] = {}
     unchanged: int = 0
     non_finite: dict[str, int] = {}
+
+    def __str__(self) -> str:
+        """Return the result in one line, for people: outcome, engines, bytes and times. `repr` has all fields."""
+        if self.outcome is not RoundOutcome.PUBLISHED:
+            return f"version {self.version}: {self.outcome}: {self.reason}"
+        left = f", without {listed(sorted(self.left_out))}" if self.left_out else ""
+        return (
+            f"version {self.version}: published to {counted(len(self.engines), 'engine')}{left}, "
+            f"{self.nbytes:,} bytes in {self.update_s:.3f} s, longest pause {self.pause_s:.3f} s"
+        )
 
     def measure(self, measure: Measure) -> float:
         """Return a figure of the round; 0 if it was not measured."""
