@@ -13,6 +13,7 @@ import torch
 
 from windlass.cli import checks
 from windlass.cli.checks import Status, check_flags, run_checks
+from windlass.cli.frameworks import check_entry_points
 from windlass.cli.main import main
 from windlass.transports import CmaConfig, create_transport, parse_transport
 
@@ -194,3 +195,40 @@ def test_a_missing_framework_sets_the_exit_status_of_doctor(
     with pytest.raises(SystemExit):
         main(["doctor", "--framework", "nosuch"])
     assert "choose from" in capsys.readouterr().err
+
+
+def test_doctor_reports_whether_an_installed_engine_finds_the_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check_entry_points() == ()
+    add_distribution(tmp_path, "vllm")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (finding,) = check_entry_points()
+    assert (finding.name, finding.status) == ("vllm.general_plugins", Status.WORKS)
+    assert "windlass.integrations.vllm.plugin" in finding.found
+    assert check_entry_points(but="vllm") == ()
+    monkeypatch.setenv("VLLM_PLUGINS", "lora, other")
+    (finding,) = check_entry_points()
+    assert finding.status is Status.FAILS
+    assert "VLLM_PLUGINS=lora, other leaves it out" in finding.found
+    monkeypatch.setenv("VLLM_PLUGINS", "other, windlass")
+    (finding,) = check_entry_points()
+    assert finding.status is Status.WORKS
+
+
+def test_doctor_says_that_an_engine_cannot_find_a_plugin_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then only Windlass's code is on the path, as with `PYTHONPATH=src`."""
+    add_distribution(tmp_path, "sglang")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (finding,) = check_entry_points()
+    assert (finding.name, finding.status) == ("sglang.srt.plugins", Status.LIMITED)
+    assert "the package is not installed" in finding.found
+    assert "pip install" in finding.remedy
+
+
+def add_distribution(folder: Path, name: str) -> None:
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")

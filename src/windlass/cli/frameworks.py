@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from windlass.cli.checks import FAILS, LIMITED, WORKS, Finding
+from windlass.envs import environment_value
 from windlass.wording import install_command
 
 
@@ -22,6 +23,8 @@ class Framework:
         least: oldest supported release. below: oldest release that is too new.
         module: module of Windlass that the framework loads.
         group: group of entry points that the framework loads; empty if the framework loads no entry points.
+        chosen_by: environment variable with the names of the entry points that the framework loads, separated by commas;
+            the framework loads all if the variable is not set. Empty if the framework has no such variable.
         without: advice for a user who cannot install Windlass's entry point.
         needs: other packages that the integration imports.
     """
@@ -32,6 +35,7 @@ class Framework:
     below: tuple[int, ...]
     module: str
     group: str = ""
+    chosen_by: str = ""
     without: str = ""
     needs: tuple[str, ...] = ()
 
@@ -52,6 +56,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
         below=(0, 6),
         module="windlass.engines.sglang.plugin",
         group="sglang.srt.plugins",
+        chosen_by="SGLANG_PLUGINS",
         without="or start servers with python -m windlass.engines.sglang",
         needs=("torch",),
     ),
@@ -80,6 +85,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
         below=(0, 34),
         module="windlass.integrations.vllm.plugin",
         group="vllm.general_plugins",
+        chosen_by="VLLM_PLUGINS",
         without="vLLM can load the backend only as an entry point",
         needs=("torch",),
     ),
@@ -99,6 +105,18 @@ def check_framework(name: str) -> tuple[Finding, ...]:
     if findings[0].status is not FAILS:
         findings.append(_module(framework))
     return tuple(findings)
+
+
+def check_entry_points(*, but: str | None = None) -> tuple[Finding, ...]:
+    """Check that the frameworks in this environment find the entry points of Windlass. Return one finding for each.
+
+    Frameworks that load no entry points, and the framework `but`, are left out.
+    """
+    return tuple(
+        _entry_point(framework)
+        for name, framework in FRAMEWORKS.items()
+        if name != but and framework.group and any(map(_installed, framework.distributions))
+    )
 
 
 def _installed(distribution: str) -> str:
@@ -131,8 +149,14 @@ def _needed(distribution: str) -> Finding:
 
 def _entry_point(framework: Framework) -> Finding:
     for point in metadata.entry_points(group=framework.group):
-        if point.value.partition(":")[0] == framework.module:
-            return Finding(framework.group, WORKS, f"{point.name} = {point.value}")
+        if point.value.partition(":")[0] != framework.module:
+            continue
+        found = f"{point.name} = {point.value}"
+        chosen = environment_value(framework.chosen_by) if framework.chosen_by else ""
+        if chosen and point.name not in [name.strip() for name in chosen.split(",")]:
+            found = f"{found}; {framework.chosen_by}={chosen} leaves it out"
+            return Finding(framework.group, FAILS, found, f"add {point.name} to the variable")
+        return Finding(framework.group, WORKS, found)
     found = "no entry point of Windlass: its code is on sys.path, but the package is not installed"
     remedy = f"{install_command(python=sys.executable)}; {framework.without}"
     return Finding(framework.group, LIMITED, found, remedy)

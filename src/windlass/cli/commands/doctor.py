@@ -26,7 +26,7 @@ from windlass.cli.checks import (
     of_other_project,
     run_checks,
 )
-from windlass.cli.frameworks import FRAMEWORKS, check_framework
+from windlass.cli.frameworks import FRAMEWORKS, check_entry_points, check_framework
 from windlass.wording import install_command
 
 _STYLES = {WORKS: "green", LIMITED: "yellow", FAILS: "red"}
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Print every finding; return 1 if a required check fails or the framework cannot load Windlass."""
     flags = tuple(check_flags(command, args.checkpoint) for command in args.engine_flags)
     here = run_checks(args.checkpoint)
+    here += check_entry_points(but=None if args.engine_python else args.framework)
     if args.framework and not args.engine_python:
         here += check_framework(args.framework)
     report: Report = {sys.executable: here + flags}
