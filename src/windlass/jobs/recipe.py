@@ -42,9 +42,10 @@ _T = TypeVar("_T")
 
 TRACEBACK_EVERY_S = 10.0
 """Seconds between two tracebacks of exceptions with the same type, from the same line of the recipe."""
-_tracebacks = LineLimit(TRACEBACK_EVERY_S)
+tracebacks = LineLimit(TRACEBACK_EVERY_S)
+"""Limit on the logged tracebacks of the recipe's exceptions."""
 _counting = threading.Lock()
-"""Lock of `_tracebacks`, because several threads may score groups."""
+"""Lock of `tracebacks`, because several threads may score groups."""
 MODULE = "windlass_launched_recipe"
 _END = object()
 """Value that marks the end of the tasks. It is not None, because a recipe may yield None by mistake."""
@@ -337,7 +338,7 @@ def recipe_error(what: str, error: BaseException) -> WindlassError:
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     with _counting:
-        num_alike = _tracebacks.count(f"{type(error).__name__} {where}")
+        num_alike = tracebacks.count(f"{type(error).__name__} {where}")
     if num_alike:
         more = f" ({num_alike} calls raised in this way)" if num_alike > 1 else ""
         _log.error("recipe: %s raised%s", what, more, exc_info=error)
