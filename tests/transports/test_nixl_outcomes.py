@@ -21,6 +21,7 @@ from windlass.transfer.arena import Arena
 from windlass.transports import liveness, region_transport
 from windlass.transports.base import WriteBatch
 from windlass.transports.liveness import PeerLiveness
+from windlass.transports.network import GRACE_S
 from windlass.transports.nixl import transport as nixl
 from windlass.transports.nixl.native import NativeAgent, NixlWire, WireLog
 from windlass.transports.nixl.transport import NixlConfig, NixlTransport
@@ -358,6 +359,9 @@ def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) ->
     agent.has_lost_a_word.clear()
     jobs[1].start()
     assert agent.has_lost_a_word.wait(SECONDS)
+    # The second thread must wait for the transfer of the first. It would otherwise raise after `GRACE_S`.
+    time.sleep(4 * GRACE_S)
+    assert jobs[1].is_alive()
     agent.begun[1].state = "DONE"
     for job in jobs:
         job.join(SECONDS)

@@ -65,6 +65,32 @@ def test_a_late_thread_does_not_write_a_replica() -> None:
     replica.close()
 
 
+def test_a_replica_that_got_no_memory_sends_the_parameters_themselves() -> None:
+    transport, sizes = MemoryTransport(MemoryFabric()), [64, 1 << 16]
+    builder = ManifestBuilder("trainer/0", Role.TRAINER)
+    for index, nbytes in enumerate(sizes):
+        builder.add_parameter(str(index), nbytes=nbytes, dtype=DType.FLOAT32)
+
+    requested: list[int] = []
+
+    def make(nbytes: int) -> Arena:
+        requested.append(nbytes)
+        if nbytes >= sizes[1]:
+            raise TransferFailed("no memory of this size")
+        # A later arena is larger than requested, so that a copy that is too large does no harm in this test.
+        return Arena(transport, nbytes if len(requested) == 1 else 2 * sizes[1])
+
+    replica = Replica(builder.build(), make, NoThreads())
+    replica.fit([0])
+    sources = [np.zeros(nbytes, np.uint8) for nbytes in sizes]
+    addresses = np.array([source.ctypes.data for source in sources], np.uint64)
+    assert replica.take(addresses)[0] != addresses[0]
+    with pytest.raises(TransferFailed, match="no memory of this size"):
+        replica.fit([0, 1])
+    assert replica.take(addresses).tolist() == addresses.tolist()
+    replica.close()
+
+
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_cma_write_without_threads_is_complete_when_it_returns(
     monkeypatch: pytest.MonkeyPatch, after: int
