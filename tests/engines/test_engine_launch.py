@@ -347,6 +347,11 @@ def test_numbers_of_nodes_that_do_not_fit_an_engine_are_refused(
         checked_arguments(SGLANG, ["--name", "a", "--model", "/m", *words])
 
 
+def test_groups_of_data_parallel_attention_may_be_on_several_nodes() -> None:
+    words = ["--tp", "4", "--dp", "4", "--enable-dp-attention", "--nnodes", "2"]
+    assert checked_arguments(SGLANG, ["--name", "a", "--model", "/m", *words]).dp == 4
+
+
 @pytest.mark.parametrize(("tp", "pp", "nodes"), [(16, 1, 2), (2, 2, 4), (1, 4, 2), (8, 3, 3)])
 def test_an_engine_puts_whole_stages_on_nodes_or_whole_nodes_in_stages(
     tp: int, pp: int, nodes: int

@@ -47,11 +47,24 @@ def test_a_release_without_a_required_feature_is_refused(
             "0.5.21",
             ["`--dp` is refused", "were never tested; tested releases: 0.5.16, 0.5.23"],
         ),
-        (SGLANG, "0.5.16", ["no weight version per token: all tokens", "`--dp` is refused"]),
+        (
+            SGLANG,
+            "0.5.16",
+            [
+                "no weight version per token: all tokens",
+                "`--dp` is refused",
+                "`--hicache-storage-backend` is refused",
+            ],
+        ),
         (
             SGLANG,
             "0.5.11",
-            ["no weight version per token", "`--dp` is refused", "were never tested"],
+            [
+                "no weight version per token",
+                "`--dp` is refused",
+                "`--hicache-storage-backend` is refused",
+                "were never tested",
+            ],
         ),
         (SGLANG, "0.0.0.dev0", ["is no release"]),
         (SGLANG, "unknown", ["is no release"]),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from windlass.engines.sglang import spec
-from windlass.engines.sglang.plugin import reach_replicas
+from windlass.engines.sglang.plugin import reach_replicas, replicas_of
 from windlass.errors import ConfigError
 
 
@@ -25,6 +25,22 @@ def test_replicas_are_refused_for_a_release_whose_ranks_do_not_know_their_replic
     args = argparse.Namespace(model=str(tmp_path), dp=2)
     with pytest.raises(ConfigError, match=f"dp: must be 1 with SGLang {version}"):
         spec.SglangServer().command(args, ())
+
+
+def test_groups_of_data_parallel_attention_are_no_replicas(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(spec, "installed_version", lambda _: "0.5.16")
+    (tmp_path / "config.json").write_text("{}")
+    given = {"model": str(tmp_path), "host": "127.0.0.1", "port": 1, "dist_init_addr": ""}
+    args = argparse.Namespace(tp=2, pp=1, dp=2, nnodes=1, node_rank=0, **given)
+    argv = spec.SglangServer().command(args, ("--enable-dp-attention",)).argv
+    assert argv[argv.index("--dp-size") + 1] == "2"
+    assert replicas_of(SimpleNamespace(dp_size=2, enable_dp_attention=True)) == 1
+    assert replicas_of(SimpleNamespace(dp_size=2, enable_dp_attention=False)) == 2
+    # Newer releases derive the setting from `attn_dp_size`.
+    newer = SimpleNamespace(dp_size=2, attn_dp_size=2, enable_dp_attention=True)
+    assert replicas_of(newer) == 2
 
 
 @dataclass

@@ -28,7 +28,7 @@ PLAIN = {
     "disaggregation_mode": "null",
     "tokenizer_worker_num": 1,
     "torchao_config": "",
-    "hicache_storage_backend": None,
+    "hicache_host_memory_mode": "cache",
     "enable_lmcache": False,
     "enable_flexkv": False,
     "enable_unified_cache_external_linker": False,
@@ -61,7 +61,6 @@ def test_a_server_without_refused_settings_is_accepted() -> None:
         ("elastic_ep_backend", "mooncake", "--elastic-ep-backend"),
         ("disaggregation_mode", "decode", "--disaggregation-mode"),
         ("tokenizer_worker_num", 2, "--tokenizer-worker-num"),
-        ("enable_dp_attention", True, "--enable-dp-attention"),
         (
             "enable_dp_attention_local_control_broadcast",
             True,
@@ -71,7 +70,7 @@ def test_a_server_without_refused_settings_is_accepted() -> None:
         ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
         ("enable_lora", True, "--enable-lora"),
         ("torchao_config", "int4wo-32", "--torchao-config"),
-        ("hicache_storage_backend", "file", "--hicache-storage-backend"),
+        ("hicache_host_memory_mode", "buffer_only", "--hicache-host-memory-mode"),
         ("enable_lmcache", True, "--enable-lmcache"),
         ("enable_flexkv", True, "--enable-flexkv"),
         ("enable_unified_cache_external_linker", True, "--enable-unified-cache-external-linker"),
@@ -98,6 +97,18 @@ def test_data_parallel_attention_is_accepted_with_the_settings_of_newer_releases
     told = {**PLAIN, "nnodes": 2, "attn_dp_size": 2, "enable_dp_attention": True}
     with server(json.dumps(told).encode()) as url:
         assert check_server(EngineHttp(url), 2) == 1
+
+
+def test_groups_of_data_parallel_attention_share_ranks_in_older_releases() -> None:
+    """In SGLang 0.5.15 to 0.5.21, `dp_size` counts the groups of `--enable-dp-attention`."""
+    told = {**PLAIN, "dp_size": 2, "enable_dp_attention": True}
+    with server(json.dumps(told).encode()) as url:
+        assert check_server(EngineHttp(url), 2) == 1
+        with pytest.raises(ConfigError, match=r"'tp_size': 2, 'pp_size': 1, 'dp_size': 1}, got 4"):
+            check_server(EngineHttp(url), 4)
+    # Replicas of newer releases have ranks of their own, also with `--attn-dp-size`.
+    with server(json.dumps({**told, "attn_dp_size": 2}).encode()) as url:
+        assert check_server(EngineHttp(url), 4) == 1
 
 
 def test_a_server_with_an_unannounced_number_of_ranks_is_refused() -> None:

@@ -15,6 +15,7 @@ from itertools import permutations
 from pathlib import Path
 
 import windlass
+from windlass.engines.launch import checked_arguments
 from windlass.engines.options import refuse_options
 from windlass.engines.quantised import require_followed
 from windlass.engines.sglang.spec import ORIGINAL
@@ -379,7 +380,11 @@ def check_flags(command: str, checkpoint: Path | None = None) -> Finding:
         )
     name, said = f"{engine} flags", " ".join(options)
     try:
-        refuse_options(options, ENGINES.find(engine).rules)
+        spec = ENGINES.find(engine)
+        refuse_options(options, spec.rules)
+        if spec.server is not None:
+            # A launcher makes these checks, too.
+            checked_arguments(spec, ["--name", "engine", "--model", str(checkpoint), *options])
         if checkpoint is not None:
             require_followed(checkpoint, options)
     except ConfigError as error:

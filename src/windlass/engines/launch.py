@@ -199,7 +199,7 @@ def _check(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[str]) ->
         return
     if not engine.spans_nodes:
         raise ConfigError(f"--nnodes must be 1 for {engine.title}, got {args.nnodes}")
-    if args.dp > 1:
+    if engine.num_replicas(args.dp, rest) > 1:
         raise ConfigError(
             f"--dp must be 1 with --nnodes {args.nnodes}, got {args.dp}: all replicas of a server run on one host"
         )

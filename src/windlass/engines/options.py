@@ -24,8 +24,7 @@ class Rule:
         why: reason why other values are refused.
         settings: names of the same setting in the running engine's configuration object.
         aliases: other spellings of `option`.
-        key: name of the entry to check in the option's value, a JSON object; empty to check the whole value. If `mtp` is
-            allowed, names such as `deepseek_mtp` are allowed too: these are vLLM's names of `mtp` for single models.
+        key: name of the entry to check in the option's value, a JSON object; empty to check the whole value.
     """
 
     option: str
@@ -39,15 +38,13 @@ class Rule:
         """Return why the option must not have the value `text`; empty if the value is allowed."""
         texts = [str(v) for v in self.allowed if v not in (None, "") and not isinstance(v, bool)]
         if self.key:
-            text = _value_in(text, self.key) or texts[0]
-            if text.endswith(tuple(f"_{allowed}" for allowed in texts)):
-                return ""
+            text = _value_in(text, self.key)
         if text in texts:
             return ""
         if not texts:
             return f"must not be given: {self.why}"
         of_key = f"have the {self.key}" if self.key else "be"
-        return f"must {of_key} {texts[0]}, got {text!r}: {self.why}"
+        return f"must {of_key} {' or '.join(texts)}, got {text!r}: {self.why}"
 
 
 def _value_in(text: str, key: str) -> str:
@@ -97,6 +94,7 @@ def refuse_settings(engine: str, rules: Iterable[Rule], setting: Callable[[str],
             except LookupError:
                 continue
             if found not in rule.allowed:
+                allowed = " or ".join(v for v in rule.allowed if v and isinstance(v, str))
                 raise ConfigError(
-                    f"{engine}: {place} must be {rule.allowed[0]}, got {found}: {rule.why}"
+                    f"{engine}: {place} must be {allowed or rule.allowed[0]}, got {found}: {rule.why}"
                 )

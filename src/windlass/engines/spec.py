@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from windlass.engines.options import Rule
+from windlass.engines.options import Rule, options_of
 from windlass.engines.versions import EngineReleases
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
@@ -200,6 +200,7 @@ class EngineSpec:
         default_context: default of `context_option`; None if the default depends on the model.
         needs_port: True if `EngineOptions.port` must not be 0.
         spans_nodes: whether the ranks of one server may run on several nodes.
+        dp_within_tp: option with which `--dp` counts groups of the `--tp` ranks, not replicas; empty if there is none.
         cpu_arguments: options to serve a small model on a machine without a GPU.
         cpu_environment: environment variables to serve a small model on a machine without a GPU.
         gpu_arguments: options to serve a small model on a GPU that other processes also use.
@@ -216,9 +217,14 @@ class EngineSpec:
     default_context: int | None = None
     needs_port: bool = False
     spans_nodes: bool = False
+    dp_within_tp: str = ""
     cpu_arguments: tuple[str, ...] = ()
     cpu_environment: Mapping[str, str] = field(default_factory=dict)
     gpu_arguments: tuple[str, ...] = ()
+
+    def num_replicas(self, dp: int, words: Sequence[str]) -> int:
+        """Return the number of replicas with ranks of their own, for `--dp` and the other words of a command line."""
+        return 1 if self.dp_within_tp in dict(options_of(words)) else dp
 
     def command(self, options: EngineOptions) -> tuple[str, ...]:
         """Return the command line that starts the engine; the engine's ranks then join the fleet.

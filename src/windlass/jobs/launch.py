@@ -1294,4 +1294,4 @@ def _num_ranks(spec: EngineSpec, engine: EngineSection, words: Sequence[str]) ->
     if spec.server is None:
         return engine.tensor_parallel_size
     args = checked_arguments(spec, words)
-    return int(args.tp * args.pp * args.dp)
+    return int(args.tp * args.pp * spec.num_replicas(args.dp, words))

@@ -104,7 +104,7 @@ def order_ranks(server: EngineHttp, order: Order, world_size: int, deadline_s: f
 
 
 @contextmanager
-def session(server: EngineHttp, deadline_s: float) -> Iterator[Mapping[str, str]]:
+def session(server: EngineHttp, deadline_s: float) -> Iterator[Mapping[str, str | bool]]:
     """Open an update session of SGLang, and yield the fields that the request of every order must contain.
 
     At the end of the `with` block, SGLang's ranks post-process weights. The block ends when the ranks of the first
@@ -112,9 +112,9 @@ def session(server: EngineHttp, deadline_s: float) -> Iterator[Mapping[str, str]
     """
     try:
         _call(server, "/begin_weight_update", {"selector": "target"}, deadline_s)
-    # SGLang 0.5.16 has no sessions.
+    # SGLang 0.5.16 has no sessions. With a draft model, it would also pass the order to that model.
     except NoSuchRoute:
-        yield {}
+        yield {"disable_draft_model": True}
         return
     # A signal raises SystemExit in the launcher.
     except (PeerTimeout, SystemExit):
@@ -131,7 +131,7 @@ def session(server: EngineHttp, deadline_s: float) -> Iterator[Mapping[str, str]
 def send_order(
     server: EngineHttp,
     order: msgspec.Struct,
-    selector: Mapping[str, str],
+    selector: Mapping[str, str | bool],
     world_size: int,
     deadline_s: float | None,
     *,

@@ -45,6 +45,8 @@ from windlass.engines.sglang.spec import (
     RULES,
     SAMPLED,
     is_set,
+    num_replicas,
+    refuse_stored_entries,
     send_step,
 )
 from windlass.engines.spec import AgentSettings, join_deadline_s, refuse_expandable_segments
@@ -125,6 +127,7 @@ def _prepare(server_args: Any) -> None:
             raise LookupError(name) from error
 
     refuse_settings("SGLang", RULES, setting)
+    refuse_stored_entries(settings.hicache_storage_backend)
     if Path(settings.model_path).is_dir():
         _require_followed(settings, Path(settings.model_path))
     _set_loader(server_args, [*settings.custom_weight_loader])
@@ -191,6 +194,13 @@ def _require_followed(settings: Any, checkpoint: Path) -> None:
     require_followed(checkpoint, ("--quantization", asked) if asked else ())
 
 
+def replicas_of(settings: Any) -> int:
+    """Return the number of replicas, from SGLang's resolved settings; see `num_replicas`."""
+    names = ("attn_dp_size", "enable_dp_attention")
+    told = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
+    return num_replicas(told, settings.dp_size)
+
+
 class _RefusalsFirst:
     """Proxy of SGLang's tokenizer manager that puts refusals first in the results of a flush.
 
@@ -228,7 +238,7 @@ def reach_replicas(mixin: Any) -> None:
     ) -> Any:
         payloads: Sequence[str | bytes] = request.serialized_named_tensors
         is_order = request.load_format not in _OF_TENSORS and len(set(payloads)) == 1
-        if manager.server_args.dp_size == 1 or not is_order:
+        if replicas_of(manager.server_args) == 1 or not is_order:
             return await update(manager, request, received)
         from sglang.srt.utils.common import normalize_serialized_named_tensor_payloads
 
@@ -352,7 +362,7 @@ class SglangMember(Member):
             transport=order.transport,
             url=order.url,
             checkpoint=str(checkpoint),
-            world_size=given.tp_size * given.pp_size * given.dp_size,
+            world_size=given.tp_size * given.pp_size * replicas_of(given),
             loaded=given.load_format != "dummy",
             serves_own_weights=order.serves_own_weights,
             join_deadline_s=order.deadline_s or join_deadline_s(checkpoint),

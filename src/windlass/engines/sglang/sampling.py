@@ -2,7 +2,8 @@
 
 SGLang (0.5.23) returns log-probabilities after temperature only, but samples from the tokens that remain after `top_k`,
 `top_p` and `min_p`. This module divides the probability of each sampled token by the sum of the remaining tokens'
-probabilities.
+probabilities. With speculative decoding, SGLang samples the accepted tokens in another function, from the `top_p` part of
+the renormalised `top_k` part, without `min_p`.
 
 SGLang gives the same seed to all replicas of a server. This module gives each replica a different seed.
 """
@@ -19,6 +20,8 @@ from windlass.errors import UnsupportedLayout
 
 _CUTS = ("need_top_k_sampling", "need_top_p_sampling", "need_min_p_sampling")
 _TOLERANCE = 0.01
+_OF_DRAFTS = ("compute_spec_logprobs", "compute_spec_v2_logprobs")
+"""Functions of SGLang 0.5.23 and 0.5.16 that compute log-probabilities of accepted tokens."""
 
 
 @functools.cache
@@ -52,6 +55,53 @@ def return_sampled_logprobs() -> None:
         return tokens
 
     Sampler.forward = _with_sampled_logprobs
+    for name in _OF_DRAFTS:
+        for loaded in [m for n, m in sys.modules.items() if n.startswith("sglang.srt.")]:
+            if callable(compute := vars(loaded).get(name)):
+                setattr(loaded, name, _of_accepted(compute))
+
+
+def _of_accepted(compute: Any) -> Any:
+    """Return SGLang's function for log-probabilities of accepted tokens, followed by the correction of this module."""
+
+    @functools.wraps(compute)
+    def _with_sampled_logprobs(
+        batch: Any,
+        output: Any,
+        predict: torch.Tensor,
+        accept_index: torch.Tensor | None = None,
+        *given: Any,
+        **named: Any,
+    ) -> None:
+        if given:  # SGLang 0.5.16
+            compute(batch, output, predict, accept_index, *given, **named)
+        else:
+            compute(batch, output, predict, accept_index=accept_index, **named)
+        sampling = batch.sampling_info
+        cuts = sampling.need_top_k_sampling or sampling.need_top_p_sampling
+        if sampling.is_all_greedy or not cuts:
+            return
+        logits = output.next_token_logits
+        if accept_index is not None:
+            logits = logits[accept_index.long().reshape(-1)]
+        found = output.next_token_logprobs
+        per_request = found.numel() // len(sampling.temperatures)
+        temperatures, top_ks, top_ps = (
+            torch.repeat_interleave(setting.reshape(-1), per_request)[:, None]
+            for setting in (sampling.temperatures, sampling.top_ks, sampling.top_ps)
+        )
+        probs = torch.softmax(logits / temperatures, dim=-1)
+        ordered = probs.sort(dim=-1, descending=True).values
+        ordered = ordered * (torch.arange(probs.shape[-1], device=probs.device) < top_ks)
+        total = ordered.sum(-1, keepdim=True)
+        before = (ordered.cumsum(-1) - ordered) / total
+        mass = (ordered * (before <= top_ps)).sum(-1)
+        # A greedy request next to others has temperature 1 and top_k 1: it returns the model's log-probability.
+        is_greedy = (top_ks == 1) & (temperatures == 1.0)
+        mass = torch.where(is_greedy[:, 0], 1.0, mass)
+        found -= mass.log().reshape(found.shape)
+
+    return _with_sampled_logprobs
 
 
 def _mass_left(probs: torch.Tensor, sampling: Any) -> torch.Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
 import msgspec
 
 from windlass.engines.http import EngineHttp, NoSuchRoute
-from windlass.engines.options import Rule, refuse_settings
+from windlass.engines.options import Rule, options_of, refuse_settings
 from windlass.engines.quantised import require_followed
 from windlass.engines.spec import AgentSettings, EngineSpec, RankStep, ServerCommand
 from windlass.engines.versions import EngineReleases, Feature, has, installed_version
@@ -37,6 +37,13 @@ TOKEN_VERSIONS = Feature(
     since=(0, 5, 19),
     missing_in=(0, 5, 18),
     without="all tokens of an answer carry one version, even if an update came between them",
+)
+
+STORED_NAMES = Feature(
+    "keys of HiCache's storage that contain the namespace of a request",
+    since=(0, 5, 20),
+    missing_in=(0, 5, 19),
+    without="`--hicache-storage-backend` is refused",
 )
 
 RELEASES = EngineReleases(
@@ -80,27 +87,39 @@ RELEASES = EngineReleases(
             missing_in=(0, 5, 20),
         ),
         REPLICAS,
+        STORED_NAMES,
     ),
 )
 
 _ADAPTERS = (
-    "updates of adapters were not tested: SGLang 0.5.23 serves no adapter on a CPU (its LoRA layers "
-    "allocate pinned memory, which torch refuses without an accelerator)"
+    "SGLang fills the slots of adapters from copies in host memory whenever it changes them, which would undo an update of a "
+    "slot; use vLLM with --adapter NAME=FOLDER, or publish the merged weights"
 )
-_DRAFT = "the draft model's weights are not captured"
-_ATTENTION = "updates were tested only with --attn-dp-size, which newer releases have instead"
 _APART_CONTROL = "ranks would get an order at different steps, and wait for each other in each step"
 _EXPERTS = "experts move between ranks while it serves"
 _EXPERTS_LEAVE = "experts move to other ranks when ranks are added or removed"
 _OFFLOADED = "weights are copied to the GPU for every step"
-_APART = "servers with separate prefill and decoding pause differently, and updates were not tested with them"
+_APART = (
+    "the prefill engine sends keys and values without the version of its weights, so that the decoding engine would continue "
+    "them with other weights; use servers that do both, with --chunked-prefill-size for long prompts"
+)
 _TOKENIZERS = (
     "an abort pause waits for the requests of one tokenizer process: requests of another process "
     "would run while weights are written"
 )
 _CLEAR = "ranks call the server's routes over HTTP without TLS"
-_STORED = "the KV cache of old weights is stored outside the engine, where other servers read it"
-_OWN_TREE = "a prefix cache other than SGLang's own may return entries of old weights"
+_HICACHE = "use --enable-hierarchical-cache, with --hicache-storage-backend from SGLang 0.5.20 on"
+_STORED = f"its entries are found by tokens alone, so that entries of old weights would answer; {_HICACHE}"
+_LINKER = f"it is another way to the stores of HiCache, and Windlass checks HiCache's keys only; {_HICACHE}"
+_EMBEDDED = (
+    "its entries are found by the image alone, so that embeddings of old weights would answer; leave it out, and each "
+    "engine keeps a cache of its own"
+)
+_OWN_TREE = f"Windlass separates versions in SGLang's own tree; {_HICACHE}"
+_BUFFERS = (
+    "SGLang ends if an update comes between the prefetch and the start of a request, because the two then have different "
+    "namespaces; use cache, SGLang's default"
+)
 _SLOTS = "a session passes the KV cache of old weights to its next request without the prefix cache"
 _OTHER_LISTENER = "Windlass protects private routes on the HTTP server only; let clients use HTTP"
 _ENCODERS = "its encoders are in other processes, whose weights are not updated"
@@ -112,11 +131,11 @@ def _rule(setting: str, allowed: tuple[object, ...], why: str) -> Rule:
 
 
 _CACHES = (
-    _rule("hicache_storage_backend", (None,), _STORED),
+    _rule("hicache_host_memory_mode", ("cache",), _BUFFERS),
     _rule("enable_lmcache", (False,), _STORED),
     _rule("enable_flexkv", (False,), _STORED),
-    _rule("enable_unified_cache_external_linker", (False,), _STORED),
-    _rule("enable_mm_global_cache", (False,), _STORED),
+    _rule("enable_unified_cache_external_linker", (False,), _LINKER),
+    _rule("enable_mm_global_cache", (False,), _EMBEDDED),
     _rule("radix_cache_backend", (None,), _OWN_TREE),
     _rule("enable_streaming_session", (False,), _SLOTS),
     _rule("language_only", (False,), _ENCODERS),
@@ -130,9 +149,6 @@ RULES = (
         (False,),
         "weights move and lose their registration when memory is released",
     ),
-    _rule("speculative_algorithm", (None,), _DRAFT),
-    Rule("--speculative-draft-model-path", (), _DRAFT),
-    _rule("enable_dp_attention", (False,), _ATTENTION),
     _rule("enable_dp_attention_local_control_broadcast", (False,), _APART_CONTROL),
     _rule("torchao_config", ("",), "SGLang would quantise weights while it loads them"),
     _rule("enable_lora", (None, False), _ADAPTERS),
@@ -151,6 +167,8 @@ RULES = (
     _rule("smg_grpc_mode", (False,), _OTHER_LISTENER),
 )
 """Rules for a server that gets updates."""
+_STORAGE = "--hicache-storage-backend"
+_DP_ATTENTION = "--enable-dp-attention"
 _SIZES = ("tp_size", "pp_size", "dp_size")
 
 
@@ -164,11 +182,14 @@ class SglangServer:
         if is_set(ORIGINAL):
             raise ConfigError(f"{ORIGINAL} must not be set: {SAMPLED}")
         require_followed(Path(args.model), rest)
-        if args.dp > 1 and not has(REPLICAS, version := installed_version(RELEASES)):
+        replicas = 1 if _DP_ATTENTION in dict(options_of(rest)) else args.dp
+        if replicas > 1 and not has(REPLICAS, version := installed_version(RELEASES)):
             raise ConfigError(
                 f"dp: must be 1 with SGLang {version}, whose ranks do not know the index of their "
-                f"replica, got --dp {args.dp}"
+                f"replica, got --dp {args.dp}; start one engine per replica, or add {_DP_ATTENTION} for data-parallel "
+                f"attention"
             )
+        refuse_stored_entries(dict(options_of(rest)).get(_STORAGE))
         return ServerCommand(
             (
                 *(
@@ -187,6 +208,23 @@ class SglangServer:
                 *("--nnodes", str(args.nnodes), "--node-rank", str(args.node_rank)),
                 *rest,
             )
+        )
+
+
+def refuse_stored_entries(backend: str | None) -> None:
+    """Check that the installed SGLang keeps stored KV entries of different weights apart.
+
+    Args:
+        backend: HiCache's storage backend; None without one.
+
+    Raises:
+        ConfigError: there is a backend, and the release stores entries by tokens alone.
+    """
+    version = installed_version(RELEASES)
+    if backend is not None and not has(STORED_NAMES, version):
+        raise ConfigError(
+            f"{_STORAGE} must not be given with SGLang {version}, whose keys contain the tokens alone, so that entries of "
+            f"old weights would answer, got {backend}; use SGLang 0.5.20 or later, or --enable-hierarchical-cache alone"
         )
 
 
@@ -226,17 +264,24 @@ def check_server(server: EngineHttp, world_size: int) -> int:
         return 1
     except DECODE_ERRORS as error:
         raise PeerUnreachable(f"{server.url}/server_info: not SGLang's answer: {error}") from error
-    # If a release has `attn_dp_size`, it derives `enable_dp_attention` from `attn_dp_size`.
-    if "attn_dp_size" in told:
-        told.pop("enable_dp_attention", None)
     refuse_settings(server.url, RULES, told.__getitem__)
-    sizes = [size if isinstance(size := told.get(name), int) else 1 for name in _SIZES]
-    if told.keys() >= set(_SIZES) and math.prod(sizes) != world_size:
+    sizes = {name: size if isinstance(size := told.get(name), int) else 1 for name in _SIZES}
+    sizes["dp_size"] = num_replicas(told, sizes["dp_size"])
+    if told.keys() >= set(_SIZES) and math.prod(sizes.values()) != world_size:
         raise ConfigError(
-            f"{server.url}: --tp x --pp x --dp must be the number of the server's ranks, "
-            f"{dict(zip(_SIZES, sizes, strict=True))}, got {world_size}"
+            f"{server.url}: --tp x --pp x --dp must be the number of the server's ranks, {sizes}, got {world_size}"
         )
-    return sizes[_SIZES.index("pp_size")]
+    return sizes["pp_size"]
+
+
+def num_replicas(told: Mapping[str, object], dp_size: int) -> int:
+    """Return the number of replicas of a server, from its resolved settings.
+
+    Up to SGLang 0.5.21, with `enable_dp_attention`, `dp_size` is the number of attention groups, which share the ranks of
+    `tp_size`. Releases with `attn_dp_size` derive `enable_dp_attention` from it, and `dp_size` is the number of replicas.
+    """
+    shares_ranks = "attn_dp_size" not in told and bool(told.get("enable_dp_attention", False))
+    return 1 if shares_ranks else dp_size
 
 
 ENGINE = EngineSpec(
@@ -249,6 +294,7 @@ ENGINE = EngineSpec(
     context_option="--context-length",
     needs_port=True,
     spans_nodes=True,
+    dp_within_tp=_DP_ATTENTION,
     cpu_arguments=(
         *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"),
         *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"),
