@@ -119,13 +119,17 @@ def test_doctor_names_refused_engine_options_with_the_reason(
         "distribution that tokens are sampled from"
         in check_flags("vllm --logprobs-mode raw_logprobs").found
     )
-    drafts = """vllm --speculative-config '{"method": "%s", "num_speculative_tokens": 1}'"""
-    assert check_flags(drafts % "mtp").status is Status.WORKS
-    assert check_flags(drafts % "deepseek_mtp").status is Status.WORKS
-    assert (
-        "--speculative-config must have the method mtp, got 'eagle3'"
-        in check_flags(drafts % "eagle3").found
+    drafts = """vllm --speculative-config '{"method": "eagle3", "model": "drafts"}'"""
+    assert check_flags(drafts).status is Status.WORKS
+    stores = """vllm --kv-transfer-config '{"kv_connector": "%s", "kv_role": "kv_both"}'"""
+    assert check_flags(stores % "OffloadingConnector").status is Status.WORKS
+    assert "--kv-transfer-config must have the kv_connector OffloadingConnector" in (
+        other := check_flags(stores % "ExampleConnector").found
     )
+    assert "got 'ExampleConnector'" in other
+    assert "--dp must be 1 with --nnodes 2" in check_flags("vllm --dp 2 --nnodes 2").found
+    attention = "sglang --tp 4 --dp 4 --enable-dp-attention --nnodes 2"
+    assert check_flags(attention).status is Status.WORKS
     assert check_flags("vllm --quantization fp8").status is Status.LIMITED
     assert check_flags("vllm --quantization fp8", tmp_path).status is Status.FAILS
     assert main(["doctor", "--engine-flags", "nothing"]) == 2

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from windlass.engines.vllm.engine_core import Namespace
+from windlass.engines.vllm.engine_core import Namespace, load_current_entries
 from windlass.engines.vllm.worker import WorkerMethods
 from windlass.errors import ConfigError
 
@@ -87,6 +87,38 @@ def test_salts_separate_clients_in_every_version() -> None:
 
 def test_no_two_cores_share_a_namespace() -> None:
     assert not set(asked(Namespace()).block_hashes) & set(asked(Namespace()).block_hashes)
+
+
+@dataclass
+class Connector:
+    """Scheduler's side of a connector that finds all blocks of every request, and asks again if `answers` is False."""
+
+    answers: bool = True
+
+    def get_num_new_matched_tokens(self, request: Request, count: int) -> tuple[int | None, bool]:
+        if not self.answers:
+            return None, False
+        return len(request.block_hashes) * BLOCK - count, True
+
+
+def test_a_request_with_kept_keys_of_old_weights_loads_nothing() -> None:
+    """A connector may keep the keys of its first look-up, so a preempted request must load nothing after an update."""
+    namespace, connector = Namespace(), Connector()
+    load_current_entries(connector)
+    load_current_entries(connector)
+    looked_up, waited = asked(namespace), asked(namespace)
+    namespace.enter(looked_up)
+    assert connector.get_num_new_matched_tokens(looked_up, 0) == (2 * BLOCK, True)
+    namespace.enter(looked_up)
+    assert connector.get_num_new_matched_tokens(looked_up, BLOCK) == (BLOCK, True)
+    namespace.begin()
+    for request in (looked_up, waited):
+        namespace.enter(request)
+    assert connector.get_num_new_matched_tokens(looked_up, 0) == (0, False)
+    assert vars(looked_up)["skip_reading_prefix_cache"]
+    assert connector.get_num_new_matched_tokens(waited, 0) == (2 * BLOCK, True)
+    connector.answers = False
+    assert connector.get_num_new_matched_tokens(looked_up, 0) == (None, False)
 
 
 def test_a_worker_without_a_namespace_refuses_to_pause() -> None:

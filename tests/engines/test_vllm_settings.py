@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from windlass.engines.vllm.engine_core import SCHEDULER
-from windlass.engines.vllm.spec import refuse_unsafe_config
+from windlass.engines.vllm.spec import draft_follows, refuse_unsafe_config
 from windlass.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def config(place: str = "", value: object = None) -> SimpleNamespace:
         scheduler_config=SimpleNamespace(scheduler_cls=SCHEDULER),
         speculative_config=SimpleNamespace(method="mtp", model="folder"),
         lora_config=None,
-        kv_transfer_config=None,
+        kv_transfer_config=SimpleNamespace(kv_connector="OffloadingConnector"),
         ec_transfer_config=None,
     )
     if place:
@@ -49,9 +49,10 @@ def test_a_plain_engine_and_older_releases_are_accepted() -> None:
     adapter = config("speculative_config", None)
     adapter.lora_config = SimpleNamespace()
     refuse_unsafe_config(adapter, adapter=True, serves_own_weights=False)
-    with pytest.raises(ConfigError, match="with adapters"):
-        refuse_unsafe_config(config(), adapter=True, serves_own_weights=False)
+    adapter.speculative_config = config().speculative_config
+    refuse_unsafe_config(adapter, adapter=True, serves_own_weights=False)
     older = config()
+    older.kv_transfer_config = None
     for name in ("lora_config", "cache_config"):
         delattr(older, name)
     older.offload_config = None
@@ -69,11 +70,8 @@ def test_a_plain_engine_and_older_releases_are_accepted() -> None:
         ("cache_config.cpu_offload_gb", 4.0),
         ("offload_config.uva.cpu_offload_gb", 4.0),
         ("offload_config.prefetch.offload_group_size", 8),
-        ("speculative_config.method", "eagle3"),
-        ("speculative_config.model", "another folder"),
-        ("parallel_config.pipeline_parallel_size", 2),
         ("lora_config", "slots"),
-        ("kv_transfer_config", "offloading"),
+        ("kv_transfer_config.kv_connector", "ExampleConnector"),
         ("ec_transfer_config", "store"),
         ("scheduler_config.scheduler_cls", "another"),
         ("diffusion_config", "steps"),
@@ -83,6 +81,22 @@ def test_a_plain_engine_and_older_releases_are_accepted() -> None:
 def test_a_setting_that_an_update_does_not_survive_is_named(place: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"vLLM: {place} must be .*, got {value}: "):
         refuse_unsafe_config(config(place, value), adapter=False, serves_own_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "model"), [("eagle3", "folder of drafts"), ("ngram", "ngram"), ("mtp", "another")]
+)
+def test_a_draft_model_of_another_checkpoint_stays_frozen(method: str, model: str) -> None:
+    found = config("speculative_config", SimpleNamespace(method=method, model=model))
+    assert not draft_follows(found)
+    found.parallel_config.pipeline_parallel_size = 2
+    refuse_unsafe_config(found, adapter=False, serves_own_weights=False)
+
+
+def test_updates_reach_the_draft_layers_of_the_served_checkpoint() -> None:
+    assert draft_follows(config())
+    assert not draft_follows(config("speculative_config", None))
+    assert not draft_follows(config("parallel_config.pipeline_parallel_size", 2))
 
 
 def test_the_user_of_a_server_with_weights_of_its_own_may_choose_its_logprobs() -> None:

@@ -14,8 +14,12 @@ import vllm_cpu_experts
 
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.vllm.adapter import Slot
+from windlass.engines.vllm.rank import cache_storages
+from windlass.engines.vllm.spec import draft_follows
 
 vllm_cpu_experts.install()
+# Mooncake's connector records an event of the GPU before it reads the KV cache.
+torch.cuda.Event = torch.cpu.Event  # type: ignore[misc,assignment]
 if os.environ.get("WINDLASS_TEST_WITHOUT_AVX512_BF16"):
     torch.cpu._is_avx512_bf16_supported = lambda: False
 FAILS = os.environ.get("WINDLASS_TEST_LOAD_FAILS", "")
@@ -62,15 +66,25 @@ class FreshLoads:
         digests = self.fresh_digests(checkpoint) if checkpoint else worker.windlass_digests()
         (Path(folder) / str(worker.windlass_rank())).write_bytes(msgspec.json.encode(digests))
 
+    def draft_digests(self) -> dict[str, str]:
+        """Return digests of the draft model's tensors, without those that it shares with the served model."""
+        runner = cast("Any", self).model_runner
+        model = vars(vars(runner).get("drafter") or runner).get("model")
+        if model is None or model is runner.get_model():
+            return {}
+        shared = {holding.address for holding in held_by(runner.get_model()).values()}
+        held = held_by(model, cache_storages(self))
+        return fingerprints({n: h for n, h in held.items() if h.address not in shared})
+
     def fresh_digests(self, checkpoint: str) -> dict[str, str]:
         """Return digests of a model loaded from `checkpoint`, and of its drafting model, next to
         the serving ones."""
         from vllm.config import set_current_vllm_config
 
         model, config = self._fresh(checkpoint)
-        if (drafter := vars(cast("Any", self).model_runner).get("drafter")) is None:
+        if not draft_follows(cast("Any", self).vllm_config):
             return fingerprints(held_by(model))
-        drafter = copy.copy(drafter)
+        drafter = copy.copy(cast("Any", self).model_runner.drafter)
         drafter.vllm_config = config
         drafter.speculative_config = config.speculative_config = copy.copy(
             config.speculative_config

@@ -17,6 +17,11 @@ preempted, therefore finds no cache blocks of old weights. A running request kee
 requests do not find the blocks that it adds. vLLM evicts blocks of old namespaces like other unused blocks. The core
 sets the namespace in its loop, in the same call that quiesces or holds the workers, so that no step comes in between.
 
+Stores outside the engine. Connectors in `STORES` derive the keys of their entries from the block hashes or the cache salt,
+so their entries have the namespace, too. A connector may keep the keys of a request that it has looked up. If a request
+enters a new namespace after such a lookup (it was preempted, or the connector had no answer yet), the core lets it load
+nothing: the kept keys are those of old weights.
+
 Encoder cache. vLLM's cache of encoder outputs has keys without a salt, so the core clears this cache in every update. If
 a running request still needs an output, the scheduler runs the encoder again. The core also clears the cache before a
 capture: a load of weights clears the workers' part of the cache, and vLLM would crash if the core still expected an
@@ -58,8 +63,13 @@ BACKEND = "windlass"
 """Value for `--weight-transfer-config`."""
 SCHEDULER = "windlass.engines.vllm.engine_core._scheduler"
 """Value for `--scheduler-cls`, for releases that do not report the versions of tokens."""
-OUTSIDE = "caches outside the engine would keep keys and values of older weights"
-"""Reason to refuse connectors for the KV cache or for encoder outputs: some connectors ignore the cache salt."""
+STORES = (
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+    "MooncakeStoreConnector",
+    "LMCacheMPConnector",
+)
+"""Connectors of vLLM (0.32) whose keys contain the cache salt: by block hashes, in LMCache by a field of the key."""
 QUIESCES = "windlass_quiesce"
 """Worker method to which the core passes the new cache namespace as an additional argument.
 
@@ -82,6 +92,7 @@ ORDERS = "windlass_order"
 OWN_VERSIONS = "WINDLASS_VLLM_OWN_VERSIONS"
 SPANS = "weight_versions"
 """Key in `kv_transfer_params`: a list of spans in the form of vLLM 0.32 and SGLang."""
+_LOOKED_UP, _LOADS_NOTHING = "windlass_looked_up", "windlass_loads_nothing"
 _NOTED, _KEPT = "windlass_weight_version", "windlass_weight_versions"
 SLOW_S = 0.1
 """Longest expected duration of a step, in seconds. If a call waits longer for the core's loop, a warning is logged."""
@@ -120,9 +131,12 @@ class Namespace:
         The request must own no cache blocks yet. If `salt` was never called, Windlass does not update this engine: do
         nothing.
         """
-        salt = request.cache_salt or ""
+        known, salt = vars(request), request.cache_salt or ""
+        was_looked_up = known.get(_LOOKED_UP, False)
+        known[_LOOKED_UP] = True
         if not self._has_salted or salt.startswith(self._name):
             return
+        known[_LOADS_NOTHING] = was_looked_up
         request.cache_salt = self.salt(salt[len(self._name) :])
         request.block_hashes.clear()
         request.update_block_hashes()
@@ -238,16 +252,17 @@ def keep_caches_apart() -> None:
 
     The module docstring describes the patches. They do not change an engine that Windlass does not update.
     """
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     namespace = _own.namespace
     preprocess, call = EngineCore.preprocess_add_request, EngineCore.collective_rpc
-    handle, look_up = EngineCoreProc._handle_client_request, KVCacheManager.get_computed_blocks
+    handle = EngineCoreProc._handle_client_request
 
     def preprocess_add_request(core: Any, request: Any) -> Any:
         if is_backend_of(core.vllm_config):
             request.cache_salt = namespace.salt(request.cache_salt)
+            if (connector := core.scheduler.get_kv_connector()) is not None:
+                load_current_entries(connector)
         return preprocess(core, request)
 
     def collective_rpc(
@@ -274,15 +289,49 @@ def keep_caches_apart() -> None:
     def handle_client_request(core: Any, kind: Any, *request: Any) -> Any:
         return request[0]() if kind is _CALL else handle(core, kind, *request)
 
-    # vLLM 0.33 passes a limit as an additional argument.
-    def get_computed_blocks(manager: Any, request: Any, *limits: Any) -> Any:
-        namespace.enter(request)
-        return look_up(manager, request, *limits)
-
     EngineCore.preprocess_add_request = preprocess_add_request
     EngineCore.collective_rpc = collective_rpc
     EngineCoreProc._handle_client_request = handle_client_request
-    KVCacheManager.get_computed_blocks = get_computed_blocks
+    _enter_at_look_ups(namespace)
+
+
+def _enter_at_look_ups(namespace: Namespace) -> None:
+    """Patch vLLM so that a request enters the current namespace when its prefix is looked up."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    def entering(look_up: Callable[..., Any]) -> Callable[..., Any]:
+        # vLLM 0.33 passes a limit as an additional argument.
+        def looked_up(manager: Any, request: Any, *limits: Any) -> Any:
+            namespace.enter(request)
+            return look_up(manager, request, *limits)
+
+        return looked_up
+
+    # With some connectors, vLLM 0.32 calls the second method.
+    for name in ("get_computed_blocks", "get_computed_blocks_for_connector"):
+        if name in vars(KVCacheManager):
+            setattr(KVCacheManager, name, entering(vars(KVCacheManager)[name]))
+
+
+def load_current_entries(connector: Any) -> None:
+    """Patch the scheduler's side of a connector: a request whose kept keys are those of old weights loads nothing.
+
+    See `Namespace.enter`. `connector` is vLLM's `KVConnectorBase_V1`. Idempotent.
+    """
+    if _LOADS_NOTHING in vars(connector):
+        return
+    vars(connector)[_LOADS_NOTHING] = True
+    match: Callable[..., tuple[int | None, bool]] = connector.get_num_new_matched_tokens
+
+    def get_num_new_matched_tokens(request: Any, *told: Any) -> tuple[int | None, bool]:
+        if not vars(request).get(_LOADS_NOTHING, False):
+            return match(request, *told)
+        # The scheduler and connectors of vLLM 0.32 honour this setting of a request.
+        request.skip_reading_prefix_cache = True
+        count, loads_later = match(request, *told)
+        return (None, loads_later) if count is None else (0, False)
+
+    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
 
 
 def _quiesce(

@@ -24,7 +24,7 @@ from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import EngineApi, EngineRank
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.adapter import capture_adapter
-from windlass.engines.vllm.spec import refuse_unsafe_config
+from windlass.engines.vllm.spec import draft_follows, refuse_unsafe_config
 
 Worker = Any
 """vLLM's worker of one rank."""
@@ -93,13 +93,15 @@ def capture_rank(
 
 
 def served_by(worker: Worker) -> torch.nn.Module:
-    """Return the model of a rank. If the rank has a draft model, return a module that contains both models."""
+    """Return the model of a rank. If updates reach its draft model, return a module that contains both models."""
     target, draft = worker.model_runner.get_model(), _draft_of(worker)
     return target if draft is None else torch.nn.ModuleDict({"target": target, "draft": draft})
 
 
 def _draft_of(worker: Worker) -> torch.nn.Module | None:
-    """Return the draft model of a rank's speculative decoding, or None."""
+    """Return the draft model that updates reach; None without one (see `draft_follows`)."""
+    if not draft_follows(worker.vllm_config):
+        return None
     drafter = vars(worker.model_runner).get("drafter")
     model: Any = None if drafter is None else vars(drafter).get("model")
     # If a draft model runs in CUDA graphs, vLLM wraps it in an object that is not a module.

@@ -15,7 +15,7 @@ from windlass.engines.options import Rule, options_of, refuse_settings
 from windlass.engines.quantised import require_followed
 from windlass.engines.spec import EngineSpec, ServerCommand
 from windlass.engines.versions import EngineReleases, Feature
-from windlass.engines.vllm.engine_core import BACKEND, OUTSIDE, OWN_VERSIONS, SCHEDULER
+from windlass.engines.vllm.engine_core import BACKEND, OWN_VERSIONS, SCHEDULER, STORES
 from windlass.engines.vllm.sampling import PROCESSED
 from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError
@@ -80,6 +80,10 @@ _OFFLOADED = "weights are copied to the GPU for every step"
 _EVICTED = "vLLM may evict an adapter that shares slots, and would then read its old weights from its folder"
 _NODES = "use --nnodes, --node-rank and --dist-init-addr of the launcher"
 _EXPERTS_LEAVE = "experts move to other ranks when ranks are added or removed"
+_KEYS_OF_TOKENS = (
+    "other connectors find or receive entries without the version of the weights (vLLM's cache salt), so that entries of old "
+    "weights would answer"
+)
 _LORA = "lora_config"
 _LOGPROBS = Rule(
     "--logprobs-mode",
@@ -98,8 +102,6 @@ _OF_ADAPTERS = (
 RULES = (
     Rule("--enable-sleep-mode", (False,), "when the engine sleeps, its weights move and lose their registration",
          ("model_config.enable_sleep_mode",)),
-    Rule("--speculative-config", ("mtp",), "the only draft model that updates reach is the checkpoint's own layers for multi-token prediction (MTP)",
-         ("speculative_config.method",), ("-sc",), key="method"),
     Rule("--data-parallel-rank", (), _REPLICAS, aliases=("-dpn",)),
     Rule("--data-parallel-start-rank", (), _REPLICAS, aliases=("-dpr",)),
     Rule("--data-parallel-size-local", (), _REPLICAS, aliases=("-dpl",)),
@@ -111,7 +113,7 @@ RULES = (
     Rule("--enable-elastic-ep", (False,), _EXPERTS_LEAVE, ("parallel_config.enable_elastic_ep",)),
     Rule("--enable-eplb", (False,), "experts move between ranks while it serves",
          ("parallel_config.enable_eplb",)),
-    Rule("--prefill-context-parallel-size", (1,), "updates of its ranks have not been tested",
+    Rule("--prefill-context-parallel-size", (1,), "each of its ranks holds a copy of a shard, beyond the --tp x --pp x --dp ranks that join; use --tp or --decode-context-parallel-size",
          ("parallel_config.prefill_context_parallel_size",), ("-pcp",)),
     Rule("--master-addr", (), _NODES, aliases=("--master-port", "--headless", "-n", "-r")),
     Rule("--quantization-config", (), "with it, vLLM quantises weights while it loads them"),
@@ -127,12 +129,12 @@ RULES = (
          ("cache_config.cpu_offload_gb", "offload_config.uva.cpu_offload_gb")),
     Rule("--offload-backend", (), _OFFLOADED),
     Rule("--offload-group-size", (0,), _OFFLOADED, ("offload_config.prefetch.offload_group_size",)),
-    Rule("--kv-transfer-config", (None,), OUTSIDE, ("kv_transfer_config",)),
-    Rule("--kv-offloading-size", (), OUTSIDE),
-    Rule("--ec-transfer-config", (None,), OUTSIDE, ("ec_transfer_config",)),
+    Rule("--kv-transfer-config", STORES, _KEYS_OF_TOKENS, ("kv_transfer_config.kv_connector",), key="kv_connector"),
+    Rule("--ec-transfer-config", (None,), "a shared encoder output is found by a hash of its input, without the weights; leave it out, and each engine runs its own encoder",
+         ("ec_transfer_config",)),
     Rule("--scheduler-cls", (None, SCHEDULER), "Windlass's plugin separates caches by version in vLLM's own scheduler",
          ("scheduler_config.scheduler_cls",)),
-    Rule("", (None,), "updates of models that generate by diffusion have not been tested", ("diffusion_config",)),
+    Rule("", (None,), "a model that generates by diffusion revises its tokens in later steps, so no single version makes a token; use an autoregressive model", ("diffusion_config",)),
     _LOGPROBS,
 )  # fmt: skip
 """Rules for a server that gets updates; `Rule.settings` are paths inside vLLM's `VllmConfig`."""
@@ -274,6 +276,22 @@ def generate_route() -> str:
     return f"{ROUTES}.{name}"
 
 
+def draft_follows(config: Any) -> bool:
+    """Return whether updates reach the draft model of a server: multi-token prediction (MTP) of the served checkpoint.
+
+    All other draft models stay frozen, and MTP with pipeline stages, where only the last stage has a draft model. vLLM
+    verifies every draft with the served model, so a frozen draft model changes only the number of accepted tokens. `config`
+    is vLLM's `VllmConfig`.
+    """
+    draft = vars(config).get("speculative_config")
+    return (
+        draft is not None
+        and draft.method == "mtp"
+        and bool(draft.model == config.model_config.model)
+        and bool(config.parallel_config.pipeline_parallel_size == 1)
+    )
+
+
 def follow_quantised(args: Any) -> None:
     """Make vLLM keep the scales of a checkpoint in block float8 unchanged. `args` are vLLM's `EngineArgs`.
 
@@ -309,16 +327,6 @@ def refuse_unsafe_config(config: object, *, adapter: bool, serves_own_weights: b
             found = vars(found)[name]
         return found
 
-    if vars(config)["speculative_config"] is not None:
-        if adapter:
-            raise ConfigError(
-                "vLLM: speculative_config must be None with an adapter: draft models with adapters have not been tested"
-            )
-        rules = [
-            Rule("", (setting("model_config.model"),), "updates reach one checkpoint only, so target and draft must share it", ("speculative_config.model",)),
-            Rule("", (1,), "only the last stage drafts, and this has not been tested", ("parallel_config.pipeline_parallel_size",)),
-        ]  # fmt: skip
-        refuse_settings("vLLM", rules, setting)
     rules = [rule for rule in RULES if not (adapter and _LORA in rule.settings)]
     if adapter:
         rules += _OF_ADAPTERS
