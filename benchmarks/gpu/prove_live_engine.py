@@ -57,6 +57,7 @@ class Proof:
             parameters nor buffers. attributes: last parts of their names.
         num_drafts: number of tensors of the draft model.
         prefix_hits: tokens that each server took from its prefix cache.
+        store_hits: tokens that vLLM took from its store outside the GPU after the updates, by mode.
         drafted, accepted: tokens that each server drafted, and accepted.
         logprob_distance: largest distance from the fresh server's logprobs; tokens are equal.
         busy_tokens: tokens of the answers that ended during the updates, by mode.
@@ -79,6 +80,7 @@ class Proof:
     attributes: list[str] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     prefix_hits: dict[str, float] = field(default_factory=dict)
+    store_hits: dict[str, float] = field(default_factory=dict)
     drafted: dict[str, float] = field(default_factory=dict)
     accepted: dict[str, float] = field(default_factory=dict)
     logprob_distance: dict[str, float] = field(default_factory=dict)
@@ -220,7 +222,9 @@ class Run:
                 self.row.prefix_hits[what] = await server.count("prefix_cache_hits")
                 self.row.drafted[what] = await server.count("spec_decode_num_draft_tokens")
                 self.row.accepted[what] = await server.count("spec_decode_num_accepted_tokens")
-            if self.row.num_drafts:
+            if self.case.stores and self.options.engine == "vllm":
+                assert all(self.row.store_hits.values()), f"no stored entry: {self.row.store_hits}"
+            if self.row.num_drafts or (self.case.drafts and self.options.engine == "vllm"):
                 assert all(self.row.drafted.values()), f"nothing was drafted: {self.row.drafted}"
 
     async def _serve(
@@ -260,6 +264,14 @@ class Run:
                     self._require_other(await live.held(), wanted, f"{mode}, after other weights")
             self.row.busy_tokens[mode] = sum(answered[before:])
         held = await live.held()
+        if self.case.stores:
+            before_again = await live.count("external_prefix_cache_hits")
+            await live.displace()
+            again = await live.held()
+            self.row.store_hits[mode] = (
+                await live.count("external_prefix_cache_hits") - before_again
+            )
+            assert again.tokens == held.tokens, f"{mode}: stored entries give other tokens"
         different = held.different(wanted)
         assert not different, f"{mode}: {len(different)} tensors differ: {different[:8]}"
         wrong = [

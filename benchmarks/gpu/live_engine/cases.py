@@ -106,6 +106,20 @@ _KIMI_K2: dict[str, Any] = {
     "routed_scaling_factor": 2.827,
     "num_nextn_predict_layers": 0,
 }
+DRAFT = "{draft}"
+"""Part of a flag that stands for the folder of a frozen draft model: the weights with which the live server starts."""
+_FROZEN = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 3}
+_NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+_STORE = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+}
 _DRAFTING = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 1}))
 
 
@@ -119,6 +133,9 @@ class Case:
         flags: engine -> flags of its server.
         megatron: whether `megatron_model.py` can build it. fsdp: whether transformers builds all of it.
         adapter: whether engines also serve a LoRA adapter, and updates change only the adapter.
+        drafts: whether engines draft tokens with a model or a table that no update changes.
+        stores: whether engines store their KV cache outside the GPU.
+        only: engine that has the case; empty for both.
     """
 
     config: Mapping[str, Any]
@@ -127,6 +144,9 @@ class Case:
     megatron: bool = True
     fsdp: bool = True
     adapter: bool = False
+    drafts: bool = False
+    stores: bool = False
+    only: str = ""
 
     def obstacle(self, engine: str, trainer: str) -> str:
         """Return the reason why the case cannot run, or an empty string."""
@@ -134,6 +154,8 @@ class Case:
             return "megatron_model.py does not build it"
         if trainer == "fsdp" and not self.fsdp:
             return "transformers does not build all of it"
+        if self.only and engine != self.only:
+            return f"the case is for {self.only}"
         if self.adapter and engine == "sglang":
             return "Windlass refuses --adapter for SGLang"
         return ""
@@ -292,6 +314,49 @@ CASES: Mapping[str, Case] = {
     # Without this flag vLLM compiles a kernel of FlashInfer on these GPUs.
     "qwen3-next": Case(
         _QWEN3_NEXT, flags={"vllm": ("--gdn-prefill-backend", "triton")}, megatron=False
+    ),
+    "frozen-draft": Case(
+        _QWEN3,
+        flags={
+            "vllm": ("--speculative-config", json.dumps(_FROZEN)),
+            "sglang": (
+                *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", DRAFT),
+                *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+                *("--speculative-num-draft-tokens", "4"),
+            ),
+        },
+        megatron=False,
+        drafts=True,
+    ),
+    "ngram": Case(
+        _QWEN3,
+        flags={
+            "vllm": ("--speculative-config", json.dumps(_NGRAM)),
+            "sglang": ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
+        },
+        megatron=False,
+        drafts=True,
+    ),
+    # The caches on the GPU have room for two or three of the long prompts.
+    "host-cache": Case(
+        _QWEN3,
+        flags={
+            "vllm": (
+                *("--kv-transfer-config", json.dumps(_STORE)),
+                *("--block-size", "16", "--num-gpu-blocks-override", "66"),
+            ),
+            "sglang": (
+                *("--enable-hierarchical-cache", "--hicache-ratio", "4"),
+                *("--hicache-write-policy", "write_through", "--max-total-tokens", "1100"),
+            ),
+        },
+        megatron=False,
+        stores=True,
+    ),
+    "dp-attention": Case(
+        _QWEN3_EXPERTS,
+        flags={"sglang": ("--dp-size", "2", "--enable-dp-attention")},
+        only="sglang",
     ),
 }
 FAMILIES = ("llama", "gemma-3", "mixtral", "gpt-oss", "glm-4.5-moe", "qwen3-next", "latent")

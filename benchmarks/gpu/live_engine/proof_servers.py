@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from live_engine.cases import Case
+from live_engine.cases import DRAFT, Case
 from live_engine.load import generate_request
 from live_engine.servers import ENGINES, ServerSettings, Sglang, Vllm, start
 
@@ -99,6 +99,7 @@ class ProofServer:
         if self.case.adapter:
             extra = (*extra, "--adapter", f"{ADAPTER}={folder}")
             folder = folder.parent / MODEL
+        extra = tuple(word.replace(DRAFT, str(folder.parent / "first")) for word in extra)
         words = self.engine.command(str(folder), controller)
         return [*words, *(() if self.options.on_cpu else SMALL[engine]), *extra]
 
@@ -136,6 +137,13 @@ class ProofServer:
                 content = answer["choices"][0]["logprobs"]["content"]
                 logprobs.append([float(entry["logprob"]) for entry in content])
         return Held(await self.engine.fingerprints(), tokens, logprobs)
+
+    async def displace(self) -> None:
+        """Ask long prompts of no other call, so that no block of an earlier prompt stays on the GPU."""
+        for number in range(1, 6):
+            prompt = [(104729 * number + 31 * k) % 32000 for k in range(400)]
+            route, body = generate_request(self.options.engine, prompt, 4, 0.0, stream=False)
+            await self.engine.post(route, body)
 
     async def count(self, what: str) -> float:
         """Return a counter of vLLM, such as `prefix_cache_hits` (tokens of prompts); 0 if the server does not report it."""
