@@ -101,6 +101,14 @@ server that loaded the trainers' checkpoint.
 | engine | version | model | engine ranks | trainer | dtype | mode | outcome |
 |---|---|---|---|---|---|---|---|
 """
+HEAD_SETTINGS = """
+## Settings
+
+Settings of live servers on CPU that were updated in both modes. The last column says what the test compared.
+
+| engine | setting | comparison |
+|---|---|---|
+"""
 HEAD_GPUS = """
 ## On GPUs
 
@@ -130,6 +138,12 @@ def render(rows: Sequence[Row], proofs: Sequence[dict[str, Any]]) -> str:
         for r in rows
         if r["transport"] == OUTSIDE
     ]
+    parts.append(HEAD_SETTINGS)
+    parts += sorted(
+        f"| {r['engine']} {r['engine_version']} | {r['mode']} | {r['detail']} |\n"
+        for r in rows
+        if r["outcome"] == "proven" and r["detail"]
+    )
     parts.append(HEAD_GPUS)
     parts += sorted(_proof(row) for row in proofs)
     refused = sorted(
