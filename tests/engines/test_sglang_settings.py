@@ -67,7 +67,6 @@ def test_a_server_without_refused_settings_is_accepted() -> None:
             "--enable-dp-attention-local-control-broadcast",
         ),
         ("enable_memory_saver", True, "--enable-memory-saver"),
-        ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
         ("enable_lora", True, "--enable-lora"),
         ("torchao_config", "int4wo-32", "--torchao-config"),
         ("hicache_host_memory_mode", "buffer_only", "--hicache-host-memory-mode"),
