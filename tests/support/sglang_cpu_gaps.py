@@ -26,32 +26,6 @@ def install() -> None:
     # first request.
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _backend: 1
     _drop_experts_of_other_ranks()
-    _copy_to_hosts()
-
-
-def _copy_to_hosts() -> None:
-    """Let HiCache copy between two memories of a host.
-
-    SGLang's copies are in its kernels for GPUs, and its host memory is pinned.
-    """
-    from sglang.srt.mem_cache.pool_host import common, mha
-
-    def transfer_kv_direct(
-        src_layers: list[torch.Tensor],
-        dst_layers: list[torch.Tensor],
-        src_indices: torch.Tensor,
-        dst_indices: torch.Tensor,
-        page_size: int,
-    ) -> None:
-        del page_size
-        for source, target in zip(src_layers, dst_layers, strict=True):
-            target[dst_indices.long()] = source[src_indices.long()]
-
-    def allocate(dims: Any, *, dtype: Any, device: str, allocator: Any, **_: Any) -> Any:
-        return allocator.allocate(dims, dtype=dtype, device=device)
-
-    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
-    mha.transfer_kv_direct = transfer_kv_direct
 
 
 def _drop_experts_of_other_ranks() -> None:

@@ -46,7 +46,6 @@ from windlass.engines.sglang.spec import (
     SAMPLED,
     is_set,
     num_replicas,
-    refuse_stored_entries,
     send_step,
 )
 from windlass.engines.spec import AgentSettings, join_deadline_s, refuse_expandable_segments
@@ -127,7 +126,6 @@ def _prepare(server_args: Any) -> None:
             raise LookupError(name) from error
 
     refuse_settings("SGLang", RULES, setting)
-    refuse_stored_entries(settings.hicache_storage_backend)
     if Path(settings.model_path).is_dir():
         _require_followed(settings, Path(settings.model_path))
     _set_loader(server_args, [*settings.custom_weight_loader])

@@ -39,13 +39,6 @@ TOKEN_VERSIONS = Feature(
     without="all tokens of an answer carry one version, even if an update came between them",
 )
 
-STORED_NAMES = Feature(
-    "keys of HiCache's storage that contain the namespace of a request",
-    since=(0, 5, 20),
-    missing_in=(0, 5, 19),
-    without="`--hicache-storage-backend` is refused",
-)
-
 RELEASES = EngineReleases(
     name="SGLang",
     package="sglang",
@@ -87,7 +80,6 @@ RELEASES = EngineReleases(
             missing_in=(0, 5, 20),
         ),
         REPLICAS,
-        STORED_NAMES,
     ),
 )
 
@@ -108,18 +100,18 @@ _TOKENIZERS = (
     "would run while weights are written"
 )
 _CLEAR = "ranks call the server's routes over HTTP without TLS"
-_HICACHE = "use --enable-hierarchical-cache, with --hicache-storage-backend from SGLang 0.5.20 on"
+_HICACHE = "use --enable-hierarchical-cache, which keeps entries in the host's memory"
+_SHARED = (
+    "before SGLang 0.5.20 its entries are found by tokens alone, and no server with later keys has been updated yet; use "
+    "--enable-hierarchical-cache without it"
+)
 _STORED = f"its entries are found by tokens alone, so that entries of old weights would answer; {_HICACHE}"
-_LINKER = f"it is another way to the stores of HiCache, and Windlass checks HiCache's keys only; {_HICACHE}"
+_LINKER = f"it stores entries outside the engine, as HiCache's storage backends do; {_HICACHE}"
 _EMBEDDED = (
     "its entries are found by the image alone, so that embeddings of old weights would answer; leave it out, and each "
     "engine keeps a cache of its own"
 )
 _OWN_TREE = f"Windlass separates versions in SGLang's own tree; {_HICACHE}"
-_BUFFERS = (
-    "SGLang ends if an update comes between the prefetch and the start of a request, because the two then have different "
-    "namespaces; use cache, SGLang's default"
-)
 _SLOTS = "a session passes the KV cache of old weights to its next request without the prefix cache"
 _OTHER_LISTENER = "Windlass protects private routes on the HTTP server only; let clients use HTTP"
 _ENCODERS = "its encoders are in other processes, whose weights are not updated"
@@ -131,7 +123,7 @@ def _rule(setting: str, allowed: tuple[object, ...], why: str) -> Rule:
 
 
 _CACHES = (
-    _rule("hicache_host_memory_mode", ("cache",), _BUFFERS),
+    _rule("hicache_storage_backend", (None,), _SHARED),
     _rule("enable_lmcache", (False,), _STORED),
     _rule("enable_flexkv", (False,), _STORED),
     _rule("enable_unified_cache_external_linker", (False,), _LINKER),
@@ -167,7 +159,6 @@ RULES = (
     _rule("smg_grpc_mode", (False,), _OTHER_LISTENER),
 )
 """Rules for a server that gets updates."""
-_STORAGE = "--hicache-storage-backend"
 _DP_ATTENTION = "--enable-dp-attention"
 _SIZES = ("tp_size", "pp_size", "dp_size")
 
@@ -189,7 +180,6 @@ class SglangServer:
                 f"replica, got --dp {args.dp}; start one engine per replica, or add {_DP_ATTENTION} for data-parallel "
                 f"attention"
             )
-        refuse_stored_entries(dict(options_of(rest)).get(_STORAGE))
         return ServerCommand(
             (
                 *(
@@ -208,23 +198,6 @@ class SglangServer:
                 *("--nnodes", str(args.nnodes), "--node-rank", str(args.node_rank)),
                 *rest,
             )
-        )
-
-
-def refuse_stored_entries(backend: str | None) -> None:
-    """Check that the installed SGLang keeps stored KV entries of different weights apart.
-
-    Args:
-        backend: HiCache's storage backend; None without one.
-
-    Raises:
-        ConfigError: there is a backend, and the release stores entries by tokens alone.
-    """
-    version = installed_version(RELEASES)
-    if backend is not None and not has(STORED_NAMES, version):
-        raise ConfigError(
-            f"{_STORAGE} must not be given with SGLang {version}, whose keys contain the tokens alone, so that entries of "
-            f"old weights would answer, got {backend}; use SGLang 0.5.20 or later, or --enable-hierarchical-cache alone"
         )
 
 
