@@ -89,7 +89,7 @@ def _check_variables() -> None:
     """Check the server's environment variables.
 
     Raises:
-        ConfigError: a variable in `_OTHER_SERVERS` is set.
+        ConfigError: a variable is set with which updates were not tested.
     """
     for variable in _OTHER_SERVERS:
         if is_set(variable):

@@ -62,7 +62,7 @@ def return_sampled_logprobs() -> None:
 
 
 def _of_accepted(compute: Any) -> Any:
-    """Return SGLang's function for log-probabilities of accepted tokens, followed by the correction of this module."""
+    """Return a function that calls SGLang's `compute`, and then corrects the log-probabilities of the accepted tokens."""
 
     @functools.wraps(compute)
     def _with_sampled_logprobs(

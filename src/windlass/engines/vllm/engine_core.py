@@ -314,9 +314,9 @@ def _enter_at_look_ups(namespace: Namespace) -> None:
 
 
 def load_current_entries(connector: Any) -> None:
-    """Patch the scheduler's side of a connector: a request whose kept keys are those of old weights loads nothing.
+    """Patch the scheduler's side of a connector: it loads nothing for a request whose keys it has kept from old weights.
 
-    See `Namespace.enter`. `connector` is vLLM's `KVConnectorBase_V1`. Idempotent.
+    `Namespace.enter` marks such requests. `connector` is vLLM's `KVConnectorBase_V1`. Idempotent.
     """
     if _LOADS_NOTHING in vars(connector):
         return
