@@ -35,7 +35,9 @@ class Loops:
 
     Attributes:
         seen: requests, in order. An order is added when both loops have left it.
+        modes: mode of each pause that the server got.
         namespaces: namespace of the caches that each order sets.
+        ends_requests: whether each order ends requests.
         refused: route that answers with a refusal.
         missing: routes that do not exist.
         longest_hold_s: see `QuiesceGate.block`.
@@ -44,7 +46,9 @@ class Loops:
 
     gates: tuple[QuiesceGate, ...] = field(default_factory=lambda: (QuiesceGate(), QuiesceGate()))
     seen: list[str] = field(default_factory=list)
+    modes: list[str] = field(default_factory=list)
     namespaces: list[str] = field(default_factory=list)
+    ends_requests: list[bool] = field(default_factory=list)
     refused: str = ""
     missing: frozenset[str] = frozenset()
     longest_hold_s: float = DEADLINE_S
@@ -55,6 +59,7 @@ class Loops:
         # These two routes do not go through the loops.
         if path in (PAUSE, GO_ON):
             self.seen.append(path)
+            self.modes += [body["mode"]] if path == PAUSE else []
         elif path == "/update_weights_from_tensor":
             self.carry_out(body)
         else:
@@ -67,6 +72,7 @@ class Loops:
         [(name, _)] = ForkingPickler.loads(payload)
         order = msgspec.json.decode(name, type=Quiesce)
         self.namespaces.append(order.namespace)
+        self.ends_requests.append(order.ends_requests)
         with self.busy:
             threads = [
                 threading.Thread(target=self.come_past, args=(gate, order)) for gate in self.gates
@@ -221,6 +227,33 @@ def test_an_engine_with_stages_pauses_only_by_abort_and_drains(loops: Loops, url
     assert api.pause(PauseMode.ABORT, DEADLINE_S)
     api.quiesce("1.1", DEADLINE_S, block=False)
     assert loops.seen == [PAUSE, BEGIN, "Quiesce", END, f"{FLUSH}?timeout=20.0"]
+
+
+def test_ranks_end_requests_in_an_abort_if_they_can(loops: Loops, url: str) -> None:
+    gate = loops.gates[0]
+    api = SglangApi(EngineHttp(url), len(loops.gates), gate, blocks=False, can_end_requests=True)
+    for mode in (PauseMode.ABORT, PauseMode.RETRACT, PauseMode.IN_PLACE):
+        api.pause(mode, DEADLINE_S)
+        api.quiesce("1.1", DEADLINE_S, block=False)
+    assert loops.modes == ["retract", "retract", "in_place"]
+    assert loops.ends_requests == [True, False, False]
+
+
+@pytest.mark.parametrize(("can_end", "num_stages"), [(False, 1), (True, 2)])
+def test_the_server_ends_requests_in_an_abort_if_ranks_cannot(
+    loops: Loops, url: str, can_end: bool, num_stages: int
+) -> None:
+    api = SglangApi(
+        EngineHttp(url),
+        len(loops.gates),
+        loops.gates[0],
+        blocks=False,
+        num_stages=num_stages,
+        can_end_requests=can_end,
+    )
+    api.pause(PauseMode.ABORT, DEADLINE_S)
+    api.quiesce("1.1", DEADLINE_S, block=False)
+    assert (loops.modes, loops.ends_requests) == (["abort"], [False])
 
 
 def test_an_engine_that_does_not_answer_a_pause_is_resumed(loops: Loops, url: str) -> None:

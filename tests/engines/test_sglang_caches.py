@@ -5,9 +5,9 @@ prompts of 320 tokens twice: one prompt for each route (plain `/generate`, both 
 tokens, logprobs and the number of cached prompt tokens must equal the answers of a fresh server with these weights.
 While the weights change
 
-1. a request runs. It must reach its last token (unless the pause aborts), and no later request may use its cache entries;
-2. a rollout worker's request waits, admitted but not started. Its answer must come from the new weights. An aborting
-   pause returns it, and the worker sends it again;
+1. a request runs. It must reach its last token, or end with the tokens and the version of the old weights if the pause
+   aborts. No later request may use its cache entries;
+2. a rollout worker's request waits, admitted but not started. Its answer must come from the new weights;
 3. the server fills in prompts, chunk by chunk. No later request may use the entries of a prompt that spans the update.
    The expected answers come from the same server with emptied caches.
 
@@ -257,7 +257,9 @@ def stream(server: Server, tokens: list[int], begun: threading.Event) -> Mapping
     return last
 
 
-def publish_into_busy(server: Server, trainer: Trainer, weights: Weights, pause: PauseMode) -> None:
+def publish_into_busy(
+    server: Server, trainer: Trainer, before: Weights, weights: Weights, pause: PauseMode
+) -> None:
     """Publish while one request runs and another waits, and check both answers."""
     begun, old = threading.Event(), trainer.version
     with ThreadPoolExecutor(2) as pool:
@@ -268,12 +270,16 @@ def publish_into_busy(server: Server, trainer: Trainer, weights: Weights, pause:
         answer, last = waiting.result(DEADLINE_S), running.result(DEADLINE_S)
     check([answer], weights.answers[WAITING][:1])
     meta = last["meta_info"]
+    spans = [(span["version"], span["end"] - span["start"]) for span in meta["weight_versions"]]
+    by_old = before.answers[RUNNING][0].tokens[: spans[0][1]]
+    assert last["output_ids"][: len(by_old)] == by_old
     if pause is PauseMode.ABORT:
         assert meta["finish_reason"]["type"] == "abort"
+        assert len(last["output_ids"]) == meta["completion_tokens"] < RUNNING_TOKENS
+        assert spans == [(str(old), meta["completion_tokens"])]
         return
     assert meta["finish_reason"]["type"] == "length"
     assert meta["completion_tokens"] == RUNNING_TOKENS
-    spans = [(span["version"], span["end"] - span["start"]) for span in meta["weight_versions"]]
     assert [version for version, _ in spans] == [str(old), str(trainer.version)]
     assert all(length > 0 for _, length in spans), "it must span the update"
 
@@ -378,7 +384,7 @@ async def test_an_updated_server_uses_no_prefix_of_old_weights(
             print(f"{mode} updates, {pause} pauses, from version {version}")
             async with training(server, mode, pause, version) as trainer:
                 now, other = other, now
-                await asyncio.to_thread(publish_into_busy, server, trainer, now, pause)
+                await asyncio.to_thread(publish_into_busy, server, trainer, other, now, pause)
                 kept = (WAITING, RUNNING) if pause is PauseMode.RETRACT else (WAITING,)
                 count = await asyncio.to_thread(check_all, server, now, kept)
                 for _ in range(TRIES):

@@ -26,6 +26,7 @@ from windlass.engines.capture.memory import fingerprints, held_by, prints_of
 from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.rank_reports import Secrets, carry_out, reason_of
+from windlass.engines.sglang.aborts import can_end_requests, end_at_resume
 from windlass.engines.sglang.orders import Describe, Digests, Order, Quiesce, SglangApi, Step
 from windlass.engines.sglang.sampling import return_sampled_logprobs, seed_replica
 from windlass.engines.sglang.table import Parameter, RankLayout
@@ -76,7 +77,7 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
             )
         case Quiesce():
             try:
-                _quiesce(order.namespace)
+                _quiesce(order)
             # An exception would end SGLang's loop, and the server with it.
             except Exception as error:  # noqa: BLE001
                 _log.exception("rank %s: pause %s", rank, order.pause_id)
@@ -208,8 +209,10 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
             this_rank.engine_rank.gate,
             blocks=this_rank.can_block,
             num_stages=order.num_stages,
+            can_end_requests=ends,
         )
 
+    ends = can_end_requests()
     separate_caches()
     return_sampled_logprobs()
     return msgspec.json.encode(this_rank.engine_rank.capture(settings, rank, captured, api))
@@ -343,7 +346,7 @@ def _outdate_caches(namespace: str) -> None:
             embeddings.clear()
 
 
-def _quiesce(namespace: str) -> None:
+def _quiesce(order: Quiesce) -> None:
     """Set a new cache namespace, search for new derived values, and wait for the GPU.
 
     A rank calls this while it carries out an order: between two steps, and before an update writes weights.
@@ -352,7 +355,8 @@ def _quiesce(namespace: str) -> None:
         UnsupportedLayout: an update cannot refill a value that the engine has computed from weights, or a tensor that
             updates write has moved.
     """
-    _outdate_caches(namespace)
+    end_at_resume(ends_requests=order.ends_requests)
+    _outdate_caches(order.namespace)
     this_rank.engine_rank.captured.look()
     if torch.cuda.is_available():
         # The last step may still run on the GPU.

@@ -51,11 +51,13 @@ class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
         namespace: unique name, which becomes part of the key of all new prefix-cache entries.
         blocked_s: None to return from the order at once. Otherwise the order blocks the main loop (see
             `QuiesceGate.block`): the agent must ask for the pause within these seconds.
+        ends_requests: whether stopped requests end when generation resumes; see `windlass.engines.sglang.aborts`.
     """
 
     pause_id: str
     namespace: str
     blocked_s: float | None = None
+    ends_requests: bool = False
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe"):
@@ -168,7 +170,13 @@ class SglangApi:
     The order `Quiesce` stops the use of prefix-cache entries of old weights. `/flush_cache` is not enough: SGLang refuses
     this request while other requests run, and does not clear the embedding cache.
 
-    `gate` is the gate of rank 0. `blocks` is True if updates may write weights while an order blocks the main loops.
+    Args:
+        server: the server.
+        world_size: number of ranks.
+        gate: gate of rank 0.
+        blocks: whether updates may write weights while an order blocks the main loops.
+        num_stages: number of pipeline stages.
+        can_end_requests: whether every rank can end requests itself; see `windlass.engines.sglang.aborts`.
     """
 
     def __init__(
@@ -179,12 +187,18 @@ class SglangApi:
         *,
         blocks: bool,
         num_stages: int = 1,
+        can_end_requests: bool = False,
     ) -> None:
         self._server, self._world_size, self._num_stages = server, world_size, num_stages
         self._gate, self._blocks = gate, blocks
+        self._can_end_requests = can_end_requests and num_stages == 1
+        self._ends_requests = False
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """Pause in one of SGLang's own modes; see `EngineApi.pause`.
+
+        SGLang's `abort` waits until the server has sent the answer of every running request. If ranks can end requests
+        themselves, pause with `retract` instead; `quiesce` then orders the ranks to end the requests at `resume`.
 
         With pipeline stages, the main loop of SGLang 0.5.23 ignores a pause. Only the mode `abort` stops the loop, because
         no request is left.
@@ -198,7 +212,9 @@ class SglangApi:
                 f"SGLang: pause_mode must be abort with pipeline stages, whose main loops ignore other modes, "
                 f"got {mode}"
             )
-        self._server.post("/pause_generation", {"mode": str(mode)}, deadline_s)
+        self._ends_requests = self._can_end_requests and mode is PauseMode.ABORT
+        own_mode = PauseMode.RETRACT if self._ends_requests else mode
+        self._server.post("/pause_generation", {"mode": str(own_mode)}, deadline_s)
         return True
 
     def blocks(self, mode: PauseMode) -> bool:  # noqa: ARG002
@@ -210,7 +226,8 @@ class SglangApi:
 
         With pipeline stages, also wait until every stage has noticed that no request is left.
         """
-        order = Quiesce(pause_id, uuid.uuid4().hex, deadline_s if block else None)
+        blocked_s = deadline_s if block else None
+        order = Quiesce(pause_id, uuid.uuid4().hex, blocked_s, self._ends_requests)
         with session(self._server, deadline_s) as selector:
             answered_s = None if block else deadline_s
             send_order(self._server, order, selector, self._world_size, answered_s)
