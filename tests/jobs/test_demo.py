@@ -66,7 +66,9 @@ def test_the_demo_of_the_tutorial_runs(tmp_path: Path, options: str) -> None:
         need_transport("mooncake")
     if "megatron" in options:
         need_package("megatron")
-    check_demo(run_demo(tmp_path, *options.split(), steps=FEW_STEPS), FEW_STEPS)
+    words = options.split()
+    steps = int(words[words.index("--steps") + 1]) if "--steps" in words else FEW_STEPS
+    check_demo(run_demo(tmp_path, *words, steps=steps), steps)
 
 
 @pytest.mark.long
