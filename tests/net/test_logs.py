@@ -6,6 +6,9 @@ import asyncio
 import io
 import json
 import logging
+import os
+import pty
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -107,3 +110,20 @@ def test_text_lines_end_with_their_fields_and_cannot_be_forged() -> None:
     first, second = done.stderr.splitlines()
     assert first.endswith(" worker-1 INFO hello [task=t-9 version=2]")
     assert second.endswith(r" worker-1 INFO a\nforged \x1b[2J")
+
+
+def test_long_lines_on_a_terminal_continue_at_a_word() -> None:
+    code = (
+        "import logging; from windlass.net.logs import configure_logging; configure_logging('p'); "
+        "logging.getLogger('windlass.x').info('engine a: left out: ' + 'replicated-boxes ' * 12)"
+    )
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "60"}
+    process = subprocess.Popen((sys.executable, "-c", code), stderr=theirs, env=environment)
+    assert process.wait(60) == 0
+    rows = os.read(ours, 65536).decode().splitlines()
+    os.close(ours)
+    os.close(theirs)
+    assert len(rows) > 3
+    assert max(map(len, rows)) <= 60
+    assert " ".join(map(str.strip, rows)).count("replicated-boxes") == 12

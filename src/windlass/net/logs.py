@@ -7,11 +7,14 @@ contain these fields, including lines of user code.
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import partial
 from typing import TextIO, final
 
 import msgspec
@@ -142,11 +145,31 @@ def _escaped(character: str) -> str:
 
 @final
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Handler that looks up `sys.stderr` for each line, because a live view replaces `sys.stderr`."""
+    """Handler that looks up `sys.stderr` for each line, because a live view replaces `sys.stderr`.
+
+    On a terminal, a long line continues at a word in the next row. Terminals would break the word.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        is_text = isinstance(self.formatter, _TextFormatter)
+        if not is_text or self.stream is not sys.__stderr__ or not self.stream.isatty():
+            return text
+        columns = shutil.get_terminal_size().columns
+        return "\n".join(map(partial(_wrapped, columns=columns), text.split("\n")))
+
+
+def _wrapped(line: str, columns: int) -> str:
+    """Return `line` with line ends between words, so that no row is longer than `columns`, except for a longer word."""
+    if len(line) <= columns:
+        return line
+    return textwrap.fill(
+        line, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def configure_logging(process: str) -> None:
