@@ -29,11 +29,17 @@ COLUMNS = [
     ("mooncake", "in_place"),
     ("mooncake", "staged"),
 ]
+OTHER_COLUMNS = [
+    ("xccl", "in_place"),
+    ("xccl", "staged"),
+    ("disk", "in_place"),
+    ("disk", "staged"),
+]
 HEAD = """# What works with which engine
 
 `tools/render_capabilities.py` makes this page from `docs/capabilities.json`, which `make test-engines` writes. Do not edit it by hand.
-In every row a real trainer of two processes trains a step and publishes into a live, unmodified server on CPU. The server was in
-another fleet before. `proven` means that after the update
+In every row a real trainer trains a step and publishes into a live, unmodified server on CPU. The trainer has two processes, or four with two
+axes of `fsdp2`. The server was in another fleet before. `proven` means that after the update
 
 1. every byte of every parameter and buffer, on every rank, equals a new model into which the engine's own loader loaded the same
    weights from a checkpoint,
@@ -49,6 +55,9 @@ experts; from Megatron-core with torch's attention in its layer spec). For two m
 GPUs have a separate table. Engine ranks: `tp` tensor-parallel ranks, `pp` stages, `dp` replicas of one server, `ep` ranks that
 share the experts. With `pp` and `dp`, updates arrive while requests run on every replica, and each replica must pass (2) and (3).
 Builds for CPUs lack some code for `ep` and `pp`; the tests replace it (engine-adapters.md).
+
+Trainer ranks: each axis has two ranks. `replicate2 dp2` is HSDP. FSDP2 shards over `dp` or `cp`, and the ranks of `cp` split each sequence.
+`cma` and `mooncake` are transports of the backend `p2p`; `xccl` broadcasts with gloo.
 """
 
 QUANTISED = """
@@ -126,12 +135,14 @@ Row = dict[str, str]
 def render(rows: Sequence[Row], proofs: Sequence[dict[str, Any]]) -> str:
     """Return the page; `proofs` are the records of GPUs."""
     parts = [HEAD]
-    tested = [r for r in rows if (r["transport"], r["mode"]) in COLUMNS]
+    tested = [r for r in rows if (r["transport"], r["mode"]) in COLUMNS + OTHER_COLUMNS]
     for engine, version in sorted({(r["engine"], r["engine_version"]) for r in tested}):
         chosen = [r for r in tested if (r["engine"], r["engine_version"]) == (engine, version)]
         counted = Counter(r["outcome"] for r in chosen)
         summary = ", ".join(f"{counted[o]} {o}" for o in ("proven", "refused", "untested"))
-        parts.append(f"\n## {engine} {version}\n\n{summary}.\n\n{_table(chosen)}")
+        parts.append(f"\n## {engine} {version}\n\n{summary}.\n\n{_table(chosen, COLUMNS)}")
+        if others := _table(chosen, OTHER_COLUMNS):
+            parts.append(f"\nBackends other than `p2p`:\n\n{others}")
     parts.append(HEAD_OUTSIDE)
     parts += [
         f"| {' | '.join([r['engine'], r['engine_version'], *_place(r), r['mode'], r['outcome']])} |\n"
@@ -203,18 +214,23 @@ def _scheme(row: Capability) -> str:
     return f"| {row.scheme} | {sources} | {outcome} |\n"
 
 
-def _table(rows: Sequence[Row]) -> str:
-    cells = {(*_place(r), r["transport"], r["mode"]): r["outcome"] for r in rows}
+def _table(rows: Sequence[Row], columns: Sequence[tuple[str, str]]) -> str:
+    """Return a table of the rows in these columns, or an empty text if there are none."""
+    cells = {
+        (*_place(r), *column): r["outcome"]
+        for r in rows
+        if (column := (r["transport"], r["mode"])) in columns
+    }
     lines = [
         "| model | engine ranks | trainer | dtype | "
-        + " | ".join(f"{transport} {mode}" for transport, mode in COLUMNS)
+        + " | ".join(f"{transport} {mode}" for transport, mode in columns)
         + " |\n",
-        "|" + "---|" * (4 + len(COLUMNS)) + "\n",
+        "|" + "---|" * (4 + len(columns)) + "\n",
     ]
-    for place in sorted({_place(row) for row in rows}):
-        outcomes = [cells.get((*place, *column), "untested") for column in COLUMNS]
+    for place in sorted({key[:4] for key in cells}):
+        outcomes = [cells.get((*place, *column), "untested") for column in columns]
         lines.append(f"| {' | '.join([*place, *outcomes])} |\n")
-    return "".join(lines)
+    return "".join(lines) if cells else ""
 
 
 def _place(row: Row) -> tuple[str, str, str, str]:

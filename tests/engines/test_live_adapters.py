@@ -24,9 +24,9 @@ import transformers
 from rows import MATRIX, Record, Shown
 from servers import ADAPTER, Layout, Sample, Server, adapted, build, engine_version, save, serving
 from test_live_servers import (
-    ALL_WAYS,
     BFLOAT16_MEAN_DISTANCE,
     NUM_TOKENS,
+    P2P_WAYS,
     PROMPT,
     Way,
     distance,
@@ -59,7 +59,7 @@ def row(tp: int, way: Way, outcome: str = "proven") -> Shown:
 def matrix(request: pytest.FixtureRequest) -> None:
     """Add every combination as `untested`; a passed test replaces its row."""
     request.config.stash.setdefault(MATRIX, []).extend(
-        asdict(row(tp, way, "untested")) for tp in (1, 2) for way in ALL_WAYS
+        asdict(row(tp, way, "untested")) for tp in (1, 2) for way in P2P_WAYS
     )
 
 
@@ -73,7 +73,7 @@ async def test_an_updated_adapter_equals_a_freshly_loaded_adapter(
         model, answer = parts(server.digests())[0], server.sample(PROMPT, NUM_TOKENS)
         version, adapter = 0, old
         with training(FSDP, f"{KIND}+lora", base) as ranks:
-            for way in ALL_WAYS:
+            for way in P2P_WAYS:
                 version += 1
                 adapter, before = tmp_path / str(version), parts(server.digests())[1]
                 await publish(server, ranks, way, version, adapter)
@@ -85,7 +85,7 @@ async def test_an_updated_adapter_equals_a_freshly_loaded_adapter(
                 assert (again.tokens, again.logprobs) == (answer.tokens, answer.logprobs)
                 assert parts(server.digests())[1] == server.digests_of_fresh_adapter(adapter)
         check_that_it_stays(server, adapter, old)
-    for way in ALL_WAYS:
+    for way in P2P_WAYS:
         shown(row(tp, way))
 
 

@@ -44,6 +44,10 @@ from trainer_rank import Order
 import windlass
 from trainers import (
     FSDP,
+    FSDP_CP,
+    FSDP_DP_TP,
+    FSDP_TP,
+    HSDP,
     MEGATRON_CP,
     MEGATRON_EP,
     MEGATRON_PP,
@@ -53,7 +57,16 @@ from trainers import (
     Trainer,
     training,
 )
-from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
+from windlass.config import (
+    ControlConfig,
+    DiskBackend,
+    P2pBackend,
+    PauseMode,
+    PhaseDeadlines,
+    UpdateBackend,
+    UpdateMode,
+    XcclBackend,
+)
 from windlass.engines.http import EngineHttp
 from windlass.engines.options import refuse_options
 from windlass.engines.quiesce_gate import QuiesceGate
@@ -78,18 +91,42 @@ CHOICE = os.environ.get("WINDLASS_ENGINES", "") or "covering"
 
 @dataclass(frozen=True)
 class Way:
-    """Transport, update mode and pause mode of an update."""
+    """Transport, update mode and pause mode of an update.
+
+    Attributes:
+        transport: transport of the backend `p2p`; or `xccl` or `disk` for this backend.
+    """
 
     transport: str
     mode: UpdateMode
     pause: PauseMode = PauseMode.ABORT
+
+    def config(self, folder: Path) -> ControlConfig:
+        """Return the controller's settings; the backend `disk` uses the folder."""
+        backends: dict[str, UpdateBackend] = {
+            "xccl": XcclBackend(),
+            "disk": DiskBackend(str(folder)),
+        }
+        return ControlConfig(
+            mode=self.mode,
+            pause_mode=self.pause,
+            backend=backends.get(self.transport, P2pBackend()),
+            deadlines=PhaseDeadlines(pause_s=120),
+        )
+
+    @property
+    def link(self) -> str:
+        """Transport with which engines and trainers connect."""
+        return self.transport if self.transport in {"cma", "mooncake"} else "auto"
 
 
 CMA_IN_PLACE = Way("cma", UpdateMode.IN_PLACE)
 CMA_STAGED = Way("cma", UpdateMode.STAGED)
 MOONCAKE_IN_PLACE = Way("mooncake", UpdateMode.IN_PLACE)
 MOONCAKE_STAGED = Way("mooncake", UpdateMode.STAGED)
-ALL_WAYS = (CMA_IN_PLACE, MOONCAKE_STAGED, CMA_STAGED, MOONCAKE_IN_PLACE)
+P2P_WAYS = (CMA_IN_PLACE, MOONCAKE_STAGED, CMA_STAGED, MOONCAKE_IN_PLACE)
+OTHER_WAYS = tuple(Way(backend, mode) for backend in ("xccl", "disk") for mode in UpdateMode)
+"""Ways of other backends than `p2p`."""
 BUSY_WAYS = (
     Way("cma", UpdateMode.IN_PLACE, PauseMode.IN_PLACE),
     MOONCAKE_STAGED,
@@ -118,20 +155,27 @@ TRAINERS = {
 
 @dataclass(frozen=True)
 class Live:
-    """A server, and the ways and trainers of its updates; without `only`, all trainers of its kind of model."""
+    """A server, and the ways and trainers of its updates.
+
+    Attributes:
+        only: trainers; empty for all trainers of its kind of model.
+        group: name of a group of settings; other groups have the same server.
+    """
 
     engine: str
     kind: str
     layout: Layout
-    ways: Sequence[Way] = ALL_WAYS
+    ways: Sequence[Way] = P2P_WAYS
     only: Sequence[Trainer] = ()
+    group: str = ""
 
     @property
     def trainers(self) -> Sequence[Trainer]:
         return self.only or TRAINERS[self.kind]
 
     def __str__(self) -> str:
-        return "-".join((self.engine, self.kind, *str(self.layout).split()))
+        parts = self.engine, self.kind, *str(self.layout).split(), self.group
+        return "-".join(filter(None, parts))
 
     def cells(self) -> Iterator[tuple[Trainer, Way]]:
         for trainer in self.trainers:
@@ -163,6 +207,24 @@ EVERYTHING += [
     for tp in (1, 2)
 ]
 EVERYTHING += MANY
+MESHES = [
+    Live(
+        engine,
+        "dense",
+        Layout(tp),
+        (CMA_IN_PLACE, CMA_STAGED),
+        (FSDP_TP, FSDP_DP_TP, HSDP, FSDP_CP),
+        "meshes",
+    )
+    for tp in (1, 2)
+    for engine in ("sglang", "vllm")
+]
+OTHERS = [
+    Live(engine, "dense", Layout(tp), OTHER_WAYS, (FSDP, MEGATRON_TP), "others")
+    for tp in (1, 2)
+    for engine in ("sglang", "vllm")
+]
+EVERYTHING += MESHES + OTHERS
 COVERING = [
     Live(engine, kind, Layout(tp))
     for kind, tp in (("dense", 2), ("moe", 2), ("mla", 1), ("tied", 1))
@@ -173,6 +235,7 @@ COVERED = {"dense": (FSDP, MEGATRON_TP, MEGATRON_PP), "vllm-mla-tp1": (FSDP,)}
 COVERING = [
     replace(live, only=COVERED.get(live.kind) or COVERED.get(str(live), ())) for live in COVERING
 ]
+COVERING += [live for live in MESHES + OTHERS if live.layout.tp == 2]
 COVERING += [Live("sglang", "offset", Layout(1))]
 COVERING += [Live("vllm", "recurrent", Layout(2))]
 COVERING += [replace(live, ways=live.ways[:ways]) for live, ways in zip(MANY, (2, 1), strict=False)]
@@ -274,12 +337,10 @@ def differing(held: list[dict[str, str]], fresh: list[dict[str, str]]) -> list[s
 
 async def publish(server: Server, ranks: Ranks, way: Way, version: int, checkpoint: Path) -> None:
     """Publish a version to the server in a new fleet."""
-    config = ControlConfig(
-        mode=way.mode, pause_mode=way.pause, deadlines=PhaseDeadlines(pause_s=120)
-    )
+    config = way.config(checkpoint.with_suffix(".disk"))
     async with windlass.Controller(token=TOKEN, config=config) as controller:
-        await asyncio.to_thread(server.join, controller.url, way.transport)
-        order = Order(controller.url, way.transport, version, str(checkpoint))
+        await asyncio.to_thread(server.join, controller.url, way.link)
+        order = Order(controller.url, way.link, version, str(checkpoint))
         with busy(server, checkpoint) as answers:
             await asyncio.to_thread(ranks.publish, order)
     for spoken in answers:

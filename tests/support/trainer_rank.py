@@ -12,17 +12,21 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import save_file
 from servers import CONFIGS, adapted, build
 
 import windlass
 from windlass.layout.naming.adapters import adapter_names
 from windlass.trainers.client import TrainerClient
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 NUM_TOKENS = 16
 LEARNING_RATE = 0.02
@@ -80,28 +84,60 @@ def trained_by(name: str, kind: str, layout: Mapping[str, Any]) -> Trained:
     if name == "megatron":
         return Megatron(kind, layout)
     base = kind.removesuffix("+lora")
-    return Fsdp(kind) if base == kind else FsdpAdapter(base)
+    return Fsdp(kind, layout) if base == kind else FsdpAdapter(base)
 
 
 class Fsdp:
-    """FSDP2 with float32 masters, one unit per decoder layer, AdamW."""
+    """FSDP2 with float32 masters, one unit per decoder layer, AdamW.
 
-    def __init__(self, kind: str) -> None:
+    `layout` has the sizes of some of the axes `replicate` (HSDP), `dp`, `cp` and `tp`. FSDP2 shards over `dp`, or over
+    `cp`. The axes `cp` and `tp` are for Qwen3.
+    """
+
+    def __init__(self, kind: str, layout: Mapping[str, int] | None = None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         self.model = build(kind, seed=1).float()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sizes = {axis: (layout or {}).get(axis, 1) for axis in ("replicate", "dp", "cp", "tp")}
+        if layout is None:
+            sizes["dp"] = dist.get_world_size()
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self._tensor, self._context = mesh["tp"], mesh["cp"]
+        if sizes["tp"] > 1:
+            split_over(self._tensor, self.model)
+        if sizes["cp"] > 1:
+            share_sequences(self._context, self.model)
+        sharded = mesh["replicate", "dp"] if sizes["replicate"] > 1 else mesh["dp"]
+        if sizes["cp"] > 1:
+            sharded = mesh["cp"]
         for layer in self.model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+            fully_shard(layer, mesh=sharded)
+        fully_shard(self.model, mesh=sharded)
+        # Parameters on meshes of one and of two axes cannot be in one operation of `foreach`.
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LEARNING_RATE, foreach=False
+        )
         self._plain = build(kind, seed=1)
 
     def step(self) -> None:
         ids = torch.arange(NUM_TOKENS).reshape(1, -1) * 7 % 250
+        # Each context-parallel rank has its own part of the sequence.
+        part = torch.arange(NUM_TOKENS).chunk(self._context.size())[self._context.get_local_rank()]
         self._optimizer.zero_grad()
-        self.model(input_ids=ids, labels=ids).loss.backward()
+        self.model(
+            input_ids=ids[:, part],
+            position_ids=part[None],
+            labels=ids[:, part],
+            shift_labels=torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)[:, part],
+            # FSDP2 averages over the ranks, whose parts have different numbers of labels.
+            num_items_in_batch=torch.tensor((NUM_TOKENS - 1) / self._context.size()),
+        ).loss.backward()
+        if self._tensor.size() > 1:
+            for name, parameter in self.model.named_parameters():
+                # These norms see the heads of this rank only.
+                if "q_norm" in name or "k_norm" in name:
+                    dist.all_reduce(parameter.grad.to_local(), group=self._tensor.get_group())
         self._optimizer.step()
 
     @torch.no_grad()
@@ -121,6 +157,54 @@ class Fsdp:
         return windlass.connect_trainer(
             self.model, controller=url, token=os.environ["WINDLASS_TOKEN"], transport=transport
         )
+
+
+def split_over(mesh: DeviceMesh, model: Any) -> None:
+    """Split the matrices of a Qwen3 over tensor-parallel ranks."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+            **{f"{attention}.{name}_proj": ColwiseParallel() for name in "qkv"},
+            f"{attention}.o_proj": RowwiseParallel(),
+            **{f"{mlp}.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+            f"{mlp}.down_proj": RowwiseParallel(),
+            "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        },
+    )
+
+
+def share_sequences(mesh: DeviceMesh, model: Any) -> None:
+    """Let a model attend over sequences that are split over context-parallel ranks."""
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+    group = mesh.get_group()
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, _mask: Any, **settings: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Attend with this rank's part of the queries to the keys of all ranks."""
+        key, value = (
+            all_gather_tensor_autograd(each.contiguous(), 2, group) for each in (key, value)
+        )
+        at = mesh.get_local_rank() * query.shape[2] + torch.arange(query.shape[2])
+        found = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, torch.arange(key.shape[2])[None, :] <= at[:, None],
+            scale=settings["scaling"], enable_gqa=True,
+        )  # fmt: skip
+        return found.transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register("shared", attend)
+    model.set_attn_implementation("shared")
 
 
 class FsdpAdapter:

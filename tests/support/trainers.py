@@ -14,25 +14,31 @@ from rank_processes import RankProcesses, running_ranks
 from servers import TOKEN
 from trainer_rank import Order
 
-NUM_RANKS = 2
+AXIS_SIZE = 2
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """A framework and its parallel layout over two processes.
+    """A framework and its parallel layout over its processes.
 
     Attributes:
         axes: axes of two ranks each; expert parallelism may share the ranks of another axis.
+        num_ranks: number of processes.
     """
 
     name: str
     axes: tuple[str, ...]
+    num_ranks: int = 2
 
     def __str__(self) -> str:
-        return " ".join((self.name, *(f"{axis}{NUM_RANKS}" for axis in self.axes)))
+        return " ".join((self.name, *(f"{axis}{AXIS_SIZE}" for axis in self.axes)))
 
 
 FSDP = Trainer("fsdp2", ("dp",))
+FSDP_TP = Trainer("fsdp2", ("tp",))
+FSDP_DP_TP = Trainer("fsdp2", ("dp", "tp"), 4)
+FSDP_CP = Trainer("fsdp2", ("cp",))
+HSDP = Trainer("fsdp2", ("replicate", "dp"), 4)
 MEGATRON_TP = Trainer("megatron", ("tp",))
 MEGATRON_PP = Trainer("megatron", ("pp",))
 MEGATRON_EP = Trainer("megatron", ("ep",))
@@ -46,7 +52,7 @@ class Ranks(RankProcesses):
     def publish(self, order: Order) -> None:
         """Wait until every rank has trained a step, published it and left the fleet."""
         self.begin(order)
-        for rank in range(NUM_RANKS):
+        for rank in range(len(self.logs)):
             assert json.loads(self.line(rank))["digest_ok"]
 
 
@@ -69,11 +75,11 @@ def training(
         hosts: hosts of the ranks, if they run on hosts of a `Network`.
     """
     script = str(Path(__file__).with_name(script))
-    layout = json.dumps(dict.fromkeys(trainer.axes, NUM_RANKS))
-    logs = tuple(folder / f"{trainer}-{rank}.log" for rank in range(NUM_RANKS))
-    of_all = str(NUM_RANKS), trainer.name, kind, layout, str(folder)
+    layout = json.dumps(dict.fromkeys(trainer.axes, AXIS_SIZE))
+    logs = tuple(folder / f"{trainer}-{rank}.log" for rank in range(trainer.num_ranks))
+    of_all = str(trainer.num_ranks), trainer.name, kind, layout, str(folder)
     commands: list[tuple[str, ...]] = [
-        (sys.executable, script, str(rank), *of_all) for rank in range(NUM_RANKS)
+        (sys.executable, script, str(rank), *of_all) for rank in range(trainer.num_ranks)
     ]
     if hosts:
         network = ("env", "GLOO_SOCKET_IFNAME=rail0")
