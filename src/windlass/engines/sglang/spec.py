@@ -92,8 +92,8 @@ _EXPERTS = "experts move between ranks while it serves"
 _EXPERTS_LEAVE = "experts move to other ranks when ranks are added or removed"
 _OFFLOADED = "weights are copied to the GPU for every step"
 _APART = (
-    "the prefill engine sends keys and values without the version of its weights, so that the decoding engine would continue "
-    "them with other weights; use servers that do both, with --chunked-prefill-size for long prompts"
+    "the prefill engine sends keys and values without their version, so the decoding engine may continue them with other "
+    "weights; use servers that do both, with --chunked-prefill-size for long prompts"
 )
 _TOKENIZERS = (
     "an abort pause waits for the requests of one tokenizer process: requests of another process "
