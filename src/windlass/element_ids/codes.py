@@ -148,7 +148,7 @@ class Codes:
         )
 
     def some(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) only for the tensors named `chosen`, with random values between -2 and 2."""
+        """Yield (name, tensor) for the tensors whose names are in `chosen`, with random values between -2 and 2."""
         return self._load(
             lambda first, last, dtype, _chosen: _loud(*self._halves(first, last), seed, dtype),
             self._batches(self._indices(chosen)),

@@ -183,8 +183,9 @@ class ElementIds:
     def observe(
         self, tensor: torch.Tensor, codes: Codes, position: int, factor: float = 1.0
     ) -> None:
-        """Add the digits in the tensor to the element numbers, after a load of the digits at `position` (0 is lowest).
+        """Read the digits that the engine has loaded into the tensor, and add them to the element numbers.
 
+        Call this after the engine has loaded the digits at `position` (0 is the lowest).
         `factor` is the constant factor of the engine's loader for this tensor.
         """
         memory, bits = memory_of(tensor), codes.digit_bits
@@ -267,7 +268,8 @@ class ElementIds:
     ) -> Check:
         """Compare every place of a tensor with the value that a load of `codes.random(seed)` should give.
 
-        If `seed` is None, compare nothing (`is_right` is False); return only the padding's fingerprint and the count.
+        If `seed` is None, compare nothing (`is_right` is False). Return only the fingerprint of the padding and the
+        number of checkpoint elements.
         """
         memory, end = memory_of(tensor), int(codes.starts[-1])
         if not self.is_consistent() or len(memory) != math.prod(self._shape):

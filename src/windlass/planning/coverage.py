@@ -109,7 +109,8 @@ def _check_addresses(
 ) -> None:
     """Raise ManifestError if two of `rows` share bytes. All of `rows` are in the same parameter.
 
-    To compare few addresses, use the largest unit that divides all offsets, strides and lengths of runs.
+    Addresses are compared in the largest unit that divides all offsets, strides and lengths of runs, because there are
+    fewer such units than bytes.
     """
     manifest = destinations[int(dst.rank[rows[0]])]
     parameter = manifest.parameters[int(dst.parameter[rows[0]])]

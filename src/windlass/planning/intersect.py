@@ -224,7 +224,8 @@ def find_holders(
         boxes: boxes of `table`.
         atoms: atoms of each pattern of `boxes`.
         table: rows of the sources.
-        one_per_rank: True to return only the first row of a rank that contains an atom several times.
+        one_per_rank: True to return one row per atom and rank. If several rows of a rank contain the atom, this is the
+            first of them.
 
     Returns:
         (num_classes + 1,) the number of the first atom of each tensor class, followed by the number of atoms; and the

@@ -241,9 +241,9 @@ class TransferPlan:
         return replace(self, staging_nbytes=staging_nbytes, ops=ops)
 
     def for_replica(self, leader: str, copy: ShardManifest) -> TransferPlan:
-        """Return the part of a rank that has the same layout as the destination `leader`. This plan is `leader`'s part.
+        """Return the plan part of another rank, whose layout equals the layout of the destination `leader`.
 
-        `copy` is the manifest of that rank.
+        Call this on the plan part of `leader`. `copy` is the manifest of the other rank.
         """
         index = self.destinations.index(leader)
         return replace(

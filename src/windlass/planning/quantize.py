@@ -27,9 +27,9 @@ _QUANTIZABLE = np.array([dtype in _SOURCES for dtype in DTYPES], np.bool_)
 
 
 def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
-    """Return `dst` with another box in each row of scales: the box of the weight's elements that these scales scale.
+    """Return `dst` with another box in each row of scales: the box of the weight elements to which the scales apply.
 
-    Each scale becomes a block of `BLOCK` x `BLOCK` elements, or less at the ends of the weight.
+    One scale applies to a block of `BLOCK` x `BLOCK` elements; blocks at the ends of the weight may be smaller.
     """
     rows = np.flatnonzero(dst.transform == Transform.FP8_BLOCK_SCALES)
     if not len(rows):

@@ -163,7 +163,7 @@ class SentLinks:
 
     @property
     def planned(self) -> tuple[LinkProgram, ...]:
-        """Links that the transport writes and that the plan contains, so not the links of `with_copies`."""
+        """Links of the plan that the transport writes. The links that `with_copies` added are not included."""
         return tuple(program for program in self.written if program.peer not in self.copy_of)
 
     @property

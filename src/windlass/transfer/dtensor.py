@@ -912,7 +912,7 @@ def _shard_of(
     name: str,
     tensor: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the shard of a registered `tensor` that FSDP2 has gathered; return any other tensor itself.
+    """Return the sharded parameter if `tensor` is a parameter that FSDP2 has gathered; otherwise return `tensor`.
 
     FSDP2 may gather and reshard the parameter in another thread at the same time.
     """

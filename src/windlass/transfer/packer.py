@@ -240,8 +240,8 @@ class Packer:
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
         """Yield the writes of a link, and pack its payload in turns into the two halves of the arena.
 
-        The caller may request the next batch while the previous batch is being written, but all earlier batches must
-        have been written: a request may pack a turn, and that overwrites the half of the turn before the previous turn.
+        The caller may request the next batch while one batch is still being written. All batches before that one must
+        have been written, because the request may pack another turn into the half that such a batch used.
         This method computes no digest; the link has the digest of `hash_links`.
         """
         self.memory.settle(OWN_WORK_S)

@@ -272,7 +272,10 @@ class RelayReceiver:
         self._thread.start()
 
     def begin(self, round_id: RoundId) -> RelayEvents:
-        """Return the events of a round, including events before this call. Delete older rounds, and accept none any more."""
+        """Return the events of a round, including events before this call.
+
+        Delete all older rounds, and ignore later messages of these rounds.
+        """
         with self._lock:
             self._oldest = max(self._oldest, round_id)
             for older in [found for found in self._rounds if found < round_id]:
@@ -610,7 +613,7 @@ class GroupWrite:
         round_id: RoundId,
         deadline: Deadline,
     ) -> Carried:
-        """Write to a root the chunks of all stripes that have this root, and wait for the end.
+        """Write the chunks of all stripes whose root is `root` to this member, and wait for the end of the writes.
 
         If the link is not packed, send only `End`. If no stripe of this root has a chunk, do nothing.
 
@@ -704,7 +707,7 @@ class RelaySource:
     def write(
         self, round_id: RoundId, version: int, destinations: Sequence[str], deadline_s: float
     ) -> Written:
-        """Write to the roots of all groups. At the same time, the sender writes the links to other destinations.
+        """Write to the roots of all relay groups. At the same time, the sender writes to all other destinations.
 
         This rank does not write to members below the roots. The outcome for such a member is OK if the link is packed,
         so that its digest is known. The member itself reports in `Relayed` whether the bytes have arrived.

@@ -179,7 +179,10 @@ class Replica:
         self._taken = self._whole = False
 
     def end(self) -> None:
-        """End the version of `begin`. The weights may change after this call, so `is_taken` raises RoundAborted then."""
+        """End the version that `begin` began. Until the next `begin`, `is_taken` raises RoundAborted.
+
+        The reason is that the weights may change after this call.
+        """
         self._only_once = self._taken = True
         self._whole, self._on_taken, self._holds = False, None, None
 

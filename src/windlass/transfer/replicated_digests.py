@@ -133,7 +133,7 @@ class ReplicatedDigests:
             return np.concatenate(found)
 
     def cut_ahead(self) -> None:
-        """Build the tables for the turn that follows the last `take`. This reads no parameter.
+        """Build the tables for the turn that follows the last `take`. Do not read the values of parameters.
 
         The next `take` uses the tables only if no parameter has moved. On a GPU, first wait for all work that this
         process has queued there.
@@ -173,7 +173,7 @@ class ReplicatedDigests:
     def cut_pieces(
         self, turn: int, period: int, located: Sequence[ParameterMemory]
     ) -> Iterator[_Cut]:
-        """Yield the pieces of a turn with prepared digests, for some boxes at a time. The caller closes the digests.
+        """Yield the pieces of a turn with prepared digests, batch by batch. The caller closes the digests.
 
         Args:
             turn: number of the turn.

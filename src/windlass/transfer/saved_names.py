@@ -153,9 +153,10 @@ def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, lis
 
 
 def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
-    """Return the boxes of checkpoint tensors that a part contains. The first matching rule describes them.
+    """Return, for each checkpoint tensor that a part of a parameter contains, the box that is in this part.
 
-    Without a matching rule, the parameter is a checkpoint tensor of the same name. Offsets and strides are in elements.
+    The first rule that matches the parameter's name says how the parameter is stacked from checkpoint tensors. Without
+    a matching rule, the parameter is a checkpoint tensor of the same name. Offsets and strides are in elements.
 
     Raises:
         ManifestError: a rule matches, and the parameter does not have three dims or its rows cannot be divided evenly.
@@ -181,7 +182,7 @@ def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
 
 
 def placed_pieces(saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, PlacedShard]]:
-    """Yield (name of the parameter, box of a saved tensor) for each piece of these tensors.
+    """Yield (name of a parameter, box of a saved tensor in this parameter) for each piece of each saved tensor.
 
     `saved`: name of a saved tensor -> `_Watched` tensor.
     """

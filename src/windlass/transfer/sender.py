@@ -158,7 +158,7 @@ class Sender:
         return self._lock
 
     def end_version(self) -> None:
-        """End the version of `begin_version`, so that its weights are not read any more; see `Replica.end`.
+        """End the version that `begin_version` began. Later calls do not read its weights any more; see `Replica.end`.
 
         Wait for a running copy. Do nothing without a replica.
         """
@@ -243,7 +243,8 @@ class Sender:
         Such a link has the same bytes as the planned link to the first member of the group.
 
         Args:
-            copies: further member -> first member. Members of groups without a planned link from this rank are ignored.
+            copies: further member -> first member. A further member is ignored if no planned link from this rank leads
+                to its first member.
             bindings: bindings of all these members.
 
         Returns:
@@ -373,7 +374,7 @@ class Sender:
         return self._packed.get(destination)
 
     def note_sent(self, destinations: Iterable[str]) -> None:
-        """Record that the caller writes these links, so that a later `write` packs them again first."""
+        """Record that the caller writes the links to these destinations. A later `write` packs these links again."""
         self._sent.update(destinations)
 
     def failed(self, name: str, error: BaseException, arena: Buffer | None) -> LinkOutcome:

@@ -113,7 +113,7 @@ class _PeftLayer:
         return tuple(vars(self.layer).get("merged_adapters", ()))
 
     def base_in(self, published: Collection[str]) -> str | None:
-        """Return the first published name of a base's parameter; None if the base is not published."""
+        """Return the first parameter name of the layer's base that is published; None if none is."""
         return next((name for name in self.bases if name in published), None)
 
     def own(self, adapter: str) -> dict[str, torch.Tensor]:

@@ -184,7 +184,7 @@ class OneSidedTransport(Protocol):
 
     @property
     def mapper(self) -> PeerMapper | None:
-        """Mapper of peers' memory for kernels that write there; None if only `write` can write there."""
+        """Object that maps peers' memory, so that kernels can write to it; None if only `write` can write to peers."""
         return None
 
     def report(self) -> WireReport:

@@ -322,7 +322,7 @@ class NetworkPeer(ABC):
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
 
     def _failure(self, call: NativeCall, outcome: Outcome, deadline: Deadline) -> TransferError:
-        """Return the exception for a call whose outcome is not DONE. Give the call up if bytes may still arrive."""
+        """Return the exception for a call whose outcome is not DONE. Unless the call never began, give it up."""
         purpose, failed = deadline.purpose, outcome is Outcome.FAILED
         if failed and self._has_refused(call, deadline):
             return TransferFailed(

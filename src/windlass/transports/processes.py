@@ -166,9 +166,9 @@ class PeerProcesses:
 
 
 def let_peers_write() -> None:
-    """Allow other processes of the same user to write into this process, with Yama's default settings.
+    """Allow other processes of the same user to write into this process even if Yama has its default settings.
 
-    With ptrace_scope=1 only a parent process may write, so declare all processes as permitted
+    By default (ptrace_scope=1), Yama allows only a parent process to write. So declare all processes as permitted
     tracers. The kernel still requires the same user. Without Yama the call fails and is not needed.
     """
     libc = ctypes.CDLL(None)

@@ -153,7 +153,10 @@ class _Change:
 
 
 def _changes(missing: Mapping[str, _Shape], there: Mapping[str, _Shape]) -> Iterator[_Change]:
-    """Yield changes of a prefix or of the last part that give every missing tensor a source of the same shape."""
+    """Yield each change of names that gives every missing tensor a source of the same shape.
+
+    A change replaces either a prefix of the names or their last part.
+    """
     first = min(missing)
     parts = first.split(".")
     prefixes: set[tuple[str, str]] = set()

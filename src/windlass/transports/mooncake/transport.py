@@ -367,7 +367,7 @@ class MooncakePeer(NetworkPeer):
         return call
 
     def _serve(self) -> None:
-        """Make queued calls until `IDLE_S` passes without a call. The peer may have ended by then."""
+        """Make queued calls. End the thread after `IDLE_S` without a call, because the peer may have ended."""
         while True:
             try:
                 call = self._calls.get(timeout=IDLE_S)
