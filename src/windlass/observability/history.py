@@ -151,8 +151,8 @@ class FleetEvents:
     def compare(self, at_s: float, states: Iterable[EngineState]) -> None:
         """Compare the engines' states with the states of the last call, and record the differences.
 
-        Events are recorded for engines that connected, disconnected, were left out, or caught up. A new stretch begins
-        if status, version or reason of an engine changed. A pause for an update begins no stretch.
+        Events are recorded for engines that connected, disconnected, were left out, or caught up. A new `Stretch` begins
+        if status, version or reason of an engine changed. A pause for an update does not begin a new one.
         """
         here = {state.name: state for state in states}
         for name in sorted(self._current.keys() - here.keys()):

@@ -207,7 +207,7 @@ class TransferPlan:
         return found
 
     def _with_own_names(self, own: int, *, sending: bool) -> TransferPlan:
-        """Return this part of rank `own` with only the names that its ops use and the name of the rank."""
+        """Return this plan part of rank `own` without the names that its ops do not use. Keep the name of rank `own`."""
         src, here = _renumbered(self.ops.src, own if sending else None)
         dst, there = _renumbered(self.ops.dst, None if sending else own)
         tensor, named = _renumbered(self.ops.tensor, None)

@@ -136,8 +136,8 @@ def assign(
         units: (n,) number of equal slices into which each op may be cut.
         holders: ranks of each group.
         shares: bytes that each holder of each group should send, from `pour`.
-        min_split_bytes: smallest op that is cut. The position of a smaller op's middle byte in the group decides
-            which holder sends the whole op.
+        min_split_bytes: size of the smallest op that is cut. Only one holder sends a smaller op: the holder whose
+            share of the group's bytes contains the middle byte of the op.
     """
     rank = np.array([of_group[0] for of_group in holders] or [0], np.int64)[group]
     begin, end = np.zeros(len(group), np.int64), units.copy()

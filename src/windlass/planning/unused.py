@@ -66,7 +66,7 @@ def refuse_unused(
 ) -> None:
     """Check that engines need every trainer tensor, except harmless and allowed ones.
 
-    Harmless are MTP layers and tables that every engine computes itself, such as rotary embeddings.
+    Two kinds of tensors are harmless: MTP layers, and tables that every engine computes itself (rotary embeddings).
 
     Args:
         unused: names of the trainer tensors that no engine needs, from `find_unused`.

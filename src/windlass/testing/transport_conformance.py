@@ -404,7 +404,7 @@ class TransportConformance:
         check(rig.peer.read(0, 16) == rig.arena.bytes[:16].tobytes(), "written after it came back")
 
     def test_memory_registered_after_a_fence_at_either_end_is_written(self, rig: Rig) -> None:
-        """Check a case of engines: an engine may register its shadow copy again after a fence."""
+        """Check registration after a fence, because an engine may register its shadow copy again after a fence."""
         rig.write(rig.batch([0], [0], [16]))
 
         def fence() -> None:

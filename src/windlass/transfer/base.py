@@ -103,7 +103,8 @@ class ReceiverBackend(Protocol):
         """Compare the digests of the received bytes with `expected` (source -> digest).
 
         Returns:
-            Sources with another digest here, or without a link to this rank; empty if everything is correct.
+            Sources whose bytes have another digest on this rank, and sources without a link to this rank. Empty if
+            everything is correct.
         """
         ...
 

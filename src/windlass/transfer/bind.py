@@ -183,10 +183,13 @@ class SentLinks:
     def with_copies(
         self, copies: Mapping[str, str], bindings: Mapping[str, DestinationBinding]
     ) -> tuple[SentLinks, tuple[LinkProgram, ...]]:
-        """Add written links to further members of relay groups. Each has the bytes of the link to the first member.
+        """Return these links with additional links to further members of relay groups. The transport writes these links.
+
+        A link to a further member has the same bytes as the planned link to the first member of its group.
 
         Args:
-            copies: further member -> first member. Members of groups without a planned link from this rank are ignored.
+            copies: further member -> first member. A further member is ignored if this rank has no planned link to its
+                first member.
             bindings: bindings of all these members.
 
         Returns:

@@ -349,7 +349,7 @@ def _can_be_sent(held: HeldTensor, role: Role) -> bool:
     """Return whether a tensor can be sent. False only for buffers of a trainer.
 
     Raises:
-        UnsupportedLayout: another tensor cannot be sent, see `check_memory` and `dtype_of`.
+        UnsupportedLayout: a tensor that is not a trainer's buffer cannot be sent; see `check_memory` and `dtype_of`.
     """
     try:
         check_memory(held.name, held.tensor)

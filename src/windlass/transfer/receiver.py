@@ -171,7 +171,7 @@ class Receiver:
         If a link was hashed while it was written, hash it again only if that digest is not the expected digest.
 
         Returns:
-            Sources with another digest here, or without a link to this rank, in sorted order.
+            Sources whose bytes have another digest on this rank, and sources without a link to this rank, in sorted order.
 
         Raises:
             TransferError: live parameters in another process could not be read.

@@ -453,7 +453,7 @@ class ChunkWriter:
             payload: pieces and chunks of the link.
             local: (n,) addresses of all pieces in this process.
             remote: (n,) addresses of all pieces at the engine rank.
-            landed: announcement to send after the write; it names the chunk.
+            landed: message with the number of the chunk, which is sent to the engine rank after the write.
         """
 
         def write(sender: RelaySender) -> None:
@@ -670,7 +670,7 @@ class RelaySource:
         bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> None:
-        """Bind links to all members of these groups. Ignore groups to which the plan has no link from this rank.
+        """Bind links to all members of these relay groups. Ignore a group if the plan has no link from this rank to it.
 
         Args:
             groups: the groups.
@@ -692,7 +692,7 @@ class RelaySource:
                 self.groups |= dict.fromkeys(group.members, relayed)
 
     def prepare(self) -> None:
-        """Hash the chunks of all groups. Call this after `Sender.prepare`.
+        """Hash the chunks for all relay groups. Call this after `Sender.prepare`.
 
         Raises:
             TransferFailed, TransferOutcomeUnknown: see `GroupWrite.keep`.
@@ -877,7 +877,7 @@ class RelayRound:
         return bool(self._left)
 
     def on_chunk(self, upstream: str, landed: ChunkLanded) -> None:
-        """Verify an announced chunk. If its digest is right, pass the chunk on to the children."""
+        """Verify a chunk that `upstream` has written. If its digest is right, pass the chunk on to the children."""
         key = landed.source, landed.chunk
         left = self._left.get(upstream)
         if left is None or key not in left:
@@ -997,7 +997,7 @@ class RelayNode:
         bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> None:
-        """Bind the rank to a group instead of its earlier group. Call this after `Receiver.connect`.
+        """Bind the rank to a relay group, which replaces its previous relay group. First call `Receiver.connect`.
 
         Args:
             group: the group. All its members have bound the same plan part.

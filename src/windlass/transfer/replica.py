@@ -190,8 +190,8 @@ class Replica:
         """Return whether the weights may have changed since they were copied. `prepare` must then use the copy.
 
         Raises:
-            RoundAborted: `version` is not the version of `begin`. Or the weights may have changed, and the copy cannot
-                be used: it lacks parameters of new links, or `end` was called.
+            RoundAborted: `version` is not the version that `begin` got. Or the weights may have changed, and the copy
+                cannot be used, because it lacks parameters of new links or because `end` was called.
         """
         if None not in (version, self._version) and version != self._version:
             raise RoundAborted(

@@ -59,7 +59,7 @@ def without_peft(name: str) -> str:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor object that contains this rank's elements; for a plain tensor, the tensor itself.
 
-    `DTensor.to_local` returns another object for a parameter (torch 2.13).
+    This function does not call `DTensor.to_local`, which returns another object for a parameter (torch 2.13).
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -130,7 +130,7 @@ def saved_parts(
 
 
 def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, list[PlacedShard]]:
-    """Run transformers' conversion for saving on these parts. Return name of a part -> boxes of saved tensors.
+    """Convert these parts as transformers does when it saves the model. Return name of a part -> boxes of saved tensors.
 
     Raises:
         UnsupportedLayout: see `saved_parts`.

@@ -243,8 +243,8 @@ class Sender:
         Such a link has the same bytes as the planned link to the first member of the group.
 
         Args:
-            copies: further member -> first member. A further member is ignored if no planned link from this rank leads
-                to its first member.
+            copies: further member -> first member. A further member is ignored if this rank has no planned link to its
+                first member.
             bindings: bindings of all these members.
 
         Returns:
@@ -299,7 +299,7 @@ class Sender:
     def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> float:
         """Pack and hash all planned links that the transport writes, or only hash them if the arena is too small.
 
-        Before this, register moved parameters, or copy the parameters into the replica.
+        With a replica, first copy the parameters into it. Without a replica, first register parameters that have moved.
 
         Returns:
             Seconds of registering moved parameters.

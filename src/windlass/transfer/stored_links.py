@@ -286,7 +286,7 @@ class StoredLinks:
         return ""
 
     def _is_gone(self, name: str) -> str:
-        """Return a text that says why a destination cannot be written: its process has ended, or another has its pid.
+        """Return a text that says that a destination's process has ended, or that another process has its pid.
 
         Return an empty text if the process runs, or if its state cannot be determined.
         """

@@ -204,7 +204,7 @@ class NetworkPeer(ABC):
         return bool(self._under_way)
 
     def is_open(self) -> bool:
-        """Return whether a call that was given up may still run. First remove calls that have ended from the record."""
+        """Return whether a call that was given up may still run. First delete the records of calls that have ended."""
         with self.lock:
             if self._given_up:
                 has_ended = not self.outlives_process and self.liveness.has_ended(reconnect=False)

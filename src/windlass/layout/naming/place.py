@@ -66,7 +66,7 @@ class Placed:
 
 
 def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: Coords) -> Placed:
-    """Return the boxes of checkpoint tensors in one contiguous local parameter of a Megatron rank.
+    """Return which boxes of which checkpoint tensors a contiguous local parameter of a Megatron rank contains.
 
     Args:
         family: naming table of the model.
