@@ -237,7 +237,7 @@ class MemoryOps(Protocol):
         ...
 
     def settle(self, deadline_s: float) -> None:  # noqa: ARG002
-        """Wait for all work of this process on this memory, also of other libraries, such as an optimiser step.
+        """Wait for all work of this process on this memory, including work of other libraries (an optimiser step).
 
         Raises:
             TransferFailed: the work failed or did not end within `deadline_s`.

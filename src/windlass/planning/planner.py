@@ -107,7 +107,7 @@ def plan_transfer(
 def route(
     sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest], policy: PlanPolicy
 ) -> RoutedPieces:
-    """Cut destination rows into pieces, and choose the source rank of every piece. These are the steps before `ops`.
+    """Cut destination rows into pieces, and choose the source rank of every piece. `build_ops` makes ops of the result.
 
     Raises:
         ManifestError: manifests contradict each other, or one side has no manifest.

@@ -263,7 +263,7 @@ def decode_digested(data: bytes) -> StructuredArray:
 
 
 def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = ()) -> Replicated:
-    """Return the boxes of tensors that are at more than one place in one dtype: in several ranks, or twice in one rank.
+    """Return each box that several ranks hold, or that one rank holds at several places, in the same dtype.
 
     Tensors in `unread` are left out: no engine takes these tensors, so their bytes may differ between ranks.
 

@@ -69,7 +69,7 @@ def resolve_names(
     destinations: Sequence[ShardManifest],
     unread: Collection[str] = (),
 ) -> TensorNames:
-    """Give every tensor name a class.
+    """Give every tensor name a class. Names of one class belong to the same tensor.
 
     An alias of a source (tied weights) joins two names into one class. An alias of a destination joins no classes: if
     the sources have only one of its two names, that tensor is the source for both.
@@ -149,7 +149,7 @@ def _derive_scales(
 def _refuse_ties_of_some(sources: Sequence[ShardManifest], unread: Collection[str]) -> None:
     """Raise ManifestError if one source has two separate tensors that another source ties.
 
-    A source may have only one of the two, such as the last stage of a pipeline, which has its own copy.
+    A source may have only one of the two tensors. For example, the last stage of a pipeline has its own copy.
     """
     ties = {pair: manifest.worker for manifest in sources for pair in manifest.aliases.items()}
     for manifest in sources if ties else ():

@@ -299,7 +299,8 @@ class MooncakePeer(NetworkPeer):
     def _has_refused(self, call: NativeCall, deadline: Deadline) -> bool:
         """Return whether a failed call has certainly ended, so that none of its bytes arrive later.
 
-        Over TCP with one connection, queue a read of the token. Its success proves the end; see the module docstring.
+        Over TCP with one connection, queue a read of the token. If this read succeeds, the failed call has ended; the
+        module docstring gives the reason.
         """
         if not isinstance(call, _Call) or call.seconds >= PROMPT_S:
             return False
