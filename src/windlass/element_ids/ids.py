@@ -44,13 +44,13 @@ def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1.0) -> torch.Tensor:
-    """Read the digits in a tensor after a load of digits.
+    """Return the digits that the engine has loaded into a tensor.
 
     Args:
         values: memory of the tensor.
         bits: bits per digit.
         position: position of the loaded digit in the element numbers; 0 is the lowest.
-        factor: factor by which the engine's loader multiplies. The product is rounded to the tensor's dtype, but
+        factor: factor by which the engine's loader multiplies values. The product is rounded to the tensor's dtype, but
             different digits give different products: a digit has at most eight bits, as many as the significand of
             bfloat16, the coarsest dtype of such products.
 

@@ -241,7 +241,7 @@ class _ReceivedDigests(_LinkDigests):
 
 @final
 class _SentDigests(_LinkDigests):
-    """Tables of each link: `hashed` is hashed in place, `cast` is cast into scratch memory."""
+    """Tables of each link: `hashed` has pieces to hash in place, `cast` has pieces to cast into scratch memory first."""
 
     def __init__(
         self, gpu: Gpu, programs: Mapping[str, LinkProgram], addresses: UInt64Array

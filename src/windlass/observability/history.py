@@ -112,7 +112,7 @@ class FleetEvent:
 @final
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """State of an engine from a time until the engine's next stretch begins.
+    """Period in which an engine's status, version and reason stay the same, apart from pauses for an update.
 
     Attributes:
         at_s: seconds from the start of the run to the beginning of the stretch.
@@ -151,8 +151,8 @@ class FleetEvents:
     def compare(self, at_s: float, states: Iterable[EngineState]) -> None:
         """Compare the engines' states with the states of the last call, and record the differences.
 
-        Events are recorded for engines that connected, disconnected, were left out, or caught up. A new `Stretch` begins
-        if status, version or reason of an engine changed. A pause for an update does not begin a new one.
+        Events are recorded for engines that connected, disconnected, were left out, or caught up. A new `Stretch`
+        begins if status, version or reason of an engine changed, but not if an engine pauses for an update.
         """
         here = {state.name: state for state in states}
         for name in sorted(self._current.keys() - here.keys()):

@@ -152,7 +152,8 @@ class Pieces(Columns):
     Attributes:
         atom: (n,) number of the atom. `intersect_boxes` numbers the atoms of one pattern, `find_holders` the atoms of
             all tensors.
-        box: (n,) index of the destination box, in the same two ways: in one pattern, or in `Boxes`.
+        box: (n,) index of the destination box. `intersect_boxes` counts the boxes of one pattern, the planner the rows of
+            `Boxes`.
         offsets, sizes: (n, MAX_DIMS) box of the common elements.
     """
 

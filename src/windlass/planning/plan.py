@@ -148,7 +148,7 @@ class TransferPlan:
         tensors: checkpoint names that ops refer to.
         source_digests: manifest digest per source; a changed layout invalidates the plan.
         destination_digests: manifest digest per destination.
-        staging_nbytes: size of the staging memory each destination must provide (0 for none).
+        staging_nbytes: size in bytes of the staging memory that each destination must allocate; 0 for none.
         ops: all ops, in plan order.
         schema_version: version of the wire form; every encoded plan contains it.
     """
@@ -207,7 +207,7 @@ class TransferPlan:
         return found
 
     def _with_own_names(self, own: int, *, sending: bool) -> TransferPlan:
-        """Return this plan part of rank `own` without the names that its ops do not use. Keep the name of rank `own`."""
+        """Return this plan part of rank `own` with only the name of this rank and the names that its ops use."""
         src, here = _renumbered(self.ops.src, own if sending else None)
         dst, there = _renumbered(self.ops.dst, None if sending else own)
         tensor, named = _renumbered(self.ops.tensor, None)

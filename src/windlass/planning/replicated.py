@@ -160,7 +160,7 @@ class Replicated:
         names: (n,) checkpoint tensor of each box.
         boxes: (n,) elements of each box.
         num_places: (n,) number of places that hold each box, in all ranks.
-        nbytes: bytes of these boxes in the rank that holds most of them.
+        nbytes: largest number of bytes of these boxes that one rank holds.
         num_runs: number of runs of blocks, over all boxes.
     """
 
@@ -327,7 +327,10 @@ def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = 
 
 
 def _offset_bytes(table: RowTable, rows: Int64Array, offsets: Int64Array) -> Int64Array:
-    """Return the byte offset of an element in the parameter of each row. `offsets`, (n, MAX_DIMS): the elements."""
+    """Return, for each row, the byte offset of one element in the row's parameter.
+
+    `offsets`, (n, MAX_DIMS), has the index of this element in the row's tensor.
+    """
     inside = (offsets - table.offsets[rows]) * table.strides_bytes[rows]
     found: Int64Array = table.offset_bytes[rows] + inside.sum(axis=1)
     return found

@@ -183,7 +183,7 @@ class SentLinks:
     def with_copies(
         self, copies: Mapping[str, str], bindings: Mapping[str, DestinationBinding]
     ) -> tuple[SentLinks, tuple[LinkProgram, ...]]:
-        """Return these links with additional links to further members of relay groups. The transport writes these links.
+        """Return these links and additional links to further members of relay groups, which the transport writes.
 
         A link to a further member has the same bytes as the planned link to the first member of its group.
 

@@ -222,7 +222,8 @@ class Destination:
                 this method computes it again.
 
         Returns:
-            Sources with another digest here, or without a link to this rank, in sorted order.
+            Sorted names of the sources whose bytes have another digest on this rank, and of sources without a link to
+            this rank.
 
         Raises:
             TransferOutcomeUnknown: GPU kernels did not end within `OWN_WORK_S`.

@@ -171,7 +171,8 @@ class Receiver:
         If a link was hashed while it was written, hash it again only if that digest is not the expected digest.
 
         Returns:
-            Sources whose bytes have another digest on this rank, and sources without a link to this rank, in sorted order.
+            Sorted names of the sources whose bytes have another digest on this rank, and of sources without a link to
+            this rank.
 
         Raises:
             TransferError: live parameters in another process could not be read.

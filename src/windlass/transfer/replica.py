@@ -231,13 +231,14 @@ class Replica:
         self.slot.fit(nbytes)
 
     def take(self, sources: UInt64Array) -> UInt64Array:
-        """Copy the parameters of `fit`.
+        """Copy the parameters for which `fit` has allocated memory.
 
         Args:
             sources: (num_parameters,) addresses of all parameters, in manifest order.
 
         Returns:
-            (num_parameters,) addresses to send from: in the copy for copied parameters, as given for the others.
+            (num_parameters,) addresses to send from. For a copied parameter this is the address of the copy, otherwise
+            the address in `sources`.
 
         Raises:
             RegionError: see `fit`.

@@ -31,7 +31,7 @@ together could have 16 GiB."""
 
 
 class _Cut(NamedTuple):
-    """Pieces to hash in one turn: of some boxes, in one memory.
+    """Pieces of some boxes that are hashed in one turn. All of these pieces are in one memory.
 
     Attributes:
         memory: memory that contains the pieces.

@@ -130,7 +130,7 @@ def saved_parts(
 
 
 def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, list[PlacedShard]]:
-    """Convert these parts as transformers does when it saves the model. Return name of a part -> boxes of saved tensors.
+    """Convert these parts as transformers does when it saves the model. Return part name -> boxes of saved tensors.
 
     Raises:
         UnsupportedLayout: see `saved_parts`.

@@ -183,7 +183,8 @@ class PeerLiveness:
     def wait_ended(self, timeout_s: float, wake: int = -1) -> bool:
         """Wait until the peer has ended, `wake` is readable, or `timeout_s` has passed. Return whether the peer has ended.
 
-        If the connection is broken, wait at most `RECONNECT_S`, and then reconnect to find out whether the peer has ended.
+        If the connection is broken, wait at most `RECONNECT_S`, and then try to reconnect, to find out whether the peer
+        has ended.
 
         Args:
             timeout_s: longest wait for an event, in seconds.

@@ -2,8 +2,8 @@
 
 Both ends of a link cut the same ops in the same way, because the digest depends on the pieces. If
 kernels write into the peer's memory, they write each element to its final address and cast it, and
-nothing is packed or staged, whatever the mode of the op is. If a NIC transports the bytes, kernels
-pack the pieces.
+nothing is packed or staged, whatever the mode of the op is. If a NIC sends the bytes, kernels pack
+the pieces.
 """
 
 from __future__ import annotations

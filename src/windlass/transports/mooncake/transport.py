@@ -74,7 +74,7 @@ TOKEN_NBYTES = 16
 KEPT_PAGES = 64
 """Number of unused token pages (`_Engine.acquire_page`) of an engine above which the oldest page is used again."""
 PROMPT_S = 2.0
-"""Duration of a call in seconds below which no timeout of the engine can have passed: all are >= 5 s."""
+"""Seconds. During a call that takes less time, no timeout of the engine can have passed: all timeouts are >= 5 s."""
 JOIN_S = 1.0
 IDLE_S = 10.0
 READS = 4
