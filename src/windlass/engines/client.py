@@ -171,7 +171,7 @@ class EngineClient(Closing):
 def _offers_for(
     transport: OneSidedTransport, regions: Sequence[MemoryRegion]
 ) -> tuple[TransportOffer, ...]:
-    """Return those offers of the transport through which peers can write into every region.
+    """Return the offers of the transport that let peers write into every region.
 
     Raises:
         ConfigError: no offer reaches every region.

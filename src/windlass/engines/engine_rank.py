@@ -161,7 +161,7 @@ class RankHooks:
         self._paused = False
 
     def finalise(self) -> None:
-        """Compute all values of this rank that are derived from received weights again; see `Captured.finalise`."""
+        """Compute again all values of this rank that are derived from received weights; see `Captured.finalise`."""
         if self._captured is not None:
             self._captured.finalise()
 

@@ -522,7 +522,7 @@ def _progress_of(args: argparse.Namespace) -> Progress:
 
 
 def _say_joined(args: argparse.Namespace, url: str) -> None:
-    """Print one JSON line with the engine's name and address: the parent process reads that the engine has joined."""
+    """Print one JSON line with the engine's name and address. It tells the parent process that the engine has joined."""
     os.write(1, msgspec.json.encode({"name": args.name, "url": url}) + b"\n")
 
 

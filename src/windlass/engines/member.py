@@ -100,7 +100,7 @@ class Member(ABC):
         self._end_server()
 
     def join(self, order: JoinOrder) -> str:
-        """Order every rank to leave its previous fleet and join a new one. Block, and return the engine's name.
+        """Order every rank to leave its previous fleet and join a new one. Wait for the joins, and return the engine's name.
 
         Raises:
             ProtocolError: another join is in progress.

@@ -41,8 +41,8 @@ class QuiesceGate:
         Args:
             pause_id: id of the pause.
             deadline_s: seconds to wait until the agent asks for a pause; afterwards the loop continues, and the
-                pause fails. Once the agent has asked, the loop waits without a limit, because a step could use
-                weights of two versions.
+                pause fails. Once the agent has asked, the loop waits without a limit (unless `longest_s` is given),
+                because a step during an update could use weights of two versions.
             longest_s: maximum seconds of each of the two waits (for `ask`, for `end`); None for no maximum. Set this
                 only if the engine's scheduler is paused, so that the loop runs no step after an early return.
         """

@@ -340,7 +340,7 @@ class BucketSender:
         """Wait until a bucket's round has ended, and add the round's figures to the report.
 
         Raises:
-            PeerUnreachable: a receiver did not get the bucket; the message names it and the reason.
+            PeerUnreachable: a receiver did not get the bucket; the message has the receiver's name and the reason.
             RoundAborted, PeerTimeout: the round failed.
         """
         done = await sending
@@ -502,7 +502,7 @@ class BucketReceiver:
             owned.close()
 
     def _start(self, address: StreamAddress, undo: ExitStack) -> None:
-        """Register the bucket, and join the sender's fleet as an engine. `undo` leaves the fleet and frees the bucket."""
+        """Register the bucket, and join the sender's fleet as an engine. Add the calls that revert this to `undo`."""
         settings, nbytes = self._settings, address.bucket_nbytes
         self._turns = turns = _Turns()
         transport = settings.transport.create(towards=address.url, gpu=settings.gpu)

@@ -135,7 +135,7 @@ class HostedController:
         self.call(there).result(deadline_s + MARGIN_S)
 
     def missing(self, engines: Sequence[str]) -> list[str]:
-        """Return the names in `engines` of engines that are not in the fleet."""
+        """Return the names of engines that are missing from the fleet. `engines` has the expected names."""
 
         async def find() -> list[str]:
             found = []

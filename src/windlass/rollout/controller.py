@@ -424,7 +424,7 @@ class RolloutController:
 
     @property
     def failed_alike(self) -> int:
-        """Number of rollouts since the last accepted answer that failed for a reason that more attempts do not change.
+        """Number of rollouts that failed since the last accepted answer and would fail again in the same way.
 
         An engine refused the request of such a rollout, or the rollout's workflow raised the same exception
         `max_same_errors` times in a row.

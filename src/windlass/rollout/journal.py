@@ -158,7 +158,7 @@ class PersistedState:
     def _apply(
         self, entry: Submitted | Attempted | Accepted | Resubmitted | Ended | VersionReached
     ) -> None:
-        """Change this state as the transition of an entry did."""
+        """Change this state by the transition that an entry records."""
         match entry:
             case Submitted():
                 self.tasks.update({t: PersistedTask(t, entry) for t in entry.task_ids})
@@ -394,7 +394,7 @@ class RolloutJournal:
         self._schedule_upkeep()
 
     def _note_fault(self, before: str, now: str) -> None:
-        """Log the begin or the end of a fault, and call the listeners.
+        """Log the start or the end of a fault, and call the listeners.
 
         `before` and `now` are the texts of the earlier and of the current fault; empty for no fault.
         """
@@ -473,7 +473,7 @@ class RolloutJournal:
 
 
 def _entries_of_state(file: JournalFile[Entry], upto_nbytes: int) -> Iterator[Entry]:
-    """Yield the smallest number of entries with the same state as the first `upto_nbytes` of the file."""
+    """Yield the smallest number of entries that restore the state in the first `upto_nbytes` of the file."""
     persisted = PersistedState.of(file.read(upto_nbytes))
     if persisted is not None:
         yield from persisted.entries()

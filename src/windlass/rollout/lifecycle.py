@@ -559,7 +559,7 @@ class Lifecycle:
         return rollouts
 
     def _delivered(self, task_ids: Sequence[str]) -> None:
-        """Record a delivery in the journal, and among the newest results, which the caller may decline."""
+        """Record a delivery in the journal. Remember its ids, so that the caller may decline the result for a while."""
         self.journal.delivered(task_ids)
         self._handed_out[task_ids[0]] = tuple(task_ids)
         if len(self._handed_out) > DECLINABLE:
@@ -589,8 +589,8 @@ class Lifecycle:
     def acknowledge(self, task_id: str) -> None:
         """Record that the caller has stored this rollout and its whole group. Idempotent.
 
-        If this process has not delivered the group yet, all its rollouts end as completed, and workers stop its running
-        attempts.
+        If this process has not delivered the group yet, all rollouts of the group end as completed, and workers stop the
+        attempts that still run for the group.
         """
         record = self.table.records.get(task_id)
         if self.journal.acknowledged(task_id) or record is None:

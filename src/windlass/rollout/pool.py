@@ -164,7 +164,7 @@ class LocalWorker(Worker):
         await self._session.close()
 
     def deliver(self) -> None:
-        """Pass all kept outcomes to `on_outcomes`, and keep them if it raises `RolloutError`."""
+        """Pass all kept outcomes to `on_outcomes`. If `on_outcomes` raises `RolloutError`, keep the outcomes."""
         if self.takes_no_more or not self._kept:
             return
         with contextlib.suppress(RolloutError):
@@ -246,7 +246,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
         """Compare the attempts in a worker's `hello` with the attempts that the controller has assigned to the worker.
 
         Cancel attempts that the worker has but that are not assigned. Return assigned attempts that the worker does not
-        have, and that no batch still on its way to the worker contains.
+        have, except attempts that are still on their way to the worker.
         """
         self.note_received(hello.received)
         wanted = {AttemptKey(*item) for item in self.assigned.items()}
@@ -427,7 +427,7 @@ class WorkerPool:
             self._set_limits()
 
     def _note_answer(self, worker: Worker) -> None:
-        """Record that a worker has sent an outcome, and raise its limit if the limit was lower for lack of outcomes."""
+        """Record that a worker has sent an outcome. If the pool had reduced the worker's limit, restore the limit."""
         if worker.is_silent or not worker.has_answered:
             worker.has_answered, worker.is_silent = True, False
             self._set_limits()
@@ -488,8 +488,8 @@ class WorkerPool:
                 if not frame.outcomes:
                     return
                 outcomes = await decode_outcomes(frame)
-                # Outcomes before this batch are missing, and an acknowledgement would include them. Without an
-                # acknowledgement, the worker sends all these outcomes again.
+                # Outcomes before this batch are missing. An acknowledgement of this batch would also acknowledge them,
+                # so send none. The worker then sends all these outcomes again.
                 if frame.first > session.next_outcome:
                     return
                 try:

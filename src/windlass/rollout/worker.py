@@ -162,7 +162,10 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         raise NotImplementedError("a worker receives frames, not calls")
 
     def on_frame(self, frame: WorkerWelcome | TaskBatch) -> None:
-        """Take the tasks of a batch; or, at the welcome of another controller, cancel all attempts of the old one."""
+        """Take the tasks of a batch, or handle a welcome.
+
+        If the welcome comes from a new controller, cancel all attempts that the old controller had assigned.
+        """
         if isinstance(frame, TaskBatch):
             self._take(frame)
             return
@@ -270,7 +273,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
                 await self.send(CompletionBatch(self._num_sent, (), self._received))
 
     def _next_batch(self) -> CompletionBatch:
-        """Return the next unsent outcomes, at least one and at most `MAX_OUTCOMES`, with the report of task batches."""
+        """Return the next unsent outcomes (at most `MAX_OUTCOMES`), and the number of the newest received task batch."""
         batch: list[bytes] = []
         nbytes, last = 0, self._num_sent
         for number in range(self._num_sent + 1, self._num_outcomes + 1):

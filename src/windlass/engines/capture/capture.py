@@ -114,7 +114,7 @@ def capture(
         ignored: addresses of storages to skip, such as KV caches.
         reference: checkpoint that the engine loaded when it started. Capture loads this checkpoint again, and checks
             that the model then has the same bytes as before the capture. The bytes may differ, because a loader may
-            skip steps in a second load (such as repacking for a kernel). Capture only loads one layer of each group of
+            skip steps in a second load (such as repacking for a kernel). Capture loads only one layer of each group of
             identical layers, and compares `NUM_SAMPLES` places per tensor of the other layers with the checkpoint. None
             to check nothing.
         exact_numel: number of elements up to which capture reads every place of a tensor. Of a larger tensor, capture
@@ -494,8 +494,8 @@ def _is_certain(numbers: ElementIds, check: Check, paddings: Mapping[int, int]) 
     The padding must have the same bytes as after the load of digits. A tensor with an assumed layout must also have at
     least `FEW` elements.
 
-    `paddings` maps the `id` of the `ElementIds` of a tensor that was loaded with digits -> fingerprint of the tensor's
-    padding after that load.
+    `paddings` has the fingerprint of a tensor's padding after the load of digits. The key is the `id` of the tensor's
+    `ElementIds`.
     """
     origin = numbers.origin
     is_read = numbers is origin
@@ -617,7 +617,7 @@ class _Reading(TorchFunctionMode):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `weights` unchanged, and store each tensor's name, by which `__torch_function__` records reads."""
         while True:
-            # `weights` generates the tensor with torch calls, which are no reads by the loader.
+            # `weights` generates the tensor with torch calls, which do not count as reads by the loader.
             with torch._C.DisableTorchFunction():
                 name, tensor = next(weights, ("", None))
             if tensor is None:
@@ -629,7 +629,8 @@ class _Reading(TorchFunctionMode):
     def read(self, names: Iterable[str]) -> frozenset[str]:
         """Return the names among `names` that the loader read or still references.
 
-        If no read was recorded, return all `names`: the mode does not record a loader that reads in another thread.
+        If no read was recorded, return all `names`, because the loader may read in another thread, which a torch function
+        mode does not see.
         """
         kept = {name for tensor, name in self._given.values() if tensor() is not None}
         found = self._read | kept

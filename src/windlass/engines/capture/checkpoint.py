@@ -135,7 +135,7 @@ def _require_file(path: Path) -> None:
 
 
 def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
-    """Return a sort key of a file name, in which numbers compare by value."""
+    """Return a sort key for a file. The key compares numbers in file names by value, so that 10 comes after 9."""
     pieces = re.split(r"(\d+)", file.name)
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in pieces], str(file)
 

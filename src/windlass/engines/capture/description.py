@@ -174,7 +174,7 @@ class Captured:
         return sum(buffer.nbytes for buffer in buffers)
 
     def finalise(self) -> None:
-        """Compute all values that the engine derives from received bytes again. Idempotent.
+        """Compute again all values that the engine derives from received bytes. Idempotent.
 
         Call this after every update, while the engine is quiesced.
 
@@ -204,7 +204,8 @@ class Captured:
         Call this while the engine is quiesced, and before the next version writes into the weights.
 
         Raises:
-            UnsupportedLayout: an update cannot refill such a value, or a tensor that updates write has moved.
+            UnsupportedLayout: an update cannot refill such a value, or the engine has moved a tensor into which updates
+                write.
         """
         if self.later is not None:
             self.later.look()
@@ -232,7 +233,7 @@ class Seen:
     computed: frozenset[str]
 
     def boxes_of(self, name: str, codes: Codes) -> Parts | None:
-        """Return each checkpoint tensor in one of the engine's tensors, with the boxes of its elements there.
+        """Return the checkpoint tensors that have elements in the engine's tensor `name`, with the boxes of these elements.
 
         Return None if a checkpoint tensor has more than `MAX_BOXES` boxes.
         """
@@ -241,8 +242,8 @@ class Seen:
     def scattered(self, codes: Codes) -> frozenset[str]:
         """Return the names of the tensors that capture must still read at every place.
 
-        These tensors failed their check; or capture has read only rows of them, and the loader multiplies them or they
-        have more than `MAX_BOXES` boxes.
+        The result contains the tensors that failed their check. It also contains a tensor of which capture has read only
+        rows, if the loader multiplies the tensor or if the tensor has more than `MAX_BOXES` boxes.
         """
         in_rows = {name for name, numbers in self.numbers.items() if not numbers.by_place}
         return self.unproven | {
@@ -308,15 +309,15 @@ def describe(
 ) -> Captured:
     """Return the captured layout.
 
-    The manifest contains the buffers of `recompute` instead of the tensors that `recompute` loads.
+    For tensors that the loader computes again after an update, the manifest contains the buffers of `recompute`.
 
     `placed` has the names of the checkpoint tensors that have elements on this rank. `read` has the names of other
     checkpoint tensors that the engine's loader reads. `tied` maps each name of a tied parameter to all its names.
 
     Raises:
-        UnsupportedLayout: the elements of a tensor are scattered over too many boxes, or are scattered in a tensor that
-            is too large to read every place. Or updates must send the checkpoint's dtype for a tensor, but its
-            checkpoint tensors have several dtypes.
+        UnsupportedLayout: the checkpoint elements in a tensor are scattered over too many boxes, or they are scattered
+            and the tensor is too large to read every place. Or updates must send the checkpoint's dtype for a tensor,
+            but the tensor's elements come from checkpoint tensors of several dtypes.
     """
     builder = ManifestBuilder(worker, Role.ENGINE)
     addresses: list[int] = []
@@ -371,9 +372,9 @@ _HALVES = (DType.BFLOAT16, DType.FLOAT16)
 def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
     """Return the dtype that updates send for a tensor.
 
-    If one of the engine's tensor and the checkpoint's tensor is bfloat16 and the other is float16, this is the
-    checkpoint's dtype, because neither dtype can represent all values of the other. Otherwise this is the dtype of the
-    engine's tensor.
+    Usually this is the dtype of the engine's tensor. But if the engine's tensor is bfloat16 and the checkpoint's is
+    float16, or the other way round, updates send the checkpoint's dtype, because neither of these dtypes can represent all
+    values of the other.
 
     Raises:
         UnsupportedLayout: the checkpoint's dtype is needed, but the checkpoint tensors have several dtypes.

@@ -94,7 +94,7 @@ def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Ma
 
 
 def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
-    """Return the tensors that a walk through the model has found, each memory once; see `held_by`."""
+    """Return the tensors that a walk through the model has found, but only the first of tensors that share memory."""
     counts = found.num_parameters, found.num_buffers, found.num_attributes
     direct = (Kind.PARAMETER, Kind.BUFFER, Kind.ATTRIBUTE)
     kinds = (kind for kind, count in zip(direct, counts, strict=True) for _ in range(count))
@@ -168,9 +168,10 @@ def _writable(node: Node) -> torch.Tensor | None:
 
 
 def _without_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that shares memory with a tensor and shows the stored values.
+    """Return a view of a tensor's memory whose elements are the values in memory.
 
-    These are the integers of a quantised tensor, and the values before negation or conjugation of a lazy view.
+    For a quantised tensor, these values are integers. For a view that negates or conjugates lazily, these are the values
+    before the negation or conjugation.
     """
     if tensor.is_quantized:
         integers = torch.empty(0, dtype=_QUANTISED[tensor.dtype], device=tensor.device)
@@ -215,8 +216,9 @@ def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 def _copied(node: Node) -> torch.Tensor | None:
     """Return a tensor of the elements of an object whose memory torch cannot view, or None.
 
-    Such an object has bytes, is a read-only array, an array of another byte order, a tensor in a layout of oneDNN, or a
-    weight that torch has packed for a quantised kernel. Return None for an object with fewer than 32 bytes.
+    Such an object is one of these: an object that contains bytes, a read-only array, an array of another byte order, a
+    tensor in a layout of oneDNN, or a weight that torch has packed for a quantised kernel. Return None for an object that
+    contains fewer than 32 bytes.
     """
     item = node.item
     if node.shape.form is Form.TENSOR:
@@ -299,7 +301,7 @@ class Watched:
         return self._reach
 
     def settle(self) -> None:
-        """Exclude tensors of kind HELD that the model gets after this call from all later results.
+        """From now on, leave new tensors of kind HELD out of all results.
 
         During a load, an engine's loader may keep temporary tensors in its objects.
         """
@@ -322,7 +324,7 @@ class Watched:
         }
 
     def copies(self) -> Mapping[str, Holding]:
-        """Return the elements of the model's bytes, read-only arrays and packed weights, by path.
+        """Return tensors with the contents of the model's bytes-like objects, read-only arrays and packed weights, by path.
 
         `__call__` does not return these objects, because torch cannot view their memory or may not write to it. A
         returned tensor may share memory with a read-only array, so do not write to the tensor.

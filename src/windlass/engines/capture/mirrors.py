@@ -241,7 +241,7 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _holder(holding: Holding) -> object | None:
-    """Return the Python object that has the tensor's bytes, or None if the bytes cannot be written or are a tensor's."""
+    """Return the writable Python object (such as a bytearray) that contains the tensor's bytes, or None."""
     item = holding.node.item if holding.node is not None else None
     return item if isinstance(item, BUFFERS) else None
 
@@ -292,7 +292,7 @@ def _varies(tensor: torch.Tensor) -> bool:
 
 
 def _comparable(values: torch.Tensor) -> torch.Tensor:
-    """Cast float8 values to float32, because torch cannot compare float8. Of complex values, return the real parts."""
+    """Return values that torch can compare: float8 as float32, and the real parts of complex values."""
     is_float8 = values.is_floating_point() and values.element_size() == 1
     if values.is_complex():
         return values.real
@@ -335,7 +335,7 @@ def _forms(tensor: torch.Tensor, width: int | None = None) -> Iterator[torch.Ten
 
 
 def _mirror(holding: Holding, sources: list[Holding]) -> Mirror | None:
-    """Return the mirror that a tensor is, or None.
+    """Return the description of a tensor as a mirror, or None if the tensor is no mirror.
 
     Compare whole rows with all weights first. If this fails, compare a vector with pieces of the weights with the most
     similar names, and a matrix with submatrices of these weights.
@@ -518,10 +518,9 @@ def _longest(
 
 
 def _starts(rest: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return a bool for each position of a weight: whether the elements from this position on begin like `rest`.
+    """Return, for each position of a weight, whether the next `FEW` elements equal the first `FEW` elements of `rest`.
 
-    `FEW` elements are compared. The positions are all columns of a weight with one row, and the starts of rows of any
-    other weight.
+    The positions are all columns of a weight with one row, and the starts of rows of any other weight.
     """
     windows = matrix[0].unfold(0, FEW, 1) if len(matrix) == 1 else matrix[:, :FEW]
     return _equal(rest[:FEW], windows).all(1)
@@ -672,7 +671,7 @@ class Later:
         Call this while the engine is quiesced, and before the next version writes into the weights.
 
         Raises:
-            UnsupportedLayout: a tensor that updates write has moved to another address, or an update cannot refill a
+            UnsupportedLayout: the engine has moved a tensor into which updates write, or an update cannot refill a
                 value that depends on weights. The message names these tensors or values.
         """
         if self._is_unchanged():

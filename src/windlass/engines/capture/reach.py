@@ -494,7 +494,7 @@ class _Walk:
     def _is_of_server(self, kind: type) -> bool:
         """Return whether the objects of a class that have a lock belong to the server, so that the walk skips them.
 
-        This is true for a class of a server's package, and for a class of a package without a module of the model.
+        This is true for a class of a server's package, and for a class of a package to which no module of the model belongs.
         """
         package = kind.__module__.partition(".")[0]
         return package in _SERVERS or package not in self._packages
@@ -502,8 +502,8 @@ class _Walk:
     def _attributes(self, node: Node, held: Mapping[str, Any]) -> bool:
         """Add nodes for an object's attributes, and return True. If the walk must skip the object, return False instead.
 
-        The walk skips an object with an attribute of a class in `_SHARED`, and an object of the server with a lock; this
-        method removes the node of such an object. Any other object with a lock becomes global.
+        The walk skips an object that has an attribute of a class in `_SHARED`. It also skips an object that has a lock and
+        belongs to the server. This method removes the node of a skipped object. Any other object with a lock becomes global.
         """
         if node.shape.form is Form.OBJECT:
             shapes = _SHAPES
@@ -561,7 +561,7 @@ class _Walk:
                 self._globals(_globals_of_class(base))
 
     def _functions(self, kind: type) -> None:
-        """Add the functions of a class that have state: a decorator's cache in a closure, or a default argument."""
+        """Add those functions of a class that have state, such as a decorator's cache in a closure or a default argument."""
         path = f"{kind.__module__}.{kind.__qualname__}"
         for name, value in vars(kind).items():
             function = _function_in(value)
@@ -585,7 +585,7 @@ class _Walk:
             self._values(node, Join.ATTRIBUTE, held)
 
     def _globals(self, named: Iterable[tuple[dict[str, Any], str]]) -> None:
-        """Add global variables, given as (namespace, name). Of a class, add the data in its attributes."""
+        """Add global variables, given as (namespace, name). If a variable is a class, add the data in its attributes."""
         for names, name in named:
             value = names.get(name)
             if isinstance(value, type):
@@ -618,7 +618,7 @@ def _returned(item: Any, form: Form) -> Iterable[object]:
     """Return the values in an object that are neither its attributes nor its items.
 
     These are the target of a weak reference, the value of a context variable, the values in a queue, the fields of a
-    structured array, and the parts of a nested or sparse tensor or a tensor's gradient.
+    structured array, the parts of a nested or sparse tensor, and the gradient of a tensor.
     """
     match form:
         case Form.REFERENCE:
@@ -646,7 +646,7 @@ def _returned(item: Any, form: Form) -> Iterable[object]:
 
 
 def _inside(item: Any) -> Iterable[object]:
-    """Return the values in an object of a class that gives Python code no list of them, such as a queue or a future."""
+    """Return the values in an object that Python code cannot list by attributes or items, such as a queue or a future."""
     if isinstance(item, torch.jit.ScriptFunction | torch.jit.ScriptModule):
         return _script_values(item)
     if not isinstance(item, torch.Future):
@@ -690,7 +690,7 @@ def value_of(member: MemberDescriptorType, item: object) -> object:
 
 
 def _shape_of(item: object) -> Shape:
-    """Return the description of an object's class. The walk must not skip the class."""
+    """Return the description of an object's class. Call this only if the walk does not skip the class."""
     # Use `type`, because `__class__` of a proxy object is the class of another object.
     kind = type(item)
     found: Shape = _SHAPES[kind] if kind in _SHAPES else _look_at(kind)
@@ -776,7 +776,7 @@ def _looked_at(kind: type) -> Any:
 def _is_foreign(module: object) -> bool:
     """Return whether the walk skips a class or function because of its package; `module` is its `__module__`.
 
-    Return True if `module` is no string: in some C classes, this attribute is a descriptor.
+    In some C classes, `__module__` is a descriptor and not a string. The walk skips these classes.
     """
     return not isinstance(module, str) or module.partition(".")[0] in _FOREIGN
 
@@ -798,7 +798,7 @@ def _is_of_c(kind: type) -> bool:
 
 
 def _is_static(function: Any) -> bool:
-    """Return whether an object is a C function of a module or class, so that it references no other object."""
+    """Return whether an object is a C function of a module or class. Such a function has no state of its own."""
     if type(function) is not BuiltinMethodType:
         return False
     return function.__self__ is None or isinstance(function.__self__, type | types.ModuleType)
@@ -900,7 +900,7 @@ def _spelt_in(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names of globals and attributes in compiled code, including functions that it defines."""
+    """Yield the names of globals and attributes in compiled code, including the code of nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -306,7 +306,8 @@ def plan_recompute(
     tensors are copies of, then those of all tensors in the same modules, then those of all tensors in the enclosing
     modules.
 
-    `computed` has the names of computed tensors and numbers, `numbers` the element numbers in all tensors that are copies.
+    `computed` has the names of computed tensors and computed Python numbers. `numbers` has the element numbers of each
+    tensor that is a copy of checkpoint elements.
 
     Returns:
         The partial load, or None if no computed value depends on weights.
@@ -426,7 +427,7 @@ class _Part:
     def sources_near(self, names: frozenset[str], level: int) -> frozenset[str]:
         """Return the names of the checkpoint tensors that are copied into the engine's tensors `names`.
 
-        If `level` is above 0, take instead of `names` all tensors in the modules that are `level` levels above them.
+        If `level` is above 0, replace `names` by all tensors in the modules that are `level` levels above these tensors.
         """
         if level == 0:
             chosen = names & self.copied.keys()
@@ -485,7 +486,7 @@ class _Part:
         return {}
 
     def _filled(self, sources: frozenset[str]) -> frozenset[str]:
-        """Return the names of tensors that a load of `sources` writes: computed tensors, and copies of `sources` only."""
+        """Return the names of tensors that a load of `sources` fills: computed tensors, and copies that need only `sources`."""
         return self.computed | {n for n, found in self.copied.items() if found <= sources}
 
     def _written(self, sources: frozenset[str]) -> frozenset[str]:

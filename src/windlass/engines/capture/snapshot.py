@@ -204,7 +204,7 @@ def _restore_class(kind: type, kept: dict[str, object]) -> None:
 
 
 def _holds_values(item: object) -> bool:
-    """Return whether an object directly contains a tensor, an array or a float, which may depend on weights."""
+    """Return whether an object directly contains a tensor, an array or a float. Such values may depend on weights."""
     held: Iterable[object] = vars(item).values() if type(item).__dictoffset__ else ()
     if isinstance(item, dict):
         held = (*held, *item.values())

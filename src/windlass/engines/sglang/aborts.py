@@ -48,8 +48,8 @@ def can_end_requests() -> bool:
     scheduler_class: Any = vars(module)["Scheduler"]
     if not {"get_next_batch_to_run", "_release_aborted_request"} <= vars(scheduler_class).keys():
         return False
-    # A paused scheduler does not call this method. It keeps references to the methods that handle messages, so that a
-    # patch of `continue_generation` would have no effect.
+    # A paused scheduler does not call `get_next_batch_to_run`, so its next call shows that generation has resumed. A patch
+    # of `continue_generation` would have no effect, because the scheduler keeps references to its message handlers.
     choose: Callable[..., Any] = scheduler_class.get_next_batch_to_run
 
     @functools.wraps(choose)
@@ -64,7 +64,7 @@ def can_end_requests() -> bool:
 
 
 def end_at_resume(*, ends_requests: bool) -> None:
-    """Set whether the requests that this pause has stopped end when generation resumes, or continue."""
+    """Set what happens to paused requests when generation resumes: True to end them, False to continue them."""
     _pause.ends_requests = ends_requests
 
 

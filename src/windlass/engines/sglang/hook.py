@@ -352,8 +352,8 @@ def _quiesce(order: Quiesce) -> None:
     A rank calls this while it carries out an order: between two steps, and before an update writes weights.
 
     Raises:
-        UnsupportedLayout: an update cannot refill a value that the engine has computed from weights, or a tensor that
-            updates write has moved.
+        UnsupportedLayout: an update cannot refill a value that the engine has computed from weights, or the engine has
+            moved a tensor into which updates write.
     """
     end_at_resume(ends_requests=order.ends_requests)
     _outdate_caches(order.namespace)

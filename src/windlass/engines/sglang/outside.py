@@ -175,7 +175,7 @@ def _joined(
                 table.session,
                 [(entry.address, entry.nbytes) for entry in table.entries.values()],
             )
-            # `EngineClient` closes the window, also if it fails.
+            # `EngineClient` closes the window too if it cannot join. A second call of `close` does nothing.
             joined.callback(window.close)
             memory = OutsideMemory(window, manifest, table)
             joined.callback(memory.close)
@@ -253,7 +253,7 @@ class OutsideMemory:
         self._window.read(self._batch, deadline_s=READ_DEADLINE_S)
 
     def close(self) -> None:
-        """Free the copies, also if the window is closed already."""
+        """Free the copies. Do not raise if the window was closed before."""
         with contextlib.suppress(RegionError):
             self.arena.close()
 
@@ -267,7 +267,7 @@ class OutsideHooks:
         self._before = self._label = ""
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:  # noqa: ARG002
-        """Pause the server, flush its caches, and set the weight version to `MIXED`; ranks other than 0 only check.
+        """Check that the server was not restarted. On rank 0, pause it, flush its caches, and set its version to `MIXED`.
 
         SGLang flushes its caches only if no step runs and no result is outstanding, so no step reads weights afterwards.
 
@@ -296,7 +296,7 @@ class OutsideHooks:
         self._set_label(MIXED, end_s - time.monotonic())
 
     def _flush(self, end_s: float) -> None:
-        """Flush the server's caches; repeat the request until the server accepts it or the monotonic time is `end_s`."""
+        """Flush the server's caches. Repeat a refused request until the monotonic time `end_s`, then raise PeerUnreachable."""
         for pause_s in Backoff(0.005, 0.5).pauses():
             try:
                 self._server.post("/flush_cache", {}, max(end_s - time.monotonic(), 0.1))
@@ -309,7 +309,7 @@ class OutsideHooks:
                 return
 
     def resume(self, deadline_s: float) -> None:
-        """Resume the server if it is paused, from rank 0.
+        """On rank 0, resume the server if `pause` has paused it. Do nothing on other ranks.
 
         If the update has set no version, first restore the weight version that the server had before the pause.
         """
@@ -321,7 +321,7 @@ class OutsideHooks:
         self._before = ""
 
     def finalise(self) -> None:
-        """Do nothing: a server with tensors that must be computed after an update was refused, and its caches are empty."""
+        """Do nothing. A layout with computed tensors was refused before, and `pause` has emptied the server's caches."""
 
     def set_version(self, version: int, deadline_s: float) -> None:
         if self._rank == 0:

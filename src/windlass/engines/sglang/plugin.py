@@ -147,7 +147,9 @@ def _prepare(server_args: Any) -> None:
 
 
 def check_ranks_have_the_token() -> None:
-    """Check that ranks on this host can read the token, with which they prove that a report to the first host is theirs.
+    """Check that ranks on this host can read the token.
+
+    The ranks send reports to the first host. The token proves that a report comes from a rank of this server.
 
     Call this on every host except the first.
 
@@ -212,7 +214,7 @@ class _RefusalsFirst:
         return getattr(self._manager, name)
 
     async def flush_cache_communicator(self, request: Any) -> list[Any]:
-        """Flush all replicas, and return refusals before successes."""
+        """Flush the caches of all replicas. Return the results of all replicas, refusals first."""
         answers = await self._manager.flush_cache_communicator(request)
         return sorted(answers, key=lambda answer: bool(answer.success))
 
@@ -272,7 +274,8 @@ def pause_at_once(manager_class: Any) -> None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s), manager.model_update_lock.writer_lock:
                         pass
-                # A request may wait for this method to release the lock. Let it take the lock, so that the check sees it.
+                # A request may wait for this method to release the lock. Let the request take the lock, so that `is_locked`
+                # returns True.
                 await asyncio.sleep(0)
                 if not await manager.model_update_lock.is_locked():
                     return
@@ -286,7 +289,7 @@ def _stand_in_front(http_server: ModuleType, member: SglangMember, token: str) -
     Args:
         http_server: SGLang's module `http_server`.
         member: this server.
-        token: token that ranks on other hosts prove to have in their reports; empty for a server on one host.
+        token: token that proves that a report comes from a rank on another host; empty for a server on one host.
     """
     app = vars(http_server)["app"]
     build: Callable[[], Any] = app.build_middleware_stack

@@ -314,9 +314,12 @@ def _enter_at_look_ups(namespace: Namespace) -> None:
 
 
 def load_current_entries(connector: Any) -> None:
-    """Patch the scheduler's side of a connector: it loads nothing for a request whose keys it has kept from old weights.
+    """Patch the scheduler's side of a connector, so that the connector loads no cache entries of old weights.
 
-    `Namespace.enter` marks such requests. `connector` is vLLM's `KVConnectorBase_V1`. Idempotent.
+    If a request was looked up before the last update, the connector may still use the keys of that look-up. The patched
+    method then returns no entries. `Namespace.enter` marks such requests.
+
+    `connector` is vLLM's `KVConnectorBase_V1`. Idempotent.
     """
     if _LOADS_NOTHING in vars(connector):
         return
@@ -416,7 +419,7 @@ def _hold(core: Any, held: Callable[[str], int]) -> None:
 def _quiesced(core: Any) -> Iterator[None]:
     """Pause the scheduler, and process the results of running steps. Restore the scheduler's state at the end.
 
-    These are the calls that vLLM itself makes in `EngineCoreProc.pause_scheduler` and in the core's loop.
+    This function makes the same calls as vLLM's `EngineCoreProc.pause_scheduler` and the core's loop.
     """
     from vllm.v1.core.sched.interface import PauseState
 
@@ -434,7 +437,7 @@ def _quiesced(core: Any) -> Iterator[None]:
 def _abort_requests(core: Any) -> None:
     """Abort all requests, and send their last outputs. Called in the core's loop.
 
-    These are the calls that vLLM itself makes in `EngineCoreProc.pause_scheduler` for the mode `abort`.
+    vLLM's `EngineCoreProc.pause_scheduler` makes the same calls for the mode `abort`.
     """
     from vllm.v1.request import RequestStatus
 

@@ -147,7 +147,7 @@ class Membership:
         await self._behind(scope, receive, join_when_started)
 
     def _protect(self, state: Any) -> App:
-        """Return the application behind the middleware for private routes and joins. `state` is set by vLLM's server.
+        """Wrap the application in the middleware for private routes and joins. vLLM's server has set `state`.
 
         Raises:
             WindlassError: see `VllmMember`.

@@ -209,9 +209,9 @@ class _DirectCopies(TorchFunctionMode):
 
     @contextmanager
     def where_needed(self) -> Iterator[None]:
-        """Use the mode in the `with` block, unless an earlier load made no direct copies.
+        """Enter this mode for the `with` block, unless an earlier load made no direct copies.
 
-        The mode makes a load slower by seconds.
+        The reason for the exception is that this mode makes a load slower by seconds.
         """
         if not self._is_needed:
             yield

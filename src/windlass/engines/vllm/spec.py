@@ -277,10 +277,11 @@ def generate_route() -> str:
 
 
 def draft_follows(config: Any) -> bool:
-    """Return whether updates reach the draft model of a server: multi-token prediction (MTP) of the served checkpoint.
+    """Return whether updates reach the draft model of a server.
 
-    All other draft models stay frozen, and MTP with pipeline stages, where only the last stage has a draft model. vLLM
-    verifies every draft with the served model, so a frozen draft model changes only the number of accepted tokens. `config`
+    They reach layers for multi-token prediction (MTP) of the served checkpoint, unless the server has pipeline stages: then
+    only the last stage has a draft model. Updates do not reach any other draft model, which keeps its first weights. vLLM
+    verifies every draft with the served model, so such a draft model changes only the number of accepted tokens. `config`
     is vLLM's `VllmConfig`.
     """
     draft = vars(config).get("speculative_config")

@@ -123,7 +123,7 @@ class VllmApi:
             self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
 
     def _call(self, method: str, args: list[object], deadline_s: float | None) -> None:
-        """Run a method in the main loop of every worker, and wait for its end; None as deadline for no limit.
+        """Run a method in the main loop of every worker, and wait for its end. `deadline_s` is None for no limit.
 
         Raises:
             PeerTimeout, PeerUnreachable: the method did not end in time, or a worker failed.
@@ -202,7 +202,8 @@ class WorkerMethods:
 
         Args:
             pause_id: id of the pause.
-            blocked_s: `deadline_s` of `QuiesceGate.block`; empty not to block, because the scheduler is paused.
+            blocked_s: `deadline_s` of `QuiesceGate.block`. Empty if the loop must not block, because the scheduler is
+                paused.
             namespace: new cache namespace, which the EngineCore adds to the call.
 
         Returns:

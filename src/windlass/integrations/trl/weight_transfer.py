@@ -229,7 +229,10 @@ class _FleetLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # TRL is not typed h
         """Ignore the value, which TRL's constructor assigns."""
 
     async def _post(self, *request: Any, **settings: Any) -> Any:
-        """Send a request by TRL's own method, to the server with the fewest open requests that has not failed lately."""
+        """Send a request by TRL's own method to the server with the fewest open requests.
+
+        Choose a server that failed in the last `FAILED_FOR_S` seconds only if all servers failed in this time.
+        """
 
         def load(url: str) -> tuple[bool, int]:
             return time.monotonic() < self._failed_until[url], self._num_requests[url]

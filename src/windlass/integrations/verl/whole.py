@@ -64,7 +64,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         self._is_master, self._rebuild_group = is_master, rebuild_group
 
     def prepare(self) -> dict[str, Any]:
-        """Return, for `build_topology`, the sender's address if `is_master`, otherwise this rank's name.
+        """Return this rank's entry for `build_topology`: the sender's address if `is_master`, else the receiver's name.
 
         Raises:
             ConfigError, TransportUnavailable, TransferFailed: see `BucketSender.open`.

@@ -348,7 +348,7 @@ class _Fleet:
                 self._paused[name] = held
 
     def _comes_to_rest(self, name: str) -> bool:
-        """Return whether the server's agent can block the main loop without a call of a route."""
+        """Return whether the server's agent can block the main loop itself, so that no HTTP request is needed."""
         group = self._coordinator.fleet.group_of(name)
         first = None if group is None else group.agents.get(0)
         return first is not None and first.hello.comes_to_rest
