@@ -232,7 +232,7 @@ class ElementIds:
     def is_consistent(self) -> bool:
         """Return whether a pattern is known for each group that has checkpoint elements.
 
-        A sampled row shows the pattern if its first place has a checkpoint element.
+        A sampled row shows the pattern of its group if the first place of the row has a checkpoint element.
         """
         filled = (self._heads >= 0).any(dim=1)
         sampled = (self._samples[:, :, 0] >= 0).any(dim=1)

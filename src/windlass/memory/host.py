@@ -126,7 +126,7 @@ class HostBuffer:
 
     def __init__(self, nbytes: int) -> None:
         mapping = mmap.mmap(-1, nbytes)
-        # Huge pages mean fewer page faults and fewer pages to pin. A kernel without them works too.
+        # Huge pages mean fewer page faults and fewer pages to pin. If Linux refuses them, small pages work too.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes

@@ -216,8 +216,8 @@ def row_major_blocks(
     if dim == 0:
         yield (0,) * len(sizes), tuple(sizes)
         return
-    # Cut the dim with index `dim - 1`. A block has size 1 in each dim before it, a range of its indices, and the whole of
-    # each dim after it.
+    # Cut the dim with index `dim - 1`. A block has one index of each earlier dim, a range of indices of this dim, and all
+    # indices of each later dim.
     chunk, size, rest = max(max_numel // inner, 1), sizes[dim - 1], sizes[dim:]
     for outer in itertools.product(*map(range, sizes[: dim - 1])):
         for first in range(0, size, chunk):

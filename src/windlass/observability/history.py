@@ -112,7 +112,7 @@ class FleetEvent:
 @final
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Period in which an engine's status, version and reason stay the same, apart from pauses for an update.
+    """Period in which an engine's status, version and reason stay the same. Pauses for an update do not end it.
 
     Attributes:
         at_s: seconds from the start of the run to the beginning of the stretch.

@@ -152,8 +152,8 @@ class Pieces(Columns):
     Attributes:
         atom: (n,) number of the atom. `intersect_boxes` numbers the atoms of one pattern, `find_holders` the atoms of
             all tensors.
-        box: (n,) index of the destination box. `intersect_boxes` counts the boxes of one pattern, the planner the rows of
-            `Boxes`.
+        box: (n,) index of the destination box. In the result of `intersect_boxes` it is an index into the boxes of one
+            pattern; in the planner's result it is an index into `Boxes`.
         offsets, sizes: (n, MAX_DIMS) box of the common elements.
     """
 

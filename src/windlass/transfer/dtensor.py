@@ -643,7 +643,7 @@ class LiveTensors:
         self._lock = threading.Lock()
 
     def read(self, indices: Collection[int]) -> None:
-        """Set the manifest indices of the tensors that engines get. All other tensors may change in any way."""
+        """Set which tensors engines get, by manifest index. All other tensors may change, move or disappear."""
         with self._lock:
             new = [index for index in indices if not self._is_read[index]]
             self._is_read = [index in indices for index in range(len(self._names))]

@@ -670,7 +670,7 @@ class RelaySource:
         bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> None:
-        """Bind links to all members of these relay groups. Ignore a group if the plan has no link from this rank to it.
+        """Bind links to all members of these relay groups. Ignore groups to which this rank has no planned link.
 
         Args:
             groups: the groups.

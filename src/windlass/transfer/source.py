@@ -70,7 +70,7 @@ class LocatedParameters:
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Locate the parameters only once inside this block. They must not move during the block."""
+        """Locate the parameters only once inside this block. The parameters must not move before the block ends."""
         self._keeps = True
         try:
             yield

@@ -303,7 +303,8 @@ class StoredLinks:
 
         Args:
             name: the destination.
-            gone: why the destination's process has ended; empty if it ran before the stores.
+            gone: text that says that the destination's process has ended; empty if the process was running before the
+                stores.
             late: why it is unknown whether the stores have ended; empty if they have ended.
             wire_s: seconds of the stores.
         """
