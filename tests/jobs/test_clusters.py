@@ -16,7 +16,7 @@ from slurm_cluster import missing_reason, slurm_cluster
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import KnownScheduler, create_scheduler
-from windlass.jobs.schedulers.ray import RaySchedulerConfig
+from windlass.jobs.schedulers.ray import NICENESS, RaySchedulerConfig
 from windlass.jobs.schedulers.slurm import SlurmOptions, SlurmSchedulerConfig
 from windlass.jobs.train_controller import TrainController
 from windlass.net.server import ControlServer
@@ -60,7 +60,8 @@ def cluster(
         ray = Cluster()
         try:
             for node in ("node0", "node1"):
-                ray.add_node(num_cpus=8, num_gpus=GPUS_PER_NODE, env_vars={"RAY_NODE": node})
+                variables = {"RAY_NODE": node, NICENESS: "0"}
+                ray.add_node(num_cpus=8, num_gpus=GPUS_PER_NODE, env_vars=variables)
             yield ray.address
         finally:
             ray.shutdown()

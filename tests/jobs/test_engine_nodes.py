@@ -21,6 +21,7 @@ from windlass.jobs import Recipe, Task, load_config
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.launch import run_job
 from windlass.jobs.schedulers.base import Scheduler
+from windlass.jobs.schedulers.ray import NICENESS
 from windlass.net.addresses import free_port
 from windlass.rollout import RolloutGroup
 from windlass.rollout.messages import TrainingSample
@@ -149,7 +150,7 @@ def cluster_of(kind: str, folder: Path) -> Iterator[tuple[str, str]]:
     ray = Cluster()
     try:
         for _ in range(2):
-            ray.add_node(num_cpus=6)
+            ray.add_node(num_cpus=6, env_vars={NICENESS: "0"})
         host = ray.address.rpartition(":")[0]
         controller = f'[controller]\nhost = "0.0.0.0"\nadvertise_host = "{host}"'
         yield host, f'kind = "ray"\naddress = "{ray.address}"\n\n{controller}'

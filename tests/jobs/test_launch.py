@@ -20,6 +20,7 @@ import pytest
 from certificates import Authority
 from slurm_cluster import missing_reason, slurm_cluster
 
+from windlass.jobs.schedulers.ray import NICENESS
 from windlass.wording import shortest_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -489,7 +490,7 @@ def test_the_example_of_several_nodes_runs_on_ray(tmp_path: Path) -> None:
     cluster = Cluster()
     try:
         for _ in range(2):
-            cluster.add_node(num_cpus=6, num_gpus=4)
+            cluster.add_node(num_cpus=6, num_gpus=4, env_vars={NICENESS: "0"})
         ray = f'[scheduler]\nkind = "ray"\naddress = "{cluster.address}"\n\n'
         address = cluster.address.rpartition(":")[0]
         check_example(tmp_path, several_nodes(tmp_path, address, (table, ray)))

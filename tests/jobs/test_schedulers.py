@@ -134,6 +134,13 @@ async def test_a_process_is_created_watched_signalled_listed_and_deleted(
     assert_dead(handles)
 
 
+async def test_a_process_has_the_niceness_of_its_starter(kind: str, tmp_path: Path) -> None:
+    async with opened(kind, tmp_path) as scheduler:
+        await scheduler.start(python("says", "import os; print('niceness', os.nice(0))"))
+        assert (await scheduler.wait("says")).returncode == 0
+        assert f"niceness {os.nice(0)}" in (await scheduler.log_tail("says")).splitlines()
+
+
 async def test_a_wait_ends_with_its_process_although_the_name_is_used_again(
     tmp_path: Path,
 ) -> None:

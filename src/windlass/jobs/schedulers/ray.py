@@ -16,7 +16,7 @@ from typing import Any, final
 
 import msgspec
 
-from windlass.envs import inherited_environment
+from windlass.envs import inherited_environment, set_defaults
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
 from windlass.jobs.schedulers.base import (
     ClusterBackend,
@@ -32,6 +32,8 @@ MAX_CALLS = 1000
 CALL_DEADLINE_S = 60.0
 # Ray waits at most 30 s for a node that it starts. On a busy host several tries may be needed.
 START_TRIES = 3
+NICENESS = "RAY_worker_niceness"
+"""Ray's variable for the niceness of launcher actors, which their processes inherit."""
 
 
 class RaySchedulerConfig(SchedulerConfig, frozen=True, tag="ray"):
@@ -84,6 +86,9 @@ class RayBackend(ClusterBackend):
         # Ray's own processes inherit the environment. This call removes the tokens from the environment.
         inherited_environment()
         address = self._config.address
+        if not address:
+            # Ray's default is niceness 15. On a busy host, ranks and engines would get hardly any processor time.
+            set_defaults({NICENESS: "0"})
         tries = 1 if address else START_TRIES
         while not self._opened:
             tries -= 1
