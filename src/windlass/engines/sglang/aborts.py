@@ -1,12 +1,12 @@
 """A pause in mode `abort` that does not wait for the answers of the ended requests.
 
-SGLang's own `abort` returns when its server has sent the answer of every running request, and the engine stands still for
-that long. Windlass instead pauses with SGLang's `retract`, which frees the KV cache of all running requests and moves them
+SGLang's own `abort` returns when its server has sent the answer of every running request, and the engine generates nothing
+until then. Windlass instead pauses with SGLang's `retract`, which frees the KV cache of all running requests and moves them
 to the waiting queue. When generation resumes, the scheduler ends them there before its first step. So the server sends
 the answers, and receives the next requests, while the engine generates again.
 
-The scheduler must name the version of each token (SGLang 0.5.19 and later): earlier releases name one version per answer,
-when the server sends the answer, which is after the update.
+This needs SGLang 0.5.19 or later, whose scheduler names the version of each token. Earlier releases name one version per
+answer. They read this version when the server sends the answer, which would be after the update.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The weight table of an SGLang server without Windlass, and the layout file that describes the table's bytes.
 
 With `ENABLING`, every rank of SGLang registers its parameters with its own Mooncake engine, and the server publishes
-address, number of elements and element size of each. A process with SGLang and Windlass writes the layout file once
+the address, the number of elements and the element size of each parameter. A process with SGLang and Windlass writes the layout file once
 (`windlass capture`); the agent of such a server reads both (`windlass.engines.sglang.outside`).
 """
 

@@ -19,8 +19,8 @@ sets the namespace in its loop, in the same call that quiesces or holds the work
 
 Stores outside the engine. Connectors in `STORES` derive the keys of their entries from the block hashes or the cache salt,
 so their entries have the namespace, too. A connector may keep the keys of a request that it has looked up. If a request
-enters a new namespace after such a lookup (it was preempted, or the connector had no answer yet), the core lets it load
-nothing: the kept keys are those of old weights.
+enters a new namespace after such a lookup (it was preempted, or the connector had no answer yet), the core does not let
+the request load entries: the connector's keys belong to old weights.
 
 Encoder cache. vLLM's cache of encoder outputs has keys without a salt, so the core clears this cache in every update. If
 a running request still needs an output, the scheduler runs the encoder again. The core also clears the cache before a

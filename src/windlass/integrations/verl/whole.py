@@ -30,7 +30,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
     The actor's rank 0 sends the tensors and hosts the controller. Other actor ranks only take part in the gathers.
     Connections and buckets stay open between updates, unless `rebuild_group` is set.
 
-    Memory: two buckets at the sender, one bucket at every receiver.
+    Memory: two buckets at the sender; one bucket at every receiver, or two with the mode `staged`.
 
     Args:
         bucket_size: maximum size of a bucket in bytes.

@@ -1,8 +1,8 @@
 """Trainer engine of vLLM's weight-transfer backend "windlass"; importing this module registers it.
 
 `WeightTransferTrainerFactory` (vLLM 0.32, `vllm/distributed/weight_transfer/factory.py`; vLLM 0.24 lacks it) creates a
-backend's trainer engine from an init info, a client and a source. The engine of this module passes all three to
-`WeightSync`. Every trainer rank runs:
+backend's trainer engine from an init info, a client and a source. The engine of this module creates a `WeightSync`
+from all three. Every trainer rank runs:
 
     engine = WeightTransferTrainerFactory.trainer_init(
         TrainerInit(rank=rank), client=HTTPVLLMWeightSyncClient(url), source=ModuleShards(model)
