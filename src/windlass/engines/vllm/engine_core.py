@@ -63,13 +63,8 @@ BACKEND = "windlass"
 """Value for `--weight-transfer-config`."""
 SCHEDULER = "windlass.engines.vllm.engine_core._scheduler"
 """Value for `--scheduler-cls`, for releases that do not report the versions of tokens."""
-STORES = (
-    "OffloadingConnector",
-    "SimpleCPUOffloadConnector",
-    "MooncakeStoreConnector",
-    "LMCacheMPConnector",
-)
-"""Connectors of vLLM (0.32) whose keys contain the cache salt: by block hashes, in LMCache by a field of the key."""
+STORES = ("OffloadingConnector", "MooncakeStoreConnector")
+"""Connectors of vLLM (0.32) whose keys contain the cache salt, by block hashes, and that a live test has updated."""
 QUIESCES = "windlass_quiesce"
 """Worker method to which the core passes the new cache namespace as an additional argument.
 

@@ -81,8 +81,8 @@ _EVICTED = "vLLM may evict an adapter that shares slots, and would then read its
 _NODES = "use --nnodes, --node-rank and --dist-init-addr of the launcher"
 _EXPERTS_LEAVE = "experts move to other ranks when ranks are added or removed"
 _KEYS_OF_TOKENS = (
-    "other connectors find or receive entries without the version of the weights (vLLM's cache salt), so that entries of old "
-    "weights would answer"
+    "entries of other connectors may lack the version of the weights (vLLM's cache salt), so that entries of old weights "
+    "could answer"
 )
 _LORA = "lora_config"
 _LOGPROBS = Rule(
