@@ -31,7 +31,10 @@ class P2p(Backend):
         self._relays = options.relay is not RelayShape.OFF
 
     def sender(self, sender: RankSender, host: str) -> SenderBackend:  # noqa: ARG002
-        """Return the rank's sender of one-sided writes. With a relay, return a wrapper that writes to each relay group once."""
+        """Return the rank's sender of one-sided writes.
+
+        With a relay, return a wrapper that sends bytes once to all engines that pass them on to each other.
+        """
         return RelayingSender(cast("Sender", sender)) if self._relays else sender
 
     def receiver(self, receiver: RankReceiver, host: str) -> ReceiverBackend:

@@ -60,7 +60,7 @@ class LinkLedger:
     def answered(self, source: str) -> tuple[str, ...]:
         """Record that `source` has answered its write command, and return the command's destinations.
 
-        Return an empty tuple if no write command of `source` was unanswered.
+        Return an empty tuple if `source` has no write command that waits for an answer.
         """
         return self.in_flight.pop(source, ())
 

@@ -171,7 +171,7 @@ class Codes:
     def expected(
         self, numbers: torch.Tensor, seed: int, dtype: torch.dtype, *, loud: bool = False
     ) -> torch.Tensor:
-        """Return the values (n,) that elements have in `random(seed)`, or in `some` if `loud`.
+        """Return the values (n,) that `Codes.random(seed)` yields for these elements; with `loud`, those of `Codes.some`.
 
         `numbers` has element numbers, (n,) int64, on any device. Each value is generated in the checkpoint's dtype and
         then cast to `dtype`, the dtype of the engine's tensor.

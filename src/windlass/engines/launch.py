@@ -366,7 +366,7 @@ def _order_join(args: argparse.Namespace, server: str, url: str, token: str = ""
     if not key:
         raise ConfigError(
             f"{server} must be a server of this user on this host, with Windlass's plugin and "
-            f"{CONTROLLER_VARIABLE} in its environment; got none that has left a key"
+            f"{CONTROLLER_VARIABLE} in its environment; this host has no key of such a server"
         )
     deadline_s = args.join_deadline_s or join_deadline_s(Path(args.model))
     order = JoinOrder(

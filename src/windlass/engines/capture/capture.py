@@ -718,10 +718,10 @@ def _require_repeated(
 
 
 def _refuse_numbers(loads: _Loads, before: Mapping[str, Number]) -> None:
-    """Raise UnsupportedLayout if a Python number depends on the checkpoint, but not on the values of coded loads.
+    """Raise UnsupportedLayout if a Python number depends on the checkpoint in a way that loads of random weights cannot show.
 
-    The coded loads gave such a number another value than it had at the start. The load of the engine's own checkpoint
-    then restored the first value. `before` has the numbers between these loads, by path.
+    Such a number had one value at the start, another value after every load of random weights, and the first value again
+    after the load of the engine's own checkpoint. `before` has the numbers after the last load of random weights, by path.
     """
     start, now = loads.start.numbers, loads.held.all_numbers()
     hidden = differing(start, before) - differing(start, now) - loads.counted

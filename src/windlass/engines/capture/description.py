@@ -242,8 +242,9 @@ class Seen:
     def scattered(self, codes: Codes) -> frozenset[str]:
         """Return the names of the tensors that capture must still read at every place.
 
-        The result contains the tensors that failed their check. It also contains a tensor of which capture has read only
-        rows, if the loader multiplies the tensor or if the tensor has more than `MAX_BOXES` boxes.
+        The result contains the tensors whose captured elements were wrong in the check. For some tensors, capture has read
+        whole rows instead of single places. The result contains such a tensor if the loader multiplies the tensor by a
+        factor, or if a checkpoint tensor has more than `MAX_BOXES` boxes in it.
         """
         in_rows = {name for name, numbers in self.numbers.items() if not numbers.by_place}
         return self.unproven | {

@@ -311,8 +311,8 @@ def _enter_at_look_ups(namespace: Namespace) -> None:
 def load_current_entries(connector: Any) -> None:
     """Patch the scheduler's side of a connector, so that the connector loads no cache entries of old weights.
 
-    If a request was looked up before the last update, the connector may still use the keys of that look-up. The patched
-    method then returns no entries. `Namespace.enter` marks such requests.
+    A connector that has looked up a request's prefix before the last update may still use the keys of that look-up.
+    `Namespace.enter` marks such requests. For them, the patched method reports that no tokens match.
 
     `connector` is vLLM's `KVConnectorBase_V1`. Idempotent.
     """

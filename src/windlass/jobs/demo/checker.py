@@ -212,10 +212,10 @@ def _explain(
     """Return the log-probabilities of a sample by several computations, for `WorstAnswer.expected`.
 
     Args:
-        expect: function of a version for each token, and of `kept` (whether keys and values of older versions are
-            reused). It returns the log-probabilities (1, T).
+        expect: takes one version per token, and `kept` (whether keys and values of older versions are reused). Returns the
+            log-probabilities (1, T).
         sample: the sample.
-        saved: published versions with a file.
+        saved: published versions whose weights were saved.
         context_is_kept: whether engines may have kept keys and values across an update.
     """
     near = {version + step for version in sample.versions for step in (-1, 0, 1)}

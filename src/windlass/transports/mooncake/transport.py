@@ -240,9 +240,9 @@ class MooncakePeer(NetworkPeer):
         return int(key)
 
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:  # noqa: ARG002
-        """See `NetworkPeer.confirm`. Read the token from the peer's memory and compare it.
+        """See `NetworkPeer.confirm`. Read the token from the peer's memory, and compare it with the peer's published token.
 
-        Try up to `READS` reads: if the peer has closed the connection, two reads fail before the engine reconnects.
+        Try up to `READS` reads: after the peer has closed the connection, two reads fail before Mooncake reconnects.
         """
         code: int | None = None
         for _ in range(READS):
