@@ -26,7 +26,7 @@ from windlass.net.addresses import free_port
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.cluster,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts: {why_no_hosts()}"),
 ]
 PROMPT = [(7 * place) % 240 for place in range(70)]

@@ -11,7 +11,7 @@ from plain_vllm import checkpoint, serving_over_hosts, syncing
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.cluster,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts: {why_no_hosts()}"),
 ]
 PROMPT = [(7 * place) % 240 for place in range(140)]
