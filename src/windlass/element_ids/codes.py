@@ -118,7 +118,7 @@ class Codes:
     def digits(
         self, position: int, chosen: frozenset[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) for all tensors, or only for the tensors whose names are in `chosen`.
+        """Yield (name, tensor) for all tensors, or only for the tensors named in `chosen`.
 
         Each value is 1 + the digit at `position` of the element's number; position 0 is the lowest digit.
         """
@@ -137,7 +137,7 @@ class Codes:
     def random(
         self, seed: int, chosen: frozenset[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) with random values for all tensors, or only for the tensors whose names are in `chosen`.
+        """Yield (name, tensor) with random values for all tensors, or only for the tensors named in `chosen`.
 
         A value depends only on the seed and the element's number. Values are uniform between -0.125 and 0.125. Values of
         float8 tensors are uniform over the 254 bit patterns that are not NaN.
@@ -148,7 +148,7 @@ class Codes:
         )
 
     def some(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) for the tensors whose names are in `chosen`, with random values between -2 and 2."""
+        """Yield (name, tensor) for the tensors named in `chosen`, with random values between -2 and 2."""
         return self._load(
             lambda first, last, dtype, _chosen: _loud(*self._halves(first, last), seed, dtype),
             self._batches(self._indices(chosen)),
@@ -157,7 +157,7 @@ class Codes:
     def mixed(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) for all tensors.
 
-        The tensors whose names are in `chosen` have the values of `some`; all others have the values of `random(0)`.
+        The tensors named in `chosen` have the values of `some`; all others have the values of `random(0)`.
         """
         return self._load(
             lambda first, last, dtype, is_chosen: (
