@@ -363,7 +363,7 @@ def engine(url: str, weight: torch.Tensor) -> Iterator[Hooks]:
 async def test_a_trainer_with_another_transport_fails_before_engines_pause() -> None:
     """Otherwise an engine that is updated in place would end with mixed weights."""
     module, weight = torch.nn.Linear(2, 2, bias=False), torch.ones(2, 2)
-    says = "trainer/0 cannot write engine/0: .* at both ends, got shm at the source and cma at the destination"
+    says = "trainer/0 cannot write to engine/0: .* at both ends, got shm at the source and cma at the destination"
 
     def update(url: str) -> None:
         with engine(url, weight) as hooks:

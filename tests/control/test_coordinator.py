@@ -340,7 +340,7 @@ def hello_of(group: str, **changes: object) -> Hello:
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        ([b"\xc1 not msgpack"], "part c120 after 0 parts"),
+        ([b"\xc1 not msgpack"], "mark c120 after 0 parts"),
         (["text"], "binary Hello"),
         ([encode(Announce(1, 1))], "first frame must be Hello"),
         ([encode(hello_of("x")), b"\x00"], "agent frame"),

@@ -436,10 +436,10 @@ def test_the_joiner_drops_an_unfinished_frame() -> None:
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
-        ([LAST + b"end"], "part c102 after 0 parts"),
-        ([MIDDLE + PART], "part c101 after 0 parts"),
-        ([FIRST + PART, b"\xc1\x07" + PART], "part c107 after 1 parts"),
-        ([b"\xc1"], "part c1 after 0 parts"),
+        ([LAST + b"end"], "mark c102 after 0 parts"),
+        ([MIDDLE + PART], "mark c101 after 0 parts"),
+        ([FIRST + PART, b"\xc1\x07" + PART], "mark c107 after 1 parts"),
+        ([b"\xc1"], "mark c1 after 0 parts"),
         ([FIRST + b"short"], f"a part must have {PART_NBYTES} bytes, got 5"),
         ([FIRST + PART, MIDDLE + PART, LAST + b"x"], f"at most {2 * PART_NBYTES} bytes, got more"),
     ],

@@ -149,6 +149,7 @@ async def test_an_engine_that_no_trainer_reaches_is_refused_with_the_reason(
             report = await start(publish, controller.url, ("cma",), undo)
             assert report.engines == ("near",)
             assert (
-                "trainer/0 cannot write other/0: transport must be available at both" in caplog.text
+                "trainer/0 cannot write to other/0: transport must be available at both"
+                in caplog.text
             )
             await start(undo.close)
