@@ -27,7 +27,7 @@ from windlass.controller import Controller
 from windlass.errors import ConfigError, WindlassError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.schedulers.base import Scheduler
-from windlass.net.logs import LineLimit
+from windlass.net.logs import TRACEBACK_EVERY_S, LineLimit
 from windlass.rollout.batches import check_groups, training_samples
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
@@ -40,12 +40,8 @@ _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-TRACEBACK_EVERY_S = 10.0
-"""Seconds between two tracebacks of exceptions with the same type, from the same line of the recipe."""
 tracebacks = LineLimit(TRACEBACK_EVERY_S)
 """Limit on the logged tracebacks of the recipe's exceptions."""
-_counting = threading.Lock()
-"""Lock of `tracebacks`, because several threads may score groups."""
 MODULE = "windlass_launched_recipe"
 _END = object()
 """Value that marks the end of the tasks. It is not None, because a recipe may yield None by mistake."""
@@ -335,11 +331,7 @@ def recipe_error(what: str, error: BaseException) -> WindlassError:
     """
     if isinstance(error, WindlassError):
         return error
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    with _counting:
-        num_alike = tracebacks.count(f"{type(error).__name__} {where}")
-    if num_alike:
+    if num_alike := tracebacks.count_error(error):
         more = f" ({num_alike} calls raised in this way)" if num_alike > 1 else ""
         _log.error("recipe: %s raised%s", what, more, exc_info=error)
     remedy = ""

@@ -10,7 +10,9 @@ import logging
 import shutil
 import sys
 import textwrap
+import threading
 import time
+import traceback
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -27,6 +29,8 @@ LEVEL_VARIABLE = "WINDLASS_LOG_LEVEL"
 LOG_VARIABLES = (FORMAT_VARIABLE, LEVEL_VARIABLE)
 MAX_KINDS = 256
 """Largest number of kinds of lines that a `LineLimit` remembers; it forgets the kind that was logged longest ago."""
+TRACEBACK_EVERY_S = 10.0
+"""Seconds between two logged tracebacks of equal exceptions of a user's code."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 _fields: ContextVar[Mapping[str, str | int]] = ContextVar("windlass_log_fields")
@@ -75,7 +79,7 @@ def log_fields(
 
 @final
 class LineLimit:
-    """Limit on repeated log lines: one line of each kind per `every_s` seconds.
+    """Limit on repeated log lines: one line of each kind per `every_s` seconds. Thread-safe.
 
     Args:
         every_s: seconds between two lines of one kind.
@@ -84,19 +88,27 @@ class LineLimit:
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._kinds: dict[str, tuple[float, int]] = {}
+        self._lock = threading.Lock()
 
     def count(self, kind: str) -> int:
         """Count a log line of this kind. Return 0 if the caller must not write the line.
 
         Otherwise return the number of lines of this kind since the last written line, including this line.
         """
-        now = time.monotonic()
-        next_s, num_held = self._kinds.pop(kind, (now, 0))
-        is_due = now >= next_s
-        if len(self._kinds) >= MAX_KINDS:
-            del self._kinds[next(iter(self._kinds))]
-        self._kinds[kind] = (now + self._every_s, 0) if is_due else (next_s, num_held + 1)
+        with self._lock:
+            now = time.monotonic()
+            next_s, num_held = self._kinds.pop(kind, (now, 0))
+            is_due = now >= next_s
+            if len(self._kinds) >= MAX_KINDS:
+                del self._kinds[next(iter(self._kinds))]
+            self._kinds[kind] = (now + self._every_s, 0) if is_due else (next_s, num_held + 1)
         return num_held + 1 if is_due else 0
+
+    def count_error(self, error: BaseException) -> int:
+        """Count an exception like a log line; exceptions are of one kind if type and line of code are the same."""
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        return self.count(f"{type(error).__name__} {where}")
 
 
 @final

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
@@ -19,7 +18,7 @@ import aiohttp
 import msgspec
 
 from windlass.errors import ConfigError, ProtocolError, RolloutError
-from windlass.net.logs import LineLimit, log_fields
+from windlass.net.logs import TRACEBACK_EVERY_S, LineLimit, log_fields
 from windlass.rollout.generate import AttemptError, AttemptResult, generate
 from windlass.rollout.messages import (
     MAX_VALUE_NBYTES,
@@ -37,7 +36,6 @@ from windlass.rollout.messages import (
 from windlass.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
-TRACEBACK_EVERY_S = 10.0
 
 
 class Reject(RolloutError):
@@ -327,9 +325,7 @@ class Attempts:
 
     def _log_raised(self, task: RolloutTask, failure: BaseException) -> None:
         """Log the traceback of an attempt's exception, but only once per `TRACEBACK_EVERY_S` for equal exceptions."""
-        frames = traceback.extract_tb(failure.__traceback__)
-        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        if num_alike := self._raised.count(f"{type(failure).__name__} {where}"):
+        if num_alike := self._raised.count_error(failure):
             more = f" ({num_alike} attempts failed in this way)" if num_alike > 1 else ""
             with log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name):
                 logger.error("attempt failed in the worker%s", more, exc_info=failure)
