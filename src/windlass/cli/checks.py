@@ -381,9 +381,9 @@ def check_flags(command: str, checkpoint: Path | None = None) -> Finding:
     name, said = f"{engine} flags", " ".join(options)
     try:
         spec = ENGINES.find(engine)
-        refuse_options(options, spec.rules)
-        if spec.server is not None:
-            # A launcher makes these checks, too.
+        if spec.server is None:
+            refuse_options(options, spec.rules)
+        else:
             checked_arguments(spec, ["--name", "engine", "--model", str(checkpoint), *options])
         if checkpoint is not None:
             require_followed(checkpoint, options)
