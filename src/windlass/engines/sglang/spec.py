@@ -12,7 +12,7 @@ from typing import final
 import msgspec
 
 from windlass.engines.http import EngineHttp, NoSuchRoute
-from windlass.engines.options import Rule, options_of, refuse_settings
+from windlass.engines.options import Rule, refuse_settings
 from windlass.engines.quantised import require_followed
 from windlass.engines.spec import AgentSettings, EngineSpec, RankStep, ServerCommand
 from windlass.engines.versions import EngineReleases, Feature, has, installed_version
@@ -173,8 +173,9 @@ class SglangServer:
         if is_set(ORIGINAL):
             raise ConfigError(f"{ORIGINAL} must not be set: {SAMPLED}")
         require_followed(Path(args.model), rest)
-        replicas = 1 if _DP_ATTENTION in dict(options_of(rest)) else args.dp
-        if replicas > 1 and not has(REPLICAS, version := installed_version(RELEASES)):
+        if ENGINE.num_replicas(args.dp, rest) > 1 and not has(
+            REPLICAS, version := installed_version(RELEASES)
+        ):
             raise ConfigError(
                 f"dp: must be 1 with SGLang {version}, whose ranks do not know the index of their "
                 f"replica, got --dp {args.dp}; start one engine per replica, or add {_DP_ATTENTION} for data-parallel "
