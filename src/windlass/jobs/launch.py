@@ -424,7 +424,7 @@ class Job:
         cleaning = asyncio.create_task(
             self.controller.rollouts.cancel_all(
                 deadline_s=deadline_s,
-                keep_in_journal=self._config.rollout.journal is not None,
+                keep_in_journal=self._has_journal,
             ),
             name="clean-up",
         )
@@ -728,8 +728,7 @@ class Job:
         """
         if not self._recipe_state:
             return b""
-        has_journal = self._config.rollout.journal is not None
-        tasks = [] if has_journal else [task for task, _ in self._open.values()]
+        tasks = [] if self._has_journal else [task for task, _ in self._open.values()]
         tasks += [] if self._drawn is None else [self._drawn]
         try:
             return encode_tasks(tasks)
@@ -737,10 +736,14 @@ class Job:
             _log.warning("the checkpoint lacks the tasks that were not trained on: %s", error)
             return b""
 
+    @property
+    def _has_journal(self) -> bool:
+        """Whether the job's rollouts have a journal in a file."""
+        return self._config.rollout.journal is not None
+
     def _journal_position(self) -> tuple[str, int]:
         """Return the id of the rollout journal and the number of rollout groups in it; ("", 0) without a journal."""
-        has_journal = self._config.rollout.journal is not None
-        return self.controller.rollouts.position if has_journal else ("", 0)
+        return self.controller.rollouts.position if self._has_journal else ("", 0)
 
     def _acknowledge(self, task_ids: Sequence[str]) -> None:
         """Remove groups from the journal of rollouts, because the job has trained on them.
@@ -820,6 +823,14 @@ class Job:
         tasks that an earlier process submitted after it had saved the checkpoint: the journal of rollouts has them.
         """
         deadline_s, num_skipped = room_deadline_s(self._config), 0
+
+        async def submit(task: Task) -> None:
+            nonlocal num_skipped
+            if num_skipped:
+                num_skipped -= 1
+            else:
+                await self._submit(task, deadline_s)
+
         if self._newest is not None and (checkpoint := self._newest[1]).recipe:
             journal, num_groups = self._journal_position()
             if journal and journal == checkpoint.journal:
@@ -828,17 +839,11 @@ class Job:
             await self._task_calls.call("load", lambda: self._recipe.load(state))
             self._recipe_state = checkpoint.recipe
             for task in decode_tasks(checkpoint.tasks):
-                if num_skipped:
-                    num_skipped -= 1
-                else:
-                    await self._submit(task, deadline_s)
+                await submit(task)
         tasks = tasks_of(self._recipe)
         while (drawn := await self._next_task(tasks)) is not None:
             task, self._recipe_state = drawn
-            if num_skipped:
-                num_skipped -= 1
-            else:
-                await self._submit(task, deadline_s)
+            await submit(task)
 
     async def _next_task(self, tasks: Iterator[tuple[Task, bytes]]) -> tuple[Task, bytes] | None:
         """Return the recipe's next task and the encoded state of the recipe after this task; None after the last task.
