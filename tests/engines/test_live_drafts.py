@@ -7,11 +7,8 @@ the draft is a copy of the weights that the server starts with: the server accep
 
 from __future__ import annotations
 
-import asyncio
 import json
-import re
 import subprocess
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 from fresh_servers import require_equal_answers, serving_fresh
+from live_updates import Counter, update_beside
 from rows import Record, Shown
 from safetensors.torch import save_file
 from servers import (
     CONFIGS,
     HTTP_S,
-    TOKEN,
     VENVS,
     Layout,
     Server,
@@ -37,7 +34,7 @@ from servers import (
 )
 
 import windlass
-from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
+from windlass.config import UpdateMode
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
@@ -144,38 +141,6 @@ WAYS = [
 ]
 
 
-def drafted(server: Server) -> tuple[float, float]:
-    """Return the numbers of drafted and of accepted tokens since the start of a server."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=HTTP_S) as response:
-        text = response.read().decode()
-    drafts, accepted = (
-        sum(
-            map(
-                float,
-                re.findall(
-                    rf"^vllm:spec_decode_num_{name}_tokens_total{{.*}} (\S+)$", text, re.MULTILINE
-                ),
-            )
-        )
-        for name in ("draft", "accepted")
-    )
-    return drafts, accepted
-
-
-@dataclass
-class Drafts:
-    """Numbers of drafted and accepted tokens since the last call of `since`."""
-
-    server: Server
-    before: tuple[float, float] = (0.0, 0.0)
-
-    def since(self) -> tuple[float, float]:
-        now = drafted(self.server)
-        grown = now[0] - self.before[0], now[1] - self.before[1]
-        self.before = now
-        return grown
-
-
 def frozen(server: Server) -> list[Mapping[str, str]]:
     """Return per rank a digest of every tensor of the draft model; without one, an empty mapping."""
     return list(server.post("/collective_rpc", {"method": "draft_digests"})["results"])
@@ -263,37 +228,30 @@ async def test_a_frozen_draft_changes_no_answer_after_an_update(
     with serving(
         way.engine, own, tmp_path / "live.log", layout=way.layout, flags=(*FLOAT32, *flags)
     ) as server:
-        drafts, kept = Drafts(server), frozen(server)
+        kept = frozen(server)
+        drafts, taken = (
+            Counter(server, f"spec_decode_num_{name}_tokens_total")
+            for name in ("draft", "accepted")
+        )
         assert all(map(bool, kept)) == (way.draft is not None)
         answers(server)
-        count, accepted = drafts.since()
+        count, accepted = drafts.since(), taken.since()
         if way.draft is copy_of_target:
             assert accepted == count > 0
         for version, mode in ((2, UpdateMode.IN_PLACE), (3, UpdateMode.STAGED)):
-            config = ControlConfig(
-                mode=mode, pause_mode=PauseMode.IN_PLACE, deadlines=PhaseDeadlines(pause_s=120)
-            )
             model = build(KIND, version)
             model.save_pretrained(tmp_path / str(version))
-            async with windlass.Controller(token=TOKEN, config=config) as controller:
-                await asyncio.to_thread(server.join, controller.url, "cma")
-                running = asyncio.create_task(asyncio.to_thread(server.sample, [3, 4, 5], 64))
-
-                def update(
-                    model: Any = model, version: int = version, url: str = controller.url
-                ) -> None:
-                    with windlass.connect_trainer(model, controller=url, token=TOKEN) as client:
-                        assert client.publish(version).result().digest_ok
-
-                await asyncio.to_thread(update)
-                spoken = (await running).versions
-                assert spoken == sorted(spoken)
-                assert spoken[-1] in (-1, version - 1, version)
+            beside = await update_beside(
+                server, model, version, mode, prompt=[3, 4, 5], num_tokens=64
+            )
+            spoken = beside.versions
+            assert spoken == sorted(spoken)
+            assert spoken[-1] in (-1, version - 1, version)
             assert server.digests() == server.digests_of_fresh_load(tmp_path / str(version))
             assert changed(frozen(server), kept) == []
-            drafts.since()
+            drafts.since(), taken.since()
             told = answers(server)
-            count, accepted = drafts.since()
+            count, accepted = drafts.since(), taken.since()
             assert 0 <= accepted <= count
             assert count > 0, "it must draft"
             if way.draft is copy_of_target:

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +31,7 @@ from typing import Any
 import aiohttp
 import pytest
 import transformers
+from live_updates import metric
 from servers import CONFIGS, HTTP_S, TOKEN, Layout, Server, build, save, serving
 
 import windlass
@@ -259,14 +258,6 @@ async def stream(
             ended = choice["finish_reason"] or ended
             began.set()
     return tokens, ended
-
-
-def metric(server: Server, name: str) -> float:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=HTTP_S) as response:
-        text = response.read().decode()
-    values = re.findall(rf"^vllm:{name}{{.*}} (\S+)$", text, re.MULTILINE)
-    assert values, name
-    return sum(map(float, values))
 
 
 @dataclass

@@ -7,23 +7,18 @@ are equal. The answers of the last weights equal those of a fresh server without
 
 from __future__ import annotations
 
-import asyncio
 import json
-import re
 import subprocess
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fresh_servers import require_equal_answers, serving_fresh
+from live_updates import Counter, update_beside
 from rows import Record, Shown
 from servers import (
     HTTP_S,
-    TOKEN,
     VENVS,
     Layout,
     Server,
@@ -33,8 +28,7 @@ from servers import (
     serving,
 )
 
-import windlass
-from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
+from windlass.config import UpdateMode
 from windlass.net.addresses import free_port
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
@@ -65,23 +59,6 @@ Said = tuple[list[int], list[float]]
 
 def tokens_of(answers: Sequence[Said]) -> list[list[int]]:
     return [tokens for tokens, _ in answers]
-
-
-@dataclass
-class Hits:
-    """Tokens of prompts that came from the store since the last call of `since`."""
-
-    server: Server
-    before: float = 0.0
-
-    def since(self) -> float:
-        with urllib.request.urlopen(f"{self.server.url}/metrics", timeout=HTTP_S) as response:
-            text = response.read().decode()
-        found = re.findall(r"^vllm:external_prefix_cache_hits_total{.*} (\S+)$", text, re.MULTILINE)
-        assert found
-        now = sum(map(float, found))
-        grown, self.before = now - self.before, now
-        return grown
 
 
 def ask_all(server: Server) -> list[Said]:
@@ -137,31 +114,16 @@ async def test_no_answer_after_an_update_comes_from_stored_entries_of_old_weight
                 variables={"VLLM_HOST_IP": "127.0.0.1", **given},
             )
         )
-        hits = Hits(server)
+        hits = Counter(server, "external_prefix_cache_hits_total")
         told[1] = [ask_all(server) for _ in range(2)]
         assert hits.since() > 0, "repeated prompts must come from the store"
         for version, mode in ((2, UpdateMode.IN_PLACE), (3, UpdateMode.STAGED)):
-            config = ControlConfig(
-                mode=mode, pause_mode=PauseMode.IN_PLACE, deadlines=PhaseDeadlines(pause_s=120)
-            )
             model = build(KIND, version)
             model.save_pretrained(tmp_path / str(version))
-            async with windlass.Controller(token=TOKEN, config=config) as controller:
-                await asyncio.to_thread(server.join, controller.url, "cma")
-                # This request runs across the update: its entries belong to the old weights.
-                across = asyncio.create_task(
-                    asyncio.to_thread(server.sample, list(PROMPTS[0]), 100)
-                )
-                await asyncio.sleep(0.1)
-
-                def update(
-                    model: Any = model, version: int = version, url: str = controller.url
-                ) -> None:
-                    with windlass.connect_trainer(model, controller=url, token=TOKEN) as client:
-                        assert client.publish(version).result().digest_ok
-
-                await asyncio.to_thread(update)
-                await across
+            # The request runs across the update: its entries belong to the old weights.
+            await update_beside(
+                server, model, version, mode, prompt=PROMPTS[0], num_tokens=100, head_start_s=0.1
+            )
             hits.since()
             first = ask_all(server)
             assert hits.since() == 0, "entries of old weights must not be found"
