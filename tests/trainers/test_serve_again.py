@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from batch_trainer import BatchTrainerSettings, run
-from child_process import running
+from embedded_process import CONFIG, start_engine
 from weight_fleet import TOKEN, Rank
 
 import windlass
 from windlass.config import ReplicaPlace
 from windlass.rollout.messages import TrainingSample
 
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "eos_token_id": None,
-}
 DEADLINE_S = 60
 SAMPLE = TrainingSample(
     prompt_ids=(1,),
@@ -40,16 +26,6 @@ SAMPLE = TrainingSample(
     group_id=0,
     engine="a",
 )
-
-
-def start_engine(stack: ExitStack, name: str, folder: Path, url: str) -> None:
-    stack.enter_context(
-        running(
-            *("-m", "windlass.engines.embedded", "--name", name, "--transport", "cma"),
-            *("--model", str(folder / "config.json"), "--controller", url),
-            token=TOKEN,
-        )
-    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +40,6 @@ def start_engine(stack: ExitStack, name: str, folder: Path, url: str) -> None:
 async def test_a_trainer_that_waits_for_a_batch_sends_its_version_again(
     tmp_path: Path, late: str, replica: ReplicaPlace
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with ExitStack() as stack:
         async with windlass.Controller(token=TOKEN) as controller:
             first = stack.enter_context(ExitStack())
@@ -90,7 +65,6 @@ async def test_a_trainer_that_waits_for_a_batch_sends_its_version_again(
 async def test_weights_that_have_changed_are_not_sent_as_the_published_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     refused = asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from child_process import running
+from embedded_process import CONFIG, start_engine
 from two_memories_rank import TwoMemoriesSettings, run
 from weight_fleet import TOKEN, Rank
 
 import windlass
 from windlass.config import ControlConfig, DiskBackend, P2pBackend, XcclBackend
 
-CONFIG: dict[str, object] = {
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "eos_token_id": None,
-}
 ROWS = [("exporter", "p2p"), ("manifest", "p2p"), ("manifest", "xccl"), ("manifest", "disk")]
 
 
@@ -45,15 +31,10 @@ async def test_two_memories_of_one_tensor_are_compared_before_anything_is_sent(
         "xccl": XcclBackend(),
         "disk": DiskBackend(str(tmp_path)),
     }
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with ExitStack() as stack:
         config = ControlConfig(backend=backends[backend], compare_share=1.0)
         async with windlass.Controller(token=TOKEN, config=config) as controller:
-            engine = ("--name", "a", "--transport", "cma", "--controller", controller.url)
-            model = ("--model", str(tmp_path / "config.json"))
-            stack.enter_context(
-                running("-m", "windlass.engines.embedded", *engine, *model, token=TOKEN)
-            )
+            start_engine(stack, "a", tmp_path, controller.url)
             rank = Rank(run, TwoMemoriesSettings(controller.url, TOKEN, CONFIG, way))
             stack.callback(rank.close)
             await controller.wait_for_fleet(num_trainers=1, engines=("a",), deadline_s=300)
