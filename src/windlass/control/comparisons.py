@@ -79,9 +79,10 @@ class Comparisons:
         return self._decided
 
     def of_round(self, version: int, binding: Binding) -> tuple[Replicated | None, int, int]:
-        """Return what a round compares, for `RoundSpec`: replicated boxes, turn and period (see `due_pieces`).
+        """Return the replicated boxes, the turn and the period of a round's comparison, for `RoundSpec`; see `due_pieces`.
 
-        The boxes are None if the round compares nothing: no box is replicated, or the time budget does not allow it.
+        The boxes are None if the round compares nothing, because the ranks hold no replicated box or the time budget does
+        not allow a comparison.
         """
         replicated = binding.replicated
         if replicated is None:

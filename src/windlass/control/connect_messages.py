@@ -221,7 +221,7 @@ class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
 class ChangeLinks(msgspec.Struct, frozen=True, tag="change_links"):
     """Command to a trainer rank: end some links, bind new links, and keep all others.
 
-    The answers are those of `ConnectTrainer`. The controller sends this command only with one-sided writes, and only if
+    The rank answers as it answers `ConnectTrainer`. The controller sends this command only with one-sided writes, and only if
     no engine ranks relay.
 
     Attributes:

@@ -200,7 +200,8 @@ class EngineSpec:
         default_context: default of `context_option`; None if the default depends on the model.
         needs_port: True if `EngineOptions.port` must not be 0.
         spans_nodes: whether the ranks of one server may run on several nodes.
-        dp_within_tp: option with which `--dp` counts groups of the `--tp` ranks, not replicas; empty if there is none.
+        dp_within_tp: option that makes `--dp` count groups of the `--tp` ranks instead of replicas; empty if the engine
+            has no such option.
         cpu_arguments: options to serve a small model on a machine without a GPU.
         cpu_environment: environment variables to serve a small model on a machine without a GPU.
         gpu_arguments: options to serve a small model on a GPU that other processes also use.

@@ -67,7 +67,7 @@ class HostedController:
     """A `Controller` whose loop runs in a thread of this process until `close`.
 
     Args:
-        towards: URLs of the servers that will connect. The controller binds the address from which this host reaches the
+        towards: URLs of the servers that will connect. The controller binds this host's address on the route to the
             first URL that is not a loopback address.
         config: settings of updates; the defaults if omitted.
         setup: function that is called in the controller's event loop as soon as the controller runs.

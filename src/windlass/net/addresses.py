@@ -179,7 +179,7 @@ def own_address(towards: str = "") -> str:
 
 
 def address_towards(url: str) -> str:
-    """Return the address of this host from which packets to the host of `url` would be sent. Nothing is sent.
+    """Return the source address that packets from this host to the host of `url` would have. Nothing is sent.
 
     Raises:
         ConfigError: `url` is invalid; see `check_url`.

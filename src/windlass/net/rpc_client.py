@@ -72,7 +72,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         executor: executor that runs calls, one at a time; None for a thread of this client.
         loop: event loop for everything but calls; None for a new event loop.
         give_up_s: seconds without a connection after which this client ends.
-        keeps_calls: whether to execute a call whose connection was lost before the call began.
+        keeps_calls: whether to execute a call although its connection was lost before the call began.
 
     Attributes:
         welcomed: future that is done once the server has sent its welcome or a final refusal.

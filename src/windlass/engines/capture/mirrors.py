@@ -197,7 +197,7 @@ def _on_devices(
 
 
 def _in_memory_of(part: Part, copy: torch.Tensor, tensor: torch.Tensor) -> Part:
-    """Return a part whose target is a view of `tensor`, made from a part whose target is a view of `copy`.
+    """Return a part with a view of `tensor` as its target, in place of the same view of `copy`.
 
     `copy` is a copy of `tensor` on another device, with the same shape and strides.
     """
@@ -335,7 +335,7 @@ def _forms(tensor: torch.Tensor, width: int | None = None) -> Iterator[torch.Ten
 
 
 def _mirror(holding: Holding, sources: list[Holding]) -> Mirror | None:
-    """Return the description of a tensor as a mirror, or None if the tensor is no mirror.
+    """Return the description of a tensor as a mirror, or None if the tensor is not a mirror.
 
     Compare whole rows with all weights first. If this fails, compare a vector with pieces of the weights with the most
     similar names, and a matrix with submatrices of these weights.
@@ -429,7 +429,7 @@ def _is_slice(places: torch.Tensor, found: torch.Tensor) -> bool:
 def _part(
     rows: torch.Tensor, places: torch.Tensor, matrix: torch.Tensor, found: torch.Tensor
 ) -> Part:
-    """Return the part in which rows `found` of `matrix` are copied to rows `places` of `rows`.
+    """Return the part that copies rows `found` of `matrix` to rows `places` of `rows`.
 
     If both row indices are contiguous, the part has two slices and no indices, because such a copy is faster.
     """

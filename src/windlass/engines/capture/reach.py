@@ -211,7 +211,7 @@ def joined(path: str, join: Join, key: Any) -> str:
 
 
 def _spelt(key: object) -> str:
-    """Return the text of a dict's key in a path; the name of the class for a key that is no plain value."""
+    """Return the text of a dict's key in a path. For a key that is not a plain value, return the name of its class."""
     if isinstance(key, str | int | float | bool | torch.dtype | torch.device) or key is None:
         return repr(key)
     if type(key) is tuple:
@@ -338,12 +338,12 @@ class Signature:
 
 
 def _followed(values: Iterable[object]) -> list[int]:
-    """Return the identities of those values that the walk may enter: no numbers, locks, or objects that it skips."""
+    """Return the identities of the values that the walk enters. It enters no numbers, no locks, and no skipped objects."""
     return [id(v) for v in values if _SHAPES.get(type(v), _UNSET) not in (None, _NUMBER, _LOCK)]
 
 
 def _members(item: Any, shape: Shape) -> Iterable[object]:
-    """Return the values in an object that is no dict, except the values in the object's `__dict__`."""
+    """Return the values in an object that is not a dict, except the values in the object's `__dict__`."""
     held: Iterable[object] = ()
     match shape.form:
         case Form.SEQUENCE | Form.SET:
@@ -434,7 +434,7 @@ class _Walk:
                 self._add(tensor, _shape_of(tensor), node, Join.ITEM, name, joined(module.path, Join.ATTRIBUTE, name))  # fmt: skip
 
     def enter_others(self, begin: int) -> None:
-        """Enter every node from index `begin` on, and the classes of modules and objects, until there is no new node."""
+        """Enter every node from index `begin` on, and the classes of modules and objects, until none of them leads to a new node."""
         nodes = self._found.nodes
         at, num_classes = begin, 0
         while True:
@@ -600,7 +600,7 @@ class _Walk:
 _COMPARED = frozenset(
     {Form.SEQUENCE, Form.SET, Form.CELL, Form.REFERENCE, Form.OPAQUE, Form.VARIABLE, Form.FUNCTION, Form.PARTIAL}
 )  # fmt: skip
-"""Kinds of objects, other than dicts, whose values a `Signature` compares."""
+"""Kinds of objects, other than dicts, that a `Signature` compares by their values."""
 _WITH_ELEMENTS = frozenset({Form.TENSOR, Form.ARRAY, Form.BYTES})
 PLAIN = frozenset({dict, OrderedDict, list, set, deque})
 """Container classes without attributes in their instances (engines set none on an `OrderedDict`)."""
@@ -702,7 +702,7 @@ _OPAQUE = (
     *(queue.Queue, queue.SimpleQueue, concurrent.futures.Future, asyncio.Future),
     *(torch.Future, torch.jit.ScriptFunction, torch.jit.ScriptModule),
 )
-"""Classes whose objects give Python code no list of their values. The walk asks the garbage collector for the values."""
+"""Classes of objects that give Python code no list of their values. The walk asks the garbage collector for the values."""
 _OF_C = frozenset({"builtins", "itertools", "operator", "_collections"})
 """Python modules of other C classes (iterators, views, generators, bound methods) that the walk treats like `_OPAQUE`."""
 _COLLECTED = 1 << 14

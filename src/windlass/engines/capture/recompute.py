@@ -302,9 +302,9 @@ def plan_recompute(
     """Find the sources of the computed tensors, and check by trial updates that a load of only the sources is enough.
 
     A partial load may leave other tensors wrong, because the loader may rebuild a whole layer. If so, this function adds
-    checkpoint tensors to the partial load until no tensor is wrong. It first adds the checkpoint tensors that the wrong
-    tensors are copies of, then those of all tensors in the same modules, then those of all tensors in the enclosing
-    modules.
+    checkpoint tensors to the partial load until no tensor is wrong. It first adds the checkpoint tensors that are copied
+    into the wrong tensors, then the ones for all tensors in the same modules, then the ones for all tensors in the
+    enclosing modules.
 
     `computed` has the names of computed tensors and computed Python numbers. `numbers` has the element numbers of each
     tensor that is a copy of checkpoint elements.

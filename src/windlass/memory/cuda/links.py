@@ -74,8 +74,8 @@ class GpuTables:
 
         Args:
             words: address of the words that get the digest.
-            hashed: tables whose pieces are hashed in place.
-            stored: tables whose pieces are copied; the copied bytes are hashed.
+            hashed: tables of the pieces to hash in place.
+            stored: tables of the pieces to copy; the copied bytes are hashed.
         """
         gpu = self._gpu
         gpu.device.clear(words, WORDS_NBYTES, gpu.stream)
