@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import final
 
 _log = logging.getLogger(__name__)
+SAID_FIRST_S = 5.0
 SAID_EVERY_S = 15.0
 
 
@@ -17,8 +18,8 @@ SAID_EVERY_S = 15.0
 class Progress:
     """Progress of a slow operation, which consists of successive parts.
 
-    A line is logged when a part begins, every `SAID_EVERY_S` seconds while it runs, and when it ends. One thread begins
-    and ends parts; any thread may call `text`.
+    A line is logged when a part begins, while it runs, and when it ends. While it runs, the lines are first `SAID_FIRST_S`
+    and later `SAID_EVERY_S` seconds apart. One thread begins and ends parts; any thread may call `text`.
 
     Args:
         say: function that logs one line.
@@ -27,7 +28,7 @@ class Progress:
 
     def __init__(self, say: Callable[[str], object] = _log.info, *, is_shown: bool = False) -> None:
         self._say = say
-        self._every_s = None if is_shown else SAID_EVERY_S
+        self._is_shown = is_shown
         self._part: tuple[str, float, str] | None = None
         self._detail, self._ended = "", threading.Event()
 
@@ -37,12 +38,17 @@ class Progress:
         limit = "" if at_most_s is None else f"at most {at_most_s:.0f} s"
         self._say(f"{what} ({limit})" if limit else what)
         self._part, self._ended = (what, time.monotonic(), limit), threading.Event()
-        threading.Thread(
-            target=self._go_on, args=(self._ended,), name="progress", daemon=True
-        ).start()
+        if not self._is_shown:
+            threading.Thread(
+                target=self._go_on, args=(self._ended,), name="progress", daemon=True
+            ).start()
 
     def _go_on(self, ended: threading.Event) -> None:
-        while not ended.wait(self._every_s):
+        began_s = time.monotonic()
+        # A user looks at the first lines, and a log of a long part should have few.
+        while not ended.wait(
+            min(max((time.monotonic() - began_s) / 4, SAID_FIRST_S), SAID_EVERY_S)
+        ):
             self._say(self.text())
 
     def detail(self, text: str) -> None:

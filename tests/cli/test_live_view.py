@@ -121,9 +121,13 @@ def assert_log_lines_are_whole(lines: list[str]) -> None:
 @pytest.mark.parametrize("size", [SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.long)])
 def test_the_demo_leaves_one_frame_and_whole_lines(size: tuple[int, int], tmp_path: Path) -> None:
     middle: list[list[str]] = []
+    loads: list[str] = []
 
     def look(terminal: Terminal, _process: subprocess.Popen[bytes]) -> None:
         shown = terminal.shown()
+        loads.extend(
+            line for line in shown if line.startswith("loading PyTorch and transformers: ")
+        )
         if any(re.search(r"step [1-4]/5", line) for line in shown) and len(middle) < 10:
             middle.append(shown)
 
@@ -138,7 +142,10 @@ def test_the_demo_leaves_one_frame_and_whole_lines(size: tuple[int, int], tmp_pa
     assert not any("s of at most" in line for line in lines), "a frame of the start is left"
     assert_log_lines_are_whole(lines)
     text = unwrapped(lines)
+    assert loads
     for said in (
+        "INFO loading PyTorch and transformers took ",
+        "INFO checking the model and the environments of the demo took ",
         "engines load their model and capture its layout (at most 600 s",
         "worker worker-0 connected",
         "staleness of trained samples (versions: count): ",
@@ -183,6 +190,7 @@ def test_a_launched_job_leaves_no_frame_and_ends_quietly(
     assert_log_lines_are_whole(lines)
     text = unwrapped(lines)
     assert text.count("worker worker-0 connected") == 1
+    assert text.count("running recipe.py, which has the recipe took ") == 1
     assert not [word for word in CLEAN_END if word in text], lines
     assert lines[-2] == "done: 1 step, version 1 published"
     assert lines[-1] == "in out: report.html, summary.json, metrics.jsonl, logs"
@@ -205,7 +213,10 @@ def test_a_launched_job_without_a_terminal_draws_nothing(tmp_path: Path) -> None
         "done",
         "in out",
     ]
-    assert all(LOG_LINE.match(line) for line in done.stderr.splitlines()), done.stderr
+    said = done.stderr.splitlines()
+    assert all(LOG_LINE.match(line) for line in said), done.stderr
+    begun = dict.fromkeys(line.partition(" INFO ")[2].split(" ")[0] for line in said)
+    assert [*begun][:3] == ["checking", "running", "starting"], done.stderr
     assert not [word for word in CLEAN_END if word in done.stderr], done.stderr
 
 

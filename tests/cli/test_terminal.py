@@ -263,10 +263,11 @@ def test_progress_names_a_slow_part_with_its_time_and_missing_members(
     ]
 
 
+@pytest.mark.parametrize("setting", ["SAID_FIRST_S", "SAID_EVERY_S"])
 def test_a_log_shows_a_slow_part_while_it_runs_and_a_terminal_shows_it_instead(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
-    monkeypatch.setattr("windlass.progress.SAID_EVERY_S", 0.02)
+    monkeypatch.setattr(f"windlass.progress.{setting}", 0.02)
     said: SimpleQueue[str] = SimpleQueue()
     with Progress(said.put).part("engines load", 300):
         assert [said.get(timeout=10) for _ in range(3)] == [

@@ -117,14 +117,15 @@ async def run_job(
             publishing its last version.
     """
     check_job(config)
-    token = owner_token()
-    recipe = recipe or load_recipe(
-        Path(config.recipe.file), config.recipe.name, evaluates=config.evaluation.every > 0
-    )
+    token, progress = owner_token(), progress or Progress()
+    if recipe is None:
+        file = Path(config.recipe.file)
+        with progress.part(f"running {file.name}, which has the recipe"):
+            recipe = load_recipe(file, config.recipe.name, evaluates=config.evaluation.every > 0)
     output_dir = await asyncio.to_thread(Path(config.output_dir).resolve)
     await asyncio.to_thread(output_dir.mkdir, parents=True, exist_ok=True)
     with OutputFolder(output_dir).locked():
-        return await _run_in(output_dir, config, recipe, token, notify, progress or Progress())
+        return await _run_in(output_dir, config, recipe, token, notify, progress)
 
 
 async def _run_in(

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
+from rich.console import Console
 
 from windlass import jobs
 from windlass.cli import Command
 from windlass.config import DiskBackend, P2pBackend, PauseMode, UpdateMode, XcclBackend
 from windlass.engines.spec import ENGINES
 from windlass.envs import environment_value
-from windlass.errors import ConfigError
+from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.jobs.config import EngineSection, LaunchConfig, TrainerSection, load_config
 from windlass.jobs.schedulers.base import SCHEDULER_PLUGINS, PluginSchedulerConfig
 from windlass.jobs.schedulers.configs import KnownScheduler
@@ -26,6 +27,8 @@ from windlass.jobs.schedulers.ray import RaySchedulerConfig
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 from windlass.net.addresses import free_port
 from windlass.net.logs import configure_logging
+from windlass.observability.live import LiveView, can_draw
+from windlass.progress import Progress
 
 START = "start"
 """Folder of the checkpoint that a server loads if the demo makes it."""
@@ -48,6 +51,12 @@ SCHEDULERS: Mapping[str, KnownScheduler] = {
     # So tell Ray that there are five cores; the processes then share the real ones.
     "ray": RaySchedulerConfig(num_cpus=5),
 }
+
+
+class _Limit(msgspec.Struct, frozen=True):
+    """Part of a model's config.json. Some kinds of models have no `max_position_embeddings`."""
+
+    max_position_embeddings: int | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,11 +120,19 @@ def run(args: argparse.Namespace) -> int:
     configure_logging("controller")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"demo: --json must be a file in a folder that exists, got {args.json}")
-    config = demo_config(args)
-    from windlass.jobs.demo.arithmetic import arithmetic, load_tokenizer
-    from windlass.jobs.demo.recipe import REPEAT_OPERAND, DemoRecipe
-    from windlass.jobs.demo.run import run_demo
+    # Only a checkpoint's tokenizer needs slow imports. Without it, refuse wrong options before them.
+    config = demo_config(args) if args.checkpoint is None else None
+    console = Console(markup=False, highlight=False, emoji=False)
+    loads = Progress(is_shown=not args.plain and can_draw(console))
+    with (
+        LiveView(console, loads.text, is_transient=True, is_wanted=not args.plain),
+        loads.part("loading PyTorch and transformers"),
+    ):
+        from windlass.jobs.demo.arithmetic import arithmetic, load_tokenizer
+        from windlass.jobs.demo.recipe import REPEAT_OPERAND, DemoRecipe
+        from windlass.jobs.demo.run import run_demo
 
+    config = config or demo_config(args)
     problem = REPEAT_OPERAND
     if args.checkpoint is not None:
         problem = arithmetic(load_tokenizer(args.checkpoint))
@@ -248,16 +265,35 @@ def _checked_context(args: argparse.Namespace) -> int:
         )
     from windlass.jobs.demo.arithmetic import load_tokenizer, longest_prompt
 
+    positions = _positions(folder / "config.json")
     longest = longest_prompt(load_tokenizer(folder))
-    positions = msgspec.json.decode((folder / "config.json").read_bytes()).get(
-        "max_position_embeddings", sys.maxsize
-    )
+    if positions <= longest:
+        raise ConfigError(
+            f"demo: --checkpoint must be a model with a context of more than {longest} tokens, the longest prompt of the "
+            f"demo, got {folder}, whose context has {positions} tokens"
+        )
     if not 1 <= args.max_new_tokens <= positions - longest:
         raise ConfigError(
             f"demo: --max-new-tokens must be in [1, {positions - longest}] with this --checkpoint, whose context has "
             f"{positions} tokens, got {args.max_new_tokens}"
         )
     return int(longest + args.max_new_tokens)
+
+
+def _positions(file: Path) -> int:
+    """Return the number of tokens in a model's context, from its config.json; `sys.maxsize` if the file does not say it.
+
+    Raises:
+        ConfigError: the file is not JSON, or the number is no integer.
+    """
+    try:
+        limit = msgspec.json.decode(file.read_bytes(), type=_Limit).max_position_embeddings
+    except DECODE_ERRORS as error:
+        raise ConfigError(
+            f"demo: --checkpoint must have a config.json with an integer max_position_embeddings, or without it, got "
+            f"{file}: {error}"
+        ) from error
+    return sys.maxsize if limit is None else limit
 
 
 def _with_context(arguments: tuple[str, ...], kind: str, context: int) -> tuple[str, ...]:

@@ -8,13 +8,19 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from windlass.cli import Command
 from windlass.envs import TOKEN_VARIABLE, secret_value
 from windlass.net.logs import configure_logging
+from windlass.observability.live import LiveView, can_draw
+from windlass.progress import Progress
 from windlass.wording import counted
+
+if TYPE_CHECKING:
+    from windlass.jobs.config import LaunchConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,37 +35,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job; return 0, or 128 plus the signal's number if a signal ended the job."""
-    from windlass.jobs.config import check_all, error_of, name_file, read_job
-    from windlass.jobs.launch import check_host, check_job, run_job
-    from windlass.jobs.recipe import find_recipe
-    from windlass.observability.live import LiveView, can_draw
-    from windlass.progress import Progress
-
     configure_logging("controller")
-    with name_file(args.config):
-        config, mistakes = read_job(args.config)
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    # The view shows a slow operation while it runs. If no view can be drawn, `Progress` logs it instead. With `--check`,
+    # the log has only mistakes.
+    progress = (
+        Progress(lambda _: None, is_shown=True)
+        if args.check
+        else Progress(is_shown=can_draw(console))
+    )
+    with LiveView(console, progress.text, is_transient=True):
+        with progress.part(f"checking {args.config.name}"):
+            config = _checked_config(args.config, runs_recipe=args.check)
+        if args.check:
+            steps = counted(config.steps, "step")
+            print(f"{args.config}: {steps}, {counted(len(config.engines), 'engine')}: valid")
+            return 0
+        from windlass.jobs.launch import run_job
+
+        summary = asyncio.run(run_job(config, notify=_print, progress=progress))
+    return 128 + summary.stopped_by if summary.stopped_by else 0
+
+
+def _checked_config(file: Path, *, runs_recipe: bool) -> LaunchConfig:
+    """Return the configuration of a job after all checks of a start. If `runs_recipe`, also run the recipe's file.
+
+    Raises:
+        ConfigError: a check found a mistake; the error has all mistakes.
+    """
+    from windlass.jobs.config import check_all, error_of, name_file, read_job
+    from windlass.jobs.launch import check_host, check_job
+    from windlass.jobs.recipe import find_recipe
+
+    with name_file(file):
+        config, mistakes = read_job(file)
         if config is None:
             raise error_of(mistakes)
         checks: list[Callable[[], object]] = [
             partial(check_job, config),
             partial(check_host, config),
         ]
-        if args.check and (recipe := Path(config.recipe.file)).is_file():
+        if runs_recipe and (recipe := Path(config.recipe.file)).is_file():
             # Reading the token removes it from the environment, where the user's recipe could find it.
             secret_value(TOKEN_VARIABLE)
             evaluates = config.evaluation.every > 0
             checks.append(partial(find_recipe, recipe, config.recipe.name, evaluates=evaluates))
         check_all(checks, mistakes)
-    if args.check:
-        steps, engines = counted(config.steps, "step"), counted(len(config.engines), "engine")
-        print(f"{args.config}: {steps}, {engines}: valid")
-        return 0
-    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
-    # The view shows a slow operation while it runs. If no view can be drawn, `Progress` logs it instead.
-    progress = Progress(is_shown=can_draw(console))
-    with LiveView(console, progress.text, is_transient=True):
-        summary = asyncio.run(run_job(config, notify=_print, progress=progress))
-    return 128 + summary.stopped_by if summary.stopped_by else 0
+    return config
 
 
 def _print(line: str) -> None:

@@ -330,14 +330,20 @@ async def run_demo(
         ConfigError: the output folder cannot be written, or contains files that are not from an earlier demo.
         WindlassError: a process could not be started, or died; the error contains the end of its log.
     """
-    await asyncio.to_thread(check_demo, config)
-    make_directory(config)
-    if ENGINES.find(config.engines[0].kind).server is not None:
-        await asyncio.to_thread(prepare_server, config)
-    ceiling_gbps, began_s = measure_memcpy_gbps(), time.perf_counter()
-    folder = Path(config.output_dir)
     view = DemoView(config, recipe, plain=plain)
     recipe.show = view.show
+    with (
+        LiveView(
+            view.console, view.progress.text, is_transient=True, is_wanted=view.shown.is_drawn
+        ),
+        view.progress.part("checking the model and the environments of the demo"),
+    ):
+        await asyncio.to_thread(check_demo, config)
+        make_directory(config)
+        if ENGINES.find(config.engines[0].kind).server is not None:
+            await asyncio.to_thread(prepare_server, config)
+        ceiling_gbps, began_s = measure_memcpy_gbps(), time.perf_counter()
+    folder = Path(config.output_dir)
     with view.shown:
         job = await run_job(config, recipe=recipe, notify=lambda _: None, progress=view.progress)
     if job.stopped_by:
