@@ -244,6 +244,33 @@ def test_a_checkpoint_that_the_demo_cannot_use_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("positions", "reason"),
+    [
+        ("NaN", r"integer max_position_embeddings, or without it, got .*config.json: "),
+        ("1e999", "integer max_position_embeddings, or without it, got "),
+        ('"256"', "integer max_position_embeddings, or without it, got "),
+        ("[", "integer max_position_embeddings, or without it, got "),
+        ("0", r"--checkpoint must be a model with a context of more than \d+ tokens, .* has 0 "),
+        ("-1", r"--checkpoint must be a model with a context of more than \d+ tokens, .* has -1 "),
+    ],
+)
+def test_a_checkpoint_with_an_impossible_context_is_refused_by_its_value(
+    tmp_path: Path, positions: str, reason: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    (folder / "config.json").write_text(f'{{"max_position_embeddings": {positions}}}')
+    with pytest.raises(ConfigError, match=reason):
+        config("--checkpoint", str(folder))
+
+
+@pytest.mark.parametrize("text", ["{}", '{"max_position_embeddings": null}'])
+def test_a_checkpoint_need_not_name_its_context(tmp_path: Path, text: str) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    (folder / "config.json").write_text(text)
+    assert config("--checkpoint", str(folder)).trainer.arguments[0] == str(folder)
+
+
+@pytest.mark.parametrize(
     ("options", "reason"),
     [
         ((), "--compare needs --engine vllm or sglang"),
