@@ -52,7 +52,7 @@ class _NumpyDevice:
     def allocation(self, address: int) -> tuple[int, int]:
         """Return the allocation around an address; other memory is the test's, one byte at a time."""
         if address < FIRST_PAGE_NBYTES:
-            raise TransferFailed(f"cuda_ipc: no allocation around {address:#x}")
+            raise TransferFailed(f"CUDA: no allocation around {address:#x}")
         for start, memory in self.allocated.items():
             if start <= address < start + memory.nbytes - 64:
                 return start, memory.nbytes - 64

@@ -29,15 +29,15 @@ def driver() -> Any:
         from cuda.bindings import driver as found
     except ImportError as error:
         raise TransportUnavailable(
-            f"cuda_ipc: no cuda-bindings, which torch with CUDA installs: {error}"
+            f"CUDA: no cuda-bindings, which torch with CUDA installs: {error}"
         ) from error
     try:
         (code,) = found.cuInit(0)
     except RuntimeError as error:
-        raise TransportUnavailable(f"cuda_ipc: no NVIDIA driver on this host: {error}") from error
+        raise TransportUnavailable(f"CUDA: no NVIDIA driver on this host: {error}") from error
     if code:
         raise TransportUnavailable(
-            f"cuda_ipc: the NVIDIA driver does not start: cuInit returned {int(code)}"
+            f"CUDA: the NVIDIA driver does not start: cuInit returned {int(code)}"
         )
     return found
 
@@ -63,7 +63,7 @@ def _check(code: Any, call: str) -> None:
     if code:
         _, text = driver().cuGetErrorString(code)
         detail = text.decode() if text else "unknown error"
-        raise TransferFailed(f"cuda_ipc: {call} failed with {int(code)}: {detail}")
+        raise TransferFailed(f"CUDA: {call} failed with {int(code)}: {detail}")
 
 
 def _call(name: str, *arguments: object) -> Any:
@@ -113,9 +113,7 @@ def gpu_of(address: int) -> int:
         return -1
     ordinal = _attribute_of(address, "DEVICE_ORDINAL")
     if ordinal is None:
-        raise TransferFailed(
-            f"cuda_ipc: the driver does not report the GPU of address {address:#x}"
-        )
+        raise TransferFailed(f"CUDA: the driver does not report the GPU of address {address:#x}")
     return ordinal
 
 
@@ -129,10 +127,10 @@ def pointer_device(address: int) -> int:
     ordinal = _attribute_of(address, "DEVICE_ORDINAL")
     capable = _attribute_of(address, "IS_LEGACY_CUDA_IPC_CAPABLE")
     if ordinal is None or capable is None:
-        raise RegionError(f"cuda_ipc: {address:#x} is not in GPU memory")
+        raise RegionError(f"CUDA: {address:#x} is not in GPU memory")
     if not capable:
         raise RegionError(
-            f"cuda_ipc: memory at {address:#x} cannot be opened by another process: it must come from "
+            f"CUDA: memory at {address:#x} cannot be opened by another process: it must come from "
             "cudaMalloc; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
         )
     return ordinal
@@ -205,7 +203,7 @@ class Device:
         self.ordinal = ordinal
         code, self._device = driver().cuDeviceGet(ordinal)
         if code:
-            raise TransportUnavailable(f"cuda_ipc: there is no GPU {ordinal}")
+            raise TransportUnavailable(f"CUDA: there is no GPU {ordinal}")
         self._context = _call("cuDevicePrimaryCtxRetain", self._device)
         self.num_multiprocessors = self._attribute("MULTIPROCESSOR_COUNT")
         major, minor = (
@@ -382,7 +380,7 @@ def compile_source(source: str, architecture: str) -> bytes:
 
         _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"put.cu", 0, [], [])
     except (ImportError, RuntimeError) as error:
-        raise TransportUnavailable(f"cuda_ipc: no NVRTC library: {error}") from error
+        raise TransportUnavailable(f"CUDA: no NVRTC library: {error}") from error
     options = [f"--gpu-architecture=sm_{architecture}".encode(), b"-std=c++17"]
     try:
         (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
@@ -391,7 +389,7 @@ def compile_source(source: str, architecture: str) -> bytes:
             log = bytes(size)
             nvrtc.nvrtcGetProgramLog(program, log)
             text = log.rstrip(b"\0").decode()
-            raise TransportUnavailable(f"cuda_ipc: NVRTC error {int(code)}: {text}")
+            raise TransportUnavailable(f"CUDA: NVRTC error {int(code)}: {text}")
         _, size = nvrtc.nvrtcGetCUBINSize(program)
         image = bytes(size)
         nvrtc.nvrtcGetCUBIN(program, image)
