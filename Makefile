@@ -88,10 +88,13 @@ test-long: setup
 	$(RUN) -m "long and not engines and not cluster" tests --ignore tests/trainers $(ARGS)
 
 # More Megatron-core layouts on four processes, and training steps of every model family. transformers gives the expected
-# logits. mbridge and mcore-bridge are independent converters, and their exporters are captured.
+# logits. mbridge and mcore-bridge are independent converters, and their exporters are captured. The shards of a newer
+# Megatron-core, which asks for Python 3.12 and also works with 3.11, are compared too.
 test-megatron: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/converter mbridge==0.15.1 mcore-bridge==1.6.5 einops==0.8.2
 	PYTHONPATH=build/converter $(RUN) -m long tests/trainers $(ARGS)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python --target build/megatron megatron-core==0.18.2
+	PYTHONPATH=build/megatron $(RUN) tests/trainers/test_shards.py
 
 # Installs unmodified vLLM and SGLang for CPUs, each in its own environment; about 3 minutes each.
 # To use existing environments, set WINDLASS_VLLM_VENV and WINDLASS_SGLANG_VENV.

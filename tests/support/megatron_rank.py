@@ -333,10 +333,10 @@ def full_parts(
         tied = chunk.share_embeddings_and_output_weights and name == "output_layer.weight"
         return [hf["model.embed_tokens.weight" if tied else ends[name]]]
     within, rest = re.fullmatch(  # type: ignore[union-attr]
-        r"(decoder\.layers\.\d+|mtp\.layers\.\d+(?:\.transformer_layer)?)\.(.*)", name
+        r"((?:decoder|mtp)\.layers\.\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)", name
     ).groups()
     layer = vars(dict(chunk.named_modules())[within])["layer_number"] - 1
-    if within.startswith("mtp.") and not within.endswith("transformer_layer"):
+    if within.startswith("mtp."):
         layer += vars(config)["num_layers"]
         rest = rest.replace("final_layernorm", "shared_head.norm")
     at = f"model.layers.{layer}"

@@ -1,4 +1,4 @@
-"""A Megatron-core (0.16) `TrainEngine`: Megatron's own wrapper, schedules and optimizers around the user's model."""
+"""A Megatron-core (0.16 to 0.18) `TrainEngine`: Megatron's own wrapper, schedules and optimizers around the user's model."""
 
 from __future__ import annotations
 

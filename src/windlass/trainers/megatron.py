@@ -1,4 +1,4 @@
-"""Trainer adapter for Megatron-core (0.16). It describes each rank's shards and gathers no weights.
+"""Trainer adapter for Megatron-core (0.16 to 0.18). It describes each rank's shards and gathers no weights.
 
 Weights may be sharded by tensor, pipeline (with virtual stages), expert and expert-tensor parallelism. Context- and
 data-parallel ranks have equal weights, and the planner chooses the ranks that send. The adapter reads layer numbers from
@@ -21,7 +21,7 @@ from megatron.core.distributed import (
     FullyShardedDataParallel,
     TorchFullyShardedDataParallel,
 )
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from windlass.config import ReplicaPlace
 from windlass.errors import ConfigError, ManifestError, UnsupportedLayout
@@ -43,10 +43,8 @@ _VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
 """Prefixes of parameters with one row per token of the vocabulary, which Megatron pads."""
 _BUFFERS = ("mlp.router.expert_bias",)
 """Suffixes of the names of buffers that checkpoints contain."""
-_LAYER = re.compile(
-    r"(decoder\.layers\.\d+|mtp\.layers\.\d+(?=\.transformer_layer))(?:\.transformer_layer)?"
-)
-"""Pattern of the names of decoder layers, and of transformer layers inside MTP layers (which predict further tokens)."""
+_LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+")
+"""Pattern of the names of decoder layers and of MTP layers (which predict further tokens)."""
 
 
 def connect_megatron_trainer(
@@ -425,12 +423,18 @@ def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def _layer_numbers(chunk: torch.nn.Module) -> dict[str, int]:
-    """Return the layers of a chunk: name in the chunk -> number of the layer in the whole model, from 0."""
-    return {
-        found[1]: int(module.layer_number) - 1
-        for name, module in chunk.named_modules()
-        if isinstance(module, TransformerLayer) and (found := _LAYER.fullmatch(name))
-    }
+    """Return the layers of a chunk: name in the chunk -> number of the layer in the whole model, from 0.
+
+    Megatron-core numbers MTP layers from 1. A checkpoint numbers them after the decoder layers.
+    """
+    numbers = {}
+    for name, module in chunk.named_modules():
+        if not _LAYER.fullmatch(name):
+            continue
+        numbers[name] = int(module.layer_number) - 1
+        if isinstance(module, MultiTokenPredictionLayer):
+            numbers[name] += int(module.config.num_layers)
+    return numbers
 
 
 def _global_name(name: str, numbers: dict[str, int]) -> str:

@@ -133,14 +133,16 @@ DEEPSEEK = (*ENDS, *NORMS, *LATENT, *gated("mlp", "mlp"), *SPARSE, *SHARED)
 def with_predictors(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """Return `rules` and the rules of multi-token prediction (MTP) layers.
 
-    A checkpoint numbers its MTP layers after the decoder layers.
+    A checkpoint numbers its MTP layers after the decoder layers. Megatron-core 0.17 renamed the decoder layer inside an MTP
+    layer from `transformer_layer` to `mtp_model_layer`.
     """
     decoder, own = "decoder.layers.{layer}.", "mtp.layers.{layer}."
     at = "model.layers.{layer}."
     return (
         *rules,
         *(
-            replace(rule, pattern=f"{own}transformer_layer.{rule.pattern.removeprefix(decoder)}")
+            replace(rule, pattern=f"{own}{inner}.{rule.pattern.removeprefix(decoder)}")
+            for inner in ("transformer_layer", "mtp_model_layer")
             for rule in rules
             if rule.pattern.startswith(decoder)
         ),
