@@ -19,10 +19,11 @@ from harness import Row, median_p95, parser, report
 from windlass.errors import TransportUnavailable
 from windlass.testing.peer_process import PeerProcess, digest_of
 from windlass.transfer.arena import Arena
-from windlass.transports.base import OneSidedTransport, RemoteRegion, WriteBatch
+from windlass.transports.base import OneSidedTransport, WriteBatch
 from windlass.transports.cma import CmaConfig
 from windlass.transports.mooncake.native import MooncakeProtocol
 from windlass.transports.mooncake.transport import MooncakeConfig
+from windlass.transports.peers import RemoteRegion
 from windlass.transports.registry import TransportConfig, create_transport
 from windlass.transports.shm import ShmConfig
 

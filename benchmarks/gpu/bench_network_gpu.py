@@ -28,7 +28,8 @@ from windlass.planning.plan import TransferPlan
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transports.base import OneSidedTransport, RemoteRegion, WriteBatch
+from windlass.transports.base import OneSidedTransport, WriteBatch
+from windlass.transports.peers import RemoteRegion
 from windlass.transports.registry import create_transport, parse_transport
 
 RAW_NBYTES = 1 << 30

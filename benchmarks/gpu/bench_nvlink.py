@@ -43,8 +43,8 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transports.base import MappedRegion, RemoteRegion
 from windlass.transports.cuda_ipc import CudaIpcTransport
+from windlass.transports.peers import MappedRegion, RemoteRegion
 
 PIECE_BYTES = (2 << 10, 16 << 10, 128 << 10, 1 << 20, 16 << 20, 1 << 30)
 SUITE_BYTES = 2 << 30

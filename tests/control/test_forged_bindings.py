@@ -37,7 +37,7 @@ from windlass.net.access import Access, role_token
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, encode
 from windlass.planning.program import DigestKind
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transports.base import PeerEndpoint, RemoteRegion
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 from windlass.transports.processes import (
     OwnProcess,
     host_identity,

@@ -43,7 +43,7 @@ from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
 from windlass.planning.plan import PLAN_SCHEMA_VERSION, TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
-from windlass.transports.base import PeerEndpoint, RemoteRegion
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 
 GOLDEN = Path(__file__).with_name("golden_wire.json")
 ENDPOINT = PeerEndpoint("cma", "4711", "123456")

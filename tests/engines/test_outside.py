@@ -50,7 +50,7 @@ from windlass.planning.planner import plan_transfer
 from windlass.testing.peer_process import digest_of
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.receiver import Receiver
-from windlass.transports.base import PeerEndpoint, RemoteRegion
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 
 TABLE = WeightTable("127.0.0.1:1", {"a": Entry(4096, 6, 4), "b": Entry(8192, 2, 4)})
 CAPTURED = {"a": Parameter((2, 3), "float32", 4), "b": Parameter((2,), "float32", 4)}

@@ -29,9 +29,9 @@ from windlass.net.addresses import (
 )
 from windlass.net.clock import Deadline
 from windlass.net.server import ControlServer
-from windlass.transports.base import PeerEndpoint
 from windlass.transports.inbound import end_connections, listening_ports
 from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
+from windlass.transports.peers import PeerEndpoint
 
 
 def cut_accepted_on(port: int, seconds: float) -> int:

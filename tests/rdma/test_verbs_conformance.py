@@ -13,11 +13,12 @@ from nics import Nic, tell
 from windlass.errors import TransportUnavailable
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, Peer, ProcessConformance, Rig
-from windlass.transports.base import OneSidedTransport, PeerEndpoint
+from windlass.transports.base import OneSidedTransport
 from windlass.transports.mooncake.native import MooncakeProtocol
 from windlass.transports.mooncake.transport import MooncakeConfig
 from windlass.transports.nixl.native import NixlWire
 from windlass.transports.nixl.transport import NixlConfig
+from windlass.transports.peers import PeerEndpoint
 from windlass.transports.registry import create_transport
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]

@@ -49,7 +49,8 @@ from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, en
 from windlass.planning.program import DigestKind
 from windlass.rollout import messages as rollout
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Relayed, Written
-from windlass.transports.base import MemoryRegion, RemoteRegion
+from windlass.transports.base import MemoryRegion
+from windlass.transports.peers import RemoteRegion
 from windlass.transports.processes import host_identity
 
 if TYPE_CHECKING:

@@ -48,8 +48,8 @@ from windlass.rollout.journal import PersistedState, Started
 from windlass.sampling import SamplingParams
 from windlass.transfer.bindings import Written
 from windlass.transfer.relay import FRAMES, ChunkLanded, End, Open
-from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.nixl.transport import NixlKey, decode_keys, encode_keys
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 
 TRAINERS = tuple(trainer_manifest(f"trainer/{i}", i, 2) for i in range(2))
 ENGINE = engine_manifest("a/0", 2)

@@ -49,7 +49,7 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.net.messages import PROTOCOL_VERSION
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
-from windlass.transports.base import PeerEndpoint
+from windlass.transports.peers import PeerEndpoint
 
 __all__ = [
     "CORRUPT",

@@ -15,7 +15,8 @@ from offers import GPU_TRAITS
 
 from windlass.errors import ConfigError, PeerUnreachable
 from windlass.net.clock import Deadline
-from windlass.transports.base import OneSidedTransport, PeerEndpoint, WriteBatch
+from windlass.transports.base import OneSidedTransport, WriteBatch
+from windlass.transports.peers import PeerEndpoint
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.regions import check_inside
 from windlass.transports.registry import TransportConfig

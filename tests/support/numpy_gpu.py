@@ -18,7 +18,7 @@ from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import PIECE, PieceTable, put_kernel
 from windlass.memory.host import pack_quantized
 from windlass.planning.plan import Transform
-from windlass.transports.base import MappedRegion, PeerMapper, RemoteRegion
+from windlass.transports.peers import MappedRegion, PeerMapper, RemoteRegion
 
 __all__ = ["KernelTransport", "OneProcess", "numpy_gpu"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from windlass.transports.base import PeerEndpoint, TransportOffer
+from windlass.transports.base import TransportOffer
+from windlass.transports.peers import PeerEndpoint
 from windlass.transports.traits import TransportTraits, WireReport
 
 __all__ = ["GPU_TRAITS", "offer_of"]

@@ -21,7 +21,7 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.source import SourceMemory
 from windlass.transports import registry
-from windlass.transports.base import PeerEndpoint
+from windlass.transports.peers import PeerEndpoint
 from windlass.transports.registry import create_transport, parse_transport
 
 ON_GPU = 0x1000

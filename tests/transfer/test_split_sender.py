@@ -31,7 +31,8 @@ from windlass.transfer.bindings import LinkStatus, Written
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.auto import TransportSet
-from windlass.transports.base import PeerMapper, WriteBatch
+from windlass.transports.base import WriteBatch
+from windlass.transports.peers import PeerMapper
 from windlass.transports.processes import own_endpoint
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.traits import WireReport

@@ -6,8 +6,9 @@ import pytest
 from offers import offer_of
 
 from windlass.errors import ConfigError
-from windlass.transports.base import PeerEndpoint, TransportOffer
+from windlass.transports.base import TransportOffer
 from windlass.transports.choice import choose_transport
+from windlass.transports.peers import PeerEndpoint
 
 
 def has(*names: str, host: str = "192.0.2.1") -> list[TransportOffer]:

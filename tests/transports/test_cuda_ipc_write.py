@@ -12,8 +12,9 @@ from windlass.errors import TransferFailed, TransferOutcomeUnknown
 from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES
 from windlass.memory.cuda.range_copy import RangeCopy
 from windlass.transports import cuda_ipc as ipc
-from windlass.transports.base import MemoryRegion, RemoteRegion, WriteBatch
+from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.cuda_ipc import CudaIpcTransport
+from windlass.transports.peers import RemoteRegion
 
 SECONDS = 20.0
 LARGE = 4096

@@ -25,11 +25,12 @@ from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.arena import Arena
 from windlass.transports import cuda_ipc as ipc
 from windlass.transports import region_transport as bounds
-from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion, WriteBatch
+from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.cuda_ipc import CudaIpcTransport
 from windlass.transports.mooncake import transport as mooncake
 from windlass.transports.mooncake.native import NativeEngine, Started
 from windlass.transports.mooncake.transport import MooncakeConfig, MooncakeTransport
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.traits import WireReport
 

@@ -17,8 +17,8 @@ from open_sockets import connected_sockets, remote_ports
 from windlass.errors import PeerUnreachable
 from windlass.net.clock import Deadline
 from windlass.transports import liveness as liveness_module
-from windlass.transports.base import PeerEndpoint
 from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
+from windlass.transports.peers import PeerEndpoint
 
 NAME = "a" * INCARNATION_NBYTES
 SECONDS = 20.0

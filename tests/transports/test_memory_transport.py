@@ -9,7 +9,8 @@ from windlass.errors import PeerUnreachable, RegionError
 from windlass.testing.peer_process import digest_of
 from windlass.testing.transport_conformance import NBYTES, Peer, Rig, TransportConformance
 from windlass.transfer.arena import Arena
-from windlass.transports.base import OneSidedTransport, RemoteRegion
+from windlass.transports.base import OneSidedTransport
+from windlass.transports.peers import RemoteRegion
 
 
 class LocalPeer:

@@ -25,10 +25,11 @@ from windlass.errors import (
 )
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
-from windlass.transports.base import PeerEndpoint, WriteBatch
+from windlass.transports.base import WriteBatch
 from windlass.transports.mooncake import transport as mooncake
 from windlass.transports.mooncake.native import MooncakeProtocol
 from windlass.transports.mooncake.transport import MooncakeConfig, MooncakeTransport
+from windlass.transports.peers import PeerEndpoint
 from windlass.transports.registry import create_transport
 
 TCP = MooncakeConfig(protocol=MooncakeProtocol.TCP)

@@ -31,8 +31,9 @@ from windlass.testing.transport_conformance import (
     TransportConformance,
     scattered,
 )
-from windlass.transports.base import MemoryRegion, OneSidedTransport, RemoteRegion
+from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.nixl.transport import NixlConfig
+from windlass.transports.peers import RemoteRegion
 from windlass.transports.registry import create_transport
 
 HERE, THERE = NixlConfig(gpu=0), NixlConfig(gpu=1)

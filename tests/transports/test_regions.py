@@ -13,7 +13,8 @@ from windlass.memory.ranges import (
     merge_adjacent,
     split_pieces,
 )
-from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion
+from windlass.transports.base import MemoryRegion
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 from windlass.transports.regions import RegionTable, check_inside
 
 ENDPOINT = PeerEndpoint("memory", "x", "1")

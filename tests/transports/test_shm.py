@@ -17,7 +17,8 @@ from windlass.errors import PeerUnreachable, RegionError, TransportUnavailable
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
 from windlass.transfer.arena import Arena
-from windlass.transports.base import RemoteRegion, WriteBatch
+from windlass.transports.base import WriteBatch
+from windlass.transports.peers import RemoteRegion
 from windlass.transports.shm import ShmConfig, ShmTransport
 
 
@@ -150,7 +151,8 @@ import msgspec
 import numpy as np
 from windlass.errors import RegionError
 from windlass.transfer.arena import Arena
-from windlass.transports.base import RemoteRegion, WriteBatch
+from windlass.transports.base import WriteBatch
+from windlass.transports.peers import RemoteRegion
 from windlass.transports.shm import ShmTransport
 
 transport = ShmTransport()

@@ -40,7 +40,7 @@ from windlass.transfer.bind import check_destinations
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, Written
 from windlass.transfer.destination import Destination
 from windlass.transfer.source import SourceMemory, refuse_transforms
-from windlass.transports.base import PeerEndpoint
+from windlass.transports.peers import PeerEndpoint
 
 _log = logging.getLogger(__name__)
 

@@ -63,7 +63,7 @@ from windlass.transfer.bindings import (
 )
 from windlass.transfer.destination import Destination
 from windlass.transfer.source import SourceMemory, refuse_transforms
-from windlass.transports.base import PeerEndpoint
+from windlass.transports.peers import PeerEndpoint
 
 STORE_DEADLINE_S = 60.0
 

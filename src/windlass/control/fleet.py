@@ -22,7 +22,7 @@ from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.logs import printable
 from windlass.net.messages import MustWait, RoundId, check_version
 from windlass.transfer.bindings import LinkStatus, Relayed, Written
-from windlass.transports.base import PeerEndpoint
+from windlass.transports.peers import PeerEndpoint
 
 _log = logging.getLogger(__name__)
 MAX_REASON_LENGTH = 2000

@@ -13,11 +13,8 @@ import numpy as np
 
 from windlass.errors import ConfigError, TransferFailed, TransferOutcomeUnknown
 from windlass.testing.wrapped_transport import WrappedTransport
-from windlass.transports.base import (
-    OneSidedTransport,
-    PeerEndpoint,
-    WriteBatch,
-)
+from windlass.transports.base import OneSidedTransport, WriteBatch
+from windlass.transports.peers import PeerEndpoint
 
 
 class FaultKind(StrEnum):

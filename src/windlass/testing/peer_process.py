@@ -24,7 +24,7 @@ from windlass.closing import Closing
 from windlass.envs import inherited_environment
 from windlass.errors import PeerTimeout, ProtocolError
 from windlass.transfer.arena import Arena
-from windlass.transports.base import RemoteRegion
+from windlass.transports.peers import RemoteRegion
 from windlass.transports.registry import TransportConfig, create_transport, parse_transport
 
 ANSWER_S = 30.0

@@ -31,7 +31,8 @@ from windlass.errors import (
 from windlass.layout.columns import UInt8Array, UInt64Array
 from windlass.testing.peer_process import PeerProcess, digest_of
 from windlass.transfer.arena import Arena
-from windlass.transports.base import OneSidedTransport, PeerEndpoint, RemoteRegion, WriteBatch
+from windlass.transports.base import OneSidedTransport, WriteBatch
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 from windlass.transports.registry import TransportConfig, create_transport
 
 NBYTES = 8 << 20

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from windlass.transports.base import (
-    MemoryRegion,
-    OneSidedTransport,
-    PeerEndpoint,
-    PeerMapper,
-    TransportOffer,
-    WriteBatch,
-)
+from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer, WriteBatch
+from windlass.transports.peers import PeerEndpoint, PeerMapper
 from windlass.transports.traits import MemoryAllocator, TransportTraits, WireReport
 
 

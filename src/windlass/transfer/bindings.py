@@ -11,7 +11,7 @@ import msgspec
 from windlass.errors import PlanError
 from windlass.layout.dtypes import DType
 from windlass.planning.program import DigestKind
-from windlass.transports.base import PeerEndpoint, RemoteRegion
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 
 
 class BindingsRefused(PlanError):

@@ -23,7 +23,8 @@ from windlass.planning.program import BoundOp, DigestKind, LinkProgram, bind_lin
 from windlass.transfer.arena import Arena, aligned_offsets
 from windlass.transfer.bind import check_part
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transports.base import MemoryRegion, OneSidedTransport, PeerEndpoint
+from windlass.transports.base import MemoryRegion, OneSidedTransport
+from windlass.transports.peers import PeerEndpoint
 
 
 @final

@@ -23,7 +23,8 @@ from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.destination import Destination
 from windlass.transfer.shared_bytes import refuse_shared_bytes
 from windlass.transfer.write_progress import ProgressDigests
-from windlass.transports.base import MemoryRegion, OneSidedTransport, PeerEndpoint, RemoteRegion
+from windlass.transports.base import MemoryRegion, OneSidedTransport
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 
 
 class RemoteMemory(Protocol):

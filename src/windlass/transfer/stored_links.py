@@ -28,7 +28,7 @@ from windlass.transfer.bind import check_destinations
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
 from windlass.transfer.replica import Replica
 from windlass.transfer.write_progress import PartWritten, notify
-from windlass.transports.base import PeerMapper
+from windlass.transports.peers import PeerMapper
 from windlass.transports.processes import check_alive
 
 

@@ -9,18 +9,18 @@ from windlass.lazy import public
 if TYPE_CHECKING:
     from windlass.net.clock import Deadline as Deadline
     from windlass.transports.auto import AutoConfig as AutoConfig
-    from windlass.transports.base import MappedRegion as MappedRegion
     from windlass.transports.base import MemoryRegion as MemoryRegion
     from windlass.transports.base import OneSidedTransport as OneSidedTransport
-    from windlass.transports.base import PeerEndpoint as PeerEndpoint
-    from windlass.transports.base import PeerMapper as PeerMapper
-    from windlass.transports.base import RemoteRegion as RemoteRegion
     from windlass.transports.base import TransportOffer as TransportOffer
     from windlass.transports.base import WriteBatch as WriteBatch
     from windlass.transports.cma import CmaConfig as CmaConfig
     from windlass.transports.cuda_ipc import CudaIpcConfig as CudaIpcConfig
     from windlass.transports.mooncake.transport import MooncakeConfig as MooncakeConfig
     from windlass.transports.nixl.transport import NixlConfig as NixlConfig
+    from windlass.transports.peers import MappedRegion as MappedRegion
+    from windlass.transports.peers import PeerEndpoint as PeerEndpoint
+    from windlass.transports.peers import PeerMapper as PeerMapper
+    from windlass.transports.peers import RemoteRegion as RemoteRegion
     from windlass.transports.processes import OwnProcess as OwnProcess
     from windlass.transports.processes import PeerProcesses as PeerProcesses
     from windlass.transports.processes import check_alive as check_alive

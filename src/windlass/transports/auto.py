@@ -17,14 +17,8 @@ from typing import ClassVar, final
 from windlass.errors import RegionError, TransportUnavailable
 from windlass.net.addresses import is_loopback, own_address
 from windlass.net.clock import Deadline
-from windlass.transports.base import (
-    MemoryRegion,
-    OneSidedTransport,
-    PeerEndpoint,
-    PeerMapper,
-    TransportOffer,
-    WriteBatch,
-)
+from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer, WriteBatch
+from windlass.transports.peers import PeerEndpoint, PeerMapper
 from windlass.transports.registry import (
     TransportConfig,
     config_type,

@@ -11,53 +11,15 @@ different types, as in perplexityai/pplx-garden `fabric_lib.pyi`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
 from windlass.layout.columns import UInt64Array
-from windlass.transports.traits import (
-    MemoryAllocator,
-    TransportTraits,
-    WireReport,
-)
-
-if TYPE_CHECKING:
-    from windlass.memory.cuda.gpu import Gpu
-
-
-class PeerEndpoint(msgspec.Struct, frozen=True):
-    """Address and identity of the process that owns memory.
-
-    Attributes:
-        transport: registry name of the transport.
-        address: address in the form of the transport: `host:port`, a pid or a name.
-        incarnation: identity of the process behind `address` (start time, random id). A new process
-            has a new incarnation, and a write to an old incarnation is refused.
-    """
-
-    transport: str
-    address: str
-    incarnation: str
-
-
-class RemoteRegion(msgspec.Struct, frozen=True):
-    """Right to write `nbytes` bytes at `address` in the memory of another process. Sent in messages.
-
-    Attributes:
-        endpoint: process that owns the memory.
-        address: virtual address in that process.
-        nbytes: size in bytes.
-        key: further data that the transport needs for a write, such as a segment name or an rkey;
-            empty if it needs none.
-    """
-
-    endpoint: PeerEndpoint
-    address: int
-    nbytes: int
-    key: str = ""
+from windlass.transports.peers import PeerEndpoint, PeerMapper, RemoteRegion
+from windlass.transports.traits import MemoryAllocator, TransportTraits, WireReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,55 +83,11 @@ class TransportOffer(msgspec.Struct, frozen=True):
         return self.endpoint.transport
 
 
-@dataclass(frozen=True, slots=True)
-class MappedRegion:
-    """Region of a peer that is mapped in this process.
-
-    Attributes:
-        start, stop: begin and end of the region, as addresses in the peer's process.
-        shift: address in this process minus address in the peer's process.
-    """
-
-    start: int
-    stop: int
-    shift: int
-
-
-class PeerMapper(Protocol):
-    """Maps peers' memory into the address space of this process, for kernels that write there."""
-
-    @property
-    def gpu(self) -> Gpu:
-        """GPU that runs the kernels."""
-        ...
-
-    def map_region(self, region: RemoteRegion) -> MappedRegion:
-        """Map the allocation that contains a peer's region, unless it is mapped already.
-
-        The allocation stays mapped until a call of `keep_mapped` names no region in it.
-
-        Raises:
-            PeerUnreachable: the peer's process has ended.
-            RegionError: the key is malformed, or the region exceeds its allocation.
-            TransferFailed: the driver cannot open the allocation.
-        """
-        ...
-
-    def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
-        """Unmap every allocation of a peer that contains none of `regions`.
-
-        Memory that a peer frees stays allocated on the peer's GPU while this process maps it. After
-        a write with an unknown outcome nothing is unmapped, because kernels may still write.
-        """
-        ...
-
-
 class OneSidedTransport(Protocol):
     """Transport that writes into a peer's memory. Instances are thread-safe; every method may block.
 
-    A transport should turn native return codes into exceptions in one function only. A class that
-    derives from this one inherits defaults of the optional parts: no `allocator`, no `mapper`, one
-    offer, and a `fence` that does nothing.
+    A transport should turn native return codes into exceptions in one function only. A class that derives from this one
+    inherits defaults of the optional parts: no `allocator`, no `mapper`, one offer, and a `fence` that does nothing.
     """
 
     @property
@@ -227,11 +145,10 @@ class OneSidedTransport(Protocol):
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """End the registration of a region. The caller frees the memory in `released`, never earlier.
 
-        An unfinished native call of this transport may still use the memory: another thread waits for the
-        call, or its outcome is unknown. The memory must then stay allocated until the call ends. If no
-        unfinished call uses the memory, `released` is called at once. A `write` may make several native
-        calls, and this method does not know the later calls. So do not unregister a region during a
-        `write` that uses the region.
+        An unfinished native call of this transport may still use the memory: another thread waits for the call, or its
+        outcome is unknown. The memory must then stay allocated until the call ends. If no unfinished call uses the
+        memory, `released` is called at once. A `write` may make several native calls, and this method does not know the
+        later calls. So do not unregister a region during a `write` that uses the region.
 
         Args:
             region: registered region. The caller starts no further write with it.
@@ -260,9 +177,8 @@ class OneSidedTransport(Protocol):
     def fence(self, *, deadline_s: float) -> None:  # noqa: ARG002
         """Wait until no write of a peer process that has ended can change memory of this process any more.
 
-        Call this while no peer writes. This method may close connections of peers that are alive; they
-        reconnect by themselves. If writes over this transport always end with the process that writes,
-        this method does nothing.
+        Call this while no peer writes. This method may close connections of peers that are alive; they reconnect by
+        themselves. If writes over this transport always end with the process that writes, this method does nothing.
 
         Raises:
             TransferFailed: writes of an ended process may still arrive.

@@ -11,7 +11,8 @@ import msgspec
 
 from windlass.errors import ConfigError
 from windlass.net.addresses import HOST_VARIABLE, is_loopback, split_host_port
-from windlass.transports.base import PeerEndpoint, TransportOffer
+from windlass.transports.base import TransportOffer
+from windlass.transports.peers import PeerEndpoint
 
 
 class LinkChoice(msgspec.Struct, frozen=True):

@@ -5,9 +5,8 @@ one-sided: it completes even if the target's process is stopped. The kernel only
 are mapped, so pieces are checked against the published regions first. Before the first write, a
 peer must prove that it is the process behind its endpoint (`processes.py`).
 
-The kernel copies through the cache and looks up every page, so one thread is slower than memcpy
-at every call size (`benchmarks/bench_transports.py`). Several threads therefore share a large
-batch.
+The kernel copies through the cache and looks up every page, so one thread is slower than memcpy at every call size
+(`benchmarks/bench_transports.py`). Several threads therefore share a large batch.
 """
 
 from __future__ import annotations
@@ -23,16 +22,12 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from windlass.errors import (
-    ConfigError,
-    PeerUnreachable,
-    TransferFailed,
-    TransportUnavailable,
-)
+from windlass.errors import ConfigError, PeerUnreachable, TransferFailed, TransportUnavailable
 from windlass.layout.columns import UInt64Array
 from windlass.memory.ranges import Pieces, calls, merge_adjacent, split_pieces
 from windlass.net.clock import Deadline
-from windlass.transports.base import OneSidedTransport, PeerEndpoint, WriteBatch
+from windlass.transports.base import OneSidedTransport, WriteBatch
+from windlass.transports.peers import PeerEndpoint
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive, let_peers_write
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.registry import TransportConfig
@@ -64,14 +59,9 @@ class CmaConfig(TransportConfig, frozen=True, tag="cma"):
 def write_process_memory(
     pid: int, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array, deadline: Deadline
 ) -> None:
-    """Write pieces into another process.
+    """Write pieces into another process. Check the deadline before each system call.
 
-    Args:
-        pid: the other process.
-        local: (n,) addresses of the pieces in this process.
-        remote: (n,) addresses of the pieces in the other process.
-        nbytes: (n,) sizes of the pieces, each at most `MAX_CALL_NBYTES`.
-        deadline: deadline, which is checked before each system call.
+    The columns are (n,): addresses in this process and in the other one, and sizes of at most `MAX_CALL_NBYTES`.
 
     Raises:
         OSError: the system call failed.
@@ -104,10 +94,7 @@ _process_vm_writev = _libc.process_vm_writev
 _process_vm_writev.restype = ctypes.c_ssize_t
 _process_vm_writev.argtypes = [
     ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
+    *[ctypes.c_void_p, ctypes.c_ulong] * 2,
     ctypes.c_ulong,
 ]
 
@@ -115,24 +102,13 @@ _process_vm_writev.argtypes = [
 def writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -> int:
     """Call `process_vm_writev` once, and return the number of bytes written.
 
-    Args:
-        pid: process to write into.
-        local_vectors: (n, 2) address and size of each piece in this process.
-        remote_vectors: (n, 2) address and size of each piece in the other process.
+    The vectors are (n, 2): address and size of each piece in this process, and in the other process.
 
     Raises:
         OSError: the system call failed.
     """
-    done = int(
-        _process_vm_writev(
-            pid,
-            local_vectors.ctypes.data,
-            len(local_vectors),
-            remote_vectors.ctypes.data,
-            len(remote_vectors),
-            0,
-        )
-    )
+    ours, theirs = local_vectors.ctypes.data, remote_vectors.ctypes.data
+    done = int(_process_vm_writev(pid, ours, len(local_vectors), theirs, len(remote_vectors), 0))
     if done < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -225,15 +201,9 @@ def _classify(error: OSError, peer: PeerEndpoint) -> Exception:
 def _probe() -> None:
     """Write one byte into this process to find out whether the system call exists and is allowed."""
     source, target = np.array([7], np.uint8), np.zeros(1, np.uint8)
-    one = np.array([1], np.uint64)
+    pieces = [np.array([n], np.uint64) for n in (source.ctypes.data, target.ctypes.data, 1)]
     try:
-        write_process_memory(
-            os.getpid(),
-            np.array([source.ctypes.data], np.uint64),
-            np.array([target.ctypes.data], np.uint64),
-            one,
-            Deadline.after(5.0, "cma probe"),
-        )
+        write_process_memory(os.getpid(), *pieces, Deadline.after(5.0, "cma probe"))
     except (OSError, TransferFailed) as error:
         raise TransportUnavailable(
             f"cma: process_vm_writev is refused here ({error}); a container needs a seccomp profile "

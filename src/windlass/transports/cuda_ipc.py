@@ -17,15 +17,8 @@ from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES, Device, pointer_devic
 from windlass.memory.cuda.gpu import Gpu, end_queued
 from windlass.memory.cuda.range_copy import RangeCopy
 from windlass.net.clock import Deadline
-from windlass.transports.base import (
-    MappedRegion,
-    MemoryRegion,
-    OneSidedTransport,
-    PeerEndpoint,
-    PeerMapper,
-    RemoteRegion,
-    WriteBatch,
-)
+from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
+from windlass.transports.peers import MappedRegion, PeerEndpoint, PeerMapper, RemoteRegion
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive, is_own_process
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.registry import TransportConfig

@@ -20,8 +20,8 @@ from typing import final
 from windlass.errors import ConfigError, PeerUnreachable, TransportUnavailable
 from windlass.net.addresses import is_wildcard, split_host_port
 from windlass.net.clock import Deadline
-from windlass.transports.base import PeerEndpoint
 from windlass.transports.inbound import OPENING
+from windlass.transports.peers import PeerEndpoint
 
 INCARNATION_NBYTES = 16
 """Number of ASCII characters of an incarnation."""

@@ -43,8 +43,9 @@ from windlass.memory.ranges import (
 )
 from windlass.net.addresses import own_address
 from windlass.net.clock import Deadline
-from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion, WriteBatch
+from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.liveness import LivenessListener, PeerLiveness
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.regions import overlaps
 from windlass.transports.registry import TransportConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import final
 
 from windlass.errors import PeerUnreachable, TransferFailed
-from windlass.transports.base import PeerEndpoint
+from windlass.transports.peers import PeerEndpoint
 
 PROVE_S = 5.0
 ACCEPT_AGAIN_S = 0.1

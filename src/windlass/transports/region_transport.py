@@ -11,13 +11,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from windlass.net.clock import Deadline
-from windlass.transports.base import (
-    MemoryRegion,
-    OneSidedTransport,
-    PeerEndpoint,
-    RemoteRegion,
-    WriteBatch,
-)
+from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 from windlass.transports.regions import RegionTable, check_batch
 
 _log = logging.getLogger(__name__)

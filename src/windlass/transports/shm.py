@@ -30,7 +30,8 @@ from windlass.errors import PeerUnreachable, RegionError, TransportUnavailable
 from windlass.layout.columns import UInt64Array
 from windlass.memory.ranges import merge_adjacent, split_pieces
 from windlass.net.clock import Deadline
-from windlass.transports.base import OneSidedTransport, RemoteRegion, WriteBatch
+from windlass.transports.base import OneSidedTransport, WriteBatch
+from windlass.transports.peers import RemoteRegion
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.registry import TransportConfig

@@ -43,13 +43,7 @@ from windlass.layout.columns import UInt8Array, UInt64Array
 from windlass.memory.ranges import Pieces
 from windlass.net.addresses import join_host_port, split_host_port
 from windlass.net.clock import Deadline
-from windlass.transports.base import (
-    MemoryRegion,
-    OneSidedTransport,
-    PeerEndpoint,
-    RemoteRegion,
-    WriteBatch,
-)
+from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 from windlass.transports.inbound import end_connections
 from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
 from windlass.transports.mooncake.native import (
@@ -66,6 +60,7 @@ from windlass.transports.network import (
     NetworkTransport,
     Outcome,
 )
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 from windlass.transports.regions import check_batch
 from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, WireReport
 from windlass.wording import install_command

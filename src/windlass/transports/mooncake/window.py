@@ -14,9 +14,9 @@ from typing import final
 
 from windlass.errors import RegionError
 from windlass.net.addresses import join_host_port
-from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener
 from windlass.transports.mooncake.transport import TOKEN_NBYTES, MooncakeConfig, MooncakeTransport
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 
 SETTLE_S = 2.0
 """Seconds that `fence` waits over TCP. A thread of the owner's engine stores received bytes at once, so these bytes are in

@@ -39,7 +39,7 @@ from windlass.memory.cuda.driver import Device
 from windlass.memory.ranges import Pieces
 from windlass.net.addresses import join_host_port
 from windlass.net.clock import Deadline
-from windlass.transports.base import MemoryRegion, OneSidedTransport, PeerEndpoint, RemoteRegion
+from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
 from windlass.transports.network import (
     FIRST_PAUSE_S,
@@ -66,6 +66,7 @@ from windlass.transports.nixl.native import (
     new_write,
     start_agent,
 )
+from windlass.transports.peers import PeerEndpoint, RemoteRegion
 from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, WireReport
 
 LIMITS = Limits(num_pieces=8192, nbytes=128 << 20, piece_nbytes=128 << 20)
