@@ -105,7 +105,7 @@ async def test_publish_publishes_the_weights_of_waiting_trainers() -> None:
         await rig.start({"a": 1})
         waiting = rig.channels["trainer/1"]
         assert isinstance(waiting, TrainerChannel)
-        told = waiting.expect(3)
+        told = waiting.begin_announcement(3, sends=False).report
         update = rig.coordinator.publish(3, deadline_s=20.0)
         report = await update.report
         assert (report.outcome, report.version, report.engines) == ("published", 3, ("a",))

@@ -66,8 +66,8 @@ PUBLISHED_EVERYWHERE = Bug(
     "engines that have left publish",
     RoundMachine,
     "_finish_published",
-    "published = self._engines.active",
-    "published = list(self._engines)",
+    "published = self.engines.active",
+    "published = list(self.engines)",
 )
 LEFT_WHOLE = Bug(
     "an engine that fails while it applies counts as whole",

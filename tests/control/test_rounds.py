@@ -58,7 +58,7 @@ from windlass.control.rounds import (
     Sent,
 )
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
-from windlass.transports.base import PeerEndpoint
+from windlass.transports.peers import PeerEndpoint
 
 TRAINERS = ("trainer/0", "trainer/1")
 ENGINES = {"a": ("a/0", "a/1"), "b": ("b/0",), "c": ("c/0",)}
@@ -274,7 +274,7 @@ class Rounds(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(sorted(LINKS)), seq=st.integers(0, 60))
     def an_answer_that_fits_nothing_arrives(self, worker: tuple[str, str], seq: int) -> None:
-        pending = set(self.world.machine.waiting_for)
+        pending = {worker for worker, _ in self.world.machine.pending.values()}
         for name in worker:
             if name not in pending:
                 self.world.post(Replied(name, seq, Done()))
@@ -353,7 +353,7 @@ class Rounds(RuleBasedStateMachine):
                 break
             self.world.post(DeadlinePassed(self.world.entry))
         assert self.world.finish is not None
-        assert self.world.machine.waiting_for == ()
+        assert self.world.machine.pending == {}
         self.world.deliver_notices()
         self.world.check()
         for name, outcome in self.world.finish.engines.items():
@@ -722,14 +722,14 @@ def test_a_failure_of_one_engine_while_publishing_does_not_unpublish_the_others(
 def test_an_answer_counts_only_from_the_asked_worker(phase: Phase) -> None:
     script = Script(make_spec(UpdateMode.STAGED))
     waiting = script.run_to(phase)
-    asked = script.machine.waiting_for
+    asked = dict(script.machine.pending)
     assert asked
     for send in waiting:
         for other in {*TRAINERS, *ENGINE_OF} - {send.worker}:
             for result in (script.good(send), Failure(FailureKind.FAILED, "forged")):
                 event = Replied(other, send.seq, result)
                 assert script.machine.handle(event) == []
-    assert script.machine.waiting_for == asked
+    assert script.machine.pending == asked
     assert script.finish_well(waiting).report.outcome is RoundOutcome.PUBLISHED
 
 
@@ -834,7 +834,7 @@ def test_a_push_pauses_first_and_passes_the_same_phases() -> None:
     assert script.run_to(Phase.WRITE) == []
     assert [type(s.command) for s in script.sent[:4]] == [BeginDriven] * 4
     assert script.phases == [Phase.PREPARE, Phase.WRITE]
-    assert script.machine.active_workers == tuple(ENGINE_OF)
+    assert script.machine.engines.active_workers == tuple(ENGINE_OF)
     checks = sent(script)
     assert [s.command for s in checks] == [Verify(5, {})] * 4
     finish = script.finish_well(checks)
@@ -847,7 +847,7 @@ def test_an_engine_lost_during_a_push_is_the_only_engine_left_out() -> None:
     script = Script(push_spec())
     script.run_to(Phase.WRITE)
     script.take(script.machine.handle(AgentLost("b/0", "killed")))
-    assert script.machine.active_workers == ("a/0", "a/1", "c/0")
+    assert script.machine.engines.active_workers == ("a/0", "a/1", "c/0")
     finish = script.finish_well(sent(script))
     assert finish.report.outcome is RoundOutcome.PUBLISHED
     assert finish.engines["b"] is EngineOutcome.LEFT_OUT

@@ -420,7 +420,7 @@ INTRUDER_BUGS = (
         "an engine that never verifies ends the round",
         RoundMachine,
         "_write_again",
-        "if self._config.mode is UpdateMode.STAGED and len(incomplete) == len(self._engines.active):",
+        "if self._config.mode is UpdateMode.STAGED and len(incomplete) == len(self.engines.active):",
         "if self._config.mode is UpdateMode.STAGED:",
         100011,
     ),

@@ -37,7 +37,7 @@ class RoundRules:
     def broken(self, machine: RoundMachine) -> list[str]:
         """Return the rules that the round has broken since the last call; empty for none."""
         found, self._found = self._found, []
-        phase, outcomes = machine.phase, machine.outcomes
+        phase, outcomes = machine.phase, machine.engines.outcomes
         before, known = self._seen or (phase, outcomes)
         if outcomes.keys() != known.keys():
             found.append(f"engines {sorted(known)} became {sorted(outcomes)}")

@@ -51,12 +51,7 @@ class CommandHandler(Protocol):
     """Handler of the controller's commands in one rank. The channel calls it from one thread, one command at a time."""
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
-        """Carry out a command, and return the answer. May block.
-
-        Args:
-            command: the command.
-            epoch: epoch of the command.
-            round_number: round of the command.
+        """Carry out a command of this epoch and round, and return the answer. May block.
 
         Raises:
             WindlassError: the command failed. The channel answers with a `Failure`, whose kind depends on the error.
@@ -145,7 +140,7 @@ def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
 class Announcement:
     """Announcement of a version, and the future of its report.
 
-    For a round that the controller begins without an announcement (`TrainerChannel.expect`), `frame.attempt` is 0.
+    For a round that the controller begins without an announcement (`sends=False`), `frame.attempt` is 0.
     """
 
     frame: Announce
@@ -193,11 +188,11 @@ class TrainerChannel(AgentChannel):
             return announced.report.result(deadline_s)
         # Withdraw after every exception, such as KeyboardInterrupt, because the caller no longer waits.
         except BaseException as error:
-            sent = self.withdraw(announced)
+            is_sent = self.withdraw(announced)
             if not isinstance(error, concurrent.futures.TimeoutError):
                 raise
             reason = ""
-            if sent is not None:
+            if is_sent:
                 # If no round has begun, the controller answers at once with a report that names the missing ranks.
                 concurrent.futures.wait([announced.report], WITHDRAW_S)
                 if announced.report.done():
@@ -212,67 +207,50 @@ class TrainerChannel(AgentChannel):
                 + (f": {reason}" if reason else "")
             ) from None
 
-    def begin_announcement(self, version: int) -> Announcement:
+    def begin_announcement(self, version: int, *, sends: bool = True) -> Announcement:
         """Announce a version without waiting. Return the announcement, with a future that gets the report of its round.
+
+        If `sends` is False, the controller begins the round itself: this agent sends nothing and waits for the report.
 
         Raises:
             ProtocolError: the controller refused this agent.
             PeerUnreachable: the channel was closed.
         """
-        self._attempts += 1
-        return self._await_report(Announce(version, self._attempts))
-
-    def expect(self, version: int) -> concurrent.futures.Future[UpdateReport]:
-        """Return a future for the report of `version`. This agent announces nothing: the controller begins the round itself.
-
-        Raises:
-            ProtocolError, PeerUnreachable: see `begin_announcement`.
-        """
-        return self._await_report(Announce(version, 0)).report
-
-    def _await_report(self, frame: Announce) -> Announcement:
-        """Make `frame` the newest announcement, and send it unless its `attempt` is 0. Return it with its future.
-
-        Raises:
-            ProtocolError, PeerUnreachable: the session with the controller has ended.
-        """
         with self._lock:
             if self.ended.done():
                 self.ended.result()
+            self._attempts += sends
+            frame = Announce(version, self._attempts if sends else 0)
             self.announced = announced = Announcement(frame, concurrent.futures.Future())
-            if frame.attempt:
+            if sends:
                 self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self.on_connected()))
         return announced
 
     def give_up_expected(self) -> None:
-        """Set PeerUnreachable in the future that `expect` returned last, unless its report has arrived. Idempotent.
+        """Set PeerUnreachable in the future of the last announcement with `sends=False`, unless its report has arrived.
 
-        Call this when the next version begins: the report of the version before has then arrived or never will.
+        Idempotent. Call this when the next version begins: the report of the version before then never arrives.
         """
         with self._lock:
             expected = self.announced
             if expected is None or expected.frame.attempt or expected.report.done():
                 return
-            version = expected.frame.version
-            error = PeerUnreachable(
-                f"version {version}: the controller did not report how its round ended"
-            )
-            expected.report.set_exception(error)
+            what = f"version {expected.frame.version}: the controller did not report how its round ended"
+            expected.report.set_exception(PeerUnreachable(what))
 
-    def withdraw(self, announced: Announcement) -> concurrent.futures.Future[bool] | None:
-        """Withdraw an announcement, so that the controller begins no round for it.
+    def withdraw(self, announced: Announcement) -> bool:
+        """Withdraw an announcement, so that the controller begins no round for it. Return False if the session has ended.
 
-        Returns:
-            Future that is done when the withdrawal is sent. Its result is False without a connection: the controller
-            drops announcements of lost connections by itself. None if the session with the controller has ended.
+        Without a connection, this sends nothing: the controller drops announcements of lost connections by itself.
         """
         with self._lock:
             if self.announced is announced:
                 self.announced, self._withdrawn = None, announced
             if self.ended.done():
-                return None
+                return False
             sending = self.send(Withdraw(announced.frame.attempt))
-            return asyncio.run_coroutine_threadsafe(sending, self._loop)
+            asyncio.run_coroutine_threadsafe(sending, self._loop)
+            return True
 
     def _end_announcement(self, ended: concurrent.futures.Future[None]) -> None:
         with self._lock:

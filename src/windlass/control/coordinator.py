@@ -101,9 +101,9 @@ class Coordinator:
         planner: Planner = plan_transfer,
     ) -> None:
         self.config = config
-        self.run = Run(journal_path)
-        self.fleet = self.run.fleet
-        self.changes, self.tasks = Changes(), Tasks()
+        self.run = run = Run(journal_path)
+        self.fleet = run.fleet
+        self.changes, self.tasks = changes, tasks = Changes(), Tasks()
         events = MemberEvents(
             announced=self._announced,
             gave_up=self._gave_up,
@@ -112,24 +112,14 @@ class Coordinator:
             settle=self._settle,
             in_round=lambda: self.in_round,
         )
-        self.members = Members(self.run, self.changes, self.tasks, config, events)
+        self.members = members = Members(run, changes, tasks, config, events)
         backend = backend_of(config.backend)
-        self.connector = Connector(self.run, self.members, self.changes, config, backend, planner)
-        self.rounds = RoundRunner(self.run, self.members, self.connector, config, backend)
+        self.connector = bound = Connector(run, members, changes, config, backend, planner)
+        self.rounds = rounds = RoundRunner(run, members, bound, config, backend)
         self.catch_ups = CatchUps(
-            self.rounds,
-            self.run,
-            self.members,
-            self.connector,
-            self.changes,
-            self.tasks,
-            config,
-            backend,
-            planner,
+            rounds, run, members, bound, changes, tasks, config, backend, planner
         )
-        self.resume_retries = ResumeRetries(
-            self.run, self.members, self.tasks, self.rounds.lock, config.deadlines
-        )
+        self.resume_retries = ResumeRetries(run, members, tasks, rounds.lock, config.deadlines)
         self.requests = PublishRequests()
         self._missing = MissingRanks(self.fleet, self.requests)
         self._update_listeners: list[Callable[[UpdateReport], None]] = []
@@ -302,14 +292,9 @@ class Coordinator:
         *,
         is_again: bool = False,
     ) -> UpdateReport:
-        """Run one round that publishes a version, after binding the fleet if ranks have changed.
+        """Run one round that publishes a version, after binding the fleet if ranks have changed. For arguments see `_publish`.
 
-        Args:
-            announced: see `_publish`.
-            version: version to publish.
-            copied: see `_publish`.
-            is_again: whether an earlier attempt may have reserved the version. The version then does not count as
-                stale.
+        `is_again` says that an earlier attempt may have reserved the version, which then does not count as stale.
 
         Raises:
             RoundAborted: the ranks announced different versions, the version is stale, trainer ranks came or went
@@ -355,10 +340,7 @@ class Coordinator:
     def _lost(self, agent: Agent, reason: str, *, ended: bool) -> None:
         """Handle the loss of an agent's connection: drop its requests and retries, and notify the running round.
 
-        Args:
-            agent: the agent.
-            reason: text for logs and reports.
-            ended: whether the agent's process, not the controller, closed the connection.
+        `ended` says whether the agent's process, not the controller, closed the connection.
         """
         self.requests.withdraw(agent.hello.worker)
         self.resume_retries.forget(agent.identity)

@@ -48,7 +48,7 @@ class DrivenRound:
     @property
     def workers(self) -> tuple[str, ...]:
         """Engine ranks that are still part of the round."""
-        return self._driver.machine.active_workers
+        return self._driver.machine.engines.active_workers
 
     @property
     def is_writing(self) -> bool:
@@ -150,7 +150,7 @@ def _spec(
 async def _finish(coordinator: Coordinator, driver: RoundDriver) -> UpdateReport:
     rounds = coordinator.rounds
     try:
-        report = await report_of(lambda: driver.version, rounds.finish(driver))
+        report = await report_of(lambda: driver.machine.version, rounds.finish(driver))
     finally:
         rounds.lock.release()
     coordinator.end_update(report)

@@ -81,11 +81,6 @@ class RoundDriver:
         self._times = RoundTimes(clock)
         self.late: tuple[Replied, ...] = ()
 
-    @property
-    def version(self) -> int:
-        """Version to publish; -1 if it is not known yet."""
-        return self.machine.version
-
     def post(self, event: Event) -> None:
         """Queue an event for the state machine. `run` processes events in the order in which they were queued."""
         self._events.put_nowait(event)
@@ -103,7 +98,7 @@ class RoundDriver:
         Returns:
             Outcome of the machine, with the times and transports that only the driver knows.
         """
-        with log_fields(round_number=self.round_id.round, version=self.version):
+        with log_fields(round_number=self.round_id.round, version=self.machine.version):
             try:
                 finish = await self._run()
             finally:

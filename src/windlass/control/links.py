@@ -91,6 +91,10 @@ class LinkLedger:
         links = self._links_to.get(destination, ())
         return {link[0]: self._written[link] for link in links if link in self._written}
 
+    def digests_to(self, destinations: Iterable[str]) -> dict[Link, str]:
+        """Return the digests of the written links to all these destinations: link -> digest."""
+        return {(s, to): digest for to in destinations for s, digest in self.expected(to).items()}
+
     def verify(self, destination: str, mismatched: Collection[str]) -> bool:
         """Record the answer of a destination to `Verify`.
 

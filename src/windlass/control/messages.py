@@ -165,16 +165,10 @@ class PluginCommand(msgspec.Struct, frozen=True, tag="plugin"):
 
 BackendCommand = GroupCommand | RelayCommand | PushCommand | PluginCommand
 """Commands that a backend sends to its own senders and receivers (`control.backend.TakesCommands`)."""
-
-
 TrainerCommand = ConnectTrainer | ChangeLinks | Prepare | Write | Abort | BackendCommand
 """Commands to a trainer rank."""
-
-
 SourceCommand = ConnectTrainer | Prepare | Write
 """Commands to an engine rank that is the source of another engine's weights."""
-
-
 EngineCommand = (
     ConnectEngine
     | Pause
@@ -187,12 +181,8 @@ EngineCommand = (
     | BackendCommand
 )
 """Commands to an engine rank."""
-
-
 WRITING = (Write, *RELAY_WRITING)
 """Commands that make a rank write into memory of other ranks."""
-
-
 Command = TrainerCommand | EngineCommand
 
 
@@ -273,12 +263,6 @@ Result = (
 # --- frames ------------------------------------------------------------------------------
 
 AgentFrame = Hello | CannotJoin | Announce | Withdraw | Reply[Result]
-
-
 ControllerFrame = Welcome | Refused | Envelope[Command | Probe] | UpdateReport
-
-
 AGENT_FRAMES: Codec[AgentFrame] = Codec(AgentFrame, "agent frame")
-
-
 CONTROLLER_FRAMES: Codec[ControllerFrame] = Codec(ControllerFrame, "controller frame")

@@ -45,6 +45,7 @@ class RoundRunner:
 
     Attributes:
         lock: held by the task that runs a round or binds the fleet.
+        driver: driver of the round that runs now; None while no round runs.
     """
 
     def __init__(
@@ -60,14 +61,9 @@ class RoundRunner:
         self._config, self._backend = config, backend
         self._comparisons = Comparisons(config.compare_share)
         self.lock = asyncio.Lock()
-        self._driver: RoundDriver | None = None
+        self.driver: RoundDriver | None = None
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
         self._suspicions = Suspicions()
-
-    @property
-    def driver(self) -> RoundDriver | None:
-        """Driver of the round that runs now; None while no round runs."""
-        return self._driver
 
     def on_phase(self, listener: Callable[[int, Phase], None]) -> None:
         """Call `listener(version, phase)` in the event loop whenever a round enters a phase, `Phase.DONE` included."""
@@ -75,13 +71,13 @@ class RoundRunner:
 
     def replied(self, session: AgentSession, reply: Reply[Result]) -> None:
         """Pass an agent's answer to the running round, if a round runs."""
-        if self._driver is not None:
-            self._driver.on_reply(session, reply)
+        if self.driver is not None:
+            self.driver.on_reply(session, reply)
 
     def lost(self, agent: Agent, reason: str) -> None:
         """Tell the running round, if a round runs, that an agent has lost its connection."""
-        if self._driver is not None:
-            self._driver.post(AgentLost(agent.hello.worker, reason))
+        if self.driver is not None:
+            self.driver.post(AgentLost(agent.hello.worker, reason))
 
     # --- a round, step by step ---------------------------------------------------------------
 
@@ -94,7 +90,7 @@ class RoundRunner:
             version: the version.
             lineage: the run that the version belongs to.
             binding: sources, engines and links.
-            is_new: whether trainers publish a new version; False if the round brings engines up to a published version.
+            is_new: whether trainers publish a new version, not one that is published already.
         """
         replicated, turn, period = self._comparisons.of_round(version, binding)
         return RoundSpec(
@@ -127,11 +123,8 @@ class RoundRunner:
     ) -> RoundDriver:
         """Record in the journal that a round begins, and make it the running round. The caller must then call `finish`.
 
-        Args:
-            spec: the round.
-            binding: sources, engines and links.
-            in_write: event that is set when the round enters WRITE. From then on, ranks that send from replicas do not
-                read their weights any more.
+        `in_write` is set when the round enters WRITE. From then on, ranks that send from replicas do not read their
+        weights any more.
 
         Raises:
             RoundAborted: the journal cannot be written.
@@ -146,10 +139,10 @@ class RoundRunner:
             if phase is Phase.WRITE and in_write is not None:
                 in_write.set()
             if phase is spec.delivery.reserves_in:
-                self._run.reserve(driver.version)
-            tell(self._phase_listeners, driver.version, phase)
+                self._run.reserve(driver.machine.version)
+            tell(self._phase_listeners, driver.machine.version, phase)
 
-        self._driver = driver = RoundDriver(
+        self.driver = driver = RoundDriver(
             spec,
             binding,
             round_id=round_id,  # not `Run.round_id`: a Hello with a higher epoch changes it during the round
@@ -167,7 +160,7 @@ class RoundRunner:
         try:
             finish = await driver.run()
         finally:
-            self._driver = None
+            self.driver = None
         report, binding, spec = finish.report, driver.binding, driver.spec
         is_published = report.outcome is RoundOutcome.PUBLISHED
         is_new = spec.sent_before is not None

@@ -207,12 +207,17 @@ class RoundMachine:
 
     An exception of `start` or `handle` is a bug of the machine, for example a transition that `PHASE_TRANSITIONS` or
     `OUTCOME_TRANSITIONS` lacks. The caller then ends the round with `abandon`.
+
+    Attributes:
+        version: version to publish; -1 if it is not known yet.
+        engines: engines of the round, with their outcomes.
+        pending: sequence number of a command that waits for its reply -> worker and command.
     """
 
     def __init__(self, spec: RoundSpec) -> None:
         self._spec, self._config = spec, spec.config
-        self._version = spec.version
-        self._engines = RoundEngines(spec.engines)
+        self.version = spec.version
+        self.engines = RoundEngines(spec.engines)
         self._phase = self._phase_before = Phase.PREPARE
         self._is_blocked = self._is_broken = False
         # If an engine hangs, its agent needs time to report this before the deadline of the phase.
@@ -220,9 +225,8 @@ class RoundMachine:
         self._entry = 0
         self._seq = 0
         self.pending: dict[int, tuple[str, Command]] = {}
-        """Sequence number of a command that waits for its reply -> worker and command."""
         self._delivery = spec.delivery
-        self._links = LinkLedger(spec.links, self._delivery.unlinked(self._engines.of))
+        self._links = LinkLedger(spec.links, self._delivery.unlinked(self.engines.of))
         # Commands whose replies may still arrive, although their engine has been left out.
         self._late: dict[int, tuple[str, Command]] = {}
         parts = () if spec.replicated is None else spec.replicated.parts
@@ -242,26 +246,6 @@ class RoundMachine:
         return self._phase
 
     @property
-    def outcomes(self) -> dict[str, EngineOutcome]:
-        """Engine -> its outcome; `ACTIVE` for an engine that is still part of the round."""
-        return self._engines.outcomes
-
-    @property
-    def waiting_for(self) -> tuple[str, ...]:
-        """Ranks whose reply the current phase waits for; a rank appears once per command."""
-        return tuple(worker for worker, _ in self.pending.values())
-
-    @property
-    def active_workers(self) -> tuple[str, ...]:
-        """Ranks of the engines that are still part of the round, in the order of the engines."""
-        return self._engines.active_workers
-
-    @property
-    def version(self) -> int:
-        """Version to publish; -1 if it is not known yet."""
-        return self._version
-
-    @property
     def _awaited(self) -> str:
         return self._delivery.awaited if self.phase is Phase.WRITE else ""
 
@@ -272,8 +256,8 @@ class RoundMachine:
             period = self._spec.period if trainer in self._digested else 0
             is_new = self._spec.sent_before is not None
             reaction = self._config.non_finite if is_new else Reaction.OFF
-            self._send(trainer, Prepare(self._version, self._spec.turn, period, reaction))
-        self._order(self._delivery.prepare(self.active_workers))
+            self._send(trainer, Prepare(self.version, self._spec.turn, period, reaction))
+        self._order(self._delivery.prepare(self.engines.active_workers))
         if self._config.mode is UpdateMode.IN_PLACE:
             self._send_pauses()
         self._advance()
@@ -307,7 +291,7 @@ class RoundMachine:
                 self._give_up(event.reason)
             case Sent():
                 if self._awaited:
-                    self._version = event.version
+                    self.version = event.version
                     self._delivery.sent()
             case _:
                 assert_never(event)
@@ -338,7 +322,7 @@ class RoundMachine:
             case Verify(), Verified():
                 if not self._links.verify(worker, result.mismatched):
                     reason = f"{worker}: reported wrong bytes from workers that have no link to it"
-                    self._drop(self._engines.of[worker], reason)
+                    self._drop(self.engines.of[worker], reason)
             case Prepare(), Prepared() if worker in self._digested:
                 self._on_prepared(worker, command, result)
             case Prepare(), Done() if worker not in self._digested:
@@ -354,14 +338,14 @@ class RoundMachine:
 
     def _on_failure(self, worker: str, command: Command, failure: Failure) -> None:
         unknown = failure.kind is FailureKind.UNKNOWN
-        if worker in self._engines.of and not self._delivery.survives_failure(self.phase):
+        if worker in self.engines.of and not self._delivery.survives_failure(self.phase):
             self._give_up(f"{worker}: {failure.message}")
-        elif worker in self._engines.of:
-            self._drop(self._engines.of[worker], failure.message, unknown=unknown)
+        elif worker in self.engines.of:
+            self._drop(self.engines.of[worker], failure.message, unknown=unknown)
             self._delivery.ended(worker, command)
         else:
             asked = self._links.answered(worker)
-            quarantined = {self._engines.of[d] for d in asked} if unknown else set()
+            quarantined = {self.engines.of[d] for d in asked} if unknown else set()
             self._give_up(f"{worker}: {failure.message}", quarantined)
 
     def _on_prepared(self, trainer: str, command: Prepare, prepared: Prepared) -> None:
@@ -384,7 +368,7 @@ class RoundMachine:
 
     def _on_link(self, trainer: str, link: LinkOutcome) -> None:
         worker = link.destination
-        engine = self._engines.of[worker]
+        engine = self.engines.of[worker]
         self._figures.measure(Measure.NBYTES, trainer, link.nbytes)
         self._figures.carry((trainer, worker), link.nbytes, link.wire_s)
         match link.status:
@@ -407,11 +391,11 @@ class RoundMachine:
             self._figures.carry(link, carried.nbytes, carried.wire_s)
         self._order(found.orders)
         for reached, reason in found.unknown.items():
-            self._drop(self._engines.of[reached], reason, unknown=True)
+            self._drop(self.engines.of[reached], reason, unknown=True)
 
     def _on_lost(self, worker: str, reason: str) -> None:
-        if worker in self._engines.of:
-            self._drop(self._engines.of[worker], f"{worker}: {reason}", lost=worker)
+        if worker in self.engines.of:
+            self._drop(self.engines.of[worker], f"{worker}: {reason}", lost=worker)
         elif worker in self._spec.trainers:
             self._lost_trainers.add(worker)
             # A trainer that has answered its write command is needed only if links must be written again.
@@ -419,18 +403,18 @@ class RoundMachine:
                 self._give_up(f"{worker}: {reason}")
 
     def _on_deadline(self) -> None:
-        late = list(dict.fromkeys(self.waiting_for))
+        late = list(dict.fromkeys(worker for worker, _ in self.pending.values()))
         if self._awaited:
             self._give_up(f"{self._awaited} within the session's deadline")
             return
         reason = f"no answer in phase {self.phase} by its deadline"
-        trainers = [worker for worker in late if worker not in self._engines.of]
+        trainers = [worker for worker in late if worker not in self.engines.of]
         if trainers:
             self._give_up(f"{', '.join(trainers)}: {reason}")
             return
         self._silent.update(late)
         for worker in late:
-            self._drop(self._engines.of[worker], f"{worker}: {reason}")
+            self._drop(self.engines.of[worker], f"{worker}: {reason}")
 
     # --- phases ------------------------------------------------------------------------------
 
@@ -440,7 +424,7 @@ class RoundMachine:
         End the round if no engine is left before PUBLISH. In a driven round, stay in WRITE until `Sent`.
         """
         while not self.pending and self.phase is not Phase.DONE:
-            if not self._engines.active and self.phase is not Phase.PUBLISH:
+            if not self.engines.active and self.phase is not Phase.PUBLISH:
                 self._finish_without_engines()
                 return
             if self._awaited:
@@ -454,15 +438,15 @@ class RoundMachine:
                 if replicated is not None and (why := replicated.disagreement(self._digested)):
                     self._give_up(why)
                     return
-                self._write(self._links.unwritten(self.active_workers))
+                self._write(self._links.unwritten(self.engines.active_workers))
             case Phase.WRITE | Phase.VERIFY:
                 self._after_delivery()
             case Phase.PAUSE:
                 self._enter(Phase.APPLY)
-                self._send_engines(Apply(self._version))
+                self._send_engines(Apply(self.version))
             case Phase.APPLY:
                 self._enter(Phase.PUBLISH)
-                self._send_engines(Publish(self._version, self._go_on_s, self._spec.lineage))
+                self._send_engines(Publish(self.version, self._go_on_s, self._spec.lineage))
             case Phase.PUBLISH:
                 self._finish_published()
             case Phase.DONE:
@@ -476,7 +460,7 @@ class RoundMachine:
         If links to active engines are unwritten, write them (again). Otherwise, if engine ranks have not verified, enter
         VERIFY. Otherwise all bytes are correct: enter PAUSE (`staged`) or APPLY, or refuse a version that changes no byte.
         """
-        active = self.active_workers
+        active = self.engines.active_workers
         is_free, incomplete = self._delivery.pop_incomplete()
         self._links.forget(incomplete)
         if missing := self._links.unwritten(active):
@@ -487,7 +471,7 @@ class RoundMachine:
         elif unverified := self._links.unverified(active):
             self._enter(Phase.VERIFY)
             for worker in unverified:
-                self._send(worker, Verify(self._version, self._links.expected(worker)))
+                self._send(worker, Verify(self.version, self._links.expected(worker)))
         elif self._config.unchanged is Reaction.REFUSE and self._is_unchanged():
             self._refuse_unchanged()
         elif self._config.mode is UpdateMode.STAGED:
@@ -495,20 +479,13 @@ class RoundMachine:
             self._send_pauses()
         else:
             self._enter(Phase.APPLY)
-            self._send_engines(Apply(self._version))
+            self._send_engines(Apply(self.version))
 
     def _is_unchanged(self) -> bool:
         if self._config.unchanged is Reaction.OFF:
             return False
-        sent = [dict(self._sent_to(engine)) for engine in self._engines]
+        sent = [self._links.digests_to(engine.workers) for engine in self.engines]
         return is_unchanged(sent, self._spec.sent_before or {})
-
-    def _sent_to(self, engine: RoundEngine) -> list[tuple[Link, str]]:
-        return [
-            ((source, worker), digest)
-            for worker in engine.workers
-            for source, digest in self._links.expected(worker).items()
-        ]
 
     def _refuse_unchanged(self) -> None:
         """End the round without a publication, because the version changes no byte.
@@ -517,10 +494,10 @@ class RoundMachine:
         weights. All other engines have verified that they have the bytes of the previous version, so their weights are
         not mixed, and they resume.
         """
-        reason = unchanged_reason(self._version)
+        reason = unchanged_reason(self.version)
         before = self._spec.sent_before or {}
-        for engine in self._engines:
-            if any(link not in before for link, _ in self._sent_to(engine)):
+        for engine in self.engines:
+            if self._links.digests_to(engine.workers).keys() - before.keys():
                 self._drop(engine.name, reason)
         self._wrote = False
         self._give_up(f"{reason}; ControlConfig(unchanged='warn') publishes it and logs a warning")
@@ -532,8 +509,8 @@ class RoundMachine:
         orders = self._delivery.write(
             links,
             ledger=self._links,
-            active=self.active_workers,
-            version=self._version,
+            active=self.engines.active_workers,
+            version=self.version,
             deadline_s=reply_budget_s(self._config.deadlines.write_s),
         )
         self._order(orders)
@@ -551,8 +528,8 @@ class RoundMachine:
         reason = f"links failed or had wrong digests, {why}: {links}" + (
             f": {error}" if error else ""
         )
-        incomplete = {self._engines.of[d] for names in missing.values() for d in names}
-        if self._config.mode is UpdateMode.STAGED and len(incomplete) == len(self._engines.active):
+        incomplete = {self.engines.of[d] for names in missing.values() for d in names}
+        if self._config.mode is UpdateMode.STAGED and len(incomplete) == len(self.engines.active):
             self._give_up(reason)
             return
         for engine in sorted(incomplete):
@@ -572,7 +549,7 @@ class RoundMachine:
             unknown: whether bytes may still arrive in the engine's memory, so that it is quarantined.
             lost: rank that has lost its connection, to which no `Abort` is sent; empty for none.
         """
-        engine = self._engines[name]
+        engine = self.engines[name]
         if engine.outcome is not EngineOutcome.ACTIVE:
             if unknown:
                 engine.end(EngineOutcome.QUARANTINED, reason)
@@ -615,17 +592,17 @@ class RoundMachine:
         self.pending.clear()
         for name in quarantined:
             self._drop(name, reason, unknown=True)
-        for engine in self._engines.active:
+        for engine in self.engines.active:
             self._leave(engine, reason)
-        mixed = any(engine.mixed for engine in self._engines)
+        mixed = any(engine.mixed for engine in self.engines)
         self._finish(RoundOutcome.FAILED if mixed else RoundOutcome.ABORTED, reason)
 
     def _finish_without_engines(self) -> None:
-        reasons = "; ".join(f"{name}: {why}" for name, why in self._engines.reasons.items())
+        reasons = "; ".join(f"{name}: {why}" for name, why in self.engines.reasons.items())
         self._finish(RoundOutcome.FAILED, f"no engine is left: {reasons or 'none took part'}")
 
     def _finish_published(self) -> None:
-        published = self._engines.active
+        published = self.engines.active
         for engine in published:
             engine.end(EngineOutcome.PUBLISHED)
         if published:
@@ -638,11 +615,11 @@ class RoundMachine:
             self._send(trainer, Abort(ABORT_NOTICE), expects_reply=False)
         writing = self._delivery.unsettled() | self._links.in_flight
         report = UpdateReport(
-            version=self._version,
+            version=self.version,
             outcome=outcome,
             reason=reason,
-            engines=tuple(engine.name for engine in self._engines.published),
-            left_out=self._engines.reasons,
+            engines=tuple(engine.name for engine in self.engines.published),
+            left_out=self.engines.reasons,
             measures=self._figures.of_round(self._delivery.measures),
             digest_ok=self._digest_ok,
         )
@@ -650,16 +627,16 @@ class RoundMachine:
         self._out.append(
             Finish(
                 report=report,
-                engines=self.outcomes,
-                mixed=frozenset(engine.name for engine in self._engines if engine.mixed),
+                engines=self.engines.outcomes,
+                mixed=frozenset(engine.name for engine in self.engines if engine.mixed),
                 unsettled={
-                    source: tuple(sorted({self._engines.of[d] for d in destinations}))
+                    source: tuple(sorted({self.engines.of[d] for d in destinations}))
                     for source, destinations in writing.items()
                 },
                 silent=frozenset(self._silent),
                 carried=self._figures.carried,
-                digests=dict(
-                    pair for engine in self._engines.published for pair in self._sent_to(engine)
+                digests=self._links.digests_to(
+                    w for e in self.engines.published for w in e.workers
                 ),
                 is_unchanged=self._is_unchanged(),
                 non_finite=frozenset(self._non_finite),
@@ -669,7 +646,7 @@ class RoundMachine:
     # --- small things ------------------------------------------------------------------------
 
     def _send_engines(self, command: Command) -> None:
-        for worker in self.active_workers:
+        for worker in self.engines.active_workers:
             self._send(worker, command)
 
     def _order(self, orders: Iterable[Order]) -> None:

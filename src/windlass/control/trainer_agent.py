@@ -8,15 +8,7 @@ from typing import final
 from windlass.control.backend import carry_out
 from windlass.control.connect_messages import ChangeLinks, ConnectTrainer
 from windlass.control.held_weights import HeldWeights
-from windlass.control.messages import (
-    Abort,
-    Command,
-    Done,
-    Prepare,
-    Result,
-    TrainerCommand,
-    Write,
-)
+from windlass.control.messages import Abort, Command, Done, Prepare, Result, TrainerCommand, Write
 from windlass.control.trainer_binding import TrainerBinding
 from windlass.errors import ProtocolError
 from windlass.net.messages import RoundId

@@ -1,8 +1,7 @@
 """Operations on memory: the only interface that differs between host memory and GPU memory.
 
-`HostMemory` and `CudaMemory` implement `MemoryOps`. Code that moves weights gets one of them from
-`memory_at` (`place.py`) and is the same for both. `tests/memory/test_ops.py` is the conformance
-suite.
+`HostMemory` and `CudaMemory` implement `MemoryOps`. Code that moves weights gets one of them from `memory_at`
+(`place.py`) and is the same for both. `tests/memory/test_ops.py` is the conformance suite.
 """
 
 from __future__ import annotations
@@ -59,15 +58,12 @@ class Digests(Protocol[Key]):
     def take(
         self, keys: Iterable[Key], deadline_s: float, threads: Executor | None = None
     ) -> dict[Key, str]:
-        """Compute the digests of these links or chunks from the current bytes, and wait for the result.
+        """Compute the digests of these links or chunks from the current bytes; return key -> digest (hex).
 
         Args:
-            keys: peers of the links, or numbers of the chunks.
+            keys: peers of the links, or numbers of the chunks, in the order of the result.
             deadline_s: longest wait for a GPU, in seconds.
             threads: threads for the hashing in host memory; None for the calling thread. Not used on a GPU.
-
-        Returns:
-            Key -> digest, hex, in the order of `keys`.
 
         Raises:
             TransferFailed: a cast at the source overflows.
@@ -123,10 +119,9 @@ class LinkPack(Protocol):
 class MemoryOps(Protocol):
     """Operations on host memory, or on the memory of one GPU. Thread-safe; the objects that it creates are not.
 
-    `addresses` is always (num_parameters,): the start address of each parameter of this rank, in
-    manifest order. The caller closes the objects that it gets. The methods that prepare work raise
-    `TransferFailed` if a GPU has too little memory for the tables, and `UnsupportedLayout` if rows to
-    quantise on a GPU are not contiguous.
+    `addresses` is always (num_parameters,): the start address of each parameter of this rank, in manifest order. The
+    caller closes the objects that it gets. The methods that prepare work raise `TransferFailed` if a GPU has too little
+    memory for the tables, and `UnsupportedLayout` if rows to quantise on a GPU are not contiguous.
 
     Attributes:
         ordinal: ordinal of the GPU; -1 for host memory.
@@ -142,9 +137,7 @@ class MemoryOps(Protocol):
         return None
 
     def allocation(self, address: int) -> tuple[int, int] | None:  # noqa: ARG002
-        """Return the start and the size in bytes of the GPU allocation that contains `address`.
-
-        Return None for host memory, where the allocation is unknown.
+        """Return the start and the size in bytes of the GPU allocation that contains `address`; None for host memory.
 
         Raises:
             RegionError: the address is not in the memory of this GPU.

@@ -1,10 +1,9 @@
 """Calls from a server (the controller) to a peer: `Session` is the calling side, `Callee` the called side.
 
-The peer opens a WebSocket (`rpc_client.Client`), and opens another one when the connection is lost.
-So the peer needs no port, and when its process dies, the connection closes at once. The first frame
-identifies the peer. The server answers with a welcome of its protocol, or with `Refused`. Then the
-server sends `Envelope`s, and the peer answers each with one `Reply`. Both may send further frames
-of their protocol.
+The peer opens a WebSocket (`rpc_client.Client`), and opens another one when the connection is lost. So the peer needs
+no port, and when its process dies, the connection closes at once. The first frame identifies the peer. The server
+answers with a welcome of its protocol, or with `Refused`. Then the server sends `Envelope`s, and the peer answers each
+with one `Reply`. Both may send further frames of their protocol.
 
 The identity of a call is (epoch, round, seq), which only grows. A peer executes each call once, even
 if the call arrives several times. It stores its replies and sends them again over its next
@@ -45,8 +44,7 @@ class Session(Generic[CommandT, ResultT]):
             takes longer, this process cuts the connection.
 
     Attributes:
-        was_cut: whether the connection was cut because the peer did not read. The peer's process
-            may be alive.
+        was_cut: whether the connection was cut because the peer did not read. The peer's process may be alive.
     """
 
     def __init__(
@@ -73,8 +71,7 @@ class Session(Generic[CommandT, ResultT]):
 
         Args:
             frame: the frame.
-            within_s: seconds within which the whole frame must be sent; otherwise this process cuts the connection. None
-                for only the limit of each part (`send_deadline_s`).
+            within_s: seconds within which the whole frame must be sent, or the connection is cut. None for no such limit.
 
         Raises:
             PeerUnreachable: there is no connection, it is closed, or the peer does not read from it.
@@ -118,8 +115,7 @@ class Session(Generic[CommandT, ResultT]):
             await self.send(Envelope(*call_id, command), within_s=within_s)
         except PeerUnreachable as error:
             if not self._keeps_calls:
-                # If the connection was lost during the send, `fail_calls` has already removed the
-                # call.
+                # If the connection was lost during the send, `fail_calls` has already removed the call.
                 self._calls.pop(call_id, None)
                 raise
             _log.info("call waits for the next connection: %s", error)
@@ -162,8 +158,7 @@ class Session(Generic[CommandT, ResultT]):
         for _, future in self._calls.values():
             if not future.done():
                 future.set_exception(PeerUnreachable(f"{self.peer}: {reason}"))
-                # Mark the exception as retrieved, so that asyncio does not log it. Waiting callers
-                # still get it.
+                # Mark the exception as retrieved, so that asyncio does not log it. Waiting callers still get it.
                 future.exception()
         self._calls.clear()
 
@@ -194,12 +189,10 @@ class Callee(ABC, Generic[CommandT, ResultT]):
 
     @abstractmethod
     def failed(self, error: Exception, command: CommandT | None) -> ResultT:
-        """Convert an error to a result, which the server gets as the reply.
+        """Convert an error to a result, which the server gets as the reply. `command` is None if it cannot be decoded.
 
-        Args:
-            error: exception that `execute` raised, StaleMessage for a call that arrived too late, or the reason why the
-                command could not be decoded.
-            command: the command; None if it could not be decoded.
+        The error is the exception that `execute` raised, StaleMessage for a call that arrived too late, or the reason
+        why the command could not be decoded.
         """
 
     def carry_out(
@@ -210,9 +203,7 @@ class Callee(ABC, Generic[CommandT, ResultT]):
         A call that was executed before gets the stored reply, and a call that arrives too late gets a failure; neither is
         executed.
 
-        Args:
-            call: the call; `UnreadCall` if its command could not be decoded, so that the reply is a failure.
-            error: reason why the command could not be decoded.
+        The command of an `UnreadCall` could not be decoded, for the reason `error`; its reply is a failure.
         """
         command = call.command if isinstance(call, Envelope) else None
         with self._executing:

@@ -151,41 +151,36 @@ class TrainerClient(Closing):
                 weights must not change until the round has ended.
             ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
-        if copy:
-            return self._publish_copy(version, wait=wait, deadline_s=deadline_s)
-        began = time.perf_counter()
-        until_over = self._begin("publish", version, deadline_s)
-        if wait:
+        if copy and self._sender.replica is None:
+            raise ConfigError(
+                "publish: copy=True needs a replica when connecting, got replica=off; connect with replica='auto'"
+            )
+        began, copied = time.perf_counter(), threading.Event() if copy else None
+        until_over = self._begin("publish", version, deadline_s, copied)
+        if wait and copied is None:
             report = Future[UpdateReport]()
             report.set_result(until_over())
         else:
             report = self._background.submit(until_over)
         pending = PendingUpdate(version, report)
+        if copied is not None:
+            self._await_copy(pending, copied, deadline_s)
+            if wait:
+                pending.result(deadline_s=deadline_s + MARGIN_S)
+            pending.copy = self._sender.copy_times
         pending.stood_s = time.perf_counter() - began
         return pending
 
-    def _publish_copy(self, version: int, *, wait: bool, deadline_s: float) -> PendingUpdate:
-        """Publish a copy of the weights; see `publish` for arguments and errors.
-
-        Without `wait`, return when the weights have been copied, or when the round has ended without a copy.
-        """
-        if self._sender.replica is None:
-            raise ConfigError(
-                "publish: copy=True needs a replica when connecting, got replica=off; connect with replica='auto'"
-            )
-        began, copied = time.perf_counter(), threading.Event()
-        until_over = self._begin("publish", version, deadline_s, copied)
-        pending = PendingUpdate(version, self._background.submit(until_over))
+    def _await_copy(
+        self, pending: PendingUpdate, copied: threading.Event, deadline_s: float
+    ) -> None:
+        """Return when the weights have been copied; raise the error of the round if it has ended without a copy."""
         pending.when_done(copied.set)
         if not (in_time := copied.wait(deadline_s + MARGIN_S)):
             # Wait for the end of a running copy, which still reads the weights.
             self._sender.end_version()
         if not in_time or pending.done():
             pending.result(deadline_s=MARGIN_S)
-        if wait:
-            pending.result(deadline_s=deadline_s + MARGIN_S)
-        pending.stood_s, pending.copy = time.perf_counter() - began, self._sender.copy_times
-        return pending
 
     def prepare_publish(self, version: int) -> None:
         """Prepare this rank to send its current weights in a round that the controller's process begins.
@@ -211,11 +206,7 @@ class TrainerClient(Closing):
         self._prepared = self._background.submit(until_over)
 
     def _begin(
-        self,
-        what: str,
-        version: int,
-        deadline_s: float | None,
-        copied: threading.Event | None = None,
+        self, what: str, version: int, deadline_s: float | None, copied: threading.Event | None
     ) -> Callable[[], UpdateReport]:
         """Make the weights ready to be sent as `version`.
 
@@ -231,8 +222,7 @@ class TrainerClient(Closing):
             report. The caller must call it, or no later version can begin.
 
         Raises:
-            ConfigError: `version` is not an integer >= 0, or another version is still being published.
-            ProtocolError, PeerUnreachable: the connection to the controller has ended.
+            ConfigError, ProtocolError, PeerUnreachable: see `publish`.
         """
         number = version_number(version, what)
         if not self._publishing.acquire(blocking=False):
@@ -247,14 +237,13 @@ class TrainerClient(Closing):
             self._agent.held.watch()
             if self._channel.ended.done():
                 self._channel.ended.result()
-            find_stream = None if copied is None else self._weights.step_stream
-            self._sender.begin_version(
-                None if copied is None else copied.set,
-                version=number,
-                stream=None if find_stream is None else find_stream(),
-            )
+            if copied is None:
+                self._sender.begin_version(version=number)
+            else:
+                stream = None if self._weights.step_stream is None else self._weights.step_stream()
+                self._sender.begin_version(copied.set, version=number, stream=stream)
             until_over = (
-                self._channel.expect(number).result
+                self._channel.begin_announcement(number, sends=False).report.result
                 if deadline_s is None
                 else partial(self._channel.announce, number, deadline_s)
             )
@@ -265,18 +254,11 @@ class TrainerClient(Closing):
         return partial(self._end, number, until_over, copied)
 
     def _end(
-        self,
-        version: int,
-        until_over: Callable[[], UpdateReport],
-        copied: threading.Event | None,
+        self, version: int, until_over: Callable[[], UpdateReport], copied: threading.Event | None
     ) -> UpdateReport:
-        """Wait for the end of a round by calling `until_over`, and return the report.
+        """Wait for the end of a round by calling `until_over`, and return the report; raise RoundAborted if it failed.
 
         In every case, also after an error, free what `_begin` has locked, so that the next version can begin.
-
-        Raises:
-            RoundAborted: the version was not published.
-            WindlassError: `until_over` raised it, for example at its deadline.
         """
         try:
             report = until_over()

@@ -38,11 +38,7 @@ def batches_to(
 ) -> Iterator[WriteBatch]:
     """Yield the writes to a destination in batches of at most `WRITE_PIECES` pieces.
 
-    Args:
-        binding: the destination.
-        local: (n,) addresses of the pieces in this process.
-        remote: (n,) addresses of the pieces at the destination.
-        nbytes: (n,) sizes of the pieces in bytes.
+    The columns are (n,): addresses of the pieces in this process and at the destination, and sizes in bytes.
     """
     for start in range(0, len(nbytes), WRITE_PIECES):
         part = slice(start, start + WRITE_PIECES)
@@ -186,9 +182,7 @@ class Packer:
     def hash_links(self, programs: Sequence[LinkProgram], threads: Executor) -> dict[str, str]:
         """Compute the digests of these links from the current parameters, and pack nothing; return peer -> digest.
 
-        Args:
-            programs: the links.
-            threads: threads for the hashing in host memory.
+        In host memory, `threads` compute them.
 
         Raises:
             TransferFailed: a cast overflows, or other work of this process on the GPU did not end within `OWN_WORK_S`.
@@ -203,11 +197,7 @@ class Packer:
         return self._digests.take([program.peer for program in programs], OWN_WORK_S, threads)
 
     def pack(self, program: LinkProgram, offset: int) -> tuple[LinkPack, str, int]:
-        """Pack and hash a whole link.
-
-        Args:
-            program: the link.
-            offset: byte offset of the link's place in the arena.
+        """Pack and hash a whole link at byte `offset` of the arena.
 
         Returns:
             (the prepared copies with the places of the packed parts, digest, offset of the next link's place).
@@ -225,13 +215,9 @@ class Packer:
         return pack, pack.pack_and_hash(OWN_WORK_S), offset + nbytes
 
     def link_to(self, peer: Peer, program: LinkProgram, pack: LinkPack, digest: str) -> PackedLink:
-        """Return the writes and the digest of a link that `pack` has packed.
+        """Return the writes and the digest of a link to `peer`.
 
-        Args:
-            peer: destination of the writes.
-            program: the link.
-            pack: packed parts of this link, or of a link with the same payload to another destination.
-            digest: digest of the link.
+        `pack` has packed this link, or a link with the same payload to another destination.
         """
         packed = [_packed_batches(program, peer, turn) for turn in pack.turns]
         found = (*self._direct(program, peer), *itertools.chain.from_iterable(packed))

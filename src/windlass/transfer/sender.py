@@ -26,14 +26,12 @@ from functools import partial
 from typing import final
 
 from windlass.config import ReplicaPlace
-from windlass.errors import ConfigError, PlanError, ProtocolError, WindlassError
+from windlass.errors import WindlassError
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import Buffer
-from windlass.memory.packing import ALIGNMENT
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram
-from windlass.transfer.arena import memory_of
 from windlass.transfer.base import (
     LINKS_AT_ONCE,
     ParameterMemory,
@@ -50,12 +48,11 @@ from windlass.transfer.bindings import (
     LinkStatus,
     Written,
 )
-from windlass.transfer.packer import PackedBytes, PackedLink, Packer, packed_capacity
-from windlass.transfer.registration import RegisteredMemory
-from windlass.transfer.replica import CopyTimes, replica_of
+from windlass.transfer.packer import PackedBytes, PackedLink
+from windlass.transfer.replica import CopyTimes
 from windlass.transfer.ring import write_ring
+from windlass.transfer.sender_binding import SenderBinding
 from windlass.transfer.source import LocatedParameters, addresses_of
-from windlass.transfer.stored_links import StoredLinks
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 
 _log = logging.getLogger(__name__)
@@ -82,7 +79,6 @@ class Sender:
         parameters: function that returns the current memory of the parameters.
         replica: copy of the parameters that are sent unpacked; None without a replica.
         packer: packs links into the arena.
-        links: links of the last `connect` or `change_links`.
 
     Raises:
         ConfigError: `arena_nbytes` is neither 0 nor at least 128, or the transport cannot send from the requested
@@ -100,28 +96,30 @@ class Sender:
         replica: ReplicaPlace = ReplicaPlace.OFF,
         threads: Executor | None = None,
     ) -> None:
-        if arena_nbytes != 0 and arena_nbytes < 2 * ALIGNMENT:
-            raise ConfigError(
-                f"arena_nbytes: must be 0 or at least {2 * ALIGNMENT}, got {arena_nbytes}"
-            )
         self.transport, self.manifest = transport, manifest
         self.parameters = LocatedParameters(manifest, parameters)
         self._pool = threads or ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
-        self.replica = replica_of(manifest, replica, transport, self._pool)
-        own = memory_of(transport)
-        self._registered = RegisteredMemory(manifest.worker, transport, own, registered)
-        self.packer = Packer(transport, own, arena_nbytes)
+        self._binding = binding = SenderBinding(
+            transport,
+            manifest,
+            arena_nbytes=arena_nbytes,
+            registered=registered,
+            replica=replica,
+            threads=self._pool,
+        )
+        self.packer, self.replica, self._stores = binding.packer, binding.replica, binding.stores
         self._lock = threading.RLock()
-        mapper, self._writes = transport.mapper, not transport.traits.strided_stores
-        self._stores = None if mapper is None else StoredLinks(mapper, manifest.worker)
-        stored_by = {o.transport for o in transport.offers() if o.traits.strided_stores}
-        self.links = SentLinks(own.digest_kind, stored_by if self._writes else None)
         self._ready: dict[str, PackedLink] = {}
         self._digests: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
         self._sent: set[str] = set()
         self._packed: dict[str, PackedBytes] = {}
         self._pack_s = self._register_s = 0.0
+
+    @property
+    def links(self) -> SentLinks:
+        """Links of the last `connect` or `change_links`."""
+        return self._binding.links
 
     @property
     def copy_times(self) -> CopyTimes:
@@ -135,17 +133,7 @@ class Sender:
         version: int | None = None,
         stream: int | None = None,
     ) -> None:
-        """Begin a version of the replica. Call this before the trainer announces the version.
-
-        Do nothing without a replica.
-
-        Args:
-            on_taken: function that is called when the weights are copied and may change. None if the weights stay
-                unchanged until the end of the round.
-            version: number of the version; None to accept any version in `prepare`.
-            stream: handle of the GPU stream with the trainer's work. The copy waits only for this work. None to wait
-                for all work that this process has queued on the GPU.
-        """
+        """Begin a version of the replica; see `Replica.begin`. Do nothing without a replica."""
         if self.replica is not None:
             with self._lock:
                 self.replica.begin(on_taken, version, stream)
@@ -171,22 +159,10 @@ class Sender:
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """Bind a plan part (`TransferPlan.parts`) instead of all earlier links. Allocate and register the arena.
-
-        Returns:
-            None, because one-sided writes need no group.
-
-        Raises:
-            PlanError: the plan was made for another layout, a destination has no binding, or the arena is too small:
-                with a replica, it must hold all packed payloads at once.
-            BindingsRefused: some destinations offer memory that cannot be written, or use another digest algorithm.
-            RegionError, TransferFailed: memory cannot be registered or allocated.
-        """
+        """Bind a plan part instead of all earlier links; see `SenderBinding.connect`. Return None: no group is needed."""
         with self._lock:
-            if self._stores is not None:
-                self._stores.end(tuple(self.links.programs))
-            self._unbind()
-            self._bind(plan, bindings, ())
+            self._forget()
+            self._binding.connect(plan, bindings)
         return None
 
     def change_links(
@@ -195,73 +171,21 @@ class Sender:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> None:
-        """End some links, bind new links, and keep all others.
-
-        Args:
-            plan: this rank's part of a plan for the new destinations; None without new destinations.
-            bindings: bindings of the new destinations.
-            gone: destinations whose links end, including destinations that are bound again.
-
-        Raises:
-            BindingsRefused: see `connect`. All links are unchanged.
-            PlanError, RegionError, TransferFailed: see `connect`. After this error, the caller must call `connect`.
-        """
+        """End some links, bind new links, and keep all others; see `SenderBinding.change_links`."""
         with self._lock:
-            self._bind(plan, bindings, gone)
-
-    def _bind(
-        self,
-        plan: TransferPlan | None,
-        bindings: Sequence[DestinationBinding],
-        gone: Collection[str],
-    ) -> None:
-        """Bind the links of `plan`, end the links to `gone`, and keep all others; see `connect` and `change_links`."""
-        links, new = self.links.changed(self.manifest, plan, bindings, gone)
-        if self._stores is not None:
-            self._stores.end({*gone, *new.programs})
-        self._settle_doubt()
-        self._unbind()
-        if self._stores is not None:
-            self._stores.bind(new.stored, new.bindings)
-        if self._writes:
-            self.packer.fit(links.written, kept=links.programs.keys() - new.programs.keys())
-        if self.replica is not None:
-            if not self.packer.holds(links.written):
-                raise PlanError(
-                    "arena_nbytes: with a replica it must be 0 or at least "
-                    f"{packed_capacity(links.written)}, got {self.packer.slot.nbytes}"
-                )
-            stored = {op.src_parameter for program in links.stored for op in program.ops}
-            self.replica.fit((*links.read_in_place, *sorted(stored)))
-        self.links = links
+            before = self.links
+            try:
+                self._binding.change_links(plan, bindings, gone)
+            finally:
+                if self.links is not before:
+                    self._forget()
 
     def bind_copies(
         self, copies: Mapping[str, str], bindings: Mapping[str, DestinationBinding]
     ) -> tuple[LinkProgram, ...]:
-        """Bind links to the further members of relay groups. These links exist until the next `connect`.
-
-        Such a link has the same bytes as the planned link to the first member of the group.
-
-        Args:
-            copies: further member -> first member. A further member is ignored if this rank has no planned link to its
-                first member.
-            bindings: bindings of all these members.
-
-        Returns:
-            The planned links to the first members.
-
-        Raises:
-            ProtocolError: GPU kernels of this rank store its links.
-            PlanError: a member has no binding.
-            RegionError: bytes would be written outside the regions of a member.
-        """
+        """Bind links to the further members of relay groups; see `SenderBinding.bind_copies`."""
         with self._lock:
-            if self._stores is not None:
-                raise ProtocolError(
-                    "bind_copies: GPU kernels store the links of this rank, and a relay needs writes"
-                )
-            self.links, planned = self.links.with_copies(copies, bindings)
-            return planned
+            return self._binding.bind_copies(copies, bindings)
 
     def prepare(self, version: int | None = None) -> None:
         """Hash every link, and pack all links if the arena can hold them at once. With a replica, copy the parameters.
@@ -284,12 +208,12 @@ class Sender:
             if replica is not None and replica.is_taken(version):
                 return
             began = time.perf_counter()
-            self._settle_doubt()
+            self._binding.settle_doubt()
             self._forget()
             located = self.parameters()
             if self._stores is not None:
                 self._stores.prepare(located, replica)
-            registered_s = self._pack_or_hash(located) if self._writes else 0.0
+            registered_s = self._pack_or_hash(located) if self._binding.writes else 0.0
             self._pack_s = time.perf_counter() - began - registered_s
             # The next `write` reports the sum since the previous `write`.
             self._register_s += registered_s
@@ -311,7 +235,7 @@ class Sender:
             self.packer.fit(programs)
         sources, registered_s = addresses_of(located), 0.0
         if self.replica is None:
-            registered_s = self._registered.cover(located[i] for i in links.read_in_place)
+            registered_s = self._binding.registered.cover(located[i] for i in links.read_in_place)
         else:
             sources = self.replica.take(sources)
         self.packer.sources = sources
@@ -324,12 +248,7 @@ class Sender:
             self._digests |= self.packer.hash_links(programs, self._pool)
         return registered_s
 
-    def write(
-        self,
-        version: int,
-        destinations: Sequence[str],
-        deadline_s: float,
-    ) -> Written:
+    def write(self, version: int, destinations: Sequence[str], deadline_s: float) -> Written:
         """Write the links to `destinations`, and return their outcomes and times. Idempotent.
 
         The writes begin in the order of `destinations`. Trainer ranks with the same destinations should use different
@@ -359,9 +278,7 @@ class Sender:
             if not far:
                 return store()
             return joined_results(
-                destinations,
-                submit(self._pool, self._write, far, deadline),
-                store,
+                destinations, submit(self._pool, self._write, far, deadline), store
             )
 
     # --- links of relay groups, which `RelaySource` writes --------------------------------------
@@ -386,8 +303,8 @@ class Sender:
         status, reason = status_of(error), f"{type(error).__name__}: {error}"
         if not isinstance(error, WindlassError):
             _log.error("writing to %s failed", name, exc_info=error)
-        if status is LinkStatus.UNKNOWN:
-            self._abandon(arena)
+        if status is LinkStatus.UNKNOWN and self._binding.abandon(arena):
+            self._forget_packed()
         return failed_link(name, reason, status)
 
     def close(self) -> None:
@@ -397,14 +314,8 @@ class Sender:
         """
         with self._lock:
             self._pool.shutdown(wait=True)
-            if self._stores is not None:
-                self._stores.close()
-            self._settle_doubt(renew=False)
-            if self.replica is not None:
-                self.replica.close()
-            self._unbind()
-            self.packer.close()
-            self._registered.cover(())
+            self._binding.close()
+            self._forget()
 
     # --- links -------------------------------------------------------------------------------
 
@@ -434,10 +345,6 @@ class Sender:
                 pack_s += link_pack_s
         links = tuple(outcomes[name] for name in destinations)
         return Written(links, pack_s, wire_s, register_s)
-
-    def _unbind(self) -> None:
-        self.links = self.links.none()
-        self._forget()
 
     def _forget(self) -> None:
         """Drop the digests and the packed links of the last `prepare`."""
@@ -486,8 +393,6 @@ class Sender:
                 lost[name] = failed_link(name, reason)
         return lost
 
-    # --- links that are packed as a whole ----------------------------------------------------
-
     def _write_ready(
         self, ready: Mapping[str, PackedLink], deadline: Deadline
     ) -> tuple[dict[str, LinkOutcome], float]:
@@ -510,8 +415,6 @@ class Sender:
             for name, written in writes.items()
         }
         return outcomes, wire_s
-
-    # --- links that are packed in turns, while they are written ------------------------------
 
     def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
         """Write a link through the two halves of the arena: pack one half while the other half is written.
@@ -537,8 +440,6 @@ class Sender:
             outcome = self.failed(name, sent.write_error or sent.error, self.packer.slot.arena)
         return outcome, sent.wire_s, sent.pack_s
 
-    # --- all links ---------------------------------------------------------------------------
-
     def _write_batches(self, batches: Sequence[WriteBatch], deadline: Deadline) -> float:
         """Write batches one after another; return the seconds of writing."""
         began = time.perf_counter()
@@ -550,30 +451,3 @@ class Sender:
     def _succeeded(self, name: str, digest: str, wire_s: float) -> LinkOutcome:
         nbytes = self.links.programs[name].nbytes
         return LinkOutcome(name, LinkStatus.OK, nbytes, digest, wire_s=wire_s)
-
-    def _settle_doubt(self, *, renew: bool = True) -> None:
-        """With a replica, abandon replica and arena if a write of unknown outcome may still read them."""
-        if self.replica is not None and self.replica.in_doubt:
-            try:
-                self.replica.settle(renew=renew)
-            finally:
-                # Abandon the arena even if the allocation of a new replica fails.
-                self.packer.abandon(renew=renew)
-
-    def _abandon(self, arena: Buffer | None) -> None:
-        """Abandon the memory that a write of unknown outcome may still read.
-
-        With a replica, only record this; `_settle_doubt` abandons replica and arena later. Without a replica, abandon
-        `arena`, unless it was abandoned before.
-        """
-        if self.replica is not None:
-            # Later writes of this round still read the copy. `_settle_doubt` abandons it before the next round.
-            self.replica.in_doubt = True
-            return
-        if arena is not None and arena is self.packer.slot.arena:
-            self._forget_packed()
-            try:
-                self.packer.abandon()
-            except (WindlassError, OSError, MemoryError):
-                # Without an arena, later links fail with a reason. The outcome of this link must still be reported.
-                _log.exception("%s: no memory for another arena", self.manifest.worker)

@@ -92,11 +92,8 @@ def write_process_memory(
 _libc = ctypes.CDLL(None, use_errno=True)
 _process_vm_writev = _libc.process_vm_writev
 _process_vm_writev.restype = ctypes.c_ssize_t
-_process_vm_writev.argtypes = [
-    ctypes.c_int,
-    *[ctypes.c_void_p, ctypes.c_ulong] * 2,
-    ctypes.c_ulong,
-]
+_ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_ulong
+_process_vm_writev.argtypes = [ctypes.c_int, _ADDRESS, _COUNT, _ADDRESS, _COUNT, _COUNT]
 
 
 def writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -> int:
@@ -201,9 +198,12 @@ def _classify(error: OSError, peer: PeerEndpoint) -> Exception:
 def _probe() -> None:
     """Write one byte into this process to find out whether the system call exists and is allowed."""
     source, target = np.array([7], np.uint8), np.zeros(1, np.uint8)
-    pieces = [np.array([n], np.uint64) for n in (source.ctypes.data, target.ctypes.data, 1)]
+    local, remote = source.ctypes.data, target.ctypes.data
+    pieces = np.array([[local], [remote], [1]], np.uint64)
     try:
-        write_process_memory(os.getpid(), *pieces, Deadline.after(5.0, "cma probe"))
+        write_process_memory(
+            os.getpid(), pieces[0], pieces[1], pieces[2], Deadline.after(5.0, "cma probe")
+        )
     except (OSError, TransferFailed) as error:
         raise TransportUnavailable(
             f"cma: process_vm_writev is refused here ({error}); a container needs a seccomp profile "
