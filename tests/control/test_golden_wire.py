@@ -106,7 +106,7 @@ def from_controllers() -> dict[str, bytes]:
     )
     commands: dict[str, Command] = {
         "connect_engine": ConnectEngine(b"plan", "digest", UpdateMode.STAGED),
-        "connect_trainer": ConnectTrainer(b"plan", "digest", (BINDING,)),
+        "connect_trainer": ConnectTrainer(b"plan", (BINDING,)),
         "change_links": ChangeLinks(6, ("engine-b/0",), b"plan", (BINDING,)),
         "pause": Pause(PauseMode.IN_PLACE, 30.0),
         "write": Write(3, ("engine-a/0",), 120.0),

@@ -255,7 +255,6 @@ class FleetBinder:
         to_trainers = {
             w: ConnectTrainer(
                 own[w].encode(),
-                digest,
                 (),
                 self._config.backend,
                 held[w].tobytes() if w in held else b"",

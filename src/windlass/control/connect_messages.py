@@ -204,7 +204,6 @@ class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
 
     Attributes:
         plan: encoded part of the plan for this rank (`TransferPlan.encode`).
-        plan_digest: digest of the whole plan.
         bindings: addresses of this rank's destinations.
         backend: see `ControlConfig`.
         replicated: boxes of this rank that other trainer ranks hold too, as bytes of an array of dtype `HELD`. Empty if
@@ -212,7 +211,6 @@ class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
     """
 
     plan: bytes
-    plan_digest: str
     bindings: tuple[DestinationBinding, ...]
     backend: UpdateBackend = P2pBackend()
     replicated: bytes = b""
