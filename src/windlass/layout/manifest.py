@@ -142,11 +142,6 @@ class ShardManifest:
     schema_version: int
 
     @property
-    def num_shards(self) -> int:
-        """Number of shards; each is a row of `table`."""
-        return len(self.table)
-
-    @property
     def nbytes(self) -> int:
         """Size of all shards in bytes, without padding."""
         itemsizes = np.array([p.dtype.itemsize for p in self.parameters], dtype=np.int64)
@@ -229,7 +224,7 @@ class ManifestBuilder:
         >>> builder = ManifestBuilder("engine-a/0", Role.ENGINE)
         >>> builder.add_parameter("w", nbytes=32, dtype=DType.FLOAT32)
         >>> builder.add_shard("w", (4, 4), Box((0, 0), (2, 4)), "w")
-        >>> builder.build().num_shards
+        >>> len(builder.build().table)
         1
     """
 

@@ -30,6 +30,7 @@ from windlass.planning.intersect import (
 )
 from windlass.planning.plan import ITEMSIZES
 from windlass.planning.rows import RowTable, TensorNames, gather_rows, resolve_names
+from windlass.wording import listed
 
 BLOCK_NBYTES = 256 << 10
 """Size of the blocks that boxes are cut into."""
@@ -219,7 +220,7 @@ class Replicated:
             key = int(digest["kind"]), int(digest["a"]), int(digest["b"])
             place = self._place(workers[int(index)], int(digest["row"]))
             groups.setdefault(key, []).append(place)
-        sides = " but not ".join(_listed(names) for names in sorted(groups.values()))
+        sides = " but not ".join(listed(names, NAMED_RANKS) for names in sorted(groups.values()))
         names = {self.names[int(index)] for index in bad}
         more = f" (and {len(bad) - 1} more boxes, of {len(names)} tensors)" if len(bad) > 1 else ""
         if is_in_one_rank:
@@ -243,11 +244,6 @@ class Replicated:
         if (held["box"] == held["box"][row]).sum() == 1:
             return worker
         return f"{worker} ({self.parameters[worker][int(held['parameter'][row])].name!r})"
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:NAMED_RANKS])
-    return shown + (f" and {len(names) - NAMED_RANKS} more" if len(names) > NAMED_RANKS else "")
 
 
 def decode_digested(data: bytes) -> StructuredArray:

@@ -40,7 +40,6 @@ class Snapshot:
 
     Args:
         model: model of this rank.
-        ignored: addresses of storages that are not copied, such as KV caches.
         copies: whether to copy the bytes of tensors, and not only references. The copies of GPU tensors are on the
             GPU if it has enough free memory, else on the host.
         parameters: whether to copy the bytes of parameters; scalar parameters are copied in any case.
@@ -52,12 +51,11 @@ class Snapshot:
     def __init__(
         self,
         model: torch.nn.Module | Watched,
-        ignored: frozenset[int] = frozenset(),
         *,
         copies: bool = False,
         parameters: bool = True,
     ) -> None:
-        watched = model if isinstance(model, Watched) else Watched(model, ignored)
+        watched = model if isinstance(model, Watched) else Watched(model)
         found = watched.reach
         self._kept: list[tuple[Callable[[Any, Any], None], object, object]] = []
         self._tensors: list[_KeptTensor] = []
