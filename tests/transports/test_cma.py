@@ -28,17 +28,16 @@ class TestCma(ProcessConformance):
         self, rig: Rig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from windlass.transports import cma
-
-        real = cma.writev
+        from windlass.transports.process_memory import writev
 
         def short(pid: int, local: np.ndarray, remote: np.ndarray) -> int:
             if len(local) == 1 and int(local[0, 1]) <= 100:
-                return real(pid, local, remote)
+                return writev(pid, local, remote)
             cut = max(len(local) // 2, 1)
             local, remote = local[:cut].copy(), remote[:cut].copy()
             take = min(int(local[-1, 1]), 100)
             local[-1, 1] = remote[-1, 1] = take
-            return real(pid, local, remote)
+            return writev(pid, local, remote)
 
         monkeypatch.setattr(cma, "writev", short)
         sizes = np.array([1, 99, 100, 101, 250, 1000, 7, 333], np.uint64)
@@ -49,9 +48,9 @@ class TestCma(ProcessConformance):
     def test_a_passed_deadline_ends_between_two_calls_and_is_a_clean_failure(
         self, rig: Rig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from windlass.transports import cma
+        from windlass.transports import process_memory
 
-        monkeypatch.setattr(cma, "MAX_CALL_NBYTES", 4096)
+        monkeypatch.setattr(process_memory, "MAX_CALL_NBYTES", 4096)
         rig.refused(rig.batch([0], [0], [NBYTES]), TransferFailed, deadline_s=0.0005)
 
     def test_a_zombie_is_unreachable(self, mortal: Rig) -> None:

@@ -17,7 +17,7 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.transfer.arena import Arena
 from windlass.transfer.replica import Replica
-from windlass.transports import cma, sharing
+from windlass.transports import process_memory, sharing
 from windlass.transports.base import WriteBatch
 from windlass.transports.cma import CmaTransport
 from windlass.transports.sharing import share
@@ -95,7 +95,7 @@ def test_a_replica_that_got_no_memory_sends_the_parameters_themselves() -> None:
 def test_a_cma_write_without_threads_is_complete_when_it_returns(
     monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    monkeypatch.setattr(cma, "MIN_THREAD_NBYTES", 1024)
+    monkeypatch.setattr(process_memory, "MIN_THREAD_NBYTES", 1024)
     transport = CmaTransport(num_threads=4)
     helpers, threads = transport.helpers, NoThreads(after)
     monkeypatch.setattr(transport, "helpers", threads)
