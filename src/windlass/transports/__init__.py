@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from windlass.transports.processes import OwnProcess as OwnProcess
     from windlass.transports.processes import PeerProcesses as PeerProcesses
     from windlass.transports.processes import check_alive as check_alive
+    from windlass.transports.pull import PullConfig as PullConfig
     from windlass.transports.region_transport import RegionTransport as RegionTransport
     from windlass.transports.registry import TransportConfig as TransportConfig
     from windlass.transports.registry import create_transport as create_transport

@@ -151,6 +151,7 @@ class TransportSet(OneSidedTransport):
             strided_stores=all(traits.strided_stores for traits in known),
             notifies=all(traits.notifies for traits in known),
             allocates=all(traits.allocates for traits in known),
+            unpinned=all(traits.unpinned for traits in known),
         )
 
     @property

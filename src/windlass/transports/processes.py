@@ -11,8 +11,9 @@ import secrets
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 from windlass.errors import PeerUnreachable, TransferFailed
 from windlass.transports.peers import PeerEndpoint
@@ -20,7 +21,6 @@ from windlass.transports.peers import PeerEndpoint
 PROVE_S = 5.0
 ACCEPT_AGAIN_S = 0.1
 _CREDENTIALS = struct.Struct("3i")
-"""`struct ucred`: pid, uid, gid."""
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = 2**64 - 1
 
@@ -108,13 +108,22 @@ class OwnProcess:
 
     Args:
         transport: registry name of the transport.
+        endpoint: endpoint of the transport; None for a new one.
+        serve: function that gets each connection and closes it. By default each connection is closed at once: a client
+            only needs the listener's pid, which it gets from the kernel.
 
     Attributes:
         endpoint: address and identity that peers receive.
     """
 
-    def __init__(self, transport: str) -> None:
-        self.endpoint = own_endpoint(transport)
+    def __init__(
+        self,
+        transport: str,
+        endpoint: PeerEndpoint | None = None,
+        serve: Callable[[socket.socket], None] = socket.socket.close,
+    ) -> None:
+        self.endpoint = own_endpoint(transport) if endpoint is None else endpoint
+        self._serve_one = serve
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(socket_name_of(self.endpoint))
         self._listener.listen(128)
@@ -132,10 +141,10 @@ class OwnProcess:
         self._listener.close()
 
     def _serve(self) -> None:
-        """Accept connections and close them. A client only needs the listener's pid, which it gets from the kernel."""
+        """Accept connections, and pass each of them to `serve`."""
         while not self._closed.is_set():
             try:
-                self._listener.accept()[0].close()
+                self._serve_one(self._listener.accept()[0])
             # Either the listener is closed, or this process has no descriptor left for the moment.
             except OSError:
                 self._closed.wait(ACCEPT_AGAIN_S)
@@ -165,10 +174,24 @@ class PeerProcesses:
         return pid
 
 
-def let_peers_write() -> None:
-    """Allow other processes of the same user to write into this process even if Yama has its default settings.
+class Credentials(NamedTuple):
+    """Identity of the process at the other end of a Unix socket, from the kernel (`struct ucred`)."""
 
-    By default (ptrace_scope=1), Yama allows only a parent process to write. So declare all processes as permitted
+    pid: int
+    uid: int
+    gid: int
+
+
+def credentials_of(line: socket.socket) -> Credentials:
+    """Return the identity of the process at the other end of a Unix socket."""
+    found = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return Credentials(*_CREDENTIALS.unpack(found))
+
+
+def let_peers_write() -> None:
+    """Allow other processes of the same user to write and read this process even if Yama has its default settings.
+
+    By default (ptrace_scope=1), Yama allows only a parent process to do so. So declare all processes as permitted
     tracers. The kernel still requires the same user. Without Yama the call fails and is not needed.
     """
     libc = ctypes.CDLL(None)
@@ -188,8 +211,7 @@ def _prove(peer: PeerEndpoint, pid: int) -> None:
             client.connect(socket_name_of(peer))
         except OSError as error:
             raise PeerUnreachable(f"{what}, but its socket cannot be reached: {error}") from error
-        asked = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    listening, _, _ = _CREDENTIALS.unpack(asked)
+        listening = credentials_of(client).pid
     if listening != pid:
         raise PeerUnreachable(f"{what}, but pid {listening} listens at its socket")
 

@@ -29,6 +29,7 @@ TRANSPORTS: Registry[object] = Registry(
         "cuda_ipc": "windlass.transports.cuda_ipc:CudaIpcConfig",
         "mooncake": "windlass.transports.mooncake.transport:MooncakeConfig",
         "nixl": "windlass.transports.nixl.transport:NixlConfig",
+        "pull": "windlass.transports.pull:PullConfig",
         "shm": "windlass.transports.shm:ShmConfig",
     },
     unavailable=TransportUnavailable,

@@ -17,6 +17,8 @@ CEILING_BYTES_PER_S: Mapping[str, float] = {
     "posix-shm": 8.6e9,
     # 0.66 of memcpy.
     "process_vm_writev": 6e9,
+    # The same copy, and a request to the reader.
+    "process_vm_readv": 5.9e9,
     # UCX copies in one thread.
     "process_vm_writev-ucx": 3e9,
     # A NIC with 10 Gbit/s.
@@ -61,6 +63,8 @@ class TransportTraits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         notifies: whether the source, during a write, reports to the target which bytes have arrived.
         allocates: whether peers can only write memory from the transport's `allocator`; regions of
             other memory have an empty key.
+        unpinned: whether registered memory may lose its pages and get new ones while nobody writes, because the
+            transport neither pins nor maps it. Engines sleep only with such a transport.
     """
 
     same_host: bool
@@ -70,6 +74,7 @@ class TransportTraits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     strided_stores: bool = False
     notifies: bool = False
     allocates: bool = False
+    unpinned: bool = False
 
     @property
     def memory(self) -> MemoryType:

@@ -1,0 +1,298 @@
+"""`pull`: the process that owns the memory reads the bytes out of the writer's process.
+
+Every other transport writes into the memory of the peer. That is impossible if the peer is an engine that sleeps:
+memory that sleeps keeps its addresses and loses its pages, so no other process can map it. With `pull`, a write is a
+request. The writer sends the pieces (addresses and sizes) to the peer. The peer reads them with `process_vm_readv` into
+its own memory, and answers. It accepts only pieces inside memory that it has registered. A registration is an entry in
+a table, so the memory may lose its pages between two writes and get new ones.
+
+The sender, the round and the digests are the same as for every other transport (docs/adr/0013-the-engine-pulls.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import struct
+import threading
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import ClassVar, final
+
+import msgspec
+import numpy as np
+
+from windlass.errors import (
+    DECODE_ERRORS,
+    ConfigError,
+    PeerUnreachable,
+    ProtocolError,
+    RegionError,
+    TransferError,
+    TransferFailed,
+    TransferOutcomeUnknown,
+)
+from windlass.layout.columns import UInt64Array
+from windlass.memory.ranges import Pieces
+from windlass.net.clock import Deadline
+from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
+from windlass.transports.process_memory import copy_process_memory, error_of, probe, readv
+from windlass.transports.processes import (
+    OwnProcess,
+    check_alive,
+    credentials_of,
+    let_peers_write,
+    own_endpoint,
+    socket_name_of,
+)
+from windlass.transports.region_transport import RegionTransport
+from windlass.transports.regions import check_inside, overlaps
+from windlass.transports.registry import TransportConfig
+from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, WireReport
+
+_log = logging.getLogger(__name__)
+MARGIN_S, MARGIN_SHARE = 0.5, 0.2
+"""Time of a deadline that the reader leaves for its answer: at most `MARGIN_S`, and at most this share."""
+MAX_PIECES = 1 << 24
+MAX_ANSWER_NBYTES = 1 << 16
+ANSWER_S = 5.0
+CLOSE_S = 10.0
+_HEAD = struct.Struct("<Qd")
+"""Number of pieces, and seconds that the reader may take. Three columns of uint64 follow: addresses in the reader's
+process, addresses in the writer's process, and sizes."""
+
+
+class PullConfig(TransportConfig, frozen=True, tag="pull"):
+    """Configuration of transfers that the destination reads, for engines that sleep while the trainer steps.
+
+    Attributes:
+        num_threads: threads that share the copying of one link, >= 1.
+    """
+
+    is_automatic: ClassVar[bool] = False
+    remedy: ClassVar[str] = "allow ptrace between processes of this user"
+
+    num_threads: int = 2
+
+    def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
+        return PullTransport(self.num_threads)
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """Answer of the reader: the class name of an error of `_ERRORS` and its text; both empty if it has read all."""
+
+    error: str = ""
+    text: str = ""
+
+
+_ERRORS = {kind.__name__: kind for kind in (RegionError, TransferFailed)}
+"""Errors that the writer raises as the reader reports them; it raises TransferFailed for all others."""
+
+
+@final
+class PullTransport(RegionTransport):
+    """`OneSidedTransport` with writes that the peer carries out: it reads.
+
+    Raises:
+        ConfigError: `num_threads` < 1.
+        TransportUnavailable: the kernel or a seccomp filter refuses `process_vm_readv`.
+    """
+
+    traits = TransportTraits(
+        same_host=True,
+        one_sided=False,
+        ceiling_bytes_per_s=CEILING_BYTES_PER_S["process_vm_readv"],
+        unpinned=True,
+    )
+
+    def __init__(self, num_threads: int = 1) -> None:
+        if num_threads < 1:
+            raise ConfigError(f"pull: num_threads must be >= 1, got {num_threads}")
+        probe(readv, "pull")
+        let_peers_write()
+        self._num_threads = num_threads
+        self._helpers: Executor = ThreadPoolExecutor(max(num_threads - 1, 1), "windlass-pull")
+        super().__init__(own_endpoint("pull"))
+        self._changed = threading.Condition(self._lock)
+        # Targets and sizes of each read that runs now.
+        self._reads: dict[socket.socket, tuple[UInt64Array, UInt64Array]] = {}
+        self._own = OwnProcess("pull", self._endpoint, self._accept)
+
+    def report(self) -> WireReport:
+        return WireReport("pull", "process_vm_readv", f"pid {self._endpoint.address}")
+
+    def fence(self, *, deadline_s: float) -> None:
+        """Wait until no read for a writer runs any more. A request of a writer that has ended is not carried out."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._reads, deadline_s):
+                raise TransferFailed(
+                    f"pull: {len(self._reads)} reads have not ended within {deadline_s} s"
+                )
+
+    def close(self) -> None:
+        self._own.close()
+        with contextlib.suppress(TransferFailed):
+            self.fence(deadline_s=CLOSE_S)
+        super().close()
+        with self._lock:
+            self._free_untouched(keep=True)
+        self._helpers.shutdown(wait=True)
+
+    # --- writer ------------------------------------------------------------------------------
+
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
+        """Ask the peer to read the pieces, and wait for its answer; see `OneSidedTransport.write`."""
+        peer, pid = batch.endpoint, check_alive(batch.endpoint)
+        deadline.check_before_more()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            line.settimeout(max(deadline.remaining_s, 0.001))
+            try:
+                line.connect(socket_name_of(peer))
+                if credentials_of(line).pid != pid:
+                    raise PeerUnreachable(f"pull: another process listens in place of pid {pid}")
+                left_s = deadline.remaining_s
+                reader_s = left_s - min(MARGIN_S, MARGIN_SHARE * left_s)
+                columns = batch.remote_addresses, batch.local_addresses, batch.nbytes
+                line.sendall(_HEAD.pack(len(batch.nbytes), reader_s) + np.stack(columns).tobytes())
+            except OSError as error:
+                # The peer carries out only a whole request, and this one is not whole.
+                check_alive(peer)
+                kind = TransferFailed if isinstance(error, TimeoutError) else PeerUnreachable
+                raise kind(f"pull: pid {pid} did not take the request: {error}") from error
+            answer = self._answer_of(line, batch, deadline)
+        check_alive(peer)
+        if answer.error:
+            raise _ERRORS.get(answer.error, TransferFailed)(answer.text)
+
+    def _answer_of(self, line: socket.socket, batch: WriteBatch, deadline: Deadline) -> _Answer:
+        """Wait for the reader's answer.
+
+        Raises:
+            PeerUnreachable: the reader's process has ended.
+            TransferFailed: the reader closed the connection, or its answer cannot be decoded. It reads no more.
+            TransferOutcomeUnknown: the deadline passed.
+        """
+        data = bytearray()
+        try:
+            while part := line.recv(MAX_ANSWER_NBYTES):
+                data += part
+                line.settimeout(max(deadline.remaining_s, 0.001))
+        except TimeoutError as error:
+            check_alive(batch.endpoint)
+            raise TransferOutcomeUnknown(
+                f"pull: pid {batch.endpoint.address} has not answered within {deadline.seconds} s and may still read"
+            ) from error
+        except OSError as error:
+            check_alive(batch.endpoint)
+            raise TransferFailed(
+                f"pull: the connection to pid {batch.endpoint.address} broke: {error}"
+            ) from error
+        try:
+            return msgspec.msgpack.decode(data, type=_Answer)
+        except DECODE_ERRORS:
+            check_alive(batch.endpoint)
+            raise TransferFailed(
+                f"pull: pid {batch.endpoint.address} refused the request, see its log"
+            ) from None
+
+    # --- reader ------------------------------------------------------------------------------
+
+    def _accept(self, line: socket.socket) -> None:
+        """Carry out the request of a new connection in a new thread. Refuse processes of other users."""
+        if credentials_of(line).uid not in {0, os.geteuid()}:
+            _log.warning("pull: refused a process of another user")
+            line.close()
+            return
+        threading.Thread(
+            target=self._serve, args=(line,), name="windlass-pull-read", daemon=True
+        ).start()
+
+    def _serve(self, line: socket.socket) -> None:
+        """Read the pieces of one request, and answer. Close the connection only after the last byte has been read."""
+        with line:
+            try:
+                pieces, deadline = _request_of(line)
+                self._read(line, pieces, deadline)
+                answer = _Answer()
+            except TransferError as error:
+                answer = _Answer(type(error).__name__, str(error))
+            except (ProtocolError, OSError) as error:
+                _log.warning("pull: a request was refused: %s", error)
+                return
+            line.settimeout(ANSWER_S)
+            with contextlib.suppress(OSError):
+                line.sendall(msgspec.msgpack.encode(answer))
+
+    def _read(self, line: socket.socket, pieces: Pieces, deadline: Deadline) -> None:
+        """Read pieces out of the writer's process.
+
+        Raises:
+            RegionError: a piece is outside registered memory; nothing was read.
+            PeerUnreachable: the writer's process has ended.
+            TransferFailed: the read ended incomplete.
+        """
+        targets, _, nbytes = pieces
+        writer = msgspec.structs.replace(self._endpoint, address=str(credentials_of(line).pid))
+        with self._changed:
+            spans = self.table.spans()
+            check_inside(targets, nbytes, spans, "memory that the reader has registered")
+            self._reads[line] = targets, nbytes
+        try:
+            if is_closed(line):
+                raise PeerUnreachable("pull: the writer has given up")
+            pid = int(writer.address)
+            copy_process_memory(readv, pid, pieces, deadline, self._helpers, self._num_threads)
+        except OSError as error:
+            raise error_of(error, writer, "read from") from error
+        finally:
+            with self._changed:
+                del self._reads[line]
+                self._free_untouched()
+                self._changed.notify_all()
+
+    def _is_touched(self, region: MemoryRegion) -> bool:
+        return any(overlaps(region, *running) for running in self._reads.values())
+
+
+def _request_of(line: socket.socket) -> tuple[Pieces, Deadline]:
+    """Receive a request; return its pieces (here, at the writer, sizes), and the deadline of the read.
+
+    Raises:
+        OSError: the writer has closed the connection or has ended.
+        ProtocolError: the request has too many pieces or no deadline.
+    """
+    num_pieces, seconds = _HEAD.unpack(_exactly(line, _HEAD.size))
+    if num_pieces > MAX_PIECES or not 0 <= seconds < 1e6:
+        raise ProtocolError(
+            f"pull: a request must have at most {MAX_PIECES} pieces and a deadline, got {num_pieces} and {seconds} s"
+        )
+    deadline = Deadline.after(seconds, "pull")
+    line.settimeout(max(seconds, 0.001))
+    columns = np.frombuffer(_exactly(line, 24 * num_pieces), np.uint64).reshape(3, num_pieces)
+    return (columns[0], columns[1], columns[2]), deadline
+
+
+def _exactly(line: socket.socket, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    view, done = memoryview(data), 0
+    while done < nbytes:
+        count = line.recv_into(view[done:])
+        if not count:
+            raise OSError(
+                errno.ECONNRESET, "the writer closed the connection before its request was whole"
+            )
+        done += count
+    return bytes(data)
+
+
+def is_closed(line: socket.socket) -> bool:
+    """Return whether the writer has closed the connection: it no longer waits for this read."""
+    line.setblocking(False)
+    try:
+        return not line.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -1,0 +1,115 @@
+"""Tests of `pull`: the process that owns the memory reads."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import closing
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
+from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
+from windlass.transfer.arena import Arena
+from windlass.transports import process_memory, pull
+from windlass.transports.base import WriteBatch
+from windlass.transports.pull import PullConfig, PullTransport
+
+
+class TestPull(ProcessConformance):
+    config: ClassVar[PullConfig] = PullConfig()
+
+    def test_the_reader_refuses_memory_that_it_has_not_registered(self, rig: Rig) -> None:
+        """Check the reader's own table: the writer's view of the regions may be forged."""
+        wide = msgspec.structs.replace(rig.peer.region, address=4096, nbytes=(1 << 47) - 8192)
+        batch = rig.batch([0, 64], [0, 64], [16, 16], regions=(wide,))
+        batch.remote_addresses[1] = rig.peer.region.address + NBYTES
+        message = rig.refused(batch, RegionError)
+        assert "memory that the reader has registered" in message
+        rig.check_untouched("the good piece of a batch with a bad one")
+
+    def test_memory_without_pages_is_a_clean_failure(self, rig: Rig) -> None:
+        address = rig.place(np.full(4096, 5, np.uint8))
+        region = rig.transport.register(address, 1 << 45)
+        batch = rig.batch([0, 0], [0, 64], [16, 16])
+        batch.local_addresses[1] = address + (1 << 44)
+        message = rig.refused(batch, TransferFailed)
+        rig.transport.unregister(region)
+        assert "not mapped" in message
+        rig.write(rig.batch([0], [0], [16]))
+
+    def test_a_dead_writer_changes_nothing_after_a_fence(self, mortal: Rig) -> None:
+        mortal.peer.kill()
+        mortal.transport.fence(deadline_s=1.0)
+        mortal.refused(mortal.batch([0], [0], [16]), PeerUnreachable)
+
+
+def loopback(transport: PullTransport, source: Arena, target: Arena, nbytes: int) -> WriteBatch:
+    one = (np.array([value], np.uint64) for value in (source.address, target.address, nbytes))
+    local, remote, sizes = one
+    return WriteBatch(
+        endpoint=transport.endpoint(), local_addresses=local, remote_addresses=remote, nbytes=sizes,
+        regions=(target.region.remote,),
+    )  # fmt: skip
+
+
+def test_memory_that_is_read_into_is_freed_only_after_the_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check both ends in one process: the target is unregistered while its read runs."""
+    begun, may_end, freed = threading.Event(), threading.Event(), threading.Event()
+    real = process_memory.readv
+
+    def slow(pid: int, local: np.ndarray, remote: np.ndarray) -> int:
+        begun.set()
+        may_end.wait(10)
+        return real(pid, local, remote)
+
+    with closing(PullTransport()) as transport:
+        source, target = Arena(transport, 4096), Arena(transport, 4096)
+        source.bytes[:] = np.arange(4096) % 251
+        monkeypatch.setattr(pull, "readv", slow)
+        writing = threading.Thread(
+            target=transport.write, args=(loopback(transport, source, target, 4096),),
+            kwargs={"deadline_s": 20.0},
+        )  # fmt: skip
+        writing.start()
+        assert begun.wait(10)
+        transport.unregister(target.region, freed.set)
+        assert not freed.is_set()
+        with pytest.raises(TransferFailed, match="1 reads have not ended"):
+            transport.fence(deadline_s=0.05)
+        may_end.set()
+        writing.join()
+        assert freed.wait(10)
+        transport.fence(deadline_s=1.0)
+        assert (target.bytes == source.bytes).all()
+
+
+def test_a_request_whose_writer_has_given_up_is_not_carried_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check that bytes do not arrive long after the writer's deadline, when the reader runs again."""
+    began, may_go, calls = threading.Event(), threading.Event(), []
+    real = pull.is_closed
+
+    def late(line: socket.socket) -> bool:
+        began.set()
+        may_go.wait(10)
+        return real(line)
+
+    monkeypatch.setattr(pull, "is_closed", late)
+    with closing(PullTransport()) as transport:
+        monkeypatch.setattr(pull, "readv", lambda *call: calls.append(call))
+        source, target = Arena(transport, 4096), Arena(transport, 4096)
+        with pytest.raises(TransferOutcomeUnknown, match="may still read"):
+            transport.write(loopback(transport, source, target, 64), deadline_s=0.3)
+        assert began.is_set()
+        may_go.set()
+        transport.fence(deadline_s=5.0)
+        time.sleep(0.05)
+        assert not calls
