@@ -13,10 +13,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, final
 
-from windlass.config import ControlConfig
+from windlass.config import ControlConfig, PauseMode
 from windlass.control.coordinator import Coordinator
 from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.routes import mount_updates
+from windlass.control.turns import sleep_engines
 from windlass.errors import ConfigError
 from windlass.net.server import ControlServer
 from windlass.observability.operations import Operations
@@ -162,6 +163,27 @@ class Controller:
         _check_names("wait_for_fleet", engines)
         await self.coordinator.members.wait_for_fleet(
             num_trainers=num_trainers, engines=engines, deadline_s=deadline_s
+        )
+
+    async def sleep_engines(
+        self, mode: PauseMode = PauseMode.RETRACT, *, deadline_s: float = 30.0
+    ) -> None:
+        """Make every engine free its weights and caches, so that trainers on the same device can step.
+
+        The next update wakes the engines and fills them. Until then they serve nothing, and requests wait. Engines must
+        use the transport `pull`. Call this between two updates.
+
+        Args:
+            mode: treatment of running requests, ABORT or RETRACT.
+            deadline_s: seconds within which the engines must sleep.
+
+        Raises:
+            ConfigError: `mode` is IN_PLACE.
+            RoundAborted: an engine did not sleep; the message has the reason.
+        """
+        coordinator = self.coordinator
+        await sleep_engines(
+            coordinator.run, coordinator.members, coordinator.rounds.lock, mode, deadline_s
         )
 
     async def wait_for_version(

@@ -41,10 +41,11 @@ COMMAND_OF = {
     "WRITE": "Write",
     "VERIFY": "Verify",
     "APPLY": "Apply",
+    "RELEASE": "Release",
     "PUBLISH": "Publish",
 }
-ALL = tuple(COMMAND_OF)
-TO_TRAINERS = {"Prepare", "Write"}
+ALL = tuple(phase for phase in COMMAND_OF if phase != "RELEASE")
+TO_TRAINERS = {"Prepare", "Write", "Release"}
 VICTIMS = {"worker": "worker-0", "engine": "a", "trainer": "trainer/1", "controller": "controller"}
 
 
@@ -83,8 +84,15 @@ class Fleet:
     """All processes by name. `start(name)` starts a process, the first time or again."""
 
     def __init__(
-        self, folder: Path, config: ControlConfig, outstanding_groups: int, token_s: float
+        self,
+        folder: Path,
+        config: ControlConfig,
+        outstanding_groups: int,
+        token_s: float,
+        *,
+        turns: bool = False,
     ) -> None:
+        self.turns, self.transport = turns, "pull" if turns else "cma"
         self.folder, self.config = folder, config
         self.outstanding_groups, self.token_s = outstanding_groups, token_s
         self.processes: dict[str, Process] = {}
@@ -112,16 +120,22 @@ class Fleet:
                 self.outstanding_groups,
             )
         if name in ENGINES:
-            return Process(fault_processes.run_engine, name, self.url, self.token_s)
+            return Process(fault_processes.run_engine, name, self.url, self.token_s, self.transport)
         if name in WORKERS:
             return Process(fault_processes.run_worker, name, self.url)
-        return Process(fault_processes.run_trainer, int(name[-1]), self.url)
+        return Process(fault_processes.run_trainer, int(name[-1]), self.url, self.transport)
 
     async def complete(self) -> None:
         assert await self.processes["controller"].ask("fleet", ENGINES, len(WORKERS)) == "there"
 
+    async def begin_turn(self) -> None:
+        """Let the engines sleep, if trainer and engines take turns. They lose their weights."""
+        for name in ENGINES if self.turns else ():
+            assert await self.processes[name].ask("sleep") == "asleep"
+
     async def publish(self) -> list[Any]:
         """Announce the next version in every rank and return their answers."""
+        await self.begin_turn()
         self.version += 1
         ranks = [p for n, p in self.processes.items() if n.startswith("trainer")]
         return await asyncio.gather(*(p.ask("publish", self.version) for p in ranks))
@@ -150,13 +164,15 @@ async def fleet_of(
 ) -> AsyncIterator[Fleet]:
     made: dict[str, UpdateBackend] = {
         "p2p": P2pBackend(),
+        "turns": P2pBackend(),
         "xccl": XcclBackend(bucket_nbytes=1024),
         "disk": DiskBackend(folder=str(folder / "weights")),
     }
     config = ControlConfig(
         mode=mode, backend=made[backend], deadlines=DEADLINES, heartbeat_s=heartbeat_s
     )
-    fleet = Fleet(folder, config, outstanding_groups, token_s)
+    turns = backend == "turns"
+    fleet = Fleet(folder, config, outstanding_groups, token_s, turns=turns)
     try:
         await fleet.start("controller")
         names = (*ENGINES, *WORKERS, *(f"trainer/{i}" for i in range(2)))
@@ -183,6 +199,7 @@ async def kill_in(fleet: Fleet, victim: str, phase: str, *, num_outstanding: int
     assert stats["lost"] == 0
     assert await fleet.processes[killer].ask("arm", command, doomed.process.pid) == "armed"
     ranks = {n: p for n, p in fleet.processes.items() if n.startswith("trainer")}
+    await fleet.begin_turn()
     fleet.version += 1
     telling = {n: asyncio.create_task(p.ask("publish", fleet.version)) for n, p in ranks.items()}
     assert await doomed.ended() == -9
@@ -218,6 +235,9 @@ def assert_delivered_once(folder: Path) -> int:
 
 
 P2P = [("p2p", mode, victim, ALL) for mode in UpdateMode for victim in VICTIMS]
+TURNS = [
+    ("turns", UpdateMode.IN_PLACE, victim, (*ALL[:-1], "RELEASE", ALL[-1])) for victim in VICTIMS
+]
 OTHERS = [
     (backend, mode, victim, ("WRITE", "VERIFY"))
     for backend in ("xccl", "disk")
@@ -229,12 +249,15 @@ IN_DEFAULT_SUITE: list[tuple[str, UpdateMode, str, tuple[str, ...]]] = [
     ("p2p", UpdateMode.STAGED, "trainer", ("WRITE", "APPLY")),
     ("p2p", UpdateMode.IN_PLACE, "controller", ("WRITE", "PUBLISH")),
     ("p2p", UpdateMode.STAGED, "worker", ("PAUSE",)),
+    ("turns", UpdateMode.IN_PLACE, "trainer", ("PREPARE", "WRITE", "RELEASE")),
+    ("turns", UpdateMode.IN_PLACE, "engine", ("PREPARE", "WRITE", "PUBLISH")),
 ]
 
 
 def named(case: tuple[str, UpdateMode, str, tuple[str, ...]]) -> str:
     backend, mode, victim, phases = case
-    return f"{backend}-{mode}-{victim}-{'all' if phases == ALL else '-'.join(phases).lower()}"
+    is_all = set(ALL) <= set(phases)
+    return f"{backend}-{mode}-{victim}-{'all' if is_all else '-'.join(phases).lower()}"
 
 
 @pytest.mark.timeout(400)
@@ -242,7 +265,10 @@ def named(case: tuple[str, UpdateMode, str, tuple[str, ...]]) -> str:
     "case",
     [
         *(pytest.param(case, id=named(case)) for case in IN_DEFAULT_SUITE),
-        *(pytest.param(case, id=named(case), marks=pytest.mark.long) for case in P2P + OTHERS),
+        *(
+            pytest.param(case, id=named(case), marks=pytest.mark.long)
+            for case in P2P + TURNS + OTHERS
+        ),
     ],
 )
 async def test_a_kill_in_any_phase_loses_no_rollout_and_the_next_update_works(

@@ -58,7 +58,7 @@ UNCHECKED_OUTCOMES = OpenTable(
 SKIPPED_APPLY = Bug(
     "the round publishes what no engine applied",
     RoundMachine,
-    "_next_phase",
+    "_apply",
     "self._enter(Phase.APPLY)",
     "self._enter(Phase.PUBLISH)",
 )

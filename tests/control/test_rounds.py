@@ -37,6 +37,7 @@ from windlass.control.messages import (
     Pause,
     Prepare,
     Publish,
+    Release,
     Result,
     Verified,
     Verify,
@@ -76,6 +77,7 @@ def make_spec(
     links: frozenset[tuple[str, str]] = LINKS,
     delivery: Delivery | None = None,
     max_rewrites: int = 2,
+    releasing: tuple[str, ...] = (),
     **deadlines: float,
 ) -> RoundSpec:
     return RoundSpec(
@@ -87,14 +89,15 @@ def make_spec(
         engines=engines,
         links=links,
         delivery=delivery or Delivery(),
+        releasing=releasing,
     )
 
 
 class World:
     """Fake ranks with inboxes and outboxes, and the machine that drives them."""
 
-    def __init__(self, mode: UpdateMode) -> None:
-        self.mode = mode
+    def __init__(self, mode: UpdateMode, releasing: tuple[str, ...] = ()) -> None:
+        self.mode, self.releasing = mode, releasing
         self.fabric = FakeFabric()
         self.engines: dict[str, FakeEngineRank] = {}
         for worker in ENGINE_OF:
@@ -135,8 +138,11 @@ class World:
                 engines=self.taking_part,
                 links=frozenset(link for link in LINKS if link[1] in workers),
                 max_rewrites=max_rewrites,
+                releasing=self.releasing,
             )
         )
+        for trainer in self.trainers.values():
+            trainer.has_released = False
         self.inbox: dict[str, deque[Send]] = {w: deque() for w in (*TRAINERS, *ENGINE_OF)}
         self.outbox: dict[str, deque[Replied]] = {w: deque() for w in (*TRAINERS, *ENGINE_OF)}
         self.entry = 0
@@ -213,9 +219,20 @@ FAULTS = st.tuples(st.lists(st.sampled_from(LETHAL), max_size=2), st.integers(0,
 class Rounds(RuleBasedStateMachine):
     """Several rounds in a row, with any fault at any time."""
 
-    @initialize(mode=st.sampled_from(UpdateMode), rewrites=st.integers(0, 2), faults=FAULTS)
-    def begin(self, mode: UpdateMode, rewrites: int, faults: tuple[list[LinkStatus], int]) -> None:
-        self.world = World(mode)
+    @initialize(
+        mode=st.sampled_from(UpdateMode),
+        rewrites=st.integers(0, 2),
+        faults=FAULTS,
+        releasing=st.sampled_from([(), TRAINERS[:1], TRAINERS]),
+    )
+    def begin(
+        self,
+        mode: UpdateMode,
+        rewrites: int,
+        faults: tuple[list[LinkStatus], int],
+        releasing: tuple[str, ...],
+    ) -> None:
+        self.world = World(mode, releasing)
         self.rewrites = rewrites
         (
             self.world.trainers["trainer/1"].fail_next,
@@ -470,6 +487,45 @@ def test_a_good_round_passes_its_phases_and_publishes_on_every_engine(
     assert finish.report.measures[Measure.NBYTES] == 8 * len(LINKS)
     assert finish.report.measures[Measure.WIRE_S] == 0.5
     assert script.aborts() == {}
+
+
+@pytest.mark.parametrize("mode", UpdateMode)
+def test_trainers_release_after_every_engine_has_verified_and_before_any_publishes(
+    mode: UpdateMode,
+) -> None:
+    script = Script(make_spec(mode, releasing=TRAINERS))
+    waiting = script.run_to(Phase.APPLY)
+    before = [type(send.command).__name__ for send in script.sent]
+    assert before.count("Verify") == len(ENGINE_OF)
+    releases = [send for send in waiting if isinstance(send.command, Release)]
+    assert [send.worker for send in releases] == list(TRAINERS)
+    for send in waiting:
+        if send not in releases:
+            script.reply(send, Done())
+    assert script.machine.phase is Phase.APPLY
+    script.reply(releases[0], Done())
+    assert script.machine.phase is Phase.APPLY
+    assert script.finish_well(script.reply(releases[1], Done())).report.outcome == "published"
+
+
+def test_a_trainer_that_dies_before_it_releases_does_not_end_the_round() -> None:
+    script = Script(make_spec(UpdateMode.IN_PLACE, releasing=TRAINERS))
+    waiting = script.run_to(Phase.APPLY)
+    script.take(script.machine.handle(AgentLost("trainer/1", "killed")))
+    left = [send for send in waiting if send.worker != "trainer/1"]
+    assert script.finish_well(left).report.outcome == "published"
+
+
+def test_engines_do_not_serve_if_a_trainer_keeps_its_memory() -> None:
+    """Check that engines stay paused: their caches may not fit next to the trainer's memory."""
+    script = Script(make_spec(UpdateMode.IN_PLACE, releasing=TRAINERS))
+    waiting = script.run_to(Phase.APPLY)
+    (release,) = (send for send in waiting if send.worker == "trainer/0")
+    script.reply(release, Failure(FailureKind.FAILED, "out of host memory"))
+    assert script.finish is not None
+    assert script.finish.report.outcome == "failed"
+    assert script.finish.report.reason == "trainer/0: out of host memory"
+    assert script.finish.mixed == frozenset(ENGINES)
 
 
 def test_every_engine_verifies_the_digest_of_each_of_its_sources() -> None:

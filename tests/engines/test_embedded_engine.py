@@ -339,6 +339,8 @@ def test_an_engine_server_that_cannot_listen_raises_at_once(
         vocab_size=64,
         eos_token_ids=frozenset(),
         read_weight=lambda _name: [],
+        require_weights=lambda _what: None,
+        sleep=lambda _mode, _deadline_s: None,
     )
     with pytest.raises(OSError, match="already in use"):
         server.start()

@@ -78,7 +78,29 @@ def test_transports_that_cannot_write_the_engines_memory_are_refused(
         config(*options)
 
 
-@pytest.mark.parametrize("transport", ["cma", "shm", "mooncake", "nixl", "auto"])
+def test_colocated_engines_pull_and_retract() -> None:
+    job = config("--colocate")
+    assert (job.transport, job.update.pause_mode) == ("pull", PauseMode.RETRACT)
+    assert config("--colocate", "--transport", "cma").transport == "cma"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--engine", "vllm"), "--colocate needs --engine embedded and --device cpu, got 'vllm'"),
+        (("--transport", "shm"), "--transport pull or cma, because others .* got 'p2p' and 'shm'"),
+        (("--backend", "disk"), "--colocate needs --backend p2p .* got 'disk'"),
+        (("--kill-engine-at", "2"), "--kill-engine-at must be 0 with --colocate, .* got 2"),
+    ],
+)
+def test_options_that_engines_cannot_sleep_with_are_refused(
+    options: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config("--colocate", *options)
+
+
+@pytest.mark.parametrize("transport", ["cma", "shm", "pull", "mooncake", "nixl", "auto"])
 @pytest.mark.parametrize("engine", ["embedded", "vllm", "sglang"])
 def test_every_transport_of_host_memory_is_passed_to_the_job(engine: str, transport: str) -> None:
     if (engine, transport) in {("vllm", "shm"), ("sglang", "shm")}:

@@ -36,6 +36,7 @@ from windlass.control.messages import (
     Pause,
     Prepare,
     Publish,
+    Release,
     Result,
     Verified,
     Verify,
@@ -303,6 +304,7 @@ class FakeTrainerRank:
         self.handled: list[str] = []
         self.corrupt_next = 0
         self.fail_next: list[LinkStatus] = []
+        self.has_released = False
         self._fabric = fabric
         self._bindings: dict[str, DestinationBinding] = {}
         self.bound_in = 0
@@ -330,7 +332,10 @@ class FakeTrainerRank:
                 self.bound_in = epoch
             case JoinGroups() | Prepare() | Abort():
                 pass
+            case Release():
+                self.has_released = True
             case Write():
+                assert not self.has_released, "the weights of this round are freed"
                 links = tuple(self._send(d, command.version) for d in command.destinations)
                 return Written(links, 0.0, 0.0)
             case _:

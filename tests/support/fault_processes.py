@@ -26,14 +26,16 @@ from windlass.config import ControlConfig, PauseMode
 from windlass.control.engine_agent import EngineAgent
 from windlass.control.trainer_agent import TrainerAgent
 from windlass.engines.client import EngineClient, EngineWeights
+from windlass.engines.embedded.sleep import SleepingHooks, SleepingWeights
 from windlass.errors import RoundAborted
 from windlass.layout.manifest import Role
 from windlass.rollout import RolloutConfig, SamplingParams, StalenessPolicy
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.weights import TrainerWeights
+from windlass.transfer.arena import Arena, aligned_offsets
 from windlass.transfer.base import ParameterMemory
-from windlass.transports.cma import CmaConfig
-from windlass.transports.registry import create_transport
+from windlass.transports.base import OneSidedTransport
+from windlass.transports.registry import create_transport, parse_transport
 
 TOKEN = "secret of the test"
 NUM_TRAINERS = 2
@@ -51,10 +53,17 @@ PER_VERSION = 1_000_000
 class Generator:
     """Weights of a rank and the tokens that it makes of them; `EngineHooks`."""
 
-    def __init__(self, worker: str, token_s: float) -> None:
+    def __init__(self, worker: str, token_s: float, transport: OneSidedTransport) -> None:
         self._token_s = token_s
         self.part = part_of(worker, Role.ENGINE, 0, 1)
-        self.memory = {name: tensor.numpy() for name, tensor in self.part.empty().items()}
+        empty = {name: tensor.numpy() for name, tensor in self.part.empty().items()}
+        offsets, total = aligned_offsets(array.nbytes for array in empty.values())
+        self.arena = Arena(transport, total)
+        self.memory: dict[str, Any] = {}
+        for offset, (name, array) in zip(offsets, empty.items(), strict=True):
+            place = self.arena.bytes[offset : offset + array.nbytes].view(array.dtype)
+            self.memory[name] = place.reshape(array.shape)
+            self.memory[name][...] = array
         self.loop = asyncio.new_event_loop()
         self.going = asyncio.Event()
         self._lock = threading.Lock()
@@ -137,13 +146,19 @@ class Generator:
         return address[0]
 
 
-def run_engine(pipe: Connection, name: str, url: str, token_s: float) -> None:
-    """Serve until the pipe closes. Messages: ("arm", command, pid) or ("held",)."""
+def run_engine(pipe: Connection, name: str, url: str, token_s: float, transport_name: str) -> None:
+    """Serve until the pipe closes. Messages: ("arm", command, pid), ("held",) or ("sleep",)."""
     torch.set_num_threads(1)
-    generator = Generator(f"{name}/0", token_s)
-    arrays = list(generator.memory.values())
-    transport = create_transport(CmaConfig())
-    regions = [transport.register(a.ctypes.data, a.nbytes) for a in arrays]
+    transport = create_transport(parse_transport(transport_name))
+    generator = Generator(f"{name}/0", token_s, transport)
+    addresses = [array.ctypes.data for array in generator.memory.values()]
+    weights = SleepingWeights(generator.arena, addresses, lambda: addresses, may_sleep=True)
+
+    def pause_and_sleep(mode: PauseMode, deadline_s: float) -> None:
+        generator.pause("sleep", mode, deadline_s)
+        weights.sleep()
+
+    hooks = SleepingHooks(generator, weights, pause_and_sleep)
     handlers: list[KillAt] = []
 
     def intercept(agent: EngineAgent) -> KillAt:
@@ -153,11 +168,12 @@ def run_engine(pipe: Connection, name: str, url: str, token_s: float) -> None:
     client = EngineClient(
         EngineWeights(
             manifest=generator.part.manifest,
-            addresses=[a.ctypes.data for a in arrays],
-            regions=regions,
+            addresses=addresses,
+            regions=(generator.arena.region,),
         ),
         transport=transport,
-        hooks=generator,
+        hooks=hooks,
+        sleeper=hooks,
         controller=url,
         token=TOKEN,
         url=generator.serve(),
@@ -170,6 +186,9 @@ def run_engine(pipe: Connection, name: str, url: str, token_s: float) -> None:
         if message[0] == "arm":
             handler.arm(*message[1:])
             pipe.send("armed")
+        elif message[0] == "sleep":
+            hooks.sleep(PauseMode.ABORT, 10.0)
+            pipe.send("asleep")
         else:
             pipe.send((agent.served_version, generator.held(), agent.mixed_weights))
     client.close()
@@ -178,13 +197,20 @@ def run_engine(pipe: Connection, name: str, url: str, token_s: float) -> None:
 # --- trainers -------------------------------------------------------------------------------
 
 
-def run_trainer(pipe: Connection, index: int, url: str) -> None:
-    """Train until the pipe closes. Messages: ("arm", command, pid) or ("publish", version)."""
+def run_trainer(pipe: Connection, index: int, url: str, transport_name: str) -> None:
+    """Train until the pipe closes. Messages: ("arm", command, pid) or ("publish", version).
+
+    Before engines resume, the trainer spoils its weights in `release`: nothing may read them any more.
+    """
     torch.set_num_threads(1)
     part = part_of(f"trainer/{index}", Role.TRAINER, index, NUM_TRAINERS)
     memory = {name: tensor.numpy() for name, tensor in part.empty().items()}
     parameters = [ParameterMemory(a.ctypes.data, a.nbytes) for a in memory.values()]
     handlers: list[KillAt] = []
+
+    def release() -> None:
+        for array in memory.values():
+            array[...] = -2
 
     def intercept(agent: TrainerAgent) -> KillAt:
         handlers.append(KillAt(agent))
@@ -194,8 +220,9 @@ def run_trainer(pipe: Connection, index: int, url: str) -> None:
         TrainerWeights(
             manifest=part.manifest,
             parameters=lambda: parameters,
+            release=release if transport_name == "pull" else None,
         ),
-        transport=create_transport(CmaConfig()),
+        transport=create_transport(parse_transport(transport_name)),
         controller=url,
         token=TOKEN,
         world_size=NUM_TRAINERS,

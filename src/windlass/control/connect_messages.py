@@ -73,6 +73,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         registered: memory that an engine rank has registered.
         allow_unused: from a trainer rank, name patterns of trainer tensors that engines need not have.
         keep: from a trainer rank, name patterns of engine tensors that stay as they are if no trainer has them.
+        releases: whether a trainer rank frees memory for the engines after they have verified its bytes (`Release`).
     """
 
     protocol_version: int
@@ -98,6 +99,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     registered: Registered = Registered()
     allow_unused: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
+    releases: bool = False
 
 
 def group_and_rank(worker: str) -> tuple[str, int]:

@@ -21,6 +21,7 @@ from windlass.control.messages import (
     Prepare,
     Publish,
     Result,
+    Sleep,
     SourceCommand,
     Verified,
     Verify,
@@ -28,6 +29,7 @@ from windlass.control.messages import (
 )
 from windlass.control.trainer_agent import TrainerAgent
 from windlass.errors import PeerUnreachable, ProtocolError, RoundAborted
+from windlass.layout.naming.patterns import said
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.base import ReceiverBackend
@@ -90,6 +92,19 @@ class EngineHooks(Protocol):
         ...
 
 
+class Sleeper(Protocol):
+    """Memory of an engine rank that the engine frees while the trainer steps. `EngineHooks.pause` wakes it."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the weights are lost, because the rank sleeps or has slept and no round has filled them since."""
+        ...
+
+    def sleep(self, mode: PauseMode, deadline_s: float) -> None:
+        """Pause the rank, and free its weights and its caches. Arguments and errors as in `EngineHooks.pause`."""
+        ...
+
+
 @final
 class EngineAgent:
     """`CommandHandler` of an engine rank. It tracks whether the live weights may be of two versions.
@@ -101,6 +116,8 @@ class EngineAgent:
         host: address at which other ranks can reach this rank, for backends with groups.
         serves_own_weights: whether the engine serves its initial weights before the first version. It then resumes
             with them if that version is not published.
+        sleeper: memory of the rank that sleeps; None if the engine keeps its memory. While the weights are lost, the
+            engine does not serve.
 
     Attributes:
         served_version: version that this rank serves; -1 for none.
@@ -115,8 +132,9 @@ class EngineAgent:
         *,
         host: str = "127.0.0.1",
         serves_own_weights: bool = False,
+        sleeper: Sleeper | None = None,
     ) -> None:
-        self._serves_own_weights = serves_own_weights
+        self._serves_own_weights, self._sleeper = serves_own_weights, sleeper
         self._one_sided, self._host = receiver, host
         self._source = None if sender is None else TrainerAgent(sender, host=host)
         self._backend: UpdateBackend = P2pBackend()
@@ -142,9 +160,14 @@ class EngineAgent:
         """Whether live weights may be of two versions.
 
         This is also true during a round, as soon as one-sided writes or `apply` may have changed live weights: if the
-        controller disappears at this time, the agent cannot know how many bytes have changed.
+        controller disappears at this time, the agent cannot know how many bytes have changed. It is also true while the
+        weights are lost (`Sleeper.is_empty`).
         """
-        return self._mixed_weights or self._open_to_writes
+        return self._mixed_weights or self._open_to_writes or self._is_empty
+
+    @property
+    def _is_empty(self) -> bool:
+        return self._sleeper is not None and self._sleeper.is_empty
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         """Carry out a command; see `CommandHandler.handle`.
@@ -172,6 +195,10 @@ class EngineAgent:
                 pause_id = f"{self._round_id.epoch}.{self._round_id.round}"
                 self._hooks.pause(pause_id, command.mode, command.deadline_s)
                 self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
+            case Sleep():
+                if self._sleeper is None:
+                    raise ProtocolError("this engine cannot sleep")
+                self._sleeper.sleep(command.mode, command.deadline_s)
             case Verify():
                 self._kept.verify()
                 return Verified(self._delivery.verify(command.version, command.expected))
@@ -198,6 +225,10 @@ class EngineAgent:
     def _connect(self, command: ConnectEngine) -> Bound:
         self._mode = command.mode
         self._fence()
+        if command.kept and self._is_empty:
+            raise ProtocolError(
+                f"keep: must be empty for an engine that sleeps, got {said(command.kept)}, which the engine has lost"
+            )
         self._kept.bind(command.kept)
         self._choose(command.backend)
         binding = self._receiver.connect(TransferPlan.decode(command.plan), command.mode)
@@ -328,7 +359,7 @@ class EngineAgent:
         If the engine does not resume, raise nothing: the next `Done` reports the reason (`Done.not_resumed`), and the
         controller repeats the command. After a lost connection, the channel tries again after the next `Welcome`.
         """
-        self._not_resumed = ""
+        self._not_resumed = "it sleeps until the next version" if self._is_empty else ""
         has_weights = self.served_version >= 0 or self._serves_own_weights
         if self.mixed_weights or not has_weights:
             return

@@ -285,6 +285,11 @@ class Fleet:
 
     # --- ranks that come and go --------------------------------------------------------------
 
+    def releasing(self, workers: Iterable[str]) -> tuple[str, ...]:
+        """Return the `workers` that free memory in a round, see `Hello.releases`."""
+        found = {worker: self.find(worker) for worker in workers}
+        return tuple(w for w, agent in found.items() if agent is not None and agent.hello.releases)
+
     def find(self, worker: str) -> Agent | None:
         """Return the connected rank with this name, or None."""
         return self._agents.get(worker)

@@ -89,6 +89,13 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
     deadline_s: float
 
 
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Command to an engine between two rounds: pause, and free weights and caches until the next round writes weights."""
+
+    mode: PauseMode
+    deadline_s: float
+
+
 class BeginDriven(msgspec.Struct, frozen=True, tag="begin_driven"):
     """Command to an engine: receive the bytes of this round through `backend`, whose commands a trainer triggers.
 
@@ -104,6 +111,10 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
     version: int
     destinations: tuple[str, ...]
     deadline_s: float
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Command to a trainer: every engine has verified its bytes, so free memory for the engines' caches."""
 
 
 class Verify(msgspec.Struct, frozen=True, tag="verify"):
@@ -165,13 +176,14 @@ class PluginCommand(msgspec.Struct, frozen=True, tag="plugin"):
 
 BackendCommand = GroupCommand | RelayCommand | PushCommand | PluginCommand
 """Commands that a backend sends to its own senders and receivers (`control.backend.TakesCommands`)."""
-TrainerCommand = ConnectTrainer | ChangeLinks | Prepare | Write | Abort | BackendCommand
+TrainerCommand = ConnectTrainer | ChangeLinks | Prepare | Write | Release | Abort | BackendCommand
 """Commands to a trainer rank."""
 SourceCommand = ConnectTrainer | Prepare | Write
 """Commands to an engine rank that is the source of another engine's weights."""
 EngineCommand = (
     ConnectEngine
     | Pause
+    | Sleep
     | Verify
     | Apply
     | Publish

@@ -101,6 +101,7 @@ class RoundRunner:
             engines=binding.engines,
             links=frozenset(binding.links),
             delivery=self._backend.delivery(binding),
+            releasing=self._fleet.releasing(binding.trainers),
             replicated=replicated,
             turn=turn,
             period=period,

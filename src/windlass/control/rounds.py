@@ -47,6 +47,7 @@ from windlass.control.messages import (
     Prepare,
     Prepared,
     Publish,
+    Release,
     Result,
     Verified,
     Verify,
@@ -76,6 +77,7 @@ class RoundSpec:
         engines: engine name -> its rank workers.
         links: (source, destination) pairs of workers between which bytes are sent.
         delivery: delivery of the bytes. It stores state of this round, so each round needs a new one.
+        releasing: trainers that free memory after VERIFY, before any engine publishes.
         replicated: boxes that several trainers hold and must agree about; None if this round compares nothing.
         turn: number of earlier comparisons of `replicated`; selects the pieces that this round compares.
         period: number of rounds after which every piece has been compared once.
@@ -90,6 +92,7 @@ class RoundSpec:
     trainers: tuple[str, ...] = ()
     links: frozenset[tuple[str, str]] = frozenset()
     delivery: Delivery = field(default_factory=Delivery)
+    releasing: tuple[str, ...] = ()
     replicated: Replicated | None = None
     turn: int = 0
     period: int = 1
@@ -327,7 +330,7 @@ class RoundMachine:
                 self._on_prepared(worker, command, result)
             case Prepare(), Done() if worker not in self._digested:
                 pass
-            case ((Pause() | Apply() | Publish()), Done()):
+            case ((Pause() | Apply() | Release() | Publish()), Done()):
                 # Nothing is left to do: `handle` has removed the command from `pending`.
                 pass
             case _ if (found := self._delivery.answered(worker, command, result)) is not None:
@@ -401,6 +404,8 @@ class RoundMachine:
             # A trainer that has answered its write command is needed only if links must be written again.
             if self.phase is Phase.PREPARE or worker in self._links.in_flight:
                 self._give_up(f"{worker}: {reason}")
+            # Only a `Release` can be left, and a process that has ended has freed its memory.
+            self.pending = {seq: sent for seq, sent in self.pending.items() if sent[0] != worker}
 
     def _on_deadline(self) -> None:
         late = list(dict.fromkeys(worker for worker, _ in self.pending.values()))
@@ -442,8 +447,7 @@ class RoundMachine:
             case Phase.WRITE | Phase.VERIFY:
                 self._after_delivery()
             case Phase.PAUSE:
-                self._enter(Phase.APPLY)
-                self._send_engines(Apply(self.version))
+                self._apply()
             case Phase.APPLY:
                 self._enter(Phase.PUBLISH)
                 self._send_engines(Publish(self.version, self._go_on_s, self._spec.lineage))
@@ -478,8 +482,15 @@ class RoundMachine:
             self._enter(Phase.PAUSE)
             self._send_pauses()
         else:
-            self._enter(Phase.APPLY)
-            self._send_engines(Apply(self.version))
+            self._apply()
+
+    def _apply(self) -> None:
+        """Enter APPLY. Every byte is verified and no link is written any more, so trainers may free their weights."""
+        self._enter(Phase.APPLY)
+        self._send_engines(Apply(self.version))
+        for trainer in self._spec.releasing:
+            if trainer not in self._lost_trainers:
+                self._send(trainer, Release())
 
     def _is_unchanged(self) -> bool:
         if self._config.unchanged is Reaction.OFF:

@@ -8,7 +8,16 @@ from typing import final
 from windlass.control.backend import carry_out
 from windlass.control.connect_messages import ChangeLinks, ConnectTrainer
 from windlass.control.held_weights import HeldWeights
-from windlass.control.messages import Abort, Command, Done, Prepare, Result, TrainerCommand, Write
+from windlass.control.messages import (
+    Abort,
+    Command,
+    Done,
+    Prepare,
+    Release,
+    Result,
+    TrainerCommand,
+    Write,
+)
 from windlass.control.trainer_binding import TrainerBinding
 from windlass.errors import ProtocolError
 from windlass.net.messages import RoundId
@@ -26,6 +35,7 @@ class TrainerAgent:
         read: see `TrainerWeights`.
         watch: see `TrainerWeights`.
         changed: see `TrainerWeights`.
+        release: see `TrainerWeights`.
 
     Attributes:
         held: weights of the version that the trainer publishes now.
@@ -39,7 +49,9 @@ class TrainerAgent:
         read: Callable[[Collection[int]], None] | None = None,
         watch: Callable[[], None] | None = None,
         changed: Callable[[], str] = str,
+        release: Callable[[], None] | None = None,
     ) -> None:
+        self._release = release
         self._one_sided, self.held = sender, HeldWeights(sender, watch, changed)
         self._binding = TrainerBinding(sender, self.held, host=host, read=read)
 
@@ -73,6 +85,8 @@ class TrainerAgent:
                 write = self._binding.sender.write
                 sent = write(command.version, command.destinations, command.deadline_s)
                 return self.held.checked(sent)
+            case Release() if self._release is not None:
+                self._release()
             case Abort():
                 # Nothing to undo: packed bytes are the only state that a round leaves in the sender.
                 pass

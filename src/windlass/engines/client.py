@@ -11,7 +11,7 @@ from typing import final
 from windlass.closing import Closing
 from windlass.control.client import CommandHandler
 from windlass.control.connect_messages import Hello, Registered, group_and_rank
-from windlass.control.engine_agent import EngineAgent, EngineHooks
+from windlass.control.engine_agent import EngineAgent, EngineHooks, Sleeper
 from windlass.control.engine_channel import EngineChannel
 from windlass.errors import ConfigError
 from windlass.layout.manifest import Role, ShardManifest
@@ -62,6 +62,7 @@ class EngineClient(Closing):
             False to stay paused until then.
         comes_to_rest: whether `hooks` of this rank can pause the engine and keep its running requests. False if the
             trainer pauses the engine.
+        sleeper: see `EngineAgent`.
         connect_deadline_s: seconds to wait for the controller.
         intercept: function that wraps the agent; tests use it to inject faults.
 
@@ -87,6 +88,7 @@ class EngineClient(Closing):
         can_send: bool = True,
         serves_own_weights: bool = False,
         comes_to_rest: bool = True,
+        sleeper: Sleeper | None = None,
         connect_deadline_s: float = 60.0,
         intercept: Callable[[EngineAgent], CommandHandler] | None = None,
     ) -> None:
@@ -111,6 +113,7 @@ class EngineClient(Closing):
                 self._sender if can_send else None,
                 host=own_address(controller),
                 serves_own_weights=serves_own_weights,
+                sleeper=sleeper,
             )
             undo.callback(agent.close)
             encoded, incarnation = manifest.encode(), os.urandom(8).hex()

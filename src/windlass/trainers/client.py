@@ -98,6 +98,7 @@ class TrainerClient(Closing):
                 read=weights.read,
                 watch=weights.watch,
                 changed=weights.changed,
+                release=weights.release,
             )
             undo.callback(agent.close)
             hello = weights.hello(offers=transport.offers(), job=job, world_size=world_size)

@@ -45,6 +45,7 @@ def connect_described(
     allow_unused: Sequence[str],
     keep: Sequence[str],
     connect_deadline_s: float,
+    release: Callable[[], None] | None = None,
 ) -> TrainerClient:
     """Create the transport of this trainer rank, and connect the rank to the controller.
 
@@ -64,6 +65,7 @@ def connect_described(
             step_stream=step_stream(memory_at),
             allow_unused=allowed,
             keep=patterns_from("keep", keep),
+            release=release,
         ),
         transport=create_transport(config, towards=controller, memory_at=memory_at),
         controller=controller,
@@ -214,6 +216,7 @@ def connect_trainer(
     replica: ReplicaPlace = ReplicaPlace.OFF,
     allow_unused: Sequence[str] = (),
     keep: Sequence[str] = (),
+    release: Callable[[], None] | None = None,
     connect_deadline_s: float = 60.0,
 ) -> TrainerClient:
     """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
@@ -247,6 +250,9 @@ def connect_trainer(
         keep: patterns (`fnmatch`) of engine tensors that trainers need not have, such as a vision tower if only the text
             part is trained. Engines verify by digests that these tensors do not change. If an engine has a tensor that
             matches no pattern and no trainer has it, the controller refuses the engine.
+        release: function that frees memory of this rank, such as the weights on the GPU, for engines on the same GPU. A
+            thread of the client calls it in every update, after the engines have verified their bytes and before they
+            allocate their caches. After `release` the weights may change or move before `publish` returns.
         connect_deadline_s: seconds to wait for the controller, and for other ranks in each collective of `exporter`.
 
     Raises:
@@ -276,5 +282,6 @@ def connect_trainer(
         replica=replica,
         allow_unused=allow_unused,
         keep=keep,
+        release=release,
         connect_deadline_s=connect_deadline_s,
     )

@@ -31,6 +31,8 @@ class TrainerWeights:
         step_stream: function that returns the CUDA stream in which the calling thread queues its optimizer steps.
             `publish(copy=True)` waits for this stream only. If `step_stream` is None, `publish` waits for all work of
             the GPU.
+        release: function that frees memory, such as the GPU memory of the weights. The client calls it in a thread of its
+            own when every engine has verified its bytes, before engines allocate their caches. None to free nothing.
         allow_unused, keep: see `connect_trainer`.
     """
 
@@ -41,6 +43,7 @@ class TrainerWeights:
     changed: Callable[[], str] = str
     make_whole: Callable[[], None] | None = None
     step_stream: Callable[[], int] | None = None
+    release: Callable[[], None] | None = None
     allow_unused: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
 
@@ -60,4 +63,5 @@ class TrainerWeights:
             job=job,
             allow_unused=self.allow_unused,
             keep=self.keep,
+            releases=self.release is not None,
         )

@@ -35,7 +35,7 @@ START = "start"
 FOLDER = Path(jobs.__file__).parent / "demo"
 MODELS = {"cpu": "model.json", "cuda": "model_gpu.json"}
 TRANSPORTS = {
-    "cpu": ("cma", "shm", "mooncake", "nixl", "auto"),
+    "cpu": ("cma", "shm", "pull", "mooncake", "nixl", "auto"),
     "cuda": ("cuda_ipc", "mooncake", "nixl", "auto"),
 }
 """Device -> transports of the weights; the first one is the default."""
@@ -91,6 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport", choices=sorted({name for names in TRANSPORTS.values() for name in names}),
         help="default: cma, or cuda_ipc with --device cuda",
     )  # fmt: skip
+    parser.add_argument(
+        "--colocate", action="store_true",
+        help="trainers and engines take turns: engines free their memory during each step, and read the new weights "
+        "themselves (--transport pull)",
+    )  # fmt: skip
     parser.add_argument("--mode", default="in_place", choices=[m.value for m in UpdateMode])
     parser.add_argument(
         "--pause-mode", choices=[m.value for m in PauseMode],
@@ -136,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     problem = REPEAT_OPERAND
     if args.checkpoint is not None:
         problem = arithmetic(load_tokenizer(args.checkpoint))
-    recipe = DemoRecipe(args.seed, args.kill_engine_at, problem)
+    recipe = DemoRecipe(args.seed, args.kill_engine_at, problem, takes_turns=args.colocate)
     compared = DemoRecipe(args.seed, problem=problem) if args.compare else None
     return asyncio.run(
         run_demo(config, recipe, json_path=args.json, plain=args.plain, compared=compared)
@@ -151,7 +156,7 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
     """
     job, folder = load_config(FOLDER / "job.toml"), args.output.resolve()
     engines, trainer, rollout, seed = job.engines, job.trainer, job.rollout, str(args.seed)
-    transport = args.transport or TRANSPORTS[args.device][0]
+    transport = args.transport or ("pull" if args.colocate else TRANSPORTS[args.device][0])
     model = str((args.checkpoint or args.model or FOLDER / MODELS[args.device]).absolute())
     is_server = ENGINES.find(args.engine).server is not None
     if args.checkpoint is None:
@@ -167,6 +172,8 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
             f"back with a later version, got {args.kill_engine_at}"
         )
     _check_transport(args, transport, is_server=is_server)
+    if args.colocate:
+        _check_colocate(args, transport)
     if args.compare:
         _check_compare(args, is_server=is_server)
     if is_server:
@@ -309,11 +316,14 @@ def _with_context(arguments: tuple[str, ...], kind: str, context: int) -> tuple[
 
 
 def _pause_mode(args: argparse.Namespace) -> PauseMode:
-    """Return the default pause mode: `in_place` for vLLM on GPUs, otherwise `abort`.
+    """Return the default pause mode: `in_place` for vLLM on GPUs, `retract` with --colocate, otherwise `abort`.
 
     SGLang gets `abort` even on GPUs: an answer of SGLang 0.5.16, the release for GPUs, names a single version for all of
     its tokens, which would be wrong if a request continued after an update.
     """
+    if args.colocate:
+        # Requests lose their KV cache in each turn, and continue with the next version.
+        return PauseMode.RETRACT
     keeps = args.device == "cuda" and args.engine == "vllm"
     return PauseMode.IN_PLACE if keeps else PauseMode.ABORT
 
@@ -332,6 +342,24 @@ def _check_transport(args: argparse.Namespace, transport: str, *, is_server: boo
         raise ConfigError(
             f"demo: --transport must not be shm with --engine {args.engine}, because shm writes only memory that it "
             f"has allocated, and {args.engine} allocates its weights itself; use cma or auto"
+        )
+
+
+def _check_colocate(args: argparse.Namespace, transport: str) -> None:
+    """Check that engines can sleep with these options."""
+    if args.engine != "embedded" or args.device != "cpu":
+        raise ConfigError(
+            f"demo: --colocate needs --engine embedded and --device cpu, got {args.engine!r} and {args.device!r}"
+        )
+    if args.backend != "p2p" or transport not in {"pull", "cma"}:
+        raise ConfigError(
+            "demo: --colocate needs --backend p2p and --transport pull or cma, because others need the memory of "
+            f"engines to stay in place, got {args.backend!r} and {transport!r}"
+        )
+    if args.kill_engine_at:
+        raise ConfigError(
+            "demo: --kill-engine-at must be 0 with --colocate, because an engine that comes back finds no engine that "
+            f"is awake to copy from, got {args.kill_engine_at}"
         )
 
 

@@ -202,6 +202,10 @@ class _SlotCache:
         self._num_slots, self._max_positions = num_slots, max_positions
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def free(self) -> None:
+        """Free the keys and values of all layers."""
+        self._layers.clear()
+
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """Return 0: transformers does not use this length if the caller passes positions and a mask."""
         return 0
@@ -238,6 +242,10 @@ class ForwardRunner:
         self._module: Any = module
         self._cache = _SlotCache(num_slots, max_positions)
         self._max_positions = max_positions
+
+    def free_cache(self) -> None:
+        """Free the KV cache. The next forward pass allocates it again."""
+        self._cache.free()
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:

@@ -11,16 +11,17 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from windlass.control.engine_agent import EngineHooks
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.engines.embedded.model import ForwardRunner, ModelShard, load_model
 from windlass.engines.embedded.scheduler import Scheduler, Step
 from windlass.engines.embedded.server import EngineServer
+from windlass.engines.embedded.sleep import SleepingHooks, SleepingWeights
 from windlass.engines.embedded.spec import EngineSettings
 from windlass.engines.engine_rank import RankHooks
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.envs import ENGINE_TOKEN_VARIABLE, secret_value
 from windlass.errors import ConfigError
+from windlass.transfer.dtensor import parameter_addresses
 from windlass.transports.registry import create_transport, parse_transport
 
 
@@ -45,8 +46,18 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
     runner = ForwardRunner(
         shard.module, num_slots=settings.max_batch, max_positions=settings.max_positions
     )
+    weights = SleepingWeights(
+        shard.arena,
+        shard.addresses,
+        lambda: parameter_addresses(shard.module),
+        may_sleep=transport.traits.unpinned,
+    )
 
-    def join_fleet(hooks: EngineHooks, url: str = "") -> None:
+    def fall_asleep() -> None:
+        weights.sleep()
+        runner.free_cache()
+
+    def join_fleet(hooks: SleepingHooks, url: str = "") -> None:
         if not settings.controller:
             return
         # The client is never closed: it lives as long as this process.
@@ -58,6 +69,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
             ),
             transport=transport,
             hooks=hooks,
+            sleeper=hooks,
             controller=settings.controller,
             token=token,
             world_size=settings.tensor_parallel_size,
@@ -67,9 +79,11 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
     if rank:
         gate = QuiesceGate()
         # This engine has no captured layout, because it derives no values from its weights.
-        join_fleet(RankHooks(None, gate, None))
+        join_fleet(SleepingHooks(RankHooks(None, gate, None), weights, None))
         while True:
             step = _broadcast(None)
+            if step.sleeps:
+                fall_asleep()
             if step.pause_id:
                 gate.quiesced(step.pause_id)
             else:
@@ -80,6 +94,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
         paused=bool(settings.controller),
         seed=secrets.randbits(63) if settings.seed is None else settings.seed,
     )
+    hooks = SleepingHooks(scheduler, weights, scheduler.sleep)
     server = EngineServer(
         settings,
         token,
@@ -87,15 +102,19 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
         vocab_size=int(shard.module.config.vocab_size),
         eos_token_ids=_eos_token_ids(shard.module.config.eos_token_id),
         read_weight=lambda name: _read_weight(shard, name),
+        require_weights=weights.require_values,
+        sleep=hooks.sleep,
         engine_token=secret_value(ENGINE_TOKEN_VARIABLE),
     )
     server.start()
-    join_fleet(scheduler, server.url)
+    join_fleet(hooks, server.url)
     os.write(1, msgspec.json.encode({"name": settings.name, "url": server.url}) + b"\n")
     while True:
         step = scheduler.next_step()
         if settings.tensor_parallel_size > 1:
             _broadcast(step)
+        if step.sleeps:
+            fall_asleep()
         if step.pause_id:
             scheduler.quiesced(step.pause_id)
         else:

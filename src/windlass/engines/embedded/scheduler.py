@@ -26,6 +26,7 @@ class Step:
 
     Attributes:
         pause_id: id of the pause; empty for a forward pass.
+        sleeps: whether the rank frees its weights and its KV cache at the beginning of the pause.
         slots: (B,) rows of the KV cache.
         tokens: (B, T) tokens, right-padded.
         start: (B,) position of the first token in `tokens`.
@@ -37,6 +38,7 @@ class Step:
     tokens: list[list[int]] = field(default_factory=list)
     start: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    sleeps: bool = False
 
 
 class FinishReason(StrEnum):
@@ -102,8 +104,9 @@ class Scheduler:
         self._free = list(range(num_slots))[::-1]
         self._max_positions = max_positions
         self._paused = paused
-        self._pause_wanted: tuple[str, PauseMode] | None = None
+        self._pause_wanted: tuple[str, PauseMode, bool] | None = None
         self._quiesced_for: str | None = None
+        self._num_sleeps = 0
         self._version = -1
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -155,8 +158,20 @@ class Scheduler:
         Raises:
             PeerTimeout: the step has not ended within `deadline_s`.
         """
+        self._pause(pause_id, mode, deadline_s, sleeps=False)
+
+    def sleep(self, mode: PauseMode, deadline_s: float) -> None:
+        """Pause generation as `pause` does. Every rank then frees its weights and its KV cache.
+
+        Raises:
+            PeerTimeout: the step has not ended within `deadline_s`.
+        """
+        self._num_sleeps += 1
+        self._pause(f"sleep.{self._num_sleeps}", mode, deadline_s, sleeps=True)
+
+    def _pause(self, pause_id: str, mode: PauseMode, deadline_s: float, *, sleeps: bool) -> None:
         with self._changed:
-            self._pause_wanted = (pause_id, mode)
+            self._pause_wanted = (pause_id, mode, sleeps)
             self._paused = True
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: self._quiesced_for == pause_id, deadline_s):
@@ -185,9 +200,9 @@ class Scheduler:
         with self._changed:
             self._changed.wait_for(self._has_work)
             if self._pause_wanted is not None:
-                pause_id, mode = self._pause_wanted
+                pause_id, mode, sleeps = self._pause_wanted
                 self._apply_pause(mode)
-                return Step(pause_id)
+                return Step(pause_id, sleeps=sleeps)
             return self._forward()
 
     def quiesced(self, pause_id: str) -> None:

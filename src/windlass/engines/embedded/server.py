@@ -63,7 +63,8 @@ class EngineServer:
 
     Every route accepts `token`. `CLIENT_ROUTES` also accept tokens that are derived from `token` for rollout clients,
     and `engine_token` if it is not empty. Tokens in `eos_token_ids` end a generation, unless the request sets
-    `ignore_eos`. `read_weight` returns the values of a parameter by name.
+    `ignore_eos`. `read_weight` returns the values of a parameter by name. `require_weights`
+    raises ConfigError while the weights are lost, and `sleep` makes all ranks sleep (`Sleeper.sleep`).
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class EngineServer:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         read_weight: Callable[[str], list[Any]],
+        require_weights: Callable[[str], None],
+        sleep: Callable[[PauseMode, float], None],
         engine_token: str = "",
     ) -> None:
         self._settings = settings
@@ -93,7 +96,7 @@ class EngineServer:
         self._scheduler = scheduler
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
-        self._read_weight = read_weight
+        self._read_weight, self._require, self._sleep = read_weight, require_weights, sleep
         self._pauses = 0
         self._tokenizer: Any = None
 
@@ -118,6 +121,7 @@ class EngineServer:
                 web.get("/model_info", self._model_info),
                 web.get("/get_weights_by_name", self._get_weights),
                 web.post("/pause_generation", self._pause),
+                web.post("/release_memory_occupation", self._release),
                 web.post("/continue_generation", self._continue),
                 web.post("/update_weight_version", self._update_version),
                 web.post("/abort_request", self._abort),
@@ -226,6 +230,7 @@ class EngineServer:
         return web.json_response({**told, "is_generation": True})
 
     async def _get_weights(self, http: web.Request) -> web.Response:
+        self._require("get_weights_by_name")
         return web.json_response({"parameter": self._read_weight(http.query.get("name", ""))})
 
     async def _pause(self, http: web.Request) -> web.Response:
@@ -235,7 +240,14 @@ class EngineServer:
         await asyncio.to_thread(self._scheduler.pause, pause_id, body.mode, PAUSE_DEADLINE_S)
         return web.json_response({"status": "paused", "mode": body.mode})
 
+    async def _release(self, http: web.Request) -> web.Response:
+        """Free the memory of weights and KV cache until the next round."""
+        body = msgspec.json.decode(await http.read() or b"{}", type=_Pause)
+        await asyncio.to_thread(self._sleep, body.mode, PAUSE_DEADLINE_S)
+        return web.json_response({"success": True})
+
     async def _continue(self, _http: web.Request) -> web.Response:
+        self._require("continue_generation")
         self._scheduler.resume()
         return web.json_response({"status": "running"})
 

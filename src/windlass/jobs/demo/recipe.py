@@ -135,6 +135,7 @@ class DemoRecipe(Recipe):
         seed: seed of the prompts.
         kill_engine_at: the recipe kills the last engine during the update to this version; 0 for never.
         problem: source of prompts and rewards.
+        takes_turns: whether the engines sleep while the trainers step.
 
     Attributes:
         served: samples that trainers trained on. rewards_by_step: mean reward of each step.
@@ -144,8 +145,14 @@ class DemoRecipe(Recipe):
     """
 
     def __init__(
-        self, seed: int = 0, kill_engine_at: int = 0, problem: Problem = REPEAT_OPERAND
+        self,
+        seed: int = 0,
+        kill_engine_at: int = 0,
+        problem: Problem = REPEAT_OPERAND,
+        *,
+        takes_turns: bool = False,
     ) -> None:
+        self._takes_turns = takes_turns
         self._problem = problem
         self.served: list[TrainingSample] = []
         self.rewards_by_step: list[float] = []
@@ -193,6 +200,8 @@ class DemoRecipe(Recipe):
                 deadline_s=config.start_deadline_s,
             )
             self._note("all engines are connected for the last version")
+        if self._takes_turns:
+            await self._controller.sleep_engines()
 
     def _on_update(self, report: UpdateReport) -> None:
         self.clock.updated(report.update_s, report.pause_s)

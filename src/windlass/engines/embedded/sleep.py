@@ -1,0 +1,135 @@
+"""Sleep of the embedded engine: the trainer gets the memory of weights and KV cache while it steps.
+
+The weights are lost, so the engine serves nothing until a round has filled and verified all of them. PREPARE of the
+next round wakes the weights, and the first step after PUBLISH allocates the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+from windlass.config import PauseMode
+from windlass.control.engine_agent import EngineHooks
+from windlass.errors import ConfigError, UnsupportedLayout
+from windlass.memory.sleeping import SleepingMemory
+from windlass.transfer.arena import Arena
+
+
+@final
+class SleepingWeights:
+    """Weights of one rank that sleep, and whether their values are lost.
+
+    The model loop calls `sleep`, and the agent's thread calls the other methods during a pause.
+
+    Args:
+        arena: memory of all parameters.
+        addresses: addresses of the parameters, in manifest order.
+        locate: function that returns the present addresses of the parameters.
+        may_sleep: whether the transport of the arena allows it (`TransportTraits.unpinned`).
+
+    Attributes:
+        is_empty: whether the values are lost and no round has filled the weights since.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        addresses: Sequence[int],
+        locate: Callable[[], Sequence[int]],
+        *,
+        may_sleep: bool,
+    ) -> None:
+        self._memory = SleepingMemory(arena.address, arena.nbytes)
+        self._addresses, self._locate, self._may_sleep = tuple(addresses), locate, may_sleep
+        self.is_empty = False
+
+    def sleep(self) -> None:
+        """Free the memory. Idempotent."""
+        self.is_empty = True
+        self._memory.sleep()
+
+    def wake(self) -> None:
+        """Get memory, and check that every parameter has its old address. Idempotent.
+
+        Raises:
+            TransferFailed: there is too little memory.
+            UnsupportedLayout: a parameter has moved, so that a round would fill other memory than the engine reads.
+        """
+        self._memory.wake()
+        if (found := tuple(self._locate())) != self._addresses:
+            moved = sum(a != b for a, b in zip(found, self._addresses, strict=False))
+            raise UnsupportedLayout(
+                f"wake: every parameter must keep its address, got {moved} that have moved; start the engine again"
+            )
+
+    def filled(self) -> None:
+        """Record that a round has filled and verified all weights."""
+        self.is_empty = False
+
+    def require_may_sleep(self) -> None:
+        """Raise ConfigError if peers map or pin the memory, so that it must keep its pages."""
+        if not self._may_sleep:
+            raise ConfigError(
+                "sleep: transport must be pull or cma, because every other transport needs the engine's memory to stay "
+                "in place"
+            )
+
+    def require_values(self, what: str) -> None:
+        """Raise ConfigError if the values are lost: `what` needs them."""
+        if self.is_empty:
+            raise ConfigError(f"{what}: the engine sleeps until the next version")
+
+
+@final
+class SleepingHooks:
+    """`EngineHooks` of a rank that may sleep, and its `Sleeper`. Each pause wakes the weights, before a round fills them.
+
+    Args:
+        hooks: hooks of the rank.
+        weights: weights of the rank.
+        pause_and_sleep: function of a pause mode and a deadline that makes every rank sleep; None if another rank has it.
+    """
+
+    def __init__(
+        self,
+        hooks: EngineHooks,
+        weights: SleepingWeights,
+        pause_and_sleep: Callable[[PauseMode, float], None] | None,
+    ) -> None:
+        self._hooks, self._weights, self._pause_and_sleep = hooks, weights, pause_and_sleep
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the weights are lost; see `Sleeper`."""
+        return self._weights.is_empty
+
+    def sleep(self, mode: PauseMode, deadline_s: float) -> None:
+        """Make every rank sleep, if this is rank 0; see `Sleeper.sleep`.
+
+        Raises:
+            ConfigError: `mode` keeps the KV cache, or the transport needs the memory to stay in place.
+        """
+        self._weights.require_may_sleep()
+        if mode is PauseMode.IN_PLACE:
+            raise ConfigError("sleep: mode must be abort or retract, because the KV cache is freed")
+        if self._pause_and_sleep is not None:
+            self._pause_and_sleep(mode, deadline_s)
+
+    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
+        """Pause the engine, then wake the weights; see `EngineHooks.pause` and `SleepingWeights.wake`."""
+        self._hooks.pause(pause_id, mode, deadline_s)
+        self._weights.wake()
+
+    def resume(self, deadline_s: float) -> None:
+        """Resume generation; see `EngineHooks.resume`."""
+        self._hooks.resume(deadline_s)
+
+    def finalise(self) -> None:
+        """Record that the weights are whole; see `EngineHooks.finalise`."""
+        self._hooks.finalise()
+        self._weights.filled()
+
+    def set_version(self, version: int, deadline_s: float) -> None:
+        """Set the version of later tokens; see `EngineHooks.set_version`."""
+        self._hooks.set_version(version, deadline_s)

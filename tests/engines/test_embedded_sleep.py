@@ -1,0 +1,273 @@
+"""Trainer and embedded engine take turns: the engine sleeps while the trainer steps, and reads its weights when it wakes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from child_process import running
+from weight_fleet import TOKEN
+
+import windlass
+from windlass.config import ControlConfig, PauseMode, Reaction
+from windlass.errors import RoundAborted
+from windlass.trainers.client import TrainerClient
+
+DEADLINE_S = 150.0
+PROMPT = [5, 9, 33, 7]
+NUM_TOKENS = 6
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "head_dim": 8,
+}
+
+
+@dataclass
+class Turns:
+    """A controller, a trainer in this process, and a running engine."""
+
+    controller: windlass.Controller
+    trainer: TrainerClient
+    module: Any
+    pid: int
+    url: str
+    version: int = -1
+    num_released: int = 0
+
+    async def call(self, path: str, body: object | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"Authorization": f"Bearer {TOKEN}"}
+        )
+
+        def answer() -> dict[str, Any]:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+                found: dict[str, Any] = json.loads(response.read())
+                return found
+
+        return await asyncio.to_thread(answer)
+
+    async def refused(self, path: str, body: object | None = None) -> str:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            await self.call(path, body)
+        with caught.value as error:
+            return str(json.loads(error.read())["error"])
+
+    async def until_running(self) -> None:
+        """Wait until a request runs."""
+        async with asyncio.timeout(DEADLINE_S):
+            while (await self.call("/server_info"))["running"] == 0:
+                pass
+
+    async def sleep(self, mode: str = "abort") -> None:
+        await self.call("/release_memory_occupation", {"mode": mode})
+
+    async def publish(self) -> None:
+        self.version += 1
+        await asyncio.to_thread(self.trainer.publish, self.version, deadline_s=DEADLINE_S)
+
+    def step(self) -> None:
+        """Change every weight."""
+        with torch.no_grad():
+            for index, parameter in enumerate(self.module.parameters()):
+                noise = torch.Generator().manual_seed(1000 * (self.version + 1) + index)
+                parameter.copy_(torch.randn(parameter.shape, generator=noise) * 0.05)
+
+    async def generate(self, num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
+        sampling = {"temperature": 0.0, "max_new_tokens": num_tokens}
+        return await self.call("/generate", {"input_ids": PROMPT, "sampling_params": sampling})
+
+    async def check_serves(self) -> None:
+        """Check tokens and logprobs against transformers with the trainer's weights."""
+        answer = await self.generate()
+        with torch.no_grad():
+            whole = self.module.generate(
+                torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
+            )
+            logits = self.module(whole).logits[0, len(PROMPT) - 1 : -1]
+        expected = whole[0, len(PROMPT) :]
+        assert answer["output_ids"] == expected.tolist()
+        assert answer["meta_info"]["output_token_versions"] == [self.version] * NUM_TOKENS
+        logprobs = logits.log_softmax(-1).gather(1, expected[:, None])[:, 0]
+        got = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        torch.testing.assert_close(torch.tensor(got), logprobs, atol=1e-4, rtol=1e-4)
+
+    def engine_nbytes(self) -> int:
+        return resident_nbytes(self.pid)
+
+
+def resident_nbytes(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@asynccontextmanager
+async def taking_turns(
+    folder: Path, *, size: int = 1, transport: str = "pull", **changes: Any
+) -> AsyncIterator[Turns]:
+    """Run an engine with `size` ranks that has version 0, and a trainer that counts calls of `release`."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIG | changes))
+    torch.manual_seed(0)
+    model = transformers.AutoConfig.for_model(**(CONFIG | changes))
+    module = transformers.AutoModelForCausalLM.from_config(model).eval()
+    config = ControlConfig(non_finite=Reaction.REFUSE, pause_mode=PauseMode.RETRACT)
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        command = (
+            *("-m", "windlass.engines.embedded", "--name", "a", "--model", str(path)),
+            *("--controller", controller.url, "--transport", transport, "--tp", str(size)),
+            *("--max-positions", "512"),
+        )
+        with running(*command, token=TOKEN) as process, ThreadPoolExecutor(1) as pool:
+            assert process.stdout is not None
+            loop = asyncio.get_running_loop()
+            url = json.loads(await loop.run_in_executor(pool, process.stdout.readline))["url"]
+            turns: Turns
+
+            def release() -> None:
+                turns.num_released += 1
+
+            trainer = await asyncio.to_thread(
+                windlass.connect_trainer,
+                module,
+                controller=controller.url,
+                token=TOKEN,
+                transport=transport,
+                release=release,
+            )
+            with trainer:
+                turns = Turns(controller, trainer, module, process.pid, url)
+                await turns.publish()
+                yield turns
+
+
+@pytest.mark.parametrize("size", [1, 2])
+async def test_a_sleeping_engine_frees_its_weights_and_serves_the_next_version(
+    tmp_path: Path, size: int
+) -> None:
+    """Check both callers: the framework, by the engine's route, and the controller, by the agents."""
+    async with taking_turns(tmp_path, size=size) as turns:
+        nbytes = sum(p.nbytes for p in turns.module.parameters()) / size
+        await turns.check_serves()
+        for sleep in (turns.sleep, turns.controller.sleep_engines, turns.sleep):
+            awake = turns.engine_nbytes()
+            await sleep()
+            assert awake - turns.engine_nbytes() > 0.8 * nbytes, "the pages are freed"
+            turns.step()
+            await turns.publish()
+            await turns.check_serves()
+        assert turns.num_released == turns.version + 1
+        report = turns.controller.coordinator.fleet.published
+        assert report == turns.version
+
+
+async def test_a_request_that_runs_when_the_engine_falls_asleep_ends_after_it_wakes(
+    tmp_path: Path,
+) -> None:
+    async with taking_turns(tmp_path, **SMALL) as turns:
+        long = asyncio.create_task(turns.generate(300))
+        await turns.until_running()
+        await turns.sleep("retract")
+        waits = asyncio.create_task(turns.generate())
+        turns.step()
+        await turns.publish()
+        answer = await long
+        assert len(answer["output_ids"]) == 300
+        assert set(answer["meta_info"]["output_token_versions"]) <= {0, 1}
+        assert answer["meta_info"]["weight_version"] == "1"
+        assert (await waits)["meta_info"]["output_token_versions"] == [1] * NUM_TOKENS
+        await turns.check_serves()
+
+
+async def test_an_engine_without_weights_serves_nothing_until_a_version_is_published(
+    tmp_path: Path,
+) -> None:
+    async with taking_turns(tmp_path, **SMALL) as turns:
+        await turns.sleep()
+        for path in ("/continue_generation", "/get_weights_by_name?name=lm_head.weight"):
+            body: dict[str, Any] | None = {} if path.startswith("/continue") else None
+            assert "sleeps until the next version" in await turns.refused(path, body)
+        asked = asyncio.create_task(turns.generate())
+        turns.step()
+        weight = turns.module.lm_head.weight
+        saved = weight[0, 0].item()
+        with torch.no_grad():
+            weight[0, 0] = torch.nan
+        with pytest.raises(RoundAborted, match="lm_head"):
+            await turns.publish()
+        # The round has woken the weights and has not filled them.
+        await turns.controller.coordinator.changes.until(
+            lambda: not turns.controller.coordinator.routable(), DEADLINE_S, lambda: "routable"
+        )
+        assert "sleeps until" in await turns.refused("/continue_generation", {})
+        assert not asked.done()
+        with torch.no_grad():
+            weight[0, 0] = saved
+        await turns.publish()
+        assert (await asked)["meta_info"]["output_token_versions"] == [2] * NUM_TOKENS
+        await turns.check_serves()
+
+
+async def test_an_engine_whose_memory_peers_map_refuses_to_sleep(tmp_path: Path) -> None:
+    async with taking_turns(tmp_path, transport="shm", **SMALL) as turns:
+        reason = await turns.refused("/release_memory_occupation", {})
+        assert reason.startswith("sleep: transport must be pull or cma")
+        with pytest.raises(RoundAborted, match=r"a/0 did not sleep: .*transport must be pull"):
+            await turns.controller.sleep_engines()
+        await turns.check_serves()
+
+
+@pytest.mark.parametrize("num_turns", [20, pytest.param(200, marks=pytest.mark.long)])
+async def test_turns_leave_no_memory_threads_or_descriptors(tmp_path: Path, num_turns: int) -> None:
+    def held(pid: int) -> tuple[int, int]:
+        kinds = (len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("task", "fd"))
+        return next(kinds), next(kinds)
+
+    async with taking_turns(tmp_path, **SMALL) as turns:
+
+        async def turn() -> None:
+            await turns.sleep()
+            turns.step()
+            await turns.publish()
+
+        # The first turns and answers fill caches of the libraries.
+        for _ in range(10):
+            await turn()
+            await turns.check_serves()
+        before = [(held(pid), resident_nbytes(pid)) for pid in (turns.pid, os.getpid())]
+        for _ in range(num_turns):
+            await turn()
+        await turns.check_serves()
+        after = [(held(pid), resident_nbytes(pid)) for pid in (turns.pid, os.getpid())]
+        for (held_before, nbytes_before), (held_after, nbytes_after) in zip(
+            before, after, strict=True
+        ):
+            assert max(b - a for a, b in zip(held_before, held_after, strict=True)) <= 3
+            assert nbytes_after - nbytes_before < (8 << 20)
