@@ -93,7 +93,7 @@ test-long: setup
 test-megatron: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/converter mbridge==0.15.1 mcore-bridge==1.6.5 einops==0.8.2
 	PYTHONPATH=build/converter $(RUN) -m long tests/trainers $(ARGS)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python --target build/megatron megatron-core==0.18.2
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python --target build/megatron megatron-core==0.17.1
 	PYTHONPATH=build/megatron $(RUN) tests/trainers/test_shards.py
 
 # Installs unmodified vLLM and SGLang for CPUs, each in its own environment; about 3 minutes each.
