@@ -1,4 +1,4 @@
-"""One rank of an AReaL job against plain vLLM servers, on a CPU, in AReaL's own environment.
+"""One rank of an AReaL job against plain vLLM or SGLang servers, on a CPU, in AReaL's own environment.
 
     torchrun ... areal_run.py train SETTINGS     # JSON, see `Settings`
     torchrun ... areal_run.py refusals MODEL     # prints the configurations that are refused, and the reasons
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import requests
 import torch
 import torch.distributed as dist
 from areal.api import (
@@ -37,8 +36,11 @@ from areal.api.cli_args import (
     OptimizerConfig,
     PPOActorConfig,
 )
+from fresh_servers import checksums
 from torch.distributed.tensor import DTensor
 
+from windlass.engines.http import EngineHttp
+from windlass.engines.private_routes import saved_key
 from windlass.errors import WindlassError
 
 NUM_WORDS = 240
@@ -50,9 +52,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a job.
 
     Attributes:
+        engine: `vllm` or `sglang`.
         kill: process ids that rank 0 kills when the round of version `kill_at` is in its write phase.
     """
 
+    engine: str
     model: str
     out: str
     servers: list[str]
@@ -94,9 +98,9 @@ def actor_config(model: str, ranks: int = 0, **options: Any) -> PPOActorConfig:
     )  # fmt: skip
 
 
-def rollout_config(num_servers: int = 1) -> InferenceEngineConfig:
+def rollout_config(backend: str = "vllm:d1") -> InferenceEngineConfig:
     return InferenceEngineConfig(
-        backend=f"vllm:d{num_servers}", experiment_name="areal", trial_name="run",
+        backend=backend, experiment_name="areal", trial_name="run",
         consumer_batch_size=64, max_head_offpolicyness=100, request_retries=1, setup_timeout=300,
     )  # fmt: skip
 
@@ -113,11 +117,12 @@ def train(settings: Settings) -> None:
     actor = areal.engine.FSDPPPOActor(config=actor_config(settings.model))
     actor.create_process_group()
     actor.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=800, train_batch_size=8))
-    rollout = areal.trainer.rl_trainer.RemotevLLMEngine(rollout_config(len(settings.servers)))
+    engines = vars(areal.trainer.rl_trainer)
+    engine = engines[{"vllm": "RemotevLLMEngine", "sglang": "RemoteSGLangEngine"}[settings.engine]]
+    backend = f"{settings.engine}:d{len(settings.servers)}"
+    rollout = engine(rollout_config(backend))
     rollout.initialize(addr=settings.servers, train_data_parallel_size=dist.get_world_size())
-    meta = WeightUpdateMeta.from_fsdp_xccl(
-        ModelAllocation.from_str(f"vllm:d{len(settings.servers)}")
-    )
+    meta = WeightUpdateMeta.from_fsdp_xccl(ModelAllocation.from_str(backend))
     hosted = remember_hosted()
     actor.connect_engine(rollout, meta)
     workflow = Say(settings.num_tokens)
@@ -192,14 +197,16 @@ class PpoSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a job of AReaL's single controller.
 
     Attributes:
-        vllm_python: interpreter of the vLLM server that AReaL starts.
+        engine: `vllm` or `sglang`.
+        python: interpreter of the server that AReaL starts.
         variables: environment variables of this server.
     """
 
+    engine: str
     model: str
     out: str
     num_steps: int
-    vllm_python: str
+    python: str
     variables: dict[str, str]
 
 
@@ -210,13 +217,14 @@ def reward(*said: Any, **_: Any) -> float:
 
 
 def ppo(settings: PpoSettings) -> None:
-    """Run `PPOTrainer` with two actor workers and a rollout worker that starts a vLLM server."""
+    """Run `PPOTrainer` with two actor workers and a rollout worker that starts a server."""
     from areal import PPOTrainer
     from areal.api.cli_args import (
         ClusterSpecConfig,
         GRPOConfig,
         NameResolveConfig,
         SchedulingSpec,
+        SGLangConfig,
         TrainDatasetConfig,
         vLLMConfig,
     )
@@ -226,13 +234,14 @@ def ppo(settings: PpoSettings) -> None:
 
     install()
     worker = SchedulingSpec(cpu=1, mem=1, gpu=0, cmd="python3 -m areal.infra.rpc.rpc_server")
-    variables = {"WINDLASS_VLLM_PYTHON": settings.vllm_python, **settings.variables}
+    python = f"WINDLASS_{settings.engine.upper()}_PYTHON"
+    variables = {python: settings.python, **settings.variables}
     server = dataclasses.replace(worker, env_vars=variables)
     actor = dataclasses.replace(
         actor_config(settings.model, ranks=2), ppo_n_minibatches=1, scheduling_spec=(worker,)
     )
     rollout = dataclasses.replace(
-        rollout_config(), scheduling_spec=(server,), consumer_batch_size=4
+        rollout_config(f"{settings.engine}:d1"), scheduling_spec=(server,), consumer_batch_size=4
     )
     gconfig = GenerationHyperparameters(n_samples=2, max_new_tokens=16, max_tokens=64)
     config = GRPOConfig(
@@ -244,6 +253,11 @@ def ppo(settings: PpoSettings) -> None:
         actor=actor, rollout=rollout, gconfig=gconfig, total_train_steps=settings.num_steps,
         train_dataset=TrainDatasetConfig(path="", type="rl", batch_size=4),
         vllm=vLLMConfig(model=settings.model, max_model_len=128, max_num_seqs=8, enforce_eager=True, block_size=32),
+        sglang=SGLangConfig(
+            model_path=settings.model, context_length=128, attention_backend="torch_native",
+            sampling_backend="pytorch", disable_cuda_graph=True, disable_overlap_schedule=True,
+            mem_fraction_static=0.5,
+        ),
     )  # fmt: skip
     config.scheduler.type = "local"
     config.stats_logger.experiment_name, config.stats_logger.trial_name = "areal", "run"
@@ -261,16 +275,16 @@ def ppo(settings: PpoSettings) -> None:
         saved = f"{settings.out}/saved"
         trainer.actor.save(SaveLoadMeta(saved, "hf", False, trainer.tokenizer))
         (address,) = trainer.rollout.server_addresses
-        found = {"version": asked(address, "GET", "/weight_info")["weight_version"]}
-        found |= asked(address, "POST", "/weight_checker", {"action": "checksum"})
+        found = served(settings.engine, f"http://{address}")
     Path(settings.out, "found.json").write_text(json.dumps(found))
 
 
-def asked(address: str, method: str, path: str, body: Any = None) -> dict[str, Any]:
-    response = requests.request(method, f"http://{address}{path}", json=body, timeout=60)
-    response.raise_for_status()
-    answer: dict[str, Any] = response.json()
-    return answer
+def served(engine: str, url: str) -> dict[str, Any]:
+    """Return the version that a server serves, and its checksums."""
+    http = EngineHttp(url, key=saved_key(url))
+    said = msgspec.json.decode(http.get({"vllm": "/weight_info", "sglang": "/model_info"}[engine]))
+    found = checksums(engine, lambda path, body: msgspec.json.decode(http.post(path, body)))
+    return {"version": said["weight_version"], "checksums": found}
 
 
 def refusals(model: str) -> None:

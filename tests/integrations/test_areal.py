@@ -1,4 +1,4 @@
-"""On CPUs, AReaL's own FSDP actor and rollout update plain vLLM servers through Windlass."""
+"""On CPUs, AReaL's own FSDP actor and rollout update plain vLLM and SGLang servers through Windlass."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from fresh_servers import checksums, serving_fresh
 from plain_vllm import PlainServer, checkpoint, serving_plain
-from servers import ENVIRONMENT, ROOT, VENVS
+from servers import ENVIRONMENT, ROOT, TOKEN, VENVS, Server, family
+from sglang_servers import check_answer, install, launched, token_file, variables
 
 from tools.entry_points import write_entry_points
 from windlass.net.addresses import free_port
@@ -23,10 +25,10 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
 VENV = Path(os.environ.get("WINDLASS_AREAL_VENV", "") or ROOT / ".venv-areal")
 SCRIPT = ROOT / "tests" / "integrations" / "areal_run.py"
-PATHS = f"{ROOT / 'src'}:{SCRIPT.parent}"
+PATHS = f"{ROOT / 'src'}:{SCRIPT.parent}:{ROOT / 'tests' / 'support'}"
 NUM_RANKS = 2
 NUM_STEPS = 2
-RUN_S = 400.0
+RUN_S = 900.0
 NUM_VERSIONS = 4
 KILL_AT = 4
 NUM_TOKENS = 200
@@ -34,10 +36,10 @@ ROUNDING = 0.06
 """Rounding difference of a bfloat16 logit between the kernels of vLLM and transformers."""
 
 
-def run_ranks(num_ranks: int, *arguments: str, log: Path) -> str:
+def run_ranks(num_ranks: int, *arguments: str, log: Path, **variables: str) -> str:
     ranks = ("--nproc-per-node", str(num_ranks), "--master-port", str(free_port()))
     command = ("-m", "torch.distributed.run", *ranks, str(SCRIPT), *arguments)
-    return run(*command, log=log, AREAL_SPMD_MODE="1")
+    return run(*command, log=log, AREAL_SPMD_MODE="1", **variables)
 
 
 def run(*arguments: str, log: Path, **variables: str) -> str:
@@ -62,66 +64,112 @@ def run(*arguments: str, log: Path, **variables: str) -> str:
     return log.read_text()
 
 
-def test_fsdp_ranks_update_two_servers_and_continue_when_one_is_killed(tmp_path: Path) -> None:
+def test_fsdp_ranks_update_two_vllm_servers_and_continue_when_one_is_killed(tmp_path: Path) -> None:
     source = checkpoint(1, tmp_path / "source")
     with ExitStack() as running:
         live, killed = (
             running.enter_context(serving_plain(source, tmp_path / f"{name}.log"))
             for name in ("live", "killed")
         )
-        addresses = [server.url.removeprefix("http://") for server in (live, killed)]
-        settings = tmp_path / "settings.json"
-        settings.write_text(
-            json.dumps(
-                {
-                    "model": str(source), "out": str(tmp_path), "servers": addresses,
-                    "num_versions": NUM_VERSIONS, "num_tokens": NUM_TOKENS,
-                    "kill": killed.family(), "kill_at": KILL_AT,
-                }
-            )
-        )  # fmt: skip
-        said = run_ranks(NUM_RANKS, "train", str(settings), log=tmp_path / "log")
-        assert f"http://{addresses[1]} does not serve version {KILL_AT}" in said
-        ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
-        for found in ranks:
-            assert found["num_sharded"] == found["num_parameters"] > 0
-            assert found["num_gathers"] == 0
-            assert [sorted(each) for each in found["serving"]] == [
-                *[sorted(addresses)] * (KILL_AT - 1),
-                *[addresses[:1]] * (NUM_VERSIONS - KILL_AT + 1),
-            ]
-        answers = [answer for found in ranks for answer in found["answers"]]
-        require_versions_are_true(answers, [source, *saved(tmp_path)])
+        train("vllm", tmp_path, live, killed)
         require_fresh(live, saved(tmp_path)[-1], tmp_path / "fresh.log")
 
 
-def test_areals_trainer_runs_with_two_changed_lines(tmp_path: Path) -> None:
-    """Check `PPOTrainer` with its controllers, its worker processes and a vLLM server that it starts."""
-    source = checkpoint(1, tmp_path / "source")
+def test_fsdp_ranks_update_two_sglang_servers_and_continue_when_one_is_killed(
+    tmp_path: Path,
+) -> None:
+    source, token = checkpoint(1, tmp_path / "source"), token_file(tmp_path, TOKEN)
+    given = variables(
+        install(tmp_path / "site"), WINDLASS_CONTROLLER="wait", WINDLASS_TOKEN_FILE=str(token)
+    )
+    with ExitStack() as running:
+        live, killed = (
+            running.enter_context(launched(source, tmp_path / f"{name}.log", free_port(), given))
+            for name in ("live", "killed")
+        )
+        train("sglang", tmp_path, live, killed, WINDLASS_TOKEN_FILE=str(token))
+        weights = saved(tmp_path)[-1]
+        assert live.digests() == live.digests_of_fresh_load(weights)
+        check_answer(live, weights, NUM_VERSIONS)
+
+
+def train(
+    engine: str,
+    folder: Path,
+    live: PlainServer | Server,
+    killed: PlainServer | Server,
+    **variables: str,
+) -> None:
+    """Run a job that kills a server in the last update, and check what its ranks and their answers say."""
+    addresses = [server.url.removeprefix("http://") for server in (live, killed)]
+    settings = folder / "settings.json"
+    settings.write_text(
+        json.dumps(
+            {
+                "engine": engine, "model": str(folder / "source"), "out": str(folder), "servers": addresses,
+                "num_versions": NUM_VERSIONS, "num_tokens": NUM_TOKENS,
+                "kill": family(killed.process.pid), "kill_at": KILL_AT,
+            }
+        )
+    )  # fmt: skip
+    said = run_ranks(NUM_RANKS, "train", str(settings), log=folder / "log", **variables)
+    assert f"http://{addresses[1]} does not serve version {KILL_AT}" in said
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    for found in ranks:
+        assert found["num_sharded"] == found["num_parameters"] > 0
+        assert found["num_gathers"] == 0
+        assert [sorted(each) for each in found["serving"]] == [
+            *[sorted(addresses)] * (KILL_AT - 1),
+            *[addresses[:1]] * (NUM_VERSIONS - KILL_AT + 1),
+        ]
+    answers = [answer for found in ranks for answer in found["answers"]]
+    require_versions_are_true(answers, [folder / "source", *saved(folder)])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_areals_trainer_runs_with_two_changed_lines(engine: str, tmp_path: Path) -> None:
+    """Check `PPOTrainer` with its controllers, its worker processes and a server that it starts."""
+    source, token = checkpoint(1, tmp_path / "source"), token_file(tmp_path, TOKEN)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     tokenizer.eos_token, tokenizer.pad_token = "w248", "w249"
     tokenizer.save_pretrained(source)
-    variables = {
-        **ENVIRONMENT["vllm"],
-        "PYTHONPATH": f"{PATHS}:{write_entry_points(tmp_path / 'site')}",
-    }
+    site = write_entry_points(tmp_path / "site")
+    # AReaL's trainer requires the metadata of the release that it pins.
+    (site / "sglang-0.5.10.post1.dist-info").mkdir()
+    (site / "sglang-0.5.10.post1.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.10.post1\n"
+    )
+    python = tmp_path / "python"
+    options = "--device cpu --max-total-tokens 4096" if engine == "sglang" else ""
+    python.write_text(f'#!/bin/sh\nexec {VENVS[engine] / "bin/python"} "$@" {options}\n')
+    python.chmod(0o700)
+    served = write_entry_points(tmp_path / "served")
     settings = tmp_path / "settings.json"
     settings.write_text(
         json.dumps(
             {
-                "model": str(source), "out": str(tmp_path), "num_steps": NUM_STEPS, "variables": variables,
-                "vllm_python": str(VENVS["vllm"] / "bin/python"),
+                "engine": engine, "model": str(source), "out": str(tmp_path), "num_steps": NUM_STEPS,
+                "python": str(python),
+                "variables": {**ENVIRONMENT[engine], "PYTHONPATH": f"{PATHS}:{served}"},
             }
         )
     )  # fmt: skip
-    run(str(SCRIPT), "ppo", str(settings), log=tmp_path / "log", PYTHONPATH=PATHS)
+    run(
+        *(str(SCRIPT), "ppo", str(settings)),
+        log=tmp_path / "log",
+        PYTHONPATH=f"{PATHS}:{site}",
+        WINDLASS_TOKEN_FILE=str(token),
+    )
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["version"] == str(NUM_STEPS)
-    with serving_plain(tmp_path / "saved", tmp_path / "fresh.log") as fresh:
-        assert fresh.checksums() == found["checksums"]
-    with serving_plain(source, tmp_path / "untrained.log") as untrained:
-        assert untrained.checksums() != found["checksums"]
+    for weights, is_served in ((tmp_path / "saved", True), (source, False)):
+        with serving_fresh(
+            engine, weights, tmp_path / f"{weights.name}.log", dtype="bfloat16"
+        ) as fresh:
+            loaded = checksums(engine, fresh.post)
+        assert loaded
+        assert all(found["checksums"][name] == loaded[name] for name in loaded) == is_served
 
 
 def saved(folder: Path) -> list[Path]:
@@ -174,8 +222,8 @@ def test_wrong_settings_are_refused_with_the_reason(tmp_path: Path) -> None:
     said = run_ranks(1, "refusals", str(source), log=tmp_path / "log")
     refused = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     rollout = (
-        "rollout: must be RemotevLLMEngine of windlass.integrations.areal (call install() before "
-        "PPOTrainer), got "
+        "rollout: must be RemotevLLMEngine or RemoteSGLangEngine of windlass.integrations.areal (call install() "
+        "before PPOTrainer), got "
     )
     trainer = (
         "actor: must be FSDPPPOActor or FSDPEngine of windlass.integrations.areal with this rollout, got an "

@@ -1,4 +1,4 @@
-"""Controllers that trainer rank 0 hosts for plain vLLM servers, for tests that watch their rounds."""
+"""Controllers that trainer rank 0 hosts for servers of an engine, for tests that watch their rounds."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from windlass.control.coordinator import Coordinator
+from windlass.integrations import joined
 from windlass.integrations.hosted import HostedController
 from windlass.integrations.vllm import sync
 
 
 def remember_hosted() -> list[HostedController]:
-    """Return a list to which every `WeightSync` that is made from now on adds its controller."""
+    """Return a list to which every `WeightSync` and `JoinedServers` that is made from now on adds its controller."""
     hosted: list[HostedController] = []
 
     def remember(*arguments: Any) -> HostedController:
         hosted.append(HostedController(*arguments))
         return hosted[-1]
 
-    vars(sync)["HostedController"] = remember
+    for module in (sync, joined):
+        vars(module)["HostedController"] = remember
     return hosted
 
 

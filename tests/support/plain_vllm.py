@@ -23,7 +23,7 @@ import transformers
 from fresh_servers import checksums, filled_gaps
 from hosts import Host
 from rank_processes import RankProcesses, running_ranks
-from servers import ROOT, VENVS, environment, save
+from servers import ROOT, VENVS, environment, family, save
 from sync_rank import Order, Sent
 
 from tools.entry_points import write_entry_points
@@ -143,13 +143,7 @@ class PlainServer:
 
     def family(self) -> list[int]:
         """Return the pids of the server, its core and its workers."""
-        found, left = [], [self.process.pid]
-        while left:
-            pid = left.pop()
-            found.append(pid)
-            for task in Path(f"/proc/{pid}/task").glob("*/children"):
-                left += [int(child) for child in task.read_text().split()]
-        return found
+        return family(self.process.pid)
 
 
 @contextmanager

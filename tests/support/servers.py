@@ -470,6 +470,15 @@ def require_private(server: Server) -> None:
             family += _children(pid)
 
 
+def family(pid: int) -> list[int]:
+    """Return the pids of a process and of the processes that it has started."""
+    found, left = [], [pid]
+    while left:
+        found.append(left.pop())
+        left += _children(found[-1])
+    return found
+
+
 def _children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text().split()]

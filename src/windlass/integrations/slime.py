@@ -15,23 +15,14 @@ import importlib
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, final
 
 import msgspec
 
-from windlass.engines.http import EngineHttp, NoSuchRoute
-from windlass.engines.join_route import JOIN_PATH, JoinOrder
-from windlass.envs import control_token
-from windlass.errors import (
-    ConfigError,
-    EngineRefused,
-    PeerUnreachable,
-    ProtocolError,
-)
-from windlass.integrations.hosted import HostAddress, HostedController, TrainerRanks
+from windlass.errors import ConfigError, ProtocolError
+from windlass.integrations.hosted import HostAddress, TrainerRanks
+from windlass.integrations.joined import JoinedServers
 from windlass.net.access import Access
 from windlass.net.addresses import check_url
 from windlass.trainers.client import TrainerClient
@@ -72,10 +63,6 @@ def install(args: Namespace) -> None:
 
 class _HfConfig(msgspec.Struct, frozen=True):
     model_type: str
-
-
-class _Joined(msgspec.Struct, frozen=True):
-    name: str
 
 
 class _Call(Protocol):
@@ -127,7 +114,7 @@ class WeightUpdater:
         self._family = _model_type(Path(args.hf_checkpoint))
         self._ranks = TrainerRanks.of_process()
         self._num_connected = 0
-        self._fleet: _Fleet | None = None
+        self._fleet: JoinedServers | None = None
         self._trainer: TrainerClient | None = None
         self._metrics: dict[str, float] = {}
 
@@ -159,12 +146,13 @@ class WeightUpdater:
 
         def host() -> HostAddress:
             if self._fleet is None:
-                self._fleet = _Fleet(_urls_of(rollout_engines))
+                self._fleet = JoinedServers(_urls_of(rollout_engines))
             return self._fleet.hosted.address(Access.TRAINER)
 
         def join() -> None:
             if self._fleet is not None:
-                self._fleet.join(_urls_of(rollout_engines))
+                self._fleet.urls = _urls_of(rollout_engines)
+                self._fleet.join(DEADLINE_S)
 
         self._ranks.meet(f"engines/{self._num_connected}", host, self._connect, join, DEADLINE_S)
 
@@ -247,56 +235,3 @@ def _urls_of(engines: Sequence[EngineHandle]) -> list[str]:
     for url in urls:
         check_url(url, "rollout_engines: get_url")
     return urls
-
-
-@final
-class _Fleet:
-    """Controller that rank 0 hosts, with the names of the servers that have joined."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._token = control_token()
-        self._names: dict[str, str] = {}
-        self.hosted = HostedController(urls)
-
-    def join(self, urls: Sequence[str]) -> None:
-        """Make all missing servers join in parallel, and wait until all servers are in the fleet.
-
-        Raises:
-            EngineRefused: a server has no route for joining, or cannot be updated; the message has the reason.
-            PeerUnreachable: a server could not be reached, or its answer does not have Windlass's format.
-            PeerTimeout: a server did not answer or join within `DEADLINE_S`.
-        """
-        address = self.hosted.address(Access.ENGINE)
-        missing = self.hosted.missing([*self._names.values()])
-        asked = [url for url in urls if self._names.get(url) in (None, *missing)]
-        if asked:
-            order = JoinOrder(address.url, token=address.token)
-            with ThreadPoolExecutor(len(asked), "windlass-join") as pool:
-                answers = [*pool.map(partial(self._ask, order), asked)]
-            self._names.update(zip(asked, answers, strict=True))
-        self.hosted.wait_for_fleet([self._names[url] for url in urls], DEADLINE_S)
-
-    def _ask(self, order: JoinOrder, url: str) -> str:
-        """Send a server the order to join, and return the server's name in the fleet.
-
-        Raises:
-            EngineRefused: the server has no route for this order.
-            PeerTimeout: the server did not answer within `DEADLINE_S`.
-            PeerUnreachable: the server could not be reached, or its answer does not have Windlass's format.
-        """
-        try:
-            answer = EngineHttp(url, api_key=self._token).post(JOIN_PATH, order, DEADLINE_S)
-        except NoSuchRoute as error:
-            raise EngineRefused(
-                f"{url} must be an SGLang server with Windlass installed and WINDLASS_CONTROLLER=wait: {error}"
-            ) from error
-        try:
-            return msgspec.json.decode(answer, type=_Joined).name
-        except msgspec.MsgspecError as error:
-            raise PeerUnreachable(
-                f"{url}{JOIN_PATH}: the answer does not have Windlass's format: {error}"
-            ) from error
-
-    def close(self) -> None:
-        """Close the controller. Idempotent."""
-        self.hosted.close()

@@ -1,4 +1,4 @@
-"""AReaL's `PPOTrainer` with plain vLLM servers: call `install()` before you create the trainer."""
+"""AReaL's `PPOTrainer` with plain vLLM or SGLang servers: call `install()` before you create the trainer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from windlass.lazy import public
 if TYPE_CHECKING:
     from windlass.integrations.areal.engines import FSDPEngine as FSDPEngine
     from windlass.integrations.areal.engines import FSDPPPOActor as FSDPPPOActor
-    from windlass.integrations.areal.engines import RemotevLLMEngine as RemotevLLMEngine
     from windlass.integrations.areal.engines import install as install
+    from windlass.integrations.areal.rollout import RemoteSGLangEngine as RemoteSGLangEngine
+    from windlass.integrations.areal.rollout import RemotevLLMEngine as RemotevLLMEngine
 
 # Hide `__getattr__` from type checkers, so that they still report unknown names.
 if not TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from windlass.lazy import public
 
 if TYPE_CHECKING:
+    from windlass.integrations.fleet_sync import SentWeights as SentWeights
     from windlass.integrations.vllm.servers import PAUSE_MODES as PAUSE_MODES
     from windlass.integrations.vllm.servers import VllmServers as VllmServers
-    from windlass.integrations.vllm.sync import SentWeights as SentWeights
     from windlass.integrations.vllm.sync import WeightSync as WeightSync
     from windlass.integrations.vllm.trainer import ModuleShards as ModuleShards
     from windlass.integrations.vllm.trainer import TrainerInit as TrainerInit

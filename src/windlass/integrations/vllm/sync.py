@@ -7,18 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import TYPE_CHECKING, Self, final
 
 import msgspec
 
 from windlass.config import ControlConfig, PauseMode, UpdateMode
-from windlass.control.report import UpdateReport
 from windlass.control.round_state import Phase
 from windlass.controller import Controller
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
-from windlass.integrations.hosted import HostAddress, HostedController, TrainerRanks
+from windlass.integrations.fleet_sync import FleetSync, SentWeights
+from windlass.integrations.hosted import HostAddress, HostedController
 from windlass.integrations.vllm.servers import PAUSE_MODES, VllmServers
 from windlass.layout.naming.stacked import StackedRule
 from windlass.net.access import Access
@@ -27,7 +26,9 @@ from windlass.net.addresses import check_url
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SentWeights", "WeightSync"]
+    from windlass.trainers.client import TrainerClient
+
+__all__ = ["WeightSync"]
 
 logger = logging.getLogger(__name__)
 REASON_S = 1.0
@@ -36,23 +37,6 @@ CALL_S = 30.0
 """Deadline in seconds of routes that answer quickly."""
 PROBE_S = 2.0
 """Seconds within which a server outside the fleet must answer before `send_weights` continues without it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentWeights:
-    """Result of `WeightSync.send_weights`.
-
-    Attributes:
-        version: number of the version.
-        servers: URLs of the servers that serve the version now.
-        left_out: URL of a server that does not serve the version -> reason.
-        report: report of the round: bytes, seconds per phase, pause.
-    """
-
-    version: int
-    servers: tuple[str, ...]
-    left_out: Mapping[str, str]
-    report: UpdateReport
 
 
 @final
@@ -114,42 +98,28 @@ class WeightSync:
             raise ConfigError(f"pause: must be one of {PAUSE_MODES} or None, got {pause!r}")
         # Only rank 0 calls the routes. Every rank creates `VllmServers`, because the constructor checks the URLs.
         routes = VllmServers(servers, api_key=api_key)
-        self._urls = {_engine_name(url): url for url in routes.urls}
-        self._deadline_s = deadline_s
-        self._ranks = TrainerRanks.of_process()
-        self._num_sent = 0
-        self._fleet: _Fleet | None = None
-        with ExitStack() as undo:
+        urls = {_engine_name(url): url for url in routes.urls}
 
-            def host() -> HostAddress:
-                self._fleet = fleet = _Fleet(
-                    routes, self._urls, config or ControlConfig(), transport, pause, deadline_s
-                )
-                undo.callback(fleet.close)
-                return fleet.hosted.address(Access.TRAINER)
+        def host() -> _Fleet:
+            given = config or ControlConfig()
+            return _Fleet(routes, urls, given, transport, pause, deadline_s)
 
-            def connect(address: HostAddress) -> None:
-                from windlass.trainers.fsdp import connect_trainer
+        def connect(address: HostAddress) -> TrainerClient:
+            from windlass.trainers.fsdp import connect_trainer
 
-                self._trainer = connect_trainer(
-                    module,
-                    controller=address.url,
-                    token=address.token,
-                    transport=transport,
-                    name_map=name_map,
-                    stacked=stacked,
-                    allow_unused=allow_unused,
-                    keep=keep,
-                    connect_deadline_s=deadline_s,
-                )
-                undo.callback(self._trainer.close)
+            return connect_trainer(
+                module,
+                controller=address.url,
+                token=address.token,
+                transport=transport,
+                name_map=name_map,
+                stacked=stacked,
+                allow_unused=allow_unused,
+                keep=keep,
+                connect_deadline_s=deadline_s,
+            )
 
-            def join() -> None:
-                if self._fleet is not None:
-                    self._fleet.join([*self._urls], deadline_s, are_starting=True)
-
-            self._ranks.meet("servers", host, connect, join, deadline_s)
-            undo.pop_all()
+        self._sync = FleetSync(urls, host, connect, deadline_s)
 
     def send_weights(self, version: int) -> SentWeights:
         """Publish the current weights to every server. Collective; blocks.
@@ -168,36 +138,11 @@ class WeightSync:
             PeerUnreachable: no server can be reached, or another rank has failed; the message has the reason.
             PeerTimeout: the update did not end within `deadline_s`.
         """
-        self._num_sent += 1
-        going = f"send/{self._num_sent}"
-        reasons: Mapping[str, str] = {}
-        if self._fleet is None:
-            self._ranks.hear(going, self._deadline_s)
-        else:
-            try:
-                reasons = self._fleet.rejoin(self._deadline_s)
-            except WindlassError as error:
-                self._ranks.tell(going, reason=str(error))
-                raise
-            self._ranks.tell(going)
-        report = self._trainer.publish(version, deadline_s=self._deadline_s).result()
-        left_out = {
-            url: report.left_out.get(name) or reasons.get(url) or "not in the fleet"
-            for name, url in self._urls.items()
-            if name not in report.engines
-        }
-        if self._fleet is not None:
-            self._fleet.wait_resumed(report.engines)
-            for url, reason in left_out.items():
-                logger.warning("%s does not serve version %s: %s", url, version, reason)
-        served = tuple(url for url in self._urls.values() if url not in left_out)
-        return SentWeights(version=version, servers=served, left_out=left_out, report=report)
+        return self._sync.send_weights(version)
 
     def shutdown(self) -> None:
         """Leave the fleet. The servers keep their weights and may join another trainer. Idempotent."""
-        self._trainer.close()
-        if self._fleet is not None:
-            self._fleet.close()
+        self._sync.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -245,7 +190,11 @@ class _Fleet:
         self.hosted = HostedController(routes.urls, config, self._listen)
         self._coordinator = self.hosted.controller.coordinator
 
-    def join(
+    def join(self, deadline_s: float) -> None:
+        """Make all servers join the fleet, also those that do not listen yet. Blocks; raises as `_join` does."""
+        self._join([*self._urls], deadline_s, are_starting=True)
+
+    def _join(
         self,
         names: Sequence[str],
         deadline_s: float,
@@ -306,7 +255,7 @@ class _Fleet:
             PeerUnreachable: no server is in the fleet.
         """
         tries = {
-            name: self._joining.submit(self.join, [name], deadline_s, answer_s=PROBE_S)
+            name: self._joining.submit(self._join, [name], deadline_s, answer_s=PROBE_S)
             for name in self.hosted.missing([*self._urls])
         }
         reasons = {}

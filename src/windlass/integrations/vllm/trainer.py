@@ -30,8 +30,9 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo
 from windlass.config import ControlConfig
 from windlass.engines.vllm.engine_core import BACKEND
 from windlass.errors import ConfigError
+from windlass.integrations.fleet_sync import SentWeights
 from windlass.integrations.hosted import TrainerRanks
-from windlass.integrations.vllm.sync import SentWeights, WeightSync
+from windlass.integrations.vllm.sync import WeightSync
 
 __all__ = ["ModuleShards", "TrainerInit", "WindlassTrainerEngine"]
 
