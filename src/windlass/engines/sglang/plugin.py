@@ -61,7 +61,11 @@ from windlass.errors import ConfigError
 from windlass.net.clock import Backoff
 
 _HTTP = "sglang.srt.entrypoints.http_server"
-_OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_USE_MODELSCOPE")
+_OTHER_SERVERS = {
+    "SGLANG_RUST_SERVER": "Windlass protects private routes in SGLang's server in Python only",
+    "SGLANG_USE_MODELSCOPE": "Windlass reads the checkpoint from a folder or from the Hugging Face Hub",
+}
+"""Environment variable of SGLang -> reason not to set it."""
 _OF_TENSORS = (None, "direct", "flattened_bucket")
 """Values of SGLang's `load_format` that do not name a custom weight loader."""
 _log = logging.getLogger(__name__)
@@ -89,11 +93,11 @@ def _check_variables() -> None:
     """Check the server's environment variables.
 
     Raises:
-        ConfigError: a variable is set with which updates were not tested.
+        ConfigError: a variable of `_OTHER_SERVERS` is set.
     """
-    for variable in _OTHER_SERVERS:
+    for variable, reason in _OTHER_SERVERS.items():
         if is_set(variable):
-            raise ConfigError(f"{variable} must not be set: updates were not tested with it")
+            raise ConfigError(f"{variable} must not be set: {reason}")
     if is_set(ORIGINAL):
         _log.warning("%s is set: this server is not fit for rollouts, since %s", ORIGINAL, SAMPLED)
 

@@ -85,15 +85,15 @@ RELEASES = EngineReleases(
 
 _ADAPTERS = (
     "SGLang fills the slots of adapters from copies in host memory whenever it changes them, which would undo an update of a "
-    "slot; use vLLM with --adapter NAME=FOLDER, or publish the merged weights"
+    "slot, and its code for adapters does not run on CPUs; use vLLM with --adapter NAME=FOLDER, or publish the merged weights"
 )
 _APART_CONTROL = "ranks would get an order at different steps, and wait for each other in each step"
 _EXPERTS = "experts move between ranks while it serves"
 _EXPERTS_LEAVE = "experts move to other ranks when ranks are added or removed"
 _OFFLOADED = "weights are copied to the GPU for every step"
 _APART = (
-    "the prefill engine sends keys and values without their version, so the decoding engine may continue them with other "
-    "weights; use servers that do both, with --chunked-prefill-size for long prompts"
+    "its decode engine computes no prompts, so after an update it could only go on from keys and values of old weights; use "
+    "servers that do both, with --chunked-prefill-size for long prompts"
 )
 _TOKENIZERS = (
     "an abort pause waits for the requests of one tokenizer process: requests of another process "

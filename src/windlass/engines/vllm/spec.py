@@ -74,15 +74,17 @@ RELEASES = EngineReleases(
     ),
 )
 
-_REPLICAS = "only replicas of one server on one host switch versions together; use --dp N"
+_OF_FLEET = "use --dp N on one host, or start a server on each host: all servers of a fleet switch versions together"
+_PARTS = f"an order to switch versions would reach only a part of the replicas; {_OF_FLEET}"
+_HOSTS = f"vLLM's orders to replicas on other hosts are not encrypted, and they would contain a secret token; {_OF_FLEET}"
 _ONE_SLOT = "use --adapter NAME=FOLDER, which serves and updates one adapter in its own slot"
 _OFFLOADED = "weights are copied to the GPU for every step"
 _EVICTED = "vLLM may evict an adapter that shares slots, and would then read its old weights from its folder"
 _NODES = "use --nnodes, --node-rank and --dist-init-addr of the launcher"
 _EXPERTS_LEAVE = "experts move to other ranks when ranks are added or removed"
 _KEYS_OF_TOKENS = (
-    "entries of other connectors may lack the version of the weights (vLLM's cache salt), so that entries of old weights "
-    "could answer"
+    "entries of other connectors may be found without the version of the weights that computed them (vLLM's cache salt), so "
+    f"that entries of old weights could answer; use {' or '.join(STORES)}"
 )
 _LORA = "lora_config"
 _LOGPROBS = Rule(
@@ -102,14 +104,14 @@ _OF_ADAPTERS = (
 RULES = (
     Rule("--enable-sleep-mode", (False,), "when the engine sleeps, its weights move and lose their registration",
          ("model_config.enable_sleep_mode",)),
-    Rule("--data-parallel-rank", (), _REPLICAS, aliases=("-dpn",)),
-    Rule("--data-parallel-start-rank", (), _REPLICAS, aliases=("-dpr",)),
-    Rule("--data-parallel-size-local", (), _REPLICAS, aliases=("-dpl",)),
-    Rule("--data-parallel-address", (), _REPLICAS, aliases=("-dpa",)),
-    Rule("--data-parallel-backend", (), _REPLICAS, aliases=("-dpb",)),
-    Rule("--data-parallel-hybrid-lb", (), _REPLICAS, aliases=("-dph",)),
-    Rule("--data-parallel-external-lb", (), _REPLICAS, aliases=("-dpe",)),
-    Rule("--data-parallel-multi-port-external-lb", (), _REPLICAS, aliases=("-dpm",)),
+    Rule("--data-parallel-rank", (), _PARTS, aliases=("-dpn",)),
+    Rule("--data-parallel-start-rank", (), _HOSTS, aliases=("-dpr",)),
+    Rule("--data-parallel-size-local", (), _HOSTS, aliases=("-dpl",)),
+    Rule("--data-parallel-address", (), _HOSTS, aliases=("-dpa",)),
+    Rule("--data-parallel-backend", (), _HOSTS, aliases=("-dpb",)),
+    Rule("--data-parallel-hybrid-lb", (), _PARTS, aliases=("-dph",)),
+    Rule("--data-parallel-external-lb", (), _PARTS, aliases=("-dpe",)),
+    Rule("--data-parallel-multi-port-external-lb", (), _PARTS, aliases=("-dpm",)),
     Rule("--enable-elastic-ep", (False,), _EXPERTS_LEAVE, ("parallel_config.enable_elastic_ep",)),
     Rule("--enable-eplb", (False,), "experts move between ranks while it serves",
          ("parallel_config.enable_eplb",)),
