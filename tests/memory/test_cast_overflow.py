@@ -85,7 +85,7 @@ class Fleet:
 def _no_real_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.memory.cuda.gpu.shared_gpu", lambda _: numpy_gpu())
     monkeypatch.setattr(sources, "memory_kind", lambda _: MemoryKind.DEVICE)
-    monkeypatch.setattr(sources, "pointer_device", lambda _: 0)
+    monkeypatch.setattr(sources, "gpu_of", lambda _: 0)
     monkeypatch.setattr(blocks, "MAX_PIECE_NBYTES", 512)
 
 

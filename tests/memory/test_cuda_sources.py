@@ -1,17 +1,21 @@
-"""Pages around parameters in host memory: complete and without duplicates."""
+"""Memory that kernels read: pages around parameters in host memory, and memory of the GPU."""
 
 from __future__ import annotations
 
 import itertools
 import mmap
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy_gpu import numpy_gpu
+from recorded_driver import RecordedDriver
 
+from windlass.errors import RegionError
 from windlass.memory.copy_sources import SourceMemory, covering_pages
+from windlass.memory.cuda import driver
 from windlass.memory.cuda.driver import MemoryKind
 
 PAGE = mmap.PAGESIZE
@@ -39,3 +43,29 @@ def test_a_parameter_without_local_bytes_needs_no_address(monkeypatch: pytest.Mo
     assert not sources.has_pinned
     assert sources.reach([(0, 0), (address, 8)]) == [0, address]
     assert sources.has_pinned
+
+
+class ExpandableDriver(RecordedDriver):
+    """Driver of a GPU whose memory comes from cuMemCreate, as torch's expandable segments do."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "cuPointerGetAttribute":
+            return super().__getattr__(name)
+        kinds = driver.driver().CUpointer_attribute
+        found = {
+            kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE: 2,
+            kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: 0,
+            kinds.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: 0,
+        }
+        return lambda attribute, _: (0, found[attribute])
+
+
+def test_kernels_read_parameters_in_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other process opens the memory of a trainer, so it need not come from cudaMalloc."""
+    found = ExpandableDriver()
+    monkeypatch.setattr(driver, "driver", lambda: found)
+    monkeypatch.setattr(driver, "has_driver", lambda: True)
+    sources = SourceMemory(numpy_gpu().device)
+    assert sources.reach([(PAGE, 8), (3 * PAGE, 8)]) == [PAGE, 3 * PAGE]
+    with pytest.raises(RegionError, match="must come from cudaMalloc"):
+        driver.pointer_device(PAGE)

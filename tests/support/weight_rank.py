@@ -186,6 +186,8 @@ class RankSettings:
     scale: int = 1
     transport: str = "cma"
     device: str = "cpu"
+    expandable: bool = False
+    """Whether the allocator of a trainer's GPU uses expandable segments."""
     can_send: bool = False
     arena_nbytes: int = 0
     fault: str = ""
@@ -258,7 +260,13 @@ def run_trainer(pipe: Connection, settings: RankSettings) -> None:
     os.environ["WINDLASS_JOB"] = settings.job
     index, parts = settings.index, settings.parts
     part = part_of(f"trainer/{index}", Role.TRAINER, index, parts, settings.scale)
+    if settings.expandable:
+        # torch reads the variable when it first allocates.
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     memory = part.empty(settings.device)
+    if settings.expandable:
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        assert all(segment["is_expandable"] for segment in segments)
     transport = made_transport(settings, next(iter(memory.values())))
     client = windlass.TrainerClient(
         windlass.TrainerWeights(

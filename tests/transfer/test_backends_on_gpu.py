@@ -111,6 +111,19 @@ async def test_an_engine_killed_during_a_broadcast_releases_the_trainer(
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
+async def test_a_trainer_publishes_out_of_expandable_segments(mode: UpdateMode) -> None:
+    async with fleet_on_gpus(P2pBackend(), mode, 3, expandable=True) as fleet:
+        fleet.add_trainers()
+        fleet.add_engine("halves", 2)
+        fleet.add_engine("one")
+        await fleet.ready()
+        for version in range(3):
+            assert (await fleet.publish(version))[:2] == ("published", [])
+            assert await fleet.held("halves") == [(version, str(version), False)] * 2
+            assert await fleet.held("one") == [(version, str(version), False)]
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
 async def test_files_are_written_from_and_read_into_gpu_memory(
     tmp_path: Path, mode: UpdateMode
 ) -> None:

@@ -192,7 +192,7 @@ def pair(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     for engine_nbytes in ("COPY_ENGINE_NBYTES", "PCIE_ENGINE_NBYTES"):
         monkeypatch.setattr(f"windlass.transfer.replica.{engine_nbytes}", 4000)
     monkeypatch.setattr(sources, "memory_kind", lambda _: MemoryKind.DEVICE)
-    monkeypatch.setattr(sources, "pointer_device", lambda _: 0)
+    monkeypatch.setattr(sources, "gpu_of", lambda _: 0)
     found = Pair(request.param)
     yield found
     found.close()

@@ -85,7 +85,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("transfer.replica", "memory.cuda.gpu"):
         monkeypatch.setattr(f"windlass.{name}.shared_gpu", lambda _: found)
     monkeypatch.setattr(sources, "memory_kind", lambda _: driver.MemoryKind.DEVICE)
-    monkeypatch.setattr(sources, "pointer_device", lambda _: 0)
+    monkeypatch.setattr(sources, "gpu_of", lambda _: 0)
 
 
 @contextmanager

@@ -87,7 +87,7 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     monkeypatch.setattr(sources, "memory_kind", lambda _: MemoryKind.DEVICE)
-    monkeypatch.setattr(sources, "pointer_device", lambda _: 0)
+    monkeypatch.setattr(sources, "gpu_of", lambda _: 0)
     found = Pair()
     yield found
     found.close()

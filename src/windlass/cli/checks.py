@@ -285,7 +285,7 @@ def _allocator() -> Finding:
     if not asked:
         return Finding("allocator", WORKS, "expandable segments are not enabled")
     remedy = f"unset expandable_segments in {asked.partition('=')[0]} for engines"
-    found = f"{asked}: memory in expandable segments cannot be registered or shared"
+    found = f"{asked}: engines refuse it, since no other process can open such memory; a trainer may use it with cuda_ipc"
     return Finding("allocator", FAILS, found, remedy)
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
 from windlass.errors import RegionError
-from windlass.memory.cuda.driver import Device, MemoryKind, memory_kind, pointer_device
+from windlass.memory.cuda.driver import Device, MemoryKind, gpu_of, memory_kind
 from windlass.memory.host import HostBuffer
 from windlass.memory.ranges import joined_ranges
 
@@ -53,7 +53,7 @@ class SourceMemory:
             For each parameter, the address that kernels use; 0 for size 0.
 
         Raises:
-            RegionError: a parameter is in memory of another GPU, or in GPU memory that is not from cudaMalloc.
+            RegionError: a parameter is in memory of another GPU.
             TransferFailed: the driver cannot pin so much host memory.
         """
         self.close()
@@ -74,7 +74,7 @@ class SourceMemory:
     def _reached(self, address: int, kind: MemoryKind) -> int:
         if kind is not MemoryKind.DEVICE:
             return self._device.device_pointer(address)
-        if (ordinal := pointer_device(address)) != self._device.ordinal:
+        if (ordinal := gpu_of(address)) != self._device.ordinal:
             raise RegionError(
                 f"prepare: parameters must be on GPU {self._device.ordinal} or in host memory, got one "
                 f"on GPU {ordinal}"

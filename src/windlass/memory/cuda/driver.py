@@ -51,7 +51,8 @@ def count_gpus() -> int:
 
 
 @functools.cache
-def _has_driver() -> bool:
+def has_driver() -> bool:
+    """Return whether this host has an NVIDIA driver that starts."""
     try:
         driver()
     except TransportUnavailable:
@@ -109,7 +110,7 @@ def gpu_of(address: int) -> int:
     Raises:
         TransferFailed: the address is in GPU memory, but the driver does not report the GPU.
     """
-    if not _has_driver() or memory_kind(address) is not MemoryKind.DEVICE:
+    if not has_driver() or memory_kind(address) is not MemoryKind.DEVICE:
         return -1
     ordinal = _attribute_of(address, "DEVICE_ORDINAL")
     if ordinal is None:
