@@ -10,6 +10,7 @@ import pytest
 
 from windlass.engines.launch import arguments, serve, server_environment
 from windlass.engines.private_routes import (
+    ALIVE_PATH,
     KEY_HEADER,
     Message,
     PrivateRoutes,
@@ -36,7 +37,7 @@ def routes() -> PrivateRoutes:
     async def app(_scope: Message, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    return PrivateRoutes(app, KEY)
+    return PrivateRoutes(app, KEY, alive="/is_paused")
 
 
 async def status_of(
@@ -44,6 +45,7 @@ async def status_of(
     path: str,
     *headers: tuple[bytes, bytes],
     kind: str = "http",
+    method: str = "GET",
     root_path: str = "",
 ) -> object:
     sent: list[Message] = []
@@ -54,7 +56,13 @@ async def status_of(
     async def receive() -> Message:
         raise AssertionError
 
-    scope = {"type": kind, "path": path, "headers": headers, "root_path": root_path}
+    scope = {
+        "type": kind,
+        "method": method,
+        "path": path,
+        "headers": headers,
+        "root_path": root_path,
+    }
     await routes(scope, receive, send)
     return sent[0].get("status", sent[0]["type"])
 
@@ -75,6 +83,23 @@ async def test_strangers_cannot_reach_routes_that_change_an_engine(
 @pytest.mark.parametrize("path", OPEN)
 async def test_clients_reach_routes_that_generate(routes: PrivateRoutes, path: str) -> None:
     assert await status_of(routes, path) == 200
+
+
+@pytest.mark.parametrize("root", ["", "/v1/m", "/api"])
+async def test_the_route_that_shows_life_reads_one_route_of_the_engine(root: str) -> None:
+    served: list[tuple[str, bytes]] = []
+
+    async def app(scope: Message, _receive: Any, send: Any) -> None:
+        served.append((scope["path"], scope["raw_path"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    routes = PrivateRoutes(app, KEY, alive="/is_paused")
+    inner = f"{root}/is_paused"
+    assert await status_of(routes, inner, root_path=root) == 403
+    assert await status_of(routes, root + ALIVE_PATH, method="POST", root_path=root) == 403
+    assert await status_of(routes, root + ALIVE_PATH + "/", root_path=root) == 403
+    assert await status_of(routes, root + ALIVE_PATH, root_path=root) == 200
+    assert served == [(inner, inner.encode())]
 
 
 ROOTS = ["/v1", "/v1/", "/v1/m", "/v1/models/a", "/api", "/generate", "/v1/load_lora_adapter"]
@@ -116,7 +141,7 @@ async def test_routes_of_a_framework_are_opened_by_name(
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     monkeypatch.setenv("WINDLASS_OPEN_ROUTES", "/flush_cache, /abort_request,")
-    opened = PrivateRoutes(app, KEY)
+    opened = PrivateRoutes(app, KEY, alive="/is_paused")
     for path, status in (("/flush_cache", 200), ("/abort_request", 200), ("/pause", 403)):
         assert await status_of(opened, path) == status
     assert await status_of(opened, "/pause", (KEY_HEADER.encode(), KEY.encode())) == 200
@@ -130,7 +155,7 @@ async def test_routes_of_a_framework_are_opened_by_name(
     ):
         monkeypatch.setenv("WINDLASS_OPEN_ROUTES", given)
         with pytest.raises(ConfigError, match=f"WINDLASS_OPEN_ROUTES {says}"):
-            PrivateRoutes(app, KEY)
+            PrivateRoutes(app, KEY, alive="/is_paused")
 
 
 async def test_a_server_without_a_key_opens_no_private_route() -> None:
@@ -139,7 +164,12 @@ async def test_a_server_without_a_key_opens_no_private_route() -> None:
 
     header = KEY_HEADER.encode()
     for key in (b"", KEY.encode()):
-        assert await status_of(PrivateRoutes(app, ""), "/collective_rpc", (header, key)) == 403
+        assert (
+            await status_of(
+                PrivateRoutes(app, "", alive="/is_paused"), "/collective_rpc", (header, key)
+            )
+            == 403
+        )
 
 
 def test_only_the_servers_user_finds_its_key_and_only_while_it_runs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import time
@@ -19,6 +20,7 @@ from windlass.integrations.hosted import HostedController
 from windlass.integrations.vllm import PAUSE_MODES, VllmServers, WeightSync
 from windlass.net.access import Access
 from windlass.net.addresses import free_port
+from windlass.trainers.fsdp import connect_trainer
 
 TOLD_S = 20.0
 """Limit in seconds for the report to all ranks."""
@@ -37,6 +39,13 @@ NOWHERE = "http://127.0.0.1:1"
 def test_wrong_server_lists_are_refused_before_any_request(servers: list[str], what: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(what)):
         WeightSync(torch.nn.Linear(2, 2), servers=servers)
+
+
+@pytest.mark.parametrize("name", ["name_map", "stacked", "allow_unused", "keep"])
+def test_weight_sync_names_tensors_as_connect_trainer_does(name: str) -> None:
+    """Another default for `stacked` switched the conversion of transformers off."""
+    own, public = (inspect.signature(each).parameters for each in (WeightSync, connect_trainer))
+    assert own[name].default == public[name].default
 
 
 def test_a_pause_mode_unknown_to_vllm_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -17,6 +17,8 @@ from flat_engine import flat_engine
 from launched_jobs import EXAMPLE, launched, write
 
 import windlass
+from windlass.control.coordinator import Coordinator
+from windlass.engines.private_routes import ALIVE_PATH
 from windlass.jobs.silence import SilenceWatch
 from windlass.net.access import Access
 from windlass.net.addresses import free_port
@@ -118,6 +120,24 @@ async def watched(served_at: str) -> AsyncIterator[SilenceWatch]:
             await loop.run_in_executor(pool, connected.close)
 
 
+@asynccontextmanager
+async def served_engine(
+    answer: Callable[[web.Request], Awaitable[web.Response]],
+) -> AsyncIterator[tuple[SilenceWatch, str]]:
+    """Provide the watch of a controller whose engine has an HTTP server, and the server's URL."""
+    app = web.Application()
+    app.add_routes([web.get("/{any:.*}", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = "http://{}:{}".format(*runner.addresses[0][:2])
+    try:
+        async with watched(url) as watch:
+            yield watch, url
+    finally:
+        await runner.cleanup()
+
+
 async def test_engine_whose_server_answers_no_request_is_silent() -> None:
     may_answer = asyncio.Event()
     may_answer.set()
@@ -127,25 +147,54 @@ async def test_engine_whose_server_answers_no_request_is_silent() -> None:
         # An engine of a plugin need not have the path.
         raise web.HTTPNotFound
 
-    app = web.Application()
-    app.add_routes([web.get("/{any:.*}", answer)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = "http://{}:{}".format(*runner.addresses[0][:2])
-    try:
-        async with watched(url) as watch:
-            silent = asyncio.create_task(watch.until_silent("engine", Access.ENGINE))
-            done, _ = await asyncio.wait([silent], timeout=1.5)
-            assert not done
-            may_answer.clear()
-            async with asyncio.timeout(20):
-                reason = await silent
-            assert "engine did not answer within max_silence_s=0.4: " in reason
-            assert f"GET {url}/ping: no answer within 0.1 s" in reason
-            may_answer.set()
-    finally:
-        await runner.cleanup()
+    async with served_engine(answer) as (watch, url):
+        silent = asyncio.create_task(watch.until_silent("engine", Access.ENGINE))
+        done, _ = await asyncio.wait([silent], timeout=1.5)
+        assert not done
+        may_answer.clear()
+        async with asyncio.timeout(20):
+            reason = await silent
+        assert "engine did not answer within max_silence_s=0.4: " in reason
+        assert f"GET {url}/windlass/alive: no answer within 0.1 s" in reason
+        may_answer.set()
+
+
+async def test_engine_whose_server_says_that_its_core_is_dead_is_silent() -> None:
+    status = 200
+
+    async def answer(request: web.Request) -> web.Response:
+        # A server's own health route may answer although its core does not.
+        return web.Response(status=status if request.path == ALIVE_PATH else 200)
+
+    async with served_engine(answer) as (watch, url):
+        silent = asyncio.create_task(watch.until_silent("engine", Access.ENGINE))
+        done, _ = await asyncio.wait([silent], timeout=1.5)
+        assert not done
+        status = 503
+        async with asyncio.timeout(20):
+            assert f"GET {url}/windlass/alive: status 503" in await silent
+
+
+async def test_engine_that_an_update_blocks_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_answer, in_round = asyncio.Event(), False
+    may_answer.set()
+    monkeypatch.setattr(Coordinator, "in_round", property(lambda _: in_round))
+
+    async def answer(_: web.Request) -> web.Response:
+        await may_answer.wait()
+        return web.Response()
+
+    async with served_engine(answer) as (watch, _):
+        silent = asyncio.create_task(watch.until_silent("engine", Access.ENGINE))
+        await asyncio.sleep(0.5)
+        in_round = True
+        may_answer.clear()
+        done, _ = await asyncio.wait([silent], timeout=1.5)
+        assert not done
+        in_round = False
+        async with asyncio.timeout(20):
+            assert "no answer within 0.1 s" in await silent
+        may_answer.set()
 
 
 async def test_engine_whose_server_the_controller_cannot_reach_is_not_silent() -> None:

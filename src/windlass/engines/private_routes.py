@@ -28,6 +28,8 @@ from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
 KEY_HEADER = "x-windlass-key"
+ALIVE_PATH = "/windlass/alive"
+"""Route that an engine's server answers only after the processes behind it, which compute answers, have answered."""
 OPEN_ROUTES_VARIABLE = "WINDLASS_OPEN_ROUTES"
 
 Message = MutableMapping[str, Any]
@@ -136,23 +138,28 @@ def shows_key(scope: Message, key: str) -> bool:
 
 @final
 class PrivateRoutes:
-    """ASGI middleware that protects the private routes of an engine's server.
+    """ASGI middleware that protects the private routes of an engine's server, and serves `ALIVE_PATH` to every client.
 
     Args:
         app: application of the engine's server.
         key: key that a request for a private route must carry. If the key is empty, all these requests are refused.
+        alive: path of the engine's own route that serves `GET` requests for `ALIVE_PATH`.
 
     Raises:
         ConfigError: see `opened_routes`.
     """
 
-    def __init__(self, app: App, key: str) -> None:
-        self._app, self._key = app, key
+    def __init__(self, app: App, key: str, *, alive: str) -> None:
+        self._app, self._key, self._alive = app, key, alive
         self._open = _OPEN | opened_routes()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse the request with status 403."""
-        if scope["type"] == "lifespan" or self._may(scope):
+        if _asks_whether_alive(scope):
+            path = scope.get("root_path", "") + self._alive
+            inner = {**scope, "path": path, "raw_path": path.encode()}
+            await self._app(inner, receive, send)
+        elif scope["type"] == "lifespan" or self._may(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             said = f"{scope['path']} is private to the launcher: {KEY_HEADER} is missing or wrong"
@@ -166,6 +173,10 @@ class PrivateRoutes:
         if path in self._open or (path.startswith(_OPEN_PREFIX) and path not in _LOADS):
             return True
         return shows_key(scope, self._key)
+
+
+def _asks_whether_alive(scope: Message) -> bool:
+    return scope["type"] == "http" and scope["method"] == "GET" and route_path(scope) == ALIVE_PATH
 
 
 def route_path(scope: Message) -> str:

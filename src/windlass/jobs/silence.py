@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from http import HTTPStatus
 from typing import final
 
 import aiohttp
 
 from windlass.control.engine_state import EngineStatus
 from windlass.controller import Controller
+from windlass.engines.private_routes import ALIVE_PATH
 from windlass.errors import PeerUnreachable
 from windlass.net.access import Access, role_token
 from windlass.net.sockets import connection_error, open_http
@@ -18,8 +20,6 @@ _log = logging.getLogger(__name__)
 
 NUM_BEATS = 4
 """Number of requests and checks within `max_silence_s`."""
-BEAT_PATH = "/ping"
-"""Path that the watch requests from an engine's server. Every answer shows that the server runs, even status 404."""
 
 
 @final
@@ -27,8 +27,9 @@ class SilenceWatch:
     """Watch over the engines and rollout workers of a job.
 
     A worker answers while it is connected. An engine answers while all its ranks are connected and answer commands, and
-    its HTTP server answers requests. A process that hangs loses its connection, because it does not answer the
-    controller's pings (`update.heartbeat_s`, `rollout.worker_lease_s`).
+    its HTTP server answers `ALIVE_PATH`. A process that hangs loses its connection, because it does not answer the
+    controller's pings (`update.heartbeat_s`, `rollout.worker_lease_s`). vLLM's EngineCore and SGLang's detokenizer may
+    have no connection to the controller; if they hang, the server does not answer `ALIVE_PATH`.
 
     Args:
         controller: controller of the job.
@@ -56,15 +57,21 @@ class SilenceWatch:
         async with open_http(role_token(self._token, Access.CLIENT), to_controller=False) as http:
             while True:
                 beat_at = clock()
-                fault = self._fault(name, role)
+                fault, is_in_update = self._fault(name, role), False
                 if not fault:
                     limit_s, what = self._max_silence_s, "max_silence_s"
+                    is_in_update = self._controller.coordinator.in_round
                     fault = await self._ask(http, name)
+                    is_in_update |= self._controller.coordinator.in_round
                     has_served |= not fault
                     # Ignore the server until it has answered once: the controller may have no route to the server,
                     # because only workers need a route.
                     fault = fault if has_served else ""
-                if not fault:
+                if fault and is_in_update:
+                    # The update may block the engine, and each phase of the update has a deadline. So do not count
+                    # the time of this request.
+                    answered_at += clock() - beat_at
+                elif not fault:
                     if is_noted:
                         _log.warning("%s answers again", name)
                     answered_at, is_noted = beat_at, False
@@ -95,15 +102,18 @@ class SilenceWatch:
     async def _ask(self, http: aiohttp.ClientSession, name: str) -> str:
         """Return why the HTTP server of the engine `name` does not answer; empty if it answers.
 
-        The text is also empty for a worker and for an engine without a server.
+        Statuses below 500 are answers, because an engine of a plugin need not have the route. The text is also empty for
+        a worker and for an engine without a server.
         """
         group = self._controller.coordinator.fleet.group_of(name)
         if group is None or not group.url:
             return ""
-        url = f"{group.url}{BEAT_PATH}"
+        url = f"{group.url}{ALIVE_PATH}"
         try:
-            async with http.get(url, timeout=aiohttp.ClientTimeout(total=self._beat_s)):
-                return ""
+            limit = aiohttp.ClientTimeout(total=self._beat_s)
+            async with http.get(url, timeout=limit) as answer:
+                is_fault = answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+                return f"GET {url}: status {answer.status}" if is_fault else ""
         except PeerUnreachable:
             # The session refuses to follow a redirect. A redirect is an answer too.
             return ""

@@ -60,6 +60,8 @@ from windlass.envs import (
 from windlass.errors import ConfigError
 from windlass.net.clock import Backoff
 
+ALIVE = "/health_generate"
+"""SGLang's route that waits for an answer of a scheduler and of the detokenizer."""
 _HTTP = "sglang.srt.entrypoints.http_server"
 _OTHER_SERVERS = {
     "SGLANG_RUST_SERVER": "Windlass protects private routes in SGLang's server in Python only",
@@ -299,7 +301,7 @@ def _stand_in_front(http_server: ModuleType, member: SglangMember, token: str) -
     build: Callable[[], Any] = app.build_middleware_stack
 
     def build_behind() -> Any:
-        behind: App = PrivateRoutes(build(), member.key)
+        behind: App = PrivateRoutes(build(), member.key, alive=ALIVE)
         if token:
             behind = ReportRoute(behind, token)
         return JoinRoute(behind, member.token, member.key, member.join)

@@ -45,6 +45,8 @@ from windlass.errors import ConfigError, WindlassError
 from windlass.net.addresses import check_url
 
 MEMBERSHIP = "windlass.engines.vllm.membership.Membership"
+ALIVE = "/is_paused"
+"""vLLM's route that waits for an answer of every EngineCore. vLLM has it only with VLLM_SERVER_DEV_MODE."""
 _log = logging.getLogger(__name__)
 
 
@@ -156,7 +158,7 @@ class Membership:
         # If there are several API servers, only the first orders the ranks to join.
         if member.controller != WAIT and not state.engine_client.engine_core.client_index:
             self._joins_at_start = member
-        routes = PrivateRoutes(self._app, member.key)
+        routes = PrivateRoutes(self._app, member.key, alive=ALIVE)
         return JoinRoute(routes, member.token, member.key, member.join)
 
 
