@@ -1,11 +1,12 @@
 """Comparison of live engines with fresh ones, case by case: every tensor and greedy tokens.
 
     python benchmarks/gpu/prove_live_engine.py --engine vllm --case dense --case latent --json FILE
-        [--trainer megatron] [--streams 8] [--at-once 2] [--logs FOLDER]
+        [--trainer megatron] [--transport nixl] [--streams 8] [--at-once 2] [--logs FOLDER]
 
 A case is a small model, so that servers start quickly. Two servers of the same release start together: the live server
 with other weights, and on the trainers' GPUs the fresh server from a checkpoint of the trainers' last weights. Two
 series of updates follow, `in_place` and then `staged`. Each sends other weights first and ends with the last weights.
+With several transports the live server offers all of them, and the trainers run both series over each of them in turn.
 After each series every tensor of every rank of the live server (parameters, buffers and other tensors of modules, such
 as absorbed projections) must have the same fingerprint as in the fresh server, and greedy tokens must be equal. Some
 prompts share a long prefix, and the live server also gets them before and between the updates. With `--streams N`, N
@@ -22,6 +23,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ from live_engine.surroundings import TOKEN
 import windlass
 from harness import median_p95, parser
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
+from windlass.transports.registry import parse_transport
 
 LAST_SEED = 7
 PORTS_PER_CASE = 1000
@@ -49,7 +52,7 @@ PORTS_PER_CASE = 1000
 
 @dataclass
 class Proof:
-    """Result of a case.
+    """Result of a case over one transport.
 
     Attributes:
         outcome: `proven`, `failed` or `not run`. detail: reason, if the case is not proven.
@@ -59,7 +62,7 @@ class Proof:
         prefix_hits: tokens that each server took from its prefix cache.
         store_hits: tokens that vLLM took from its store outside the GPU after the updates, by mode.
         drafted, accepted: tokens that each server drafted, and accepted.
-        logprob_distance: largest distance from the fresh server's logprobs; tokens are equal.
+        logprob_distance: largest distance from the fresh server's logprobs, by mode; tokens are equal.
         busy_tokens: tokens of the answers that ended during the updates, by mode.
         update_s, wire_s, pause_s: median by mode, without the first update.
     """
@@ -92,21 +95,31 @@ class Proof:
 
 
 class Run:
-    """Run of one case. `row` collects its results."""
+    """Run of one case. `rows` collects its results, one row for each transport; `save` writes the rows of all cases."""
 
-    def __init__(self, options: argparse.Namespace, name: str, number: int, folder: Path) -> None:
-        self.options, self.name, self.folder = options, name, folder
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        name: str,
+        number: int,
+        folder: Path,
+        save: Callable[[], None],
+    ) -> None:
+        self.options, self.name, self.folder, self.save = options, name, folder, save
         self.case: Case = CASES[name]
         self.quantised = self.case.quantised and not options.on_cpu
         self.began = time.monotonic()
-        self.row = Proof(
-            case=name,
-            engine=options.engine,
-            engine_version=engine_version(options.engine),
-            engine_ranks=f"TP{options.tp}",
-            trainer=f"{options.trainer}, {options.trainers} ranks",
-            transport=options.transport,
-        )
+        self.rows = [
+            Proof(
+                case=name,
+                engine=options.engine,
+                engine_version=engine_version(options.engine),
+                engine_ranks=f"TP{options.tp}",
+                trainer=f"{options.trainer}, {options.trainers} ranks",
+                transport=transport,
+            )
+            for transport in options.transports
+        ]
         self.port = options.port + PORTS_PER_CASE * number
         stem = f"{options.engine}-{options.trainer}-{name}"
         self.logs = {
@@ -119,28 +132,30 @@ class Run:
         seconds = time.monotonic() - self.began
         print(f"[{self.name}, {seconds:5.1f} s] {text}", flush=True)
 
-    async def prove(self) -> Proof:
-        """Run the case and return its result. A failure is part of the result; only a cancellation is raised."""
+    async def prove(self) -> None:
+        """Run the case. A failure is part of the result; only a cancellation is raised."""
         try:
             async with asyncio.timeout(self.options.case_s):
                 await self._all()
-            self.row.outcome = "proven"
         except Exception as error:  # noqa: BLE001 - a case that fails must not end the others
             why = str(error) or f"after {time.monotonic() - self.began:.0f} s"
-            self.row.detail = f"{type(error).__name__}: {why}"[:2000]
-            self._tell(error)
-        self.row.seconds = round(time.monotonic() - self.began, 1)
-        self.say(f"{self.row.outcome} {self.row.detail[:300]}")
-        return self.row
+            self._tell(f"{type(error).__name__}: {why}"[:2000])
+        for row in self.rows:
+            row.seconds = row.seconds or round(time.monotonic() - self.began, 1)
+            self.say(f"{row.transport}: {row.outcome} {row.detail[:300]}")
 
-    def _tell(self, error: Exception) -> None:
-        self.say(f"failed: {type(error).__name__}: {str(error)[:1500]}")
+    def _tell(self, detail: str) -> None:
+        """Add the reason of a failure to the rows that are not proven."""
+        self.say(f"failed: {detail[:1500]}")
         for what, log in self.logs.items():
             named = reasons(log)
             if named:
-                self.row.detail += f" | {what}: {' / '.join(named)}"[:3000]
+                detail += f" | {what}: {' / '.join(named)}"[:3000]
             for line in named or tail(log):
                 print(f"    {what}: {line}", flush=True)
+        for row in self.rows:
+            if row.outcome != "proven":
+                row.detail = detail
 
     async def _all(self) -> None:
         paths = {name: self.folder / name for name in ("plain", "first", "last", MODEL)}
@@ -194,38 +209,51 @@ class Run:
         paths: dict[str, Path],
         visible: str,
     ) -> None:
-        async with self._controller(UpdateMode.IN_PLACE, 0) as controller:
-            url = controller.url
-            if self.options.in_turn:
-                await self._serve(fresh, "fresh", paths["last"], "", visible)
-                wanted = await fresh.held()
-                await self._serve(live, "live", paths["first"], url, "")
-            else:
-                await live.start(paths["first"], url, self.logs["live"], "")
-                await self._serve(fresh, "fresh", paths["last"], "", visible)
-                await live.ready(self.options.start_s)
-                self.say("the live engine is up")
-                wanted = await fresh.held()
-            await trainers.all("connect", url, 0, self.options.transport)
-            await self._wait(controller)
-            before = await live.held()
-            self._describe(wanted)
-            self._require_other(before, wanted, "before the updates")
-            self._require_other_tokens(before, wanted)
-            await self._series("in_place", trainers, live, wanted)
-        async with self._controller(UpdateMode.STAGED, int(url.rsplit(":", 1)[1])) as controller:
-            await self._wait(controller)
-            await self._series("staged", trainers, live, wanted)
+        port, wanted = 0, None
+        for row in self.rows:
+            for mode in (UpdateMode.IN_PLACE, UpdateMode.STAGED):
+                async with self._controller(mode, port) as controller:
+                    url = controller.url
+                    port = int(url.rsplit(":", 1)[1])
+                    if wanted is None:
+                        wanted = await self._servers(live, fresh, paths, url, visible)
+                    await trainers.all("connect", url, 0, row.transport)
+                    await self._wait(controller)
+                    await self._series(row, str(mode), trainers, live, wanted)
+                    await trainers.all("disconnect")
             again = await fresh.held()
             assert not again.different(wanted), "the fresh server has changed"
             for what, server in (("live", live), ("fresh", fresh)):
-                self.row.prefix_hits[what] = await server.count("prefix_cache_hits")
-                self.row.drafted[what] = await server.count("spec_decode_num_draft_tokens")
-                self.row.accepted[what] = await server.count("spec_decode_num_accepted_tokens")
+                row.prefix_hits[what] = await server.count("prefix_cache_hits")
+                row.drafted[what] = await server.count("spec_decode_num_draft_tokens")
+                row.accepted[what] = await server.count("spec_decode_num_accepted_tokens")
             if self.case.stores and self.options.engine == "vllm":
-                assert all(self.row.store_hits.values()), f"no stored entry: {self.row.store_hits}"
-            if self.row.num_drafts or (self.case.drafts and self.options.engine == "vllm"):
-                assert all(self.row.drafted.values()), f"nothing was drafted: {self.row.drafted}"
+                assert all(row.store_hits.values()), f"no stored entry: {row.store_hits}"
+            if row.num_drafts or (self.case.drafts and self.options.engine == "vllm"):
+                assert all(row.drafted.values()), f"nothing was drafted: {row.drafted}"
+            row.outcome = "proven"
+            row.seconds = round(time.monotonic() - self.began, 1)
+            self.save()
+
+    async def _servers(
+        self, live: ProofServer, fresh: ProofServer, paths: dict[str, Path], url: str, visible: str
+    ) -> Held:
+        """Start both servers; return what the fresh one holds, and require that the live one holds something else."""
+        if self.options.in_turn:
+            await self._serve(fresh, "fresh", paths["last"], "", visible)
+            wanted = await fresh.held()
+            await self._serve(live, "live", paths["first"], url, "")
+        else:
+            await live.start(paths["first"], url, self.logs["live"], "")
+            await self._serve(fresh, "fresh", paths["last"], "", visible)
+            await live.ready(self.options.start_s)
+            self.say("the live engine is up")
+            wanted = await fresh.held()
+        before = await live.held()
+        self._describe(wanted)
+        self._require_other(before, wanted, "before the updates")
+        self._require_other_tokens(before, wanted)
+        return wanted
 
     async def _serve(
         self, server: ProofServer, what: str, folder: Path, controller: str, visible: str
@@ -246,7 +274,7 @@ class Run:
         )
 
     async def _series(
-        self, mode: str, trainers: ProofTrainers, live: ProofServer, wanted: Held
+        self, row: Proof, mode: str, trainers: ProofTrainers, live: ProofServer, wanted: Held
     ) -> None:
         """Send different weights each time; the last weights equal the fresh server's."""
         reports: list[windlass.UpdateReport] = []
@@ -259,18 +287,18 @@ class Run:
                 _, report = (await trainers.all("publish", self.version))[0]
                 assert report.digest_ok, f"{mode}: a digest differs"
                 assert not report.left_out, f"{mode}: left out {report.left_out}"
+                used, named = set(report.transports), parse_transport(row.transport).name
+                assert used == {named}, f"{mode}: the update used {used}, not {named}"
                 reports.append(report)
                 if number == 0:
                     self._require_other(await live.held(), wanted, f"{mode}, after other weights")
-            self.row.busy_tokens[mode] = sum(answered[before:])
+            row.busy_tokens[mode] = sum(answered[before:])
         held = await live.held()
         if self.case.stores:
             before_again = await live.count("external_prefix_cache_hits")
             await live.displace()
             again = await live.held()
-            self.row.store_hits[mode] = (
-                await live.count("external_prefix_cache_hits") - before_again
-            )
+            row.store_hits[mode] = await live.count("external_prefix_cache_hits") - before_again
             assert again.tokens == held.tokens, f"{mode}: stored entries give other tokens"
         different = held.different(wanted)
         assert not different, f"{mode}: {len(different)} tensors differ: {different[:8]}"
@@ -280,18 +308,18 @@ class Run:
             if a != b
         ]
         assert not wrong, f"{mode}: tensors are equal, tokens are not: {'; '.join(wrong)}"
-        self.row.logprob_distance[mode] = held.distance(wanted)
-        self.row.equal_after.append(mode)
-        self.row.nbytes = reports[-1].nbytes
+        row.logprob_distance[mode] = held.distance(wanted)
+        row.equal_after.append(mode)
+        row.nbytes = reports[-1].nbytes
         for name, values in (
             ("update_s", [r.update_s for r in reports[1:]]),
             ("wire_s", [r.wire_s for r in reports[1:]]),
             ("pause_s", [r.pause_s for r in reports[1:]]),
         ):
-            vars(self.row)[name][mode] = median_p95(values)[0]
+            vars(row)[name][mode] = median_p95(values)[0]
         self.say(
-            f"{mode}: all equal after {len(reports)} updates of {self.row.nbytes / 1e6:.0f} MB, "
-            f"{1e3 * self.row.update_s[mode]:.1f} ms each (wire {1e3 * self.row.wire_s[mode]:.2f})"
+            f"{row.transport}, {mode}: all equal after {len(reports)} updates of {row.nbytes / 1e6:.0f} MB, "
+            f"{1e3 * row.update_s[mode]:.1f} ms each (wire {1e3 * row.wire_s[mode]:.2f})"
         )
 
     def _require_other(self, held: Held, wanted: Held, when: str) -> None:
@@ -317,36 +345,38 @@ class Run:
     def _describe(self, wanted: Held) -> None:
         names = [name for rank in wanted.fingerprints for name in rank]
         attributes = [name for name in names if name.startswith("attribute:")]
-        self.row.num_tensors, self.row.num_attributes = len(names), len(attributes)
-        self.row.num_drafts = sum("draft." in name for name in names)
-        self.row.attributes = sorted({name.rpartition(".")[2] for name in attributes})
-        self.row.tokens = wanted.tokens
+        for row in self.rows:
+            row.num_tensors, row.num_attributes = len(names), len(attributes)
+            row.num_drafts = sum("draft." in name for name in names)
+            row.attributes = sorted({name.rpartition(".")[2] for name in attributes})
+            row.tokens = wanted.tokens
 
 
 async def run(options: argparse.Namespace) -> list[Proof]:
-    """Run all cases, at most `at_once` at the same time; return results in order of completion."""
+    """Run all cases, at most `at_once` at the same time; return their results."""
     rows: list[Proof] = []
     turn = asyncio.Semaphore(options.at_once)
     ends = time.monotonic() + options.deadline_s
 
+    def save() -> None:
+        if options.json is not None:
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
     async def one(number: int, name: str, folder: Path) -> None:
         async with turn:
-            case = Run(options, name, number, folder)
+            case = Run(options, name, number, folder, save)
+            rows.extend(case.rows)
             left = ends - time.monotonic()
             obstacle = CASES[name].obstacle(options.engine, options.trainer)
-            if obstacle:
-                case.row.outcome, case.row.detail = "not run", obstacle
-                rows.append(case.row)
-            elif left < options.least_s:
-                case.row.outcome, case.row.detail = "not run", f"{left:.0f} s left"
-                rows.append(case.row)
+            if obstacle or left < options.least_s:
+                for row in case.rows:
+                    row.outcome, row.detail = "not run", obstacle or f"{left:.0f} s left"
             else:
                 options_left = argparse.Namespace(**vars(options))
                 options_left.case_s = min(options.case_s, left)
                 case.options = options_left
-                rows.append(await case.prove())
-            if options.json is not None:
-                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+                await case.prove()
+            save()
 
     with tempfile.TemporaryDirectory() as folder:
         tasks = []
@@ -381,8 +411,9 @@ def options_of(words: list[str]) -> argparse.Namespace:
     options.add_argument("--trainer", choices=("fsdp", "megatron"), default="fsdp")
     options.add_argument(
         "--transport",
-        default="",
-        help="name or JSON of a transport; default: cuda_ipc, on a CPU cma",
+        action="append",
+        dest="transports",
+        help="name or JSON of a transport, may be repeated; default: cuda_ipc, on a CPU cma",
     )
     options.add_argument("--tp", type=int, default=2)
     options.add_argument("--trainers", type=int, default=2)
@@ -428,7 +459,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
         parsed.case = list(FAMILIES)
     # Two cores start one server at a time.
     parsed.in_turn = parsed.in_turn or parsed.on_cpu
-    parsed.transport = parsed.transport or ("cma" if parsed.on_cpu else "cuda_ipc")
+    parsed.transports = parsed.transports or ["cma" if parsed.on_cpu else "cuda_ipc"]
     parsed.logs.mkdir(parents=True, exist_ok=True)
     return parsed
 
@@ -447,7 +478,7 @@ def main() -> int:
         after = f", equal after {' and '.join(row.equal_after)}" if row.equal_after else ""
         print(
             f"{row.outcome}: {row.engine} {row.engine_version} {row.engine_ranks}, {row.case}, "
-            f"{row.trainer}, {row.seconds} s{after}: {what}"
+            f"{row.trainer}, {row.transport}, {row.seconds} s{after}: {what}"
         )
     return int(any(row.outcome == "failed" for row in rows))
 

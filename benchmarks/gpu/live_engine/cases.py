@@ -10,7 +10,7 @@ from typing import Any
 
 import block_float8
 
-from live_engine.shapes import COMMON
+from live_engine.shapes import COMMON, model_config
 
 LAYERS = 3
 HEAD = 128
@@ -296,6 +296,8 @@ _QWEN3_NEXT: dict[str, Any] = {
 CASES: Mapping[str, Case] = {
     "dense": Case(_QWEN3),
     "experts": Case(_QWEN3_EXPERTS),
+    "qwen3-4b": Case(model_config("qwen3-4b")),
+    "qwen3-30b-a3b-6-layers": Case({**model_config("qwen3-30b-a3b"), "num_hidden_layers": 6}),
     "expert-parallel": Case(
         _QWEN3_EXPERTS,
         flags={"vllm": ("--enable-expert-parallel",), "sglang": ("--ep-size", "2")},

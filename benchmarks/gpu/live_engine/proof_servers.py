@@ -7,10 +7,11 @@ import asyncio
 import contextlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -37,9 +38,10 @@ MODEL = "model"
 """Name of the folder of the adapters' model, next to their folders."""
 SMALL = {
     "vllm": ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)),
-    "sglang": (),
+    "sglang": ("--mem-fraction-static", "0.7", "--max-total-tokens", "16384"),
 }
-"""Flags for servers and trainers that share a GPU. Without them vLLM counts all used memory as its own."""
+"""Flags for servers and trainers that share a GPU. Without them vLLM counts all used memory as its own, and SGLang counts
+memory that others take while it starts."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Held:
     Attributes:
         fingerprints: fingerprints of tensors by name, per rank.
         tokens: greedy tokens per prompt.
-        logprobs: logprobs of these tokens, if the engine returns them (vLLM).
+        logprobs: logprobs of these tokens.
     """
 
     fingerprints: list[dict[str, str]]
@@ -82,7 +84,7 @@ class ProofServer:
             engine=options.engine,
             port=port,
             tp=options.tp,
-            transport=options.transport,
+            transport=offered(options.transports),
             with_weights=True,
             streams=16,
             cuda_graphs=options.cuda_graphs,
@@ -131,11 +133,11 @@ class ProofServer:
                 body["model"] = ADAPTER
             if self.options.engine == "vllm":
                 body["sampling_params"]["logprobs"] = 1
+            else:
+                body["return_logprob"] = True
             answer = await self.engine.post(route, body)
             tokens.append(tokens_of(answer))
-            if "choices" in answer:
-                content = answer["choices"][0]["logprobs"]["content"]
-                logprobs.append([float(entry["logprob"]) for entry in content])
+            logprobs.append(logprobs_of(answer))
         return Held(await self.engine.fingerprints(), tokens, logprobs)
 
     async def displace(self) -> None:
@@ -198,6 +200,20 @@ class ProofServer:
 def tokens_of(answer: Any) -> list[int]:
     """Return the tokens of an answer of either engine."""
     return list(answer["choices"][0]["token_ids"] if "choices" in answer else answer["output_ids"])
+
+
+def logprobs_of(answer: Any) -> list[float]:
+    """Return the logprobs of the tokens of an answer of either engine."""
+    if "choices" in answer:
+        return [float(entry["logprob"]) for entry in answer["choices"][0]["logprobs"]["content"]]
+    return [float(entry[0]) for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
+def offered(transports: Sequence[str]) -> str:
+    """Return the transport of an engine that offers all of `transports`."""
+    if len(transports) == 1:
+        return transports[0]
+    return json.dumps({"type": "auto", "offers": list(transports)})
 
 
 def engine_environment(engine: str) -> Mapping[str, str]:

@@ -209,15 +209,19 @@ class MegatronRank(TrainerRank):
         self.own = None
 
     def fill(self, seed: int) -> None:
-        """Set new weights everywhere; replicated weights are equal on all ranks."""
+        """Set new weights everywhere; replicated weights are equal on all ranks.
+
+        With smaller weights, a Qwen3 model with experts gives prompts that share a long prefix the same tokens.
+        """
         generator = torch.Generator(self.kind)
+        spread = 0.06 if self.family == "qwen3_moe" else 0.02
         manifest = self.described.manifest
         first = {shard.parameter: shard for shard in reversed(list(manifest.shards()))}
         for parameter, tensor in zip(manifest.parameters, self.tensors, strict=True):
             shard = first[parameter.name]
             place = f"{seed} {shard.tensor} {shard.box.offsets}"
             generator.manual_seed(zlib.crc32(place.encode()))
-            tensor.normal_(1.0 if "norm" in shard.tensor else 0.0, 0.02, generator=generator)
+            tensor.normal_(1.0 if "norm" in shard.tensor else 0.0, spread, generator=generator)
         if self.kind == "cuda":
             torch.cuda.synchronize()
 
