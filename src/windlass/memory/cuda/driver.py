@@ -86,13 +86,21 @@ class MemoryKind(Enum):
     PAGEABLE = auto()
 
 
+@functools.cache
+def _native() -> ctypes.CDLL:
+    """Return the driver's library, which `driver` has loaded."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def _attribute_of(address: int, attribute: str) -> int | None:
-    """Return an attribute of an address; None if the driver does not know the address."""
-    kinds = driver().CUpointer_attribute
-    code, found = driver().cuPointerGetAttribute(
-        getattr(kinds, f"CU_POINTER_ATTRIBUTE_{attribute}"), address
-    )
-    return None if code else int(found)
+    """Return an attribute of an address; None if the driver does not know the address.
+
+    This calls the library itself, because cuda-bindings 13.2 and 13.3 return the ordinal 0 for memory of every GPU.
+    """
+    kind = getattr(driver().CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{attribute}")
+    found = ctypes.c_int(0)
+    code = _native().cuPointerGetAttribute(ctypes.byref(found), int(kind), ctypes.c_uint64(address))
+    return None if code else found.value
 
 
 def memory_kind(address: int) -> MemoryKind:
