@@ -55,7 +55,8 @@ class Proof:
     """Result of a case over one transport.
 
     Attributes:
-        outcome: `proven`, `failed` or `not run`. detail: reason, if the case is not proven.
+        outcome: `proven`, `failed` or `not run` (also if another transport failed before). detail: reason, if the case is
+            not proven.
         num_tensors: number of compared tensors of all ranks. num_attributes: number of tensors that are neither
             parameters nor buffers. attributes: last parts of their names.
         num_drafts: number of tensors of the draft model.
@@ -73,7 +74,7 @@ class Proof:
     engine_ranks: str
     trainer: str
     transport: str
-    outcome: str = "failed"
+    outcome: str = "not run"
     detail: str = ""
     seconds: float = 0.0
     nbytes: int = 0
@@ -145,7 +146,7 @@ class Run:
             self.say(f"{row.transport}: {row.outcome} {row.detail[:300]}")
 
     def _tell(self, detail: str) -> None:
-        """Add the reason of a failure to the rows that are not proven."""
+        """Add the reason of a failure to the rows that are not proven; the first of them has failed."""
         self.say(f"failed: {detail[:1500]}")
         for what, log in self.logs.items():
             named = reasons(log)
@@ -153,9 +154,10 @@ class Run:
                 detail += f" | {what}: {' / '.join(named)}"[:3000]
             for line in named or tail(log):
                 print(f"    {what}: {line}", flush=True)
-        for row in self.rows:
-            if row.outcome != "proven":
-                row.detail = detail
+        left = [row for row in self.rows if row.outcome != "proven"]
+        left[0].outcome = "failed"
+        for row in left:
+            row.detail = detail
 
     async def _all(self) -> None:
         paths = {name: self.folder / name for name in ("plain", "first", "last", MODEL)}

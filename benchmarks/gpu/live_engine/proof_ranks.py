@@ -208,6 +208,9 @@ class MegatronProof(MegatronRank):
         self.gather()
         write(self.rank, iter(self.full), Path(folder))
         self.full = []
+        if self.kind == "cuda":
+            # Engines measure the free memory when they start.
+            torch.cuda.empty_cache()
 
 
 def write(

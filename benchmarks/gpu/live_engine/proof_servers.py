@@ -38,7 +38,7 @@ MODEL = "model"
 """Name of the folder of the adapters' model, next to their folders."""
 SMALL = {
     "vllm": ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)),
-    "sglang": ("--mem-fraction-static", "0.7", "--max-total-tokens", "16384"),
+    "sglang": ("--mem-fraction-static", "0.85", "--max-total-tokens", "16384"),
 }
 """Flags for servers and trainers that share a GPU. Without them vLLM counts all used memory as its own, and SGLang counts
 memory that others take while it starts."""

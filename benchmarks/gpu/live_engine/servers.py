@@ -223,6 +223,8 @@ class Sglang(_Routes):
         "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
         # SGLang sets this for its own ranks, and all ranks of an NCCL group must use the same value.
         "NCCL_CUMEM_ENABLE": "0",
+        # Trainers may take memory of one GPU while the server starts.
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
     }
 
     def command(self, folder: str, controller: str) -> list[str]:
