@@ -18,8 +18,9 @@ for MODE in ${MODES:-in_place staged}; do
   STATUS=${PIPESTATUS[0]}
   [ "$STATUS" = 0 ] || failed=1
   echo "$STATUS" > "$WORK/$MODE.status"
-  for LOG in "$WORK/$MODE"/logs/*.log; do
-    echo "===== $MODE $(basename "$LOG")"
+  # The second job of --compare has its logs in `own`.
+  for LOG in "$WORK/$MODE"/logs/*.log "$WORK/$MODE"/own/logs/*.log; do
+    echo "===== $MODE ${LOG#"$WORK/$MODE/"}"
     tail -c 20000 "$LOG"
   done >> "$OUT/run_demo.logs" 2>/dev/null
   rm -rf "$WORK/$MODE/versions"
