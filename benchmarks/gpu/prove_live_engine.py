@@ -224,6 +224,7 @@ class Run:
                     await self._series(row, str(mode), trainers, live, wanted)
                     await trainers.all("disconnect")
             again = await fresh.held()
+            assert wanted is not None
             assert not again.different(wanted), "the fresh server has changed"
             for what, server in (("live", live), ("fresh", fresh)):
                 row.prefix_hits[what] = await server.count("prefix_cache_hits")
