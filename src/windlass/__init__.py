@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from windlass.errors import RegionError as RegionError
     from windlass.errors import RolloutError as RolloutError
     from windlass.errors import RoundAborted as RoundAborted
-    from windlass.errors import RoundError as RoundError
     from windlass.errors import StaleMessage as StaleMessage
     from windlass.errors import TrainerError as TrainerError
     from windlass.errors import TransferError as TransferError

@@ -57,15 +57,11 @@ class TransferOutcomeUnknown(TransferError):
     """Bytes may still arrive: the memory must not be freed or reused until the peer is known to be dead."""
 
 
-class RoundError(WindlassError, RuntimeError):
-    """A round did not publish its version."""
-
-
-class StaleMessage(RoundError):
+class StaleMessage(WindlassError, RuntimeError):
     """A message belongs to an earlier epoch, round or version."""
 
 
-class RoundAborted(RoundError):
+class RoundAborted(WindlassError, RuntimeError):
     """The round was aborted; the engines continue to serve the old version."""
 
 

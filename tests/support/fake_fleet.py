@@ -24,7 +24,6 @@ from windlass.control.engine_channel import EngineChannel
 from windlass.control.messages import Command
 from windlass.control.report import UpdateReport
 from windlass.control.routes import mount_updates
-from windlass.errors import RoundError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.server import ControlServer
 from windlass.planning.planner import Planner, plan_transfer
@@ -203,9 +202,9 @@ class FakeFleet:
         """Announce a version as every trainer rank.
 
         Raises:
-            RoundError: the ranks got different reports.
+            AssertionError: the ranks got different reports.
         """
         reports = await asyncio.gather(*(self.announce(w, version) for w in self.trainers))
         if len({(r.outcome, r.reason, r.engines) for r in reports}) != 1:
-            raise RoundError(f"publish: ranks were told different things: {reports}")
+            raise AssertionError(f"publish: ranks were told different things: {reports}")
         return reports[0]

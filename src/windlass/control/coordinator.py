@@ -234,8 +234,7 @@ class Coordinator:
 
         Args:
             announced: one request per trainer rank.
-            copied: event that is set when the round enters WRITE. By then, ranks that send from replicas have copied
-                their weights into the replicas. None if no code waits for this.
+            copied: event that is set when the round enters WRITE: ranks with replicas have then copied their weights.
         """
         version = max(rank.version for rank in announced)
         # The lock is also held by catch-ups and while the controller binds the fleet.

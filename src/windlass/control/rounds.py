@@ -262,7 +262,7 @@ class RoundMachine:
             self._send(trainer, Prepare(self.version, self._spec.turn, period, reaction))
         self._order(self._delivery.prepare(self.engines.active_workers))
         if self._config.mode is UpdateMode.IN_PLACE:
-            self._send_pauses()
+            self._send_engines(Pause(self._config.pause_mode, self._config.deadlines.pause_s))
         self._advance()
         return self._pop_instructions()
 
@@ -480,7 +480,7 @@ class RoundMachine:
             self._refuse_unchanged()
         elif self._config.mode is UpdateMode.STAGED:
             self._enter(Phase.PAUSE)
-            self._send_pauses()
+            self._send_engines(Pause(self._config.pause_mode, self._config.deadlines.pause_s))
         else:
             self._apply()
 
@@ -545,9 +545,6 @@ class RoundMachine:
             return
         for engine in sorted(incomplete):
             self._drop(engine, reason)
-
-    def _send_pauses(self) -> None:
-        self._send_engines(Pause(self._config.pause_mode, self._config.deadlines.pause_s))
 
     # --- endings -----------------------------------------------------------------------------
 
@@ -653,8 +650,6 @@ class RoundMachine:
                 non_finite=frozenset(self._non_finite),
             )
         )
-
-    # --- small things ------------------------------------------------------------------------
 
     def _send_engines(self, command: Command) -> None:
         for worker in self.engines.active_workers:
