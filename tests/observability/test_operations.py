@@ -168,6 +168,18 @@ async def test_an_open_event_stream_does_not_delay_the_end() -> None:
         stream.close()
 
 
+async def test_an_event_stream_ends_with_the_last_state() -> None:
+    async with asyncio.timeout(30), aiohttp.ClientSession(headers=HEADERS) as session:
+        async with windlass.Controller(token=TOKEN) as running:
+            stream = await session.get(f"{running.url}/v1/events")
+            await stream.content.readuntil(b"\n\n")
+            # The controller ends before the next event is due.
+            running.observe_samples([sample(-3)])
+        *_, last, end = (await stream.content.read()).split(b"\n\n")
+    assert end == b""
+    assert msgspec.json.decode(last.removeprefix(b"data: "))["staleness"] == {"2": 1}
+
+
 async def test_status_prints_rounds_staleness_and_outstanding_work(
     controller: windlass.Controller,
 ) -> None:

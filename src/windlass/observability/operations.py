@@ -87,13 +87,13 @@ class Operations:
         )
 
     def close(self) -> None:
-        """End the event streams of all open pages. Idempotent."""
+        """Send the last overview to all open pages, and end their event streams. Idempotent."""
         for timer in (self._look_timer, self._frame_timer):
             if timer is not None:
                 timer.cancel()
+        if self._open_pages and not self._closed:
+            self._make_frame()
         self._closed = True
-        for event in self._open_pages:
-            event.set()
 
     def _notify(self) -> None:
         """Schedule one event for all open pages, unless an event is scheduled already."""
@@ -270,10 +270,11 @@ class Operations:
                 else:
                     changed.clear()
                     frame = self._frame
-                if self._closed:
-                    break
+                is_last = self._closed
                 async with asyncio.timeout(SEND_DEADLINE_S):
                     await response.write(frame)
+                if is_last:
+                    break
         except (ConnectionError, TimeoutError):
             # The browser closed the page, or does not read the stream.
             pass
