@@ -40,12 +40,17 @@ setup: $(STAMP)
 # The distribution is called windlass-rl; until 2026-11-28 it had the name of another project on PyPI.
 # Megatron-core is installed without its dependencies, which are for training on GPUs.
 $(STAMP): pyproject.toml constraints-cpu.txt tools/install_system_packages.sh tools/install_prometheus.sh
+	@echo "set-up, once: the environment $(VENV), in 4 steps; the first two take minutes, and pip prints nothing while it works"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "set-up 1 of 4: PyTorch"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt torch
 	$(BIN)/pip uninstall --quiet --disable-pip-version-check --yes windlass 2>/dev/null
+	@echo "set-up 2 of 4: Windlass, its extras and the tools of its tests, about 120 packages"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
+	@echo "set-up 3 of 4: Megatron-core and NIXL"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps megatron-core==0.16.1
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	@echo "set-up 4 of 4: system packages and Prometheus"
 	bash tools/install_system_packages.sh
 	bash tools/install_prometheus.sh build/prometheus || echo "windlass: no prometheus: tests of deploy/ that need one are skipped" >&2
 	touch $(STAMP)
