@@ -229,6 +229,8 @@ async def test_status_watch_fills_the_terminal_and_restores_it(size: tuple[int, 
         def look(terminal: Terminal, process: subprocess.Popen[bytes]) -> None:
             if seen and "count): 2: 1" in unwrapped(seen[-1]):
                 return
+            if not terminal.shown()[0].startswith("published"):
+                return
             seen.append(terminal.shown())
             if len(seen) == 1:
 
@@ -256,9 +258,16 @@ async def test_status_watch_fills_the_terminal_and_restores_it(size: tuple[int, 
 
 @pytest.mark.parametrize("columns", [80, 140])
 def test_doctor_fits_its_terminal(columns: int, tmp_path: Path) -> None:
-    status, terminal = on_screen((*WINDLASS, "doctor"), columns, 24, cwd=tmp_path)
+    seen: set[str] = set()
+    status, terminal = on_screen(
+        (*WINDLASS, "doctor"),
+        *(columns, 24),
+        cwd=tmp_path,
+        look=lambda terminal, _process: seen.update(terminal.shown()),
+    )
     lines = terminal.lines()
     assert status == 0
+    assert any(line.startswith("checking this environment: ") for line in seen), seen
     # The first line names the interpreter: no output of a library may precede a result.
     assert lines[0].startswith(sys.executable[: columns - 1]), lines[:3]
     assert "found, and what to do" in unwrapped(lines[:4])

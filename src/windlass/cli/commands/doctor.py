@@ -27,6 +27,8 @@ from windlass.cli.checks import (
     run_checks,
 )
 from windlass.cli.frameworks import FRAMEWORKS, check_entry_points, check_framework
+from windlass.observability.live import LiveView
+from windlass.progress import Progress
 from windlass.wording import install_command
 
 _STYLES = {WORKS: "green", LIMITED: "yellow", FAILS: "red"}
@@ -63,14 +65,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print every finding; return 1 if a required check fails or the framework cannot load Windlass."""
-    flags = tuple(check_flags(command, args.checkpoint) for command in args.engine_flags)
-    here = run_checks(args.checkpoint)
-    here += check_entry_points(but=None if args.engine_python else args.framework)
-    if args.framework and not args.engine_python:
-        here += check_framework(args.framework)
-    report: Report = {sys.executable: here + flags}
-    for path in args.engine_python:
-        report[path] = _check_interpreter(path, args.framework)
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    progress = Progress(lambda _: None, is_shown=True)
+    with LiveView(console, progress.text, is_transient=True):
+        with progress.part("checking this environment"):
+            flags = tuple(check_flags(command, args.checkpoint) for command in args.engine_flags)
+            here = run_checks(args.checkpoint)
+            here += check_entry_points(but=None if args.engine_python else args.framework)
+            if args.framework and not args.engine_python:
+                here += check_framework(args.framework)
+        report: Report = {sys.executable: here + flags}
+        for path in args.engine_python:
+            with progress.part(f"checking {path}", _INTERPRETER_DEADLINE_S):
+                report[path] = _check_interpreter(path, args.framework)
     if args.json:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     else:
