@@ -24,7 +24,12 @@ _OF_AN_OVERVIEW = {"published_version", "engines", "links", "rounds", "rollouts"
 def add_controller(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments for the controller's address and the deadline. The token comes from WINDLASS_TOKEN."""
     parser.add_argument("url", help="address of the controller")
-    parser.add_argument("--deadline-s", type=float, default=10.0)
+    parser.add_argument(
+        "--deadline-s",
+        type=float,
+        default=10.0,
+        help="seconds that the controller has to answer (default 10)",
+    )
 
 
 def overview(args: argparse.Namespace) -> dict[str, Any]:

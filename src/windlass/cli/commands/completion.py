@@ -11,7 +11,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument that names the shell."""
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", choices=SHELLS, help="shell that completes")
 
 
 def run(args: argparse.Namespace) -> int:

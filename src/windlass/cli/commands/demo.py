@@ -62,7 +62,10 @@ class _Limit(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options. With the defaults the demo takes less than four minutes on two cores."""
     parser.add_argument("--steps", type=int, default=40, help="optimiser steps (default 40)")
-    parser.add_argument("--engine", default="embedded", choices=ENGINES.names())
+    parser.add_argument(
+        "--engine", default="embedded", choices=ENGINES.names(),
+        help="embedded: two tiny engines of this package (default); any other: a real server, which must be installed",
+    )  # fmt: skip
     parser.add_argument(
         "--device", default="cpu", choices=[*MODELS],
         help="where trainers and engines compute; cuda takes all GPUs that are visible (default cpu)",
@@ -71,7 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trainer", default="fsdp", choices=[*TRAINERS],
         help="fsdp: FSDP2 shards over the ranks; megatron: Megatron-core's tensor parallelism (default fsdp)",
     )  # fmt: skip
-    parser.add_argument("--backend", default="p2p", choices=["p2p", "xccl", "disk"])
+    parser.add_argument(
+        "--backend", default="p2p", choices=["p2p", "xccl", "disk"],
+        help="p2p: trainers write into the engines (default); xccl: broadcasts by gloo or NCCL; disk: files",
+    )  # fmt: skip
     parser.add_argument(
         "--model", type=Path, metavar="FILE",
         help="configuration of a causal LM of transformers, with a vocabulary of at least 13 tokens, for random weights "
@@ -96,7 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trainers and engines take turns: engines free their memory during each step, and read the new weights "
         "themselves (--transport pull)",
     )  # fmt: skip
-    parser.add_argument("--mode", default="in_place", choices=[m.value for m in UpdateMode])
+    parser.add_argument(
+        "--mode", default="in_place", choices=[m.value for m in UpdateMode],
+        help="in_place: write the weights of a paused engine (default); staged: write a copy, and pause for its "
+        "activation only",
+    )  # fmt: skip
     parser.add_argument(
         "--pause-mode", choices=[m.value for m in PauseMode],
         help="what happens to running requests at an update (default: abort, or in_place with --device cuda "
@@ -107,15 +117,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="kill -9 one engine in the middle of the update to version N",
     )  # fmt: skip
     parser.add_argument(
-        "--scheduler", default="local", choices=[*SCHEDULERS, *SCHEDULER_PLUGINS.names()]
-    )
+        "--scheduler", default="local", choices=[*SCHEDULERS, *SCHEDULER_PLUGINS.names()],
+        help="what starts the processes: this host (default), or a cluster that runs already",
+    )  # fmt: skip
     parser.add_argument(
         "--compare", action="store_true",
         help="run the same job again with the engine's own weight transfer (NCCL if the engine has a separate GPU, otherwise "
         "a file), and print both",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, prompts and samples (default 0)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo-output"), metavar="DIR",
+        help="folder for results and logs; files of an earlier demo there are deleted (default demo-output)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements")
     parser.add_argument("--plain", action="store_true", help="lines instead of a live view")
 

@@ -32,16 +32,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--advertise-host", default="", help="address for trainers and engines, if not --host"
     )
-    parser.add_argument("--mode", choices=[*map(str, UpdateMode)], default=str(UpdateMode.IN_PLACE))
     parser.add_argument(
-        "--pause-mode", choices=[*map(str, PauseMode)], default=str(PauseMode.ABORT)
+        "--mode",
+        choices=[*map(str, UpdateMode)],
+        default=str(UpdateMode.IN_PLACE),
+        help="in_place: write the weights of a paused engine (default); staged: write a copy, and pause for its "
+        "activation only",
+    )
+    parser.add_argument(
+        "--pause-mode",
+        choices=[*map(str, PauseMode)],
+        default=str(PauseMode.ABORT),
+        help="what happens to running requests at an update: they end (abort, default), start again (retract), or "
+        "continue (in_place)",
     )
     parser.add_argument(
         "--backend",
         default="p2p",
         help='p2p, xccl, or a JSON object: \'{"type": "disk", "folder": "/weights"}\'',
     )
-    parser.add_argument("--min-engines", type=int, default=1)
+    parser.add_argument(
+        "--min-engines",
+        type=int,
+        default=1,
+        help="an update waits until this many engines are connected (default 1)",
+    )
     parser.add_argument(
         "--router",
         metavar="URL",
