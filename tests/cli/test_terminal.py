@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import errno
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -86,6 +88,18 @@ async def test_status_watch_shows_each_change_until_the_controller_ends() -> Non
     assert errors == b""
 
 
+def test_status_watch_skips_states_that_it_has_no_time_to_draw() -> None:
+    """When it drew each state, the screen was 50 versions behind on a busy machine, and went on after the job's end."""
+    view, num_states = json.loads(DEMO.read_bytes()), 600
+    states = [json.dumps({**view, "published_version": number}) for number in range(num_states)]
+    stream = "".join(f"data: {state}\n\n" for state in states).encode()
+    with answering(lambda _path, _asked: (200, stream)) as url:
+        shown = on_terminal(*WINDLASS, "status", url, "--watch", WINDLASS_TOKEN=TOKEN)
+    drawn = re.findall(r"published version (\d+)", shown)
+    assert drawn[-1] == str(num_states - 1)
+    assert len(drawn) < num_states / 3
+
+
 async def test_the_error_of_a_wrong_token_names_the_setting() -> None:
     async with windlass.Controller(token=TOKEN) as controller:
         for watch in ((), ("--watch",)):
@@ -93,6 +107,20 @@ async def test_the_error_of_a_wrong_token_names_the_setting() -> None:
             code, output, errors = await command(*status, token="another")
             assert (code, output) == (2, "")
             assert "next: set WINDLASS_TOKEN to the controller's token" in errors
+
+
+@pytest.mark.parametrize("name", COMMANDS.names())
+def test_every_option_of_a_command_has_a_help_text(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = argparse.ArgumentParser(name)
+    COMMANDS.find(name).add_arguments(parser)
+    lines = parser.format_help().splitlines()
+    for line, following in pairwise([*lines, ""]):
+        if re.match(r"  [-a-z{]", line):
+            # The text is in the same line, or the next line begins with it.
+            assert "  " in line.strip() or following.startswith(" " * 10), line
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from typing import Any
 
 import msgspec
 from rich.console import Console, RenderableType
@@ -45,15 +46,20 @@ async def _watch(args: argparse.Namespace, console: Console) -> None:
     On a terminal, draw a live view, and print the last overview at the end. On any other output, print each overview.
     """
     views = follow_overview(args.url.rstrip("/"), control_token(), args.deadline_s)
-    newest: RenderableType = ""
-    last: RenderableType = ""
-    with LiveView(console, lambda: newest, fills_screen=True) as shown:
-        async for view in views:
-            if shown.is_drawn:
-                newest, last = status_within(view, console, console.height), status_of(view)
-                shown.refresh()
-            else:
-                console.print(status_of(view), "")
+    newest: dict[str, Any] = {}
+
+    def draw() -> RenderableType:
+        return (
+            status_within(newest, console, console.height) if newest else f"waiting for {args.url}"
+        )
+
+    with LiveView(console, draw, fills_screen=True) as shown:
+        async for newest in views:
+            # The view redraws itself. Drawing each overview here would take longer than the controller needs for the
+            # next one, and the screen would show an ever older state.
+            if not shown.is_drawn:
+                console.print(status_of(newest), "")
+    last = status_of(newest) if shown.is_drawn and newest else ""
     console.print(last, f"{args.url}: the controller has ended", soft_wrap=True)
 
 
