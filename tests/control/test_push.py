@@ -195,6 +195,7 @@ async def test_a_leader_that_has_not_paused_cannot_send() -> None:
         ({"deadline_s": -1.0}, "deadline_s must be in"),
         ({"call": PauseCall(math.nan)}, "session_s must be in (0, 86400], got nan"),
         ({"call": PauseCall(1e9)}, "session_s must be in"),
+        ({"call": PauseCall(1.0, lease_s=-1.0)}, "lease_s must be in"),
         ({"leader": "pp0\n"}, "leader must be 1 to 255 bytes of printable characters"),
         ({"request_id": "r" * 256}, "request_id must be 1 to 255 bytes"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -260,6 +262,45 @@ def vanish(url: str) -> None:
 async def test_leaders_that_vanish_block_engines_only_for_their_session() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(vanish, url)
+        await holds(fleet, (1, "1", False))
+
+
+LEASE_S = 3.0
+PAUSES = """
+import signal, sys, windlass
+from windlass.trainers import callback
+callback.LEASE_S = float(sys.argv[3])
+windlass.RolloutCallback(sys.argv[1], sys.argv[2], leader="killed").pause_generation()
+print("paused", flush=True)
+signal.pause()
+"""
+
+
+def kill_one_of_two(url: str) -> None:
+    command = [sys.executable, "-c", PAUSES, url, TOKEN, str(LEASE_S)]
+    with (
+        callback(url) as leader,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed,
+    ):
+        try:
+            assert killed.stdout is not None
+            assert killed.stdout.readline() == "paused\n"
+            leader.pause_generation()
+            # Both processes are alive, so the update outlives their leases.
+            ask_for(leader, 2.5 * LEASE_S)
+        finally:
+            killed.kill()
+        with pytest.raises(RoundAborted, match="killed has not reported for 3 s"):
+            leader.continue_generation(0, deadline_s=6 * LEASE_S)
+    two_versions(url)
+
+
+async def test_the_death_of_a_leader_ends_its_update_after_its_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("windlass.trainers.callback.LEASE_S", LEASE_S)
+    async with engines() as (fleet, url):
+        await asyncio.to_thread(kill_one_of_two, url)
         await holds(fleet, (1, "1", False))
 
 

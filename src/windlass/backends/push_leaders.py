@@ -28,6 +28,7 @@ from windlass.control.delivery import Delivery, Findings, Order
 from windlass.control.driven import DrivenRound
 from windlass.control.messages import BeginDriven, Command, Done, Result
 from windlass.control.push_messages import (
+    AliveCall,
     CallbackAnswer,
     CallbackRequest,
     ContinueCall,
@@ -47,6 +48,7 @@ from windlass.net.messages import check_name
 REMEMBERED = 4096
 """Number of newest answers that the controller keeps for repeated requests."""
 MAX_CALL_S = 86400
+WATCH_EVERY_S = 0.25
 
 
 @final
@@ -204,18 +206,20 @@ class _Push:
         self._has_begun = False
         self._order: PushOrder | None = None
         self._stages: dict[str, int] = {}
+        self._lease_s: dict[str, float] = {}
+        self._silent_s: dict[str, float] = {}
 
-    def join(self, leader: str, stage: int, num_stages: int) -> None:
+    def join(self, leader: str, call: PauseCall) -> None:
         """Add a leader to the round. The first leader decides whether all leaders must declare a stage.
 
         Args:
             leader: name of the leader.
-            stage: number of the leader in the declared order; -1 without an order.
-            num_stages: number of leaders in the declared order; 0 without an order.
+            call: the leader's call.
 
         Raises:
             RoundAborted: the leaders declare different numbers of stages, or the stage is taken or out of range.
         """
+        stage, num_stages = call.stage, call.num_stages
         if not self._has_begun and num_stages:
             self._order = PushOrder(num_stages)
         self._has_begun = True
@@ -228,8 +232,29 @@ class _Push:
                 f"callback: stage must be in [0, {agreed}) and not in {sorted(others)}, got {stage}"
             )
         self._leaders.add(leader)
+        self._lease_s[leader] = call.lease_s
+        self._silent_s[leader] = 0.0
         if agreed:
             self._stages[leader] = stage
+
+    def note_alive(self, leader: str) -> None:
+        """Record that the process of a leader is alive. Do nothing if the leader has not joined or has ended."""
+        if leader in self._leaders:
+            self._silent_s[leader] = 0.0
+
+    def watch(self, passed_s: float) -> str:
+        """Add `passed_s` to the silence of every leader that has not ended.
+
+        Returns:
+            Reason why the update must end; empty if every leader has reported within its lease.
+        """
+        for leader in sorted(self._leaders):
+            self._silent_s[leader] += passed_s
+            if 0 < (lease_s := self._lease_s[leader]) < self._silent_s[leader]:
+                return (
+                    f"{leader} has not reported for {lease_s:g} s, so its process has probably died"
+                )
+        return ""
 
     def leave(self, leader: str) -> bool:
         """Record that a leader has sent all its tensors; return whether all leaders of the round have done so.
@@ -345,6 +370,10 @@ class PushUpdates:
                 await self._continue(asked.leader, call.version, deadline_s)
             case MembersCall():
                 return self._running().round.workers
+            case AliveCall():
+                # The update may have ended, which is no error.
+                if self._latest is not None:
+                    self._latest.note_alive(asked.leader)
             case JoinPushGroup() | ReceiveTensors() | ReadFiles():
                 await self._call_all(asked, call)
             case _:
@@ -367,7 +396,7 @@ class PushUpdates:
                 await self._begin(leader, call, deadline_s)
                 return True
             if latest.round.is_writing and not latest.is_ending:
-                latest.join(leader, call.stage, call.num_stages)
+                latest.join(leader, call)
                 return True
         # The engines of the ending round resume soon, so the leader must not treat them as paused.
         await asyncio.wait({latest.round.report})
@@ -381,12 +410,23 @@ class PushUpdates:
         self._latest = push = _Push(begun, delivery)
         try:
             await begun.until_paused()
-            push.join(leader, call.stage, call.num_stages)
+            push.join(leader, call)
         except BaseException:
             # After any exception, no leader has joined, so no leader would end the round.
             push.is_ending = True
             begun.give_up("pause_generation failed")
             raise
+        self._coordinator.tasks.spawn(self._watch(push))
+
+    async def _watch(self, push: _Push) -> None:
+        """End the round when a leader has not reported within its lease."""
+        while not (await asyncio.wait({push.round.report}, timeout=WATCH_EVERY_S))[0]:
+            # A pause of this event loop counts once: it delays the leaders' reports too.
+            if reason := push.watch(WATCH_EVERY_S):
+                push.fail(reason)
+                push.is_ending = True
+                push.round.give_up(reason)
+                return
 
     async def _call_all(self, asked: CallbackRequest, command: PushCommand) -> None:
         """Wait for the call's turn and for the end of earlier commands, and send the command to all engine ranks.
@@ -421,8 +461,10 @@ def _check(asked: CallbackRequest) -> None:
     check_name(asked.leader, "leader")
     seconds = [("deadline_s", asked.deadline_s)]
     match asked.call:
-        case PauseCall(session_s=session_s):
+        case PauseCall(session_s=session_s, lease_s=lease_s):
             seconds.append(("session_s", session_s))
+            if lease_s:
+                seconds.append(("lease_s", lease_s))
         case JoinPushGroup(deadline_s=deadline_s) | ReceiveTensors(deadline_s=deadline_s):
             seconds.append(("deadline_s", deadline_s))
         case _:

@@ -44,11 +44,13 @@ class PauseCall(msgspec.Struct, frozen=True, tag="pause"):
         stage: number of this leader in the declared order; -1 without an order.
         num_stages: number of leaders in the declared order; 0 without an order. With an order, the update ends after
             `continue_generation` of every leader.
+        lease_s: seconds without an `AliveCall` of this leader after which the update ends; 0 if it sends none.
     """
 
     session_s: float
     stage: int = -1
     num_stages: int = 0
+    lease_s: float = 0.0
 
 
 class ContinueCall(msgspec.Struct, frozen=True, tag="continue"):
@@ -66,7 +68,11 @@ class MembersCall(msgspec.Struct, frozen=True, tag="members"):
     """Call that asks for the engine ranks of the running update."""
 
 
-CallbackCall = PauseCall | ContinueCall | MembersCall | PushCommand
+class AliveCall(msgspec.Struct, frozen=True, tag="alive"):
+    """Call that a leader repeats until its update ends, see `PauseCall.lease_s`."""
+
+
+CallbackCall = PauseCall | ContinueCall | MembersCall | AliveCall | PushCommand
 
 
 class CallbackRequest(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ from windlass.backends.push_halves import PushSender
 from windlass.closing import Closing
 from windlass.config import CollectiveFabric, take_name
 from windlass.control.push_messages import (
+    AliveCall,
     CallbackAnswer,
     CallbackCall,
     CallbackRequest,
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
 NUM_THREADS = 8
 MARGIN_S = 5.0
 BACKOFF = Backoff(0.05, 1.0)
+LEASE_S = 30.0
+"""Seconds without a report after which the controller ends the update of a leader."""
 
 
 @final
@@ -115,11 +118,15 @@ class RolloutCallback(Closing):
         self._check_weights = check_weights
         self._pool = ThreadPoolExecutor(NUM_THREADS, "windlass-callback")
         self._closed = threading.Event()
+        self._ended = threading.Event()
 
     def pause_generation(
         self, *, session_s: float = 600.0, deadline_s: float | None = None
     ) -> None:
         """Pause the engines and begin an update, or join the update that another leader has begun.
+
+        From now until `continue_generation`, a thread reports to the controller that this process is alive. If the reports
+        cease for 30 s, the controller ends the update, and the engines continue with the old version.
 
         Args:
             session_s: seconds within which the leaders must end the update, at most a day. After this time, the engines
@@ -135,7 +142,13 @@ class RolloutCallback(Closing):
             self._check_weights()
         with self._lock:
             self._num_calls = 0
-        self._call(PauseCall(session_s, self._stage, self._num_stages), deadline_s)
+        self._ended.set()
+        self._call(PauseCall(session_s, self._stage, self._num_stages, LEASE_S), deadline_s)
+        self._ended = ended = threading.Event()
+        # A daemon, so that a process that ends without `close` does not wait for it.
+        threading.Thread(
+            target=self._report, args=(ended,), name="windlass-alive", daemon=True
+        ).start()
 
     def continue_generation(self, version: int, *, deadline_s: float | None = None) -> None:
         """End the update. Return when all leaders have called this and the engines serve the version.
@@ -151,9 +164,23 @@ class RolloutCallback(Closing):
         except ConfigError:
             # End the update now: otherwise the engines would stay paused for `session_s`.
             with contextlib.suppress(WindlassError):
-                self._call(ContinueCall(-1), deadline_s)
+                self._continue(-1, deadline_s)
             raise
-        self._call(ContinueCall(number), deadline_s)
+        self._continue(number, deadline_s)
+
+    def _continue(self, version: int, deadline_s: float | None) -> None:
+        ended = self._ended
+        try:
+            self._call(ContinueCall(version), deadline_s)
+        finally:
+            ended.set()
+
+    def _report(self, ended: threading.Event) -> None:
+        """Report to the controller that this process is alive, until `ended` is set or this object is closed."""
+        while not ended.wait(LEASE_S / 6) and not self._closed.is_set():
+            # The controller ends the update if it receives no report.
+            with contextlib.suppress(WindlassError):
+                self._call(AliveCall(), LEASE_S / 6)
 
     def engine_ranks(self, *, deadline_s: float | None = None) -> tuple[str, ...]:
         """Return the names of the engine ranks in this update. In a `WeightGroup`, they are ranks 1, 2, and so on.
@@ -221,6 +248,7 @@ class RolloutCallback(Closing):
     def close(self) -> None:
         """Stop all threads without waiting. A call that waits for the controller ends at its deadline. Idempotent."""
         self._closed.set()
+        self._ended.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, call: CallbackCall, deadline_s: float | None) -> Future[None]:
