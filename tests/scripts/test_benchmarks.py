@@ -83,6 +83,7 @@ REHEARSALS = (
     ),
     Rehearsal("run.py", ("journal", "--out", OUT), gives="bench_journal.json"),
     row("gpu/bench_live_engine.py", *LIVE_BENCH, engine="vllm"),
+    row("gpu/bench_turns.py", "--on-cpu", "--gib", "0.1", "--turns", "2"),
     # Live scripts that run together need different ports, because vLLM lets several servers listen on one port.
     row(
         "gpu/prove_live_engine.py",

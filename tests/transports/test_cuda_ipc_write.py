@@ -10,7 +10,7 @@ from numpy_gpu import numpy_gpu
 
 from windlass.errors import TransferFailed, TransferOutcomeUnknown
 from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES
-from windlass.memory.cuda.range_copy import RangeCopy
+from windlass.memory.cuda.range_copy import copy_ranges
 from windlass.transports import cuda_ipc as ipc
 from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.cuda_ipc import CudaIpcTransport
@@ -54,7 +54,7 @@ class Ends:
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     monkeypatch.setattr(ipc, "Gpu", lambda *_: numpy_gpu())
-    monkeypatch.setattr(ipc, "RangeCopy", functools.partial(RangeCopy, engine_nbytes=LARGE))
+    monkeypatch.setattr(ipc, "copy_ranges", functools.partial(copy_ranges, engine_nbytes=LARGE))
     return Ends()
 
 

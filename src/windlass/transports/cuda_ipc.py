@@ -14,8 +14,8 @@ import numpy as np
 
 from windlass.errors import PeerUnreachable, RegionError
 from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES, Device, pointer_device
-from windlass.memory.cuda.gpu import Gpu, end_queued
-from windlass.memory.cuda.range_copy import RangeCopy
+from windlass.memory.cuda.gpu import Gpu
+from windlass.memory.cuda.range_copy import copy_ranges
 from windlass.net.clock import Deadline
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 from windlass.transports.peers import MappedRegion, PeerEndpoint, PeerMapper, RemoteRegion
@@ -147,18 +147,7 @@ class CudaIpcTransport(RegionTransport):
         shifts = np.array([m.shift for m in mapped], np.int64)
         owner = np.searchsorted(starts, batch.remote_addresses, "right") - 1
         remote = (batch.remote_addresses.astype(np.int64) + shifts[owner]).astype(np.uint64)
-        copy = RangeCopy(self.gpu, batch.local_addresses, remote, batch.nbytes)
-        try:
-            copy.queue()
-            event = self.gpu.stream.record()
-        # If queuing fails, writes that were queued before may still be running.
-        except Exception as error:
-            end_queued(self.gpu, error, deadline.remaining_s)
-            copy.close()
-            raise
-        # If this raises, `copy` is not closed, because a kernel may still read its table.
-        self.gpu.wait(event, deadline.remaining_s)
-        copy.close()
+        copy_ranges(self.gpu, batch.local_addresses, remote, batch.nbytes, deadline.remaining_s)
         check_alive(batch.endpoint)
 
     def close(self) -> None:

@@ -2,8 +2,8 @@
 
 Every other transport writes into the memory of the peer. That is impossible if the peer is an engine that sleeps:
 memory that sleeps keeps its addresses and loses its pages, so no other process can map it. With `pull`, a write is a
-request. The writer sends the pieces (addresses and sizes) to the peer. The peer reads them with `process_vm_readv` into
-its own memory, and answers. It accepts only pieces inside memory that it has registered. A registration is an entry in
+request. The writer sends the pieces (addresses and sizes) to the peer. The peer reads them into its own memory, with
+`process_vm_readv` or with its GPU (`pull_gpu.py`), and answers. It accepts only pieces inside memory that it has registered. A registration is an entry in
 a table, so the memory may lose its pages between two writes and get new ones.
 
 The sender, the round and the digests are the same as for every other transport (docs/adr/0013-the-engine-pulls.md).
@@ -19,7 +19,7 @@ import socket
 import struct
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 import msgspec
 import numpy as np
@@ -50,7 +50,10 @@ from windlass.transports.processes import (
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.regions import check_inside, overlaps
 from windlass.transports.registry import TransportConfig
-from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, WireReport
+from windlass.transports.traits import CEILING_BYTES_PER_S, MemoryType, TransportTraits, WireReport
+
+if TYPE_CHECKING:
+    from windlass.transports.pull_gpu import GpuReads
 
 _log = logging.getLogger(__name__)
 MARGIN_S, MARGIN_SHARE = 0.5, 0.2
@@ -59,9 +62,10 @@ MAX_PIECES = 1 << 24
 MAX_ANSWER_NBYTES = 1 << 16
 ANSWER_S = 5.0
 CLOSE_S = 10.0
-_HEAD = struct.Struct("<Qd")
-"""Number of pieces, and seconds that the reader may take. Three columns of uint64 follow: addresses in the reader's
-process, addresses in the writer's process, and sizes."""
+MAX_EXPORTED_NBYTES = 1 << 24
+_HEAD = struct.Struct("<QdQ")
+"""Number of pieces, seconds that the reader may take, and bytes of exported memory (`GpuReads.exports`), which follow.
+Then three columns of uint64 follow: addresses in the reader's process, addresses in the writer's process, and sizes."""
 
 
 class PullConfig(TransportConfig, frozen=True, tag="pull"):
@@ -71,13 +75,14 @@ class PullConfig(TransportConfig, frozen=True, tag="pull"):
         num_threads: threads that share the copying of one link, >= 1.
     """
 
+    memory: ClassVar[frozenset[MemoryType]] = frozenset(MemoryType)
     is_automatic: ClassVar[bool] = False
     remedy: ClassVar[str] = "allow ptrace between processes of this user"
 
     num_threads: int = 2
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
-        return PullTransport(self.num_threads)
+        return PullTransport(self.num_threads, gpu)
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -87,7 +92,7 @@ class _Answer(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-_ERRORS = {kind.__name__: kind for kind in (RegionError, TransferFailed)}
+_ERRORS = {kind.__name__: kind for kind in (RegionError, TransferFailed, TransferOutcomeUnknown)}
 """Errors that the writer raises as the reader reports them; it raises TransferFailed for all others."""
 
 
@@ -95,23 +100,27 @@ _ERRORS = {kind.__name__: kind for kind in (RegionError, TransferFailed)}
 class PullTransport(RegionTransport):
     """`OneSidedTransport` with writes that the peer carries out: it reads.
 
+    Args:
+        num_threads: see `PullConfig`.
+        gpu: ordinal of the GPU with the registered memory; -1 for host memory.
+
     Raises:
         ConfigError: `num_threads` < 1.
-        TransportUnavailable: the kernel or a seccomp filter refuses `process_vm_readv`.
+        TransportUnavailable: the kernel or a seccomp filter refuses `process_vm_readv`, or the GPU cannot be used.
     """
 
-    traits = TransportTraits(
-        same_host=True,
-        one_sided=False,
-        ceiling_bytes_per_s=CEILING_BYTES_PER_S["process_vm_readv"],
-        unpinned=True,
-    )
-
-    def __init__(self, num_threads: int = 1) -> None:
+    def __init__(self, num_threads: int = 1, gpu: int = -1) -> None:
         if num_threads < 1:
             raise ConfigError(f"pull: num_threads must be >= 1, got {num_threads}")
-        probe(readv, "pull")
-        let_peers_write()
+        self._gpu: GpuReads | None = None
+        if gpu < 0:
+            probe(readv, "pull")
+            let_peers_write()
+        else:
+            # Loading the driver takes time, and fails without one.
+            from windlass.transports.pull_gpu import GpuReads
+
+            self._gpu = GpuReads(gpu)
         self._num_threads = num_threads
         self._helpers: Executor = ThreadPoolExecutor(max(num_threads - 1, 1), "windlass-pull")
         super().__init__(own_endpoint("pull"))
@@ -120,7 +129,21 @@ class PullTransport(RegionTransport):
         self._reads: dict[socket.socket, tuple[UInt64Array, UInt64Array]] = {}
         self._own = OwnProcess("pull", self._endpoint, self._accept)
 
+    @property
+    def traits(self) -> TransportTraits:
+        """Capabilities of this transport; the throughput depends on the memory."""
+        wire = "process_vm_readv" if self._gpu is None else "cuda-ipc-read"
+        return TransportTraits(
+            same_host=True,
+            one_sided=False,
+            ceiling_bytes_per_s=CEILING_BYTES_PER_S[wire],
+            gpu=-1 if self._gpu is None else self._gpu.gpu.device.ordinal,
+            unpinned=True,
+        )
+
     def report(self) -> WireReport:
+        if self._gpu is not None:
+            return WireReport("pull", "cuda-ipc", f"GPU {self.traits.gpu}")
         return WireReport("pull", "process_vm_readv", f"pid {self._endpoint.address}")
 
     def fence(self, *, deadline_s: float) -> None:
@@ -146,6 +169,7 @@ class PullTransport(RegionTransport):
         """Ask the peer to read the pieces, and wait for its answer; see `OneSidedTransport.write`."""
         peer, pid = batch.endpoint, check_alive(batch.endpoint)
         deadline.check_before_more()
+        exported = b"" if self._gpu is None else self._gpu.exports(batch.local_addresses)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
             line.settimeout(max(deadline.remaining_s, 0.001))
             try:
@@ -155,7 +179,8 @@ class PullTransport(RegionTransport):
                 left_s = deadline.remaining_s
                 reader_s = left_s - min(MARGIN_S, MARGIN_SHARE * left_s)
                 columns = batch.remote_addresses, batch.local_addresses, batch.nbytes
-                line.sendall(_HEAD.pack(len(batch.nbytes), reader_s) + np.stack(columns).tobytes())
+                head = _HEAD.pack(len(batch.nbytes), reader_s, len(exported))
+                line.sendall(head + exported + np.stack(columns).tobytes())
             except OSError as error:
                 # The peer carries out only a whole request, and this one is not whole.
                 check_alive(peer)
@@ -213,8 +238,8 @@ class PullTransport(RegionTransport):
         """Read the pieces of one request, and answer. Close the connection only after the last byte has been read."""
         with line:
             try:
-                pieces, deadline = _request_of(line)
-                self._read(line, pieces, deadline)
+                pieces, exported, deadline = _request_of(line)
+                self._read(line, pieces, exported, deadline)
                 answer = _Answer()
             except TransferError as error:
                 answer = _Answer(type(error).__name__, str(error))
@@ -225,13 +250,16 @@ class PullTransport(RegionTransport):
             with contextlib.suppress(OSError):
                 line.sendall(msgspec.msgpack.encode(answer))
 
-    def _read(self, line: socket.socket, pieces: Pieces, deadline: Deadline) -> None:
-        """Read pieces out of the writer's process.
+    def _read(
+        self, line: socket.socket, pieces: Pieces, exported: bytes, deadline: Deadline
+    ) -> None:
+        """Read pieces out of the writer's process. `exported`: see `GpuReads.exports`.
 
         Raises:
             RegionError: a piece is outside registered memory; nothing was read.
             PeerUnreachable: the writer's process has ended.
             TransferFailed: the read ended incomplete.
+            TransferOutcomeUnknown: copies by the GPU did not end by the deadline.
         """
         targets, _, nbytes = pieces
         writer = msgspec.structs.replace(self._endpoint, address=str(credentials_of(line).pid))
@@ -243,7 +271,10 @@ class PullTransport(RegionTransport):
             if is_closed(line):
                 raise PeerUnreachable("pull: the writer has given up")
             pid = int(writer.address)
-            copy_process_memory(readv, pid, pieces, deadline, self._helpers, self._num_threads)
+            if self._gpu is not None:
+                self._gpu.read(pid, exported, pieces, deadline)
+            else:
+                copy_process_memory(readv, pid, pieces, deadline, self._helpers, self._num_threads)
         except OSError as error:
             raise error_of(error, writer, "read from") from error
         finally:
@@ -253,25 +284,29 @@ class PullTransport(RegionTransport):
                 self._changed.notify_all()
 
     def _is_touched(self, region: MemoryRegion) -> bool:
+        if self._gpu is not None and self._gpu.gpu.is_late:
+            return True
         return any(overlaps(region, *running) for running in self._reads.values())
 
 
-def _request_of(line: socket.socket) -> tuple[Pieces, Deadline]:
-    """Receive a request; return its pieces (here, at the writer, sizes), and the deadline of the read.
+def _request_of(line: socket.socket) -> tuple[Pieces, bytes, Deadline]:
+    """Receive a request; return its pieces (here, at the writer, sizes), the exported memory, and the deadline.
 
     Raises:
         OSError: the writer has closed the connection or has ended.
-        ProtocolError: the request has too many pieces or no deadline.
+        ProtocolError: the request is too large or has no deadline.
     """
-    num_pieces, seconds = _HEAD.unpack(_exactly(line, _HEAD.size))
-    if num_pieces > MAX_PIECES or not 0 <= seconds < 1e6:
+    num_pieces, seconds, num_exported = _HEAD.unpack(_exactly(line, _HEAD.size))
+    is_small = num_pieces <= MAX_PIECES and num_exported <= MAX_EXPORTED_NBYTES
+    if not is_small or not 0 <= seconds < 1e6:
         raise ProtocolError(
             f"pull: a request must have at most {MAX_PIECES} pieces and a deadline, got {num_pieces} and {seconds} s"
         )
     deadline = Deadline.after(seconds, "pull")
     line.settimeout(max(seconds, 0.001))
+    exported = _exactly(line, num_exported)
     columns = np.frombuffer(_exactly(line, 24 * num_pieces), np.uint64).reshape(3, num_pieces)
-    return (columns[0], columns[1], columns[2]), deadline
+    return (columns[0], columns[1], columns[2]), exported, deadline
 
 
 def _exactly(line: socket.socket, nbytes: int) -> bytes:

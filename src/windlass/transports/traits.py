@@ -11,6 +11,8 @@ import msgspec
 CEILING_BYTES_PER_S: Mapping[str, float] = {
     # Copy engine between two H200s, benchmarks/gpu/bench_nvlink.py.
     "cuda-ipc": 397e9,
+    # The same copy, and a request to the reader.
+    "cuda-ipc-read": 390e9,
     # A NIC with 400 Gbit/s.
     "rdma": 50e9,
     # 0.95 of memcpy on a 2-core EPYC guest, benchmarks/bench_transports.py.

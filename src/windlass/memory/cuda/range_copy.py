@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from windlass.layout.columns import UInt64Array
-from windlass.memory.cuda.gpu import Gpu
+from windlass.memory.cuda.gpu import Gpu, end_queued
 from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PieceTable, raw_pieces
 
 COPY_ENGINE_NBYTES = 32 << 20
@@ -62,3 +62,31 @@ class RangeCopy:
         """Free the table. The caller first waits for all queued copies. Idempotent."""
         if self._table is not None:
             self._table.close()
+
+
+def copy_ranges(
+    gpu: Gpu,
+    sources: UInt64Array,
+    targets: UInt64Array,
+    nbytes: UInt64Array,
+    deadline_s: float,
+    engine_nbytes: int = COPY_ENGINE_NBYTES,
+) -> None:
+    """Copy ranges once, and wait for the end. Arguments as for `RangeCopy`.
+
+    Raises:
+        TransferFailed: the driver refused a copy; earlier copies have ended.
+        TransferOutcomeUnknown: the copies did not end within `deadline_s`.
+    """
+    copy = RangeCopy(gpu, sources, targets, nbytes, engine_nbytes)
+    try:
+        copy.queue()
+        event = gpu.stream.record()
+    # If queuing fails, copies that were queued before may still be running.
+    except Exception as error:
+        end_queued(gpu, error, deadline_s)
+        copy.close()
+        raise
+    # If this raises, `copy` is not closed, because a kernel may still read its table.
+    gpu.wait(event, deadline_s)
+    copy.close()
