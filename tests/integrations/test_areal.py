@@ -227,11 +227,16 @@ def test_wrong_settings_are_refused_with_the_reason(tmp_path: Path) -> None:
     )
     trainer = (
         "actor: must be FSDPPPOActor or FSDPEngine of windlass.integrations.areal with this rollout, got an "
-        "engine that sends weights by itself; Windlass does not support AReaL's Megatron and Archon engines"
+        "engine that sends weights by itself; Windlass does not support AReaL's Megatron and Archon engines, so set "
+        "actor.backend to fsdp"
+    )
+    lora = (
+        "use_lora: must be False with Windlass, got True; AReaL requests a new adapter name in each version, which a "
+        "server must load from files: train all weights, or leave out install() and set weight_update_mode to disk"
     )
     assert refused == {
         "offload": "enable_offload: must be False with Windlass, got True",
-        "lora": "use_lora: must be False with Windlass, got True",
+        "lora": lora,
         "disk": "weight_update_mode: must be xccl with Windlass, got disk",
         "sglang": rollout + "areal.engine.sglang_remote.RemoteSGLangEngine",
         "callback": rollout + "areal.infra.controller.rollout_callback.RolloutCallback",

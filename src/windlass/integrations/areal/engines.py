@@ -42,6 +42,10 @@ __all__ = ["FSDPEngine", "FSDPPPOActor", "install"]
 
 DEADLINE_S = 600.0
 """Deadline in seconds for all servers to join, and then for each version."""
+_NO_LORA = (
+    "; AReaL requests a new adapter name in each version, which a server must load from files: train all weights, or leave "
+    "out install() and set weight_update_mode to disk"
+)
 
 
 def install() -> None:
@@ -202,13 +206,13 @@ def _require_plain_weights(config: TrainEngineConfig, meta: WeightUpdateMeta) ->
     Raises:
         ConfigError: an option keeps the weights elsewhere or sends them in another way.
     """
-    for option, given, allowed in (
-        ("use_lora", config.use_lora or meta.use_lora, False),
-        ("weight_update_mode", meta.type, "xccl"),
-        ("enable_offload", is_tms_enabled(), False),
+    for option, given, allowed, why in (
+        ("use_lora", config.use_lora or meta.use_lora, False, _NO_LORA),
+        ("weight_update_mode", meta.type, "xccl", ""),
+        ("enable_offload", is_tms_enabled(), False, ""),
     ):
         if given != allowed:
-            raise ConfigError(f"{option}: must be {allowed} with Windlass, got {given}")
+            raise ConfigError(f"{option}: must be {allowed} with Windlass, got {given}{why}")
 
 
 def _refuse_rollout(rollout: object) -> NoReturn:

@@ -310,5 +310,6 @@ def require_v1(config: TrainEngineConfig | InferenceEngineConfig) -> None:
 def _refuse_trainer() -> NoReturn:
     raise ConfigError(
         "actor: must be FSDPPPOActor or FSDPEngine of windlass.integrations.areal with this rollout, got an engine "
-        "that sends weights by itself; Windlass does not support AReaL's Megatron and Archon engines"
+        "that sends weights by itself; Windlass does not support AReaL's Megatron and Archon engines, so set "
+        "actor.backend to fsdp"
     )
