@@ -98,6 +98,9 @@ def test_status_watch_skips_states_that_it_has_no_time_to_draw() -> None:
     drawn = re.findall(r"published version (\d+)", shown)
     assert drawn[-1] == str(num_states - 1)
     assert len(drawn) < num_states / 3
+    last = without_codes(shown.rpartition("\x1b[?1049l")[2]).splitlines()
+    assert f"published version {num_states - 1}" in last[0]
+    assert max(map(len, last)) <= 80, last
 
 
 async def test_the_error_of_a_wrong_token_names_the_setting() -> None:

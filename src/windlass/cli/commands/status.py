@@ -59,8 +59,9 @@ async def _watch(args: argparse.Namespace, console: Console) -> None:
             # next one, and the screen would show an ever older state.
             if not shown.is_drawn:
                 console.print(status_of(newest), "")
-    last = status_of(newest) if shown.is_drawn and newest else ""
-    console.print(last, f"{args.url}: the controller has ended", soft_wrap=True)
+    if shown.is_drawn and newest:
+        console.print(status_of(newest))
+    console.print(f"{args.url}: the controller has ended", soft_wrap=True)
 
 
 COMMAND = Command("the state of a running controller's fleet", add_arguments, run)
