@@ -40,7 +40,8 @@ setup: $(STAMP)
 # The distribution is called windlass-rl; until 2026-11-28 it had the name of another project on PyPI.
 # Megatron-core is installed without its dependencies, which are for training on GPUs.
 $(STAMP): pyproject.toml constraints-cpu.txt tools/install_system_packages.sh tools/install_prometheus.sh
-	@echo "set-up, once: the environment $(VENV), in 4 steps; the first two take minutes, and pip prints nothing while it works"
+	@echo "set-up of the environment $(VENV), only in the first run, in 4 steps"
+	@echo "steps 1 and 2 take minutes, in which pip prints only errors"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "set-up 1 of 4: PyTorch"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt torch
