@@ -144,7 +144,10 @@ def test_the_same_command_continues_a_stopped_job(tmp_path: Path) -> None:
     status, third = launch(job)
     assert (status, third.splitlines()[-1]) == (
         0,
-        f"nothing to do: the checkpoint {tmp_path}/out/checkpoints/8 has 8 steps already",
+        (
+            f"nothing to do: the checkpoint {tmp_path}/out/checkpoints/8 has 8 steps already; "
+            "to train more, set more steps or another output_dir"
+        ),
     )
     job.write_text(job.read_text().replace('resume = "auto"', ""))
     status, other = launch(job)

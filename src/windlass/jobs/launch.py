@@ -150,7 +150,8 @@ async def _run_in(
     start = find_start(config)
     if start is not None and start[1].steps >= config.steps:
         notify(
-            f"nothing to do: the checkpoint {start[0]} has {counted(start[1].steps, 'step')} already"
+            f"nothing to do: the checkpoint {start[0]} has {counted(start[1].steps, 'step')} already; "
+            "to train more, set more steps or another output_dir"
         )
         return JobSummary(
             steps=start[1].steps,
