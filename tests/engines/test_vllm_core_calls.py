@@ -14,7 +14,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from windlass.config import PauseMode
-from windlass.engines.vllm.engine_core import QUIESCES, CoreCalls, keep_caches_apart
+from windlass.engines.vllm import engine_core
+from windlass.engines.vllm.engine_core import QUIESCES, WEIGHTS, CoreCalls, keep_caches_apart
 from windlass.engines.vllm.worker import VllmApi
 from windlass.errors import PeerTimeout, PeerUnreachable
 
@@ -29,9 +30,13 @@ class Scheduler:
     """The used part of vLLM's scheduler."""
 
     pause_state = PauseState.UNPAUSED
+    connector: object | None = None
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         self.pause_state = pause_state
+
+    def get_kv_connector(self) -> object | None:
+        return self.connector
 
 
 class Core:
@@ -45,6 +50,7 @@ class Core:
         self.scheduler, self.batch_queue = Scheduler(), deque[str]()
         self.given_out: list[tuple[str, PauseState]] = []
         self.weight_version = "default"
+        self.identities = ["", ""]
         model = SimpleNamespace(is_multimodal_model=False)
         self.vllm_config = SimpleNamespace(model_config=model)
         self.blocked: Callable[[], int | None] = lambda: None
@@ -69,10 +75,16 @@ class Core:
         self.weight_version = version
 
     def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[object, ...] = ()
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: object = None,
     ) -> list[object]:
         if method == "refused":
             raise ValueError("no namespace")
+        if method == WEIGHTS:
+            return [*self.identities]
         self.called.append((method, args, threading.get_ident()))
         return [self.blocked()]
 
@@ -178,6 +190,18 @@ def test_a_hold_begins_after_running_batches_and_ends_with_the_version(
     assert args[:2] == ("1.1", "10.0")
     assert args[2]
     assert (patched.scheduler.pause_state, patched.weight_version) == (PauseState.UNPAUSED, "7")
+
+
+@pytest.mark.parametrize("identities", [["run/7", "run/7"], ["run/7", "run/8"], ["", ""]])
+def test_a_core_with_a_connector_learns_the_identity_of_its_weights(
+    patched: PatchedCore, identities: list[str]
+) -> None:
+    """If the ranks serve no version of a fleet, or not the same, the identity differs from that of every engine."""
+    patched.scheduler.connector, patched.identities = object(), identities
+    patched.calls.call(QUIESCES, ["1.1", "10.0"], None)
+    ((_, args, _),) = patched.called
+    expected = "run/7" if identities == ["run/7", "run/7"] else args[2]
+    assert engine_core.own_core.namespace.weights == expected
 
 
 def test_a_hold_without_a_version_leaves_the_core_unchanged(patched: PatchedCore) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from windlass.engines.vllm.engine_core import Namespace, load_current_entries
+from windlass.engines.vllm.engine_core import WEIGHTS, Namespace, load_current_entries
 from windlass.engines.vllm.worker import WorkerMethods
 from windlass.errors import ConfigError
 
@@ -24,6 +24,7 @@ class Request:
     tokens: list[int]
     cache_salt: str | None
     block_hashes: list[bytes] = field(default_factory=list)
+    kv_transfer_params: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
         self.update_block_hashes()
@@ -100,12 +101,20 @@ class Connector:
             return None, False
         return len(request.block_hashes) * BLOCK - count, True
 
+    def request_finished(
+        self, request: Request, blocks: list[int]
+    ) -> tuple[bool, dict[str, object] | None]:
+        """Return the address of the entries of a prefill, as NIXL's connector does; None for other requests."""
+        if request.kv_transfer_params is None:
+            return False, None
+        return True, {"remote_block_ids": blocks}
+
 
 def test_a_request_with_kept_keys_of_old_weights_loads_nothing() -> None:
     """A connector may keep the keys of its first look-up, so a preempted request must load nothing after an update."""
     namespace, connector = Namespace(), Connector()
-    load_current_entries(connector)
-    load_current_entries(connector)
+    load_current_entries(connector, namespace)
+    load_current_entries(connector, namespace)
     looked_up, waited = asked(namespace), asked(namespace)
     namespace.enter(looked_up)
     assert connector.get_num_new_matched_tokens(looked_up, 0) == (2 * BLOCK, True)
@@ -119,6 +128,74 @@ def test_a_request_with_kept_keys_of_old_weights_loads_nothing() -> None:
     assert connector.get_num_new_matched_tokens(waited, 0) == (2 * BLOCK, True)
     connector.answers = False
     assert connector.get_num_new_matched_tokens(looked_up, 0) == (None, False)
+
+
+class Engine:
+    """An engine of a fleet."""
+
+    def __init__(self) -> None:
+        self.namespace, self.connector = Namespace(), Connector()
+        load_current_entries(self.connector, self.namespace)
+
+    def update(self, weights: str) -> None:
+        self.namespace.begin()
+        self.namespace.weights = weights
+
+    def prefill(self) -> Request:
+        """Return a running request whose entries another engine will read."""
+        request = asked(self.namespace)
+        request.kv_transfer_params = {}
+        self.namespace.enter(request)
+        return request
+
+    def finish(self, request: Request) -> dict[str, object] | None:
+        return self.connector.request_finished(request, [3, 4])[1]
+
+    def num_loaded(self, handover: dict[str, object] | None) -> int | None:
+        """Return the number of tokens that a request loads from another engine."""
+        request = asked(self.namespace)
+        request.kv_transfer_params = handover
+        self.namespace.enter(request)
+        return self.connector.get_num_new_matched_tokens(request, 0)[0]
+
+
+def test_a_decode_engine_reads_only_entries_of_its_own_weights() -> None:
+    prefills, decodes = Engine(), Engine()
+    initial = prefills.finish(prefills.prefill())
+    assert decodes.num_loaded(initial) == 2 * BLOCK
+    prefills.update("run/1")
+    assert decodes.num_loaded(prefills.finish(prefills.prefill())) == 0
+    decodes.update("run/1")
+    assert decodes.num_loaded(initial) == 0
+    entries = prefills.finish(prefills.prefill())
+    assert decodes.num_loaded(entries) == 2 * BLOCK
+    decodes.update("other run/1")
+    assert decodes.num_loaded(entries) == 0
+
+
+def test_entries_of_two_versions_are_read_by_no_engine() -> None:
+    prefills, decodes = Engine(), Engine()
+    running = prefills.prefill()
+    prefills.update("run/1")
+    decodes.update("run/1")
+    entries = prefills.finish(running)
+    assert entries is not None
+    assert entries[WEIGHTS] == ""
+    assert decodes.num_loaded(entries) == 0
+    prefills.namespace.begin()
+    decodes.namespace.begin()
+    unknown = prefills.finish(prefills.prefill())
+    assert decodes.num_loaded(unknown) == 0
+
+
+def test_entries_without_the_identity_of_their_weights_are_not_read() -> None:
+    assert Engine().num_loaded({"remote_block_ids": [3]}) == 0
+    assert Engine().num_loaded(None) == 2 * BLOCK
+
+
+def test_only_a_prefill_names_its_weights() -> None:
+    engine = Engine()
+    assert engine.finish(asked(engine.namespace)) is None
 
 
 def test_a_worker_without_a_namespace_refuses_to_pause() -> None:

@@ -83,6 +83,15 @@ def test_a_setting_that_an_update_does_not_survive_is_named(place: str, value: o
         refuse_unsafe_config(config(place, value), adapter=False, serves_own_weights=False)
 
 
+@pytest.mark.parametrize("size", ["pipeline_parallel_size", "data_parallel_size"])
+def test_prefill_in_another_engine_needs_loops_that_a_pause_can_block(size: str) -> None:
+    found = config("kv_transfer_config.kv_connector", "NixlConnector")
+    refuse_unsafe_config(found, adapter=False, serves_own_weights=False)
+    vars(found.parallel_config)[size] = 2
+    with pytest.raises(ConfigError, match=rf"vLLM: parallel_config\.{size} must be 1, got 2: "):
+        refuse_unsafe_config(found, adapter=False, serves_own_weights=False)
+
+
 @pytest.mark.parametrize(
     ("method", "model"), [("eagle3", "folder of drafts"), ("ngram", "ngram"), ("mtp", "another")]
 )

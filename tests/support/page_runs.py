@@ -68,6 +68,7 @@ RUN: Mapping[str, str] = {
     r"CUDA_VISIBLE_DEVICES=1 torchrun --nproc-per-node 1 train.py": VLLM,
     r"(\w+=\d )*vllm serve \S+ --weight-transfer-config '{\"backend\": \"windlass\"}'": VLLM,
     r"VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server .*": VLLM,
+    r"vllm serve MODEL --port \d+ --kv-transfer-config .*": "tests/engines/test_vllm_disaggregation.py::test_no_decode_continues_a_prefill_of_other_weights",
     r"WINDLASS_CONTROLLER=\S+ WINDLASS_TOKEN_FILE=token vllm serve MODEL .*": "tests/integrations/test_vllm_membership.py::test_replicas_behind_two_api_servers_join_at_their_start",
     r"WINDLASS_CONTROLLER=\S+ WINDLASS_TOKEN_FILE=token python -m sglang.launch_server .*": SGLANG,
     r"(WINDLASS_TOKEN_FILE=token )?windlass (capture|attach) .*|python -m sglang.launch_server .* --remote-instance-.*": "tests/engines/test_live_outside.py::test_a_server_without_windlass_is_updated_and_its_faults_are_noticed",

@@ -313,10 +313,10 @@ class Server:
         with urllib.request.urlopen(request, timeout=HTTP_S) as response:
             return json.loads(response.read())
 
-    def join(self, controller: str, transport: str) -> None:
+    def join(self, controller: str, transport: str, name: str = "engine") -> None:
         """Let every rank join a controller's fleet, after it has left the previous fleet."""
         order = JoinOrder(
-            controller, transport, TOKEN, name="engine", url=self.url, serves_own_weights=False
+            controller, transport, TOKEN, name=name, url=self.url, serves_own_weights=False
         )
         self.http.post(JOIN_PATH, order, JOIN_S)
 

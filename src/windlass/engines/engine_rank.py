@@ -310,6 +310,13 @@ class EngineRank:
         """Version that this rank serves; -1 if it has not received a version of its current fleet."""
         return -1 if self._client is None else self._client.agent.served_version
 
+    @property
+    def served_weights(self) -> str:
+        """Identity of the weights that this rank serves, the same on all engines of a fleet; empty for no version of it."""
+        if self._client is None or self.served_version < 0:
+            return ""
+        return f"{self._client.agent.lineage}/{self.served_version}"
+
     def leave(self, deadline_s: float) -> None:
         """Leave the current fleet, if any, and unregister the rank's memory. The fleet's controller must have ended.
 

@@ -22,6 +22,12 @@ so their entries have the namespace, too. A connector may keep the keys of a req
 enters a new namespace after such a lookup (it was preempted, or the connector had no answer yet), the core does not let
 the request load entries: the connector's keys belong to old weights.
 
+Prefill and decode in separate engines. A connector in `HANDOVERS` returns the address of a request's entries to the
+client, and the client sends the address to the decode engine. The core of the prefill engine adds the identity of the
+weights that computed all these entries (`EngineRank.served_weights`, the same on all engines of a fleet). The core of the
+decode engine loads the entries only if its own weights have that identity. Otherwise it computes the prompt itself, and
+tells the prefill engine to free the entries.
+
 Encoder cache. vLLM's cache of encoder outputs has keys without a salt, so the core clears this cache in every update. If
 a running request still needs an output, the scheduler runs the encoder again. The core also clears the cache before a
 capture: a load of weights clears the workers' part of the cache, and vLLM would crash if the core still expected an
@@ -65,6 +71,17 @@ SCHEDULER = "windlass.engines.vllm.engine_core._scheduler"
 """Value for `--scheduler-cls`, for releases that do not report the versions of tokens."""
 STORES = ("OffloadingConnector", "MooncakeStoreConnector")
 """Connectors of vLLM (0.32) whose keys contain the cache salt, by block hashes, and that a live test has updated."""
+HANDOVERS = ("NixlConnector", "NixlPullConnector")
+"""Connectors of vLLM (0.32) by which a decode engine reads the entries of a prefill engine, and that a live test has updated.
+
+The prefill engine returns the address of the entries in `kv_transfer_params`, before the decode engine reads them.
+"""
+WEIGHTS = "windlass_weights"
+"""Worker method that returns the identity of its weights. Also the key of this identity in `kv_transfer_params`."""
+_ADDRESS = "remote_block_ids"
+"""Key in `kv_transfer_params` if a request may load entries of another engine."""
+_INITIAL = "initial"
+"""Identity of the weights of an engine that no update has paused yet."""
 QUIESCES = "windlass_quiesce"
 """Worker method to which the core passes the new cache namespace as an additional argument.
 
@@ -103,17 +120,25 @@ Span = dict[str, int]
 class Namespace:
     """Current cache namespace of one EngineCore: a random prefix of cache salts, new for every update.
 
-    Any thread may call `salt`; only the core's loop calls the other methods.
+    Any thread may call `salt`; only the core's loop uses the rest.
+
+    Attributes:
+        weights: identity of the current weights. During an update, the random name, which no other engine has.
     """
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
         self._has_salted = False
+        self.weights = _INITIAL
 
     def begin(self) -> str:
         """Set a new random namespace, and return it."""
-        self._name = uuid.uuid4().hex
+        self.weights = self._name = uuid.uuid4().hex
         return self._name
+
+    def weights_of(self, request: Any) -> str:
+        """Return the identity of the weights that computed all entries of a request; empty if an update came between them."""
+        return self.weights if (request.cache_salt or "").startswith(self._name) else ""
 
     def salt(self, own: str | None) -> str:
         """Return the salt of a new request. `own` is the salt that the client chose, if any."""
@@ -201,7 +226,8 @@ class _Core:
     calls: CoreCalls | None = None
 
 
-_own = _Core()
+own_core = _Core()
+"""State of this process's EngineCore."""
 
 
 def core_calls() -> CoreCalls | None:
@@ -209,7 +235,7 @@ def core_calls() -> CoreCalls | None:
 
     Return None before the first capture, and in a process without an EngineCore.
     """
-    return _own.calls
+    return own_core.calls
 
 
 def stamps_tokens() -> bool:
@@ -249,7 +275,7 @@ def keep_caches_apart() -> None:
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    namespace = _own.namespace
+    namespace = own_core.namespace
     preprocess, call = EngineCore.preprocess_add_request, EngineCore.collective_rpc
     handle = EngineCoreProc._handle_client_request
 
@@ -257,7 +283,7 @@ def keep_caches_apart() -> None:
         if is_backend_of(core.vllm_config):
             request.cache_salt = namespace.salt(request.cache_salt)
             if (connector := core.scheduler.get_kv_connector()) is not None:
-                load_current_entries(connector)
+                load_current_entries(connector, namespace)
         return preprocess(core, request)
 
     def collective_rpc(
@@ -268,8 +294,8 @@ def keep_caches_apart() -> None:
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         loads = method == ORDERS and args[0] == RankStep.CAPTURE
-        if loads and _own.calls is None and isinstance(core, EngineCoreProc):
-            _own.calls = CoreCalls(core)
+        if loads and own_core.calls is None and isinstance(core, EngineCoreProc):
+            own_core.calls = CoreCalls(core)
         if method == _HOLDS and kwargs is not None and is_backend_of(core.vllm_config):
             return _update(core, functools.partial(call, core), timeout, kwargs["update_info"])
         if method == QUIESCES:
@@ -308,11 +334,12 @@ def _enter_at_look_ups(namespace: Namespace) -> None:
             setattr(KVCacheManager, name, entering(vars(KVCacheManager)[name]))
 
 
-def load_current_entries(connector: Any) -> None:
-    """Patch the scheduler's side of a connector, so that the connector loads no cache entries of old weights.
+def load_current_entries(connector: Any, namespace: Namespace) -> None:
+    """Patch the scheduler's side of a connector, so that the connector loads no cache entries of other weights.
 
     A connector that has looked up a request's prefix before the last update may still use the keys of that look-up.
-    `Namespace.enter` marks such requests. For them, the patched method reports that no tokens match.
+    `Namespace.enter` marks such requests. For them, the patched method reports that no tokens match. It does the same for a
+    request with the address of entries that other weights have computed.
 
     `connector` is vLLM's `KVConnectorBase_V1`. Idempotent.
     """
@@ -322,6 +349,9 @@ def load_current_entries(connector: Any) -> None:
     match: Callable[..., tuple[int | None, bool]] = connector.get_num_new_matched_tokens
 
     def get_num_new_matched_tokens(request: Any, *told: Any) -> tuple[int | None, bool]:
+        handover = vars(request).get("kv_transfer_params") or {}
+        if handover.get(_ADDRESS) and handover.get(WEIGHTS) != namespace.weights:
+            return 0, False
         if not vars(request).get(_LOADS_NOTHING, False):
             return match(request, *told)
         # The scheduler and connectors of vLLM 0.32 honour this setting of a request.
@@ -330,6 +360,23 @@ def load_current_entries(connector: Any) -> None:
         return (None, loads_later) if count is None else (0, False)
 
     connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+    # vLLM calls the second method of connectors that support several groups of caches.
+    for name in ("request_finished", "request_finished_all_groups"):
+        finished = getattr(connector, name, None)
+        if finished is not None:
+            setattr(connector, name, _with_weights(finished, namespace))
+
+
+def _with_weights(finished: Callable[..., Any], namespace: Namespace) -> Callable[..., Any]:
+    """Wrap a connector's method so that each address of a request's entries has the identity of the weights."""
+
+    def request_finished(request: Any, *blocks: Any) -> tuple[bool, dict[str, Any] | None]:
+        is_kept, handover = finished(request, *blocks)
+        if handover and handover.get(_ADDRESS):
+            handover[WEIGHTS] = namespace.weights_of(request)
+        return is_kept, handover
+
+    return request_finished
 
 
 def _quiesce(
@@ -348,9 +395,9 @@ def _quiesce(
         _abort_requests(core)
     _drop_encoder_outputs(core)
     if not blocked_s:
-        return call((pause_id, "", _own.namespace.begin()))
+        return call((pause_id, "", own_core.namespace.begin()))
     with _quiesced(core):
-        found = call((pause_id, blocked_s, _own.namespace.begin()))
+        found = call((pause_id, blocked_s, own_core.namespace.begin()))
     _set_version(core, found)
     return found
 
@@ -360,7 +407,7 @@ def _set_version(core: Any, told: list[int | None]) -> None:
     version = next((v for v in told if v is not None), None)
     if version is None:
         return
-    _own.version = version
+    own_core.version = version
     if not stamps_tokens():
         core.set_weight_version(str(version))
 
@@ -405,7 +452,7 @@ def _hold(core: Any, held: Callable[[str], int]) -> None:
     """
     with _quiesced(core):
         _drop_encoder_outputs(core)
-        version = held(_own.namespace.begin())
+        version = held(own_core.namespace.begin())
         if version >= 0 and not stamps_tokens():
             core.set_weight_version(str(version))
 
@@ -414,7 +461,8 @@ def _hold(core: Any, held: Callable[[str], int]) -> None:
 def _quiesced(core: Any) -> Iterator[None]:
     """Pause the scheduler, and process the results of running steps. Restore the scheduler's state at the end.
 
-    This function makes the same calls as vLLM's `EngineCoreProc.pause_scheduler` and the core's loop.
+    This function makes the same calls as vLLM's `EngineCoreProc.pause_scheduler` and the core's loop. If the engine has a
+    connector, also get the identity of the weights from the workers at the end.
     """
     from vllm.v1.core.sched.interface import PauseState
 
@@ -425,6 +473,10 @@ def _quiesced(core: Any) -> Iterator[None]:
         while core.batch_queue:
             core._process_engine_step()
         yield
+        if scheduler.get_kv_connector() is not None:
+            identities: set[str] = set(core.collective_rpc(WEIGHTS))
+            if len(identities) == 1:
+                own_core.namespace.weights = identities.pop() or own_core.namespace.weights
     finally:
         scheduler.set_pause_state(before)
 
@@ -456,7 +508,7 @@ def _noting(scheduler: Any) -> Any:
 
         def schedule(self, throttle_prefills: bool = False) -> Any:
             step = super().schedule(throttle_prefills)
-            vars(step)[_NOTED] = _own.version
+            vars(step)[_NOTED] = own_core.version
             return step
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -15,7 +15,7 @@ from windlass.engines.options import Rule, options_of, refuse_settings
 from windlass.engines.quantised import require_followed
 from windlass.engines.spec import EngineSpec, ServerCommand
 from windlass.engines.versions import EngineReleases, Feature
-from windlass.engines.vllm.engine_core import BACKEND, OWN_VERSIONS, SCHEDULER, STORES
+from windlass.engines.vllm.engine_core import BACKEND, HANDOVERS, OWN_VERSIONS, SCHEDULER, STORES
 from windlass.engines.vllm.sampling import PROCESSED
 from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError
@@ -84,7 +84,8 @@ _NODES = "use --nnodes, --node-rank and --dist-init-addr of the launcher"
 _EXPERTS_LEAVE = "experts move to other ranks when ranks are added or removed"
 _KEYS_OF_TOKENS = (
     "entries of other connectors may be found without the version of the weights that computed them (vLLM's cache salt), so "
-    f"that entries of old weights could answer; use {' or '.join(STORES)}"
+    f"that entries of old weights could answer; use {' or '.join(STORES)} for a store, and {HANDOVERS[0]} for prefill and "
+    "decode in two servers"
 )
 _LORA = "lora_config"
 _LOGPROBS = Rule(
@@ -101,6 +102,19 @@ _OF_ADAPTERS = (
     Rule("", (1,), "adapters on pipeline stages have not been tested", ("parallel_config.pipeline_parallel_size",)),
 )  # fmt: skip
 """Further rules for a rank if updates change its adapter."""
+_HOLDS_ALONE = (
+    "the core learns which weights its entries belong to only in a pause that blocks its loop, which stages and replicas of "
+    "experts do not allow; use --tp"
+)
+_OF_HANDOVERS = (
+    Rule(
+        "",
+        (1,),
+        _HOLDS_ALONE,
+        ("parallel_config.pipeline_parallel_size", "parallel_config.data_parallel_size"),
+    ),
+)
+"""Further rules for a rank if its connector is in `HANDOVERS`."""
 RULES = (
     Rule("--enable-sleep-mode", (False,), "when the engine sleeps, its weights move and lose their registration",
          ("model_config.enable_sleep_mode",)),
@@ -131,7 +145,7 @@ RULES = (
          ("cache_config.cpu_offload_gb", "offload_config.uva.cpu_offload_gb")),
     Rule("--offload-backend", (), _OFFLOADED),
     Rule("--offload-group-size", (0,), _OFFLOADED, ("offload_config.prefetch.offload_group_size",)),
-    Rule("--kv-transfer-config", STORES, _KEYS_OF_TOKENS, ("kv_transfer_config.kv_connector",), key="kv_connector"),
+    Rule("--kv-transfer-config", (*STORES, *HANDOVERS), _KEYS_OF_TOKENS, ("kv_transfer_config.kv_connector",), key="kv_connector"),
     Rule("--ec-transfer-config", (None,), "a shared encoder output is found by a hash of its input, without the weights; leave it out, and each engine runs its own encoder",
          ("ec_transfer_config",)),
     Rule("--scheduler-cls", (None, SCHEDULER), "Windlass's plugin separates caches by version in vLLM's own scheduler",
@@ -335,6 +349,9 @@ def refuse_unsafe_config(config: object, *, adapter: bool, serves_own_weights: b
         rules += _OF_ADAPTERS
     if serves_own_weights:
         rules.remove(_LOGPROBS)
+    transfer = vars(config).get("kv_transfer_config")
+    if transfer is not None and transfer.kv_connector in HANDOVERS:
+        rules += _OF_HANDOVERS
     refuse_settings("vLLM", rules, setting)
 
 

@@ -229,6 +229,10 @@ class WorkerMethods:
         """Return `version`, which the EngineCore records for later tokens."""
         return version
 
+    def windlass_weights(self) -> str:
+        """Return the identity of the weights that this rank serves; see `EngineRank.served_weights`."""
+        return self.windlass_engine_rank.served_weights
+
     def windlass_digests(self) -> dict[str, str]:
         """Return a fingerprint of every tensor of the model, the draft model and the adapter, by name."""
         worker: Worker = self
