@@ -84,8 +84,8 @@ RELEASES = EngineReleases(
 )
 
 _ADAPTERS = (
-    "SGLang fills the slots of adapters from copies in host memory whenever it changes them, which would undo an update of a "
-    "slot, and its code for adapters does not run on CPUs; use vLLM with --adapter NAME=FOLDER, or publish the merged weights"
+    "SGLang fills the slots of adapters again from copies in host memory, which would undo an update, and its code for "
+    "adapters runs on no CPU; use vLLM with --adapter NAME=FOLDER, or publish the merged weights"
 )
 _APART_CONTROL = "ranks would get an order at different steps, and wait for each other in each step"
 _EXPERTS = "experts move between ranks while it serves"

@@ -76,16 +76,15 @@ RELEASES = EngineReleases(
 
 _OF_FLEET = "use --dp N on one host, or start a server on each host: all servers of a fleet switch versions together"
 _PARTS = f"an order to switch versions would reach only a part of the replicas; {_OF_FLEET}"
-_HOSTS = f"vLLM's orders to replicas on other hosts are not encrypted, and they would contain a secret token; {_OF_FLEET}"
+_HOSTS = f"vLLM's orders to replicas on other hosts are not encrypted and would carry a secret token; {_OF_FLEET}"
 _ONE_SLOT = "use --adapter NAME=FOLDER, which serves and updates one adapter in its own slot"
 _OFFLOADED = "weights are copied to the GPU for every step"
 _EVICTED = "vLLM may evict an adapter that shares slots, and would then read its old weights from its folder"
 _NODES = "use --nnodes, --node-rank and --dist-init-addr of the launcher"
 _EXPERTS_LEAVE = "experts move to other ranks when ranks are added or removed"
 _KEYS_OF_TOKENS = (
-    "entries of other connectors may be found without the version of the weights that computed them (vLLM's cache salt), so "
-    f"that entries of old weights could answer; use {' or '.join(STORES)} for a store, and {HANDOVERS[0]} for prefill and "
-    "decode in two servers"
+    "entries of other connectors may be found without the version of their weights; use "
+    f"{' or '.join(STORES)} for a store, and {HANDOVERS[0]} for prefill and decode in two servers"
 )
 _LORA = "lora_config"
 _LOGPROBS = Rule(
