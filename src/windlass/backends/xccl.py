@@ -97,7 +97,7 @@ class Xccl(OwnPathBackend):
     def is_spent(self, report: UpdateReport) -> bool:
         """Return whether all ranks must bind again.
 
-        This is True after a round that failed or left out an engine, because its broadcast groups may be broken.
+        Return True if the round failed or left out an engine, because broadcast groups that it used may be broken.
         """
         return report.outcome is not RoundOutcome.PUBLISHED or bool(report.left_out)
 

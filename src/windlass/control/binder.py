@@ -282,10 +282,10 @@ class FleetBinder:
         return unused
 
     def _find_replicated(self, unused: frozenset[str]) -> Replicated | None:
-        """Return the boxes that several trainer ranks hold, without `unused` tensors; None if the sources are engines.
+        """Return the boxes that trainer ranks hold more than once, so that rounds compare their bytes.
 
-        In a catch-up the sources are the ranks of an engine. They need no comparison: they have verified their weights,
-        and their copies of one tensor may have different bytes.
+        Boxes of `unused` tensors are left out. Return None in a catch-up, whose sources are the ranks of an engine: these
+        ranks have already verified their weights by digests.
         """
         of_trainers = all(manifest.role is Role.TRAINER for manifest in self._sources)
         return find_replicated(self._sources, unused) if of_trainers else None

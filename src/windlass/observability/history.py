@@ -67,8 +67,9 @@ class History:
     def add(self, point: Point) -> None:
         """Add a point with the current counts.
 
-        Two stored points should be at least `interval_s` apart. If the last two stored points are closer, `point` is
-        merged into the last one. If there are then more than `max_points` points, merge pairs of neighbouring points.
+        If the last two stored points are less than `interval_s` apart, merge `point` into the last one. Otherwise append
+        it. If there are more than `max_points` points after that, merge neighbouring points in pairs (all but the first),
+        and double `interval_s`.
         """
         points = self._points
         if len(points) > 1 and points[-1].at_s - points[-2].at_s < self.interval_s:

@@ -59,9 +59,10 @@ def depths_of(group: RelayGroup) -> tuple[tuple[int, ...], ...]:
 
 
 def find_replicas(engines: Mapping[str, Sequence[ShardManifest]]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of engines with the same layout, as groups of at least two engines.
+    """Return the sets of engines that have the same layout, as tuples of engine names.
 
-    `engines` has the manifests of each engine's ranks. Groups and their names are in the order of `engines`.
+    Engines whose layout no other engine has are left out. `engines` has the manifests of each engine's ranks. The names in
+    a tuple are in the order of `engines`, and the tuples in the order of their first names.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for name, manifests in engines.items():

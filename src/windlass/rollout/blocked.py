@@ -56,7 +56,10 @@ class BlockWatch:
         self._turned.set()
 
     def _watch(self) -> None:
-        """Let the loop run a callback every `LOOK_EVERY_S`, and log the loop's stack while the callback does not run."""
+        """Schedule a callback in the loop, and wait `LOOK_EVERY_S` between callbacks.
+
+        If a callback has not run after `BLOCKED_AFTER_S`, log the loop's stack, and again every `SAY_EVERY_S` until it runs.
+        """
         while not self._ended.wait(LOOK_EVERY_S):
             self._turned.clear()
             try:

@@ -175,7 +175,10 @@ class TrainerClient(Closing):
     def _await_copy(
         self, pending: PendingUpdate, copied: threading.Event, deadline_s: float
     ) -> None:
-        """Return when the weights have been copied; raise the error of the round if it has ended without a copy."""
+        """Wait until the weights have been copied or the round has ended. Raise the round's error if it has failed by then.
+
+        Raise PeerTimeout if neither happens in time.
+        """
         pending.when_done(copied.set)
         if not (in_time := copied.wait(deadline_s + MARGIN_S)):
             # Wait for the end of a running copy, which still reads the weights.

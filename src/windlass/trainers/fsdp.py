@@ -149,8 +149,9 @@ def describe_trainer(
 
     Raises:
         ConfigError: `exporter` is given with `name_map` or `stacked`.
-        UnsupportedLayout: the placement of a DTensor cannot be described, or the module computes with other tensors than
-            the described ones (see `refuse_originals` and `refuse_rewritten`), or the exporter computes values.
+        UnsupportedLayout: the placement of a DTensor cannot be described; the module computes a published tensor from
+            other parameters, such as with weight norm (`refuse_originals`); `state_dict` returns other values than the
+            parameters have (`refuse_rewritten`); or the exporter yields computed values instead of elements of parameters.
         PlanError: `keep` matches a parameter that a PEFT adapter changes.
         PeerTimeout: another rank did not run the exporter within `exporter_deadline_s`.
     """

@@ -63,8 +63,8 @@ def checkpoint_folder(
 def checkpoint_specs(folder: Path, *, adapter: bool = False) -> tuple[CheckpointSpec, ...]:
     """Return the tensors of a checkpoint, sorted by name. Read only the headers of the files.
 
-    Sorting brings the tensors of one layer together. This matters because vLLM buffers the tensors of a layer until the
-    layer is complete, and searches all buffered tensors for each new tensor.
+    Sorting brings the tensors of one layer together. vLLM buffers the tensors of a layer until the layer is complete, and
+    scans the whole buffer whenever a tensor arrives, so unsorted tensors would load slowly.
 
     The result omits integer tensors (masks, positions), because training does not change them. In a quantised checkpoint,
     integer tensors are weights, so this function refuses them.
@@ -72,7 +72,7 @@ def checkpoint_specs(folder: Path, *, adapter: bool = False) -> tuple[Checkpoint
     Raises:
         ConfigError: the folder has no safetensors files, a file is not a safetensors file, or the index is
             invalid or names a missing file.
-        UnsupportedLayout: the dtype of a tensor cannot represent digits (for example packed integers).
+        UnsupportedLayout: a tensor has a dtype in which capture cannot number elements, such as packed integers.
     """
     found: dict[str, CheckpointSpec] = {}
     quantised = is_declared(folder)
@@ -83,8 +83,8 @@ def checkpoint_specs(folder: Path, *, adapter: bool = False) -> tuple[Checkpoint
                 found[name] = CheckpointSpec(name, tuple(entry.get_shape()), _SAFETENSORS[dtype])
             elif quantised or dtype not in _INTEGERS_STORED:
                 raise UnsupportedLayout(
-                    f"checkpoint: tensor {name!r}: dtype must be one of {list(_SAFETENSORS)}, which represent "
-                    f"all digits, got {dtype}"
+                    f"checkpoint: tensor {name!r}: dtype must be one of {list(_SAFETENSORS)}, because "
+                    f"capture numbers the elements in the tensor's own dtype, got {dtype}"
                 )
     return tuple(found.values())
 

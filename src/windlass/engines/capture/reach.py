@@ -816,7 +816,10 @@ def _is_data(value: object) -> bool:
 
 
 def _has_state(function: FunctionType) -> bool:
-    """Return whether a function has a closure, attributes, or default arguments that may contain tensors."""
+    """Return whether the walk must visit a function: it has a closure, attributes, or a default that may contain tensors.
+
+    Return False for functions of modules that the walk skips.
+    """
     if _is_outside(function.__module__ or "torch"):
         return False
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())

@@ -172,7 +172,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, tag_field="kind", forbid_unkn
         """
 
     def make_backend(self, log_dir: Path) -> ClusterBackend:
-        """Return the backend: the object that reserves, starts and ends processes on the host or cluster.
+        """Return the `ClusterBackend`, which reserves nodes, cores and GPUs, and starts and ends processes on them.
 
         Args:
             log_dir: folder on this host. The output of process NAME goes to `NAME.log` there, or to a log on its node.
