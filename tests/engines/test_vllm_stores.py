@@ -44,14 +44,17 @@ STORES: dict[str, dict[str, object]] = {
         "cpu_bytes_to_use": 256 << 20,
     },
     "MooncakeStoreConnector": {},
+    "SimpleCPUOffloadConnector": {"cpu_bytes_to_use": 256 << 20},
 }
 """Connector -> its `kv_connector_extra_config`."""
 FLAGS = (
     *("--dtype", "float32", "--max-model-len", "512", "--block-size", str(BLOCK)),
     *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
 )
+_IN_TORCH = "the test copies blocks in plain torch, because vLLM's copies need a GPU"
 BLOCKS = {
-    "OffloadingConnector": "the test copies blocks in plain torch, because vLLM's copies need a GPU",
+    "OffloadingConnector": _IN_TORCH,
+    "SimpleCPUOffloadConnector": _IN_TORCH,
     "MooncakeStoreConnector": "the store is Mooncake's, over TCP",
 }
 Said = tuple[list[int], list[float]]

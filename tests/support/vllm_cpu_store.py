@@ -1,12 +1,12 @@
-"""Store of vLLM's `OffloadingConnector` for CPUs: keys and values in other memory of the same host.
+"""Stores of vLLM's `OffloadingConnector` and `SimpleCPUOffloadConnector` for CPUs: keys and values in other memory of the host.
 
-vLLM 0.32 refuses its own store on CPUs, because it copies on CUDA streams. This store has the same manager and the same
-keys, and copies in plain torch.
+vLLM 0.32 copies on CUDA streams, and refuses the first store on CPUs. These stores have the same managers and the same
+keys, and copy in plain torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,3 +66,66 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
 
     def wait(self, job_ids: set[int]) -> None:
         """Return at once: every copy has ended."""
+
+
+class HostCopies:
+    """Stands for `DmaCopyBackend` of `SimpleCPUOffloadConnector`: copies blocks at once, in the main loop of a rank."""
+
+    def init(
+        self,
+        gpu_caches: Mapping[str, torch.Tensor],
+        cpu_caches: Mapping[str, torch.Tensor],
+        *_on_device: object,
+    ) -> None:
+        """Keep the tensors between which blocks are copied."""
+        self._caches, self._stored = [*gpu_caches.values()], [*cpu_caches.values()]
+
+    def launch_copy(
+        self,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        is_store: bool,
+        event_idx: int,
+        events_list: list[tuple[int, Any]],
+        wait_event: object = None,
+    ) -> None:
+        """Copy blocks, and report the end of the copy."""
+        del wait_event
+        ends = (self._caches, self._stored) if is_store else (self._stored, self._caches)
+        for one, other in zip(*ends, strict=True):
+            other[torch.as_tensor(dst_blocks)] = one[torch.as_tensor(src_blocks)]
+        events_list.append((event_idx, torch.cpu.Event()))
+
+    def shutdown(self) -> None:
+        """Do nothing: there is no thread."""
+
+
+class _Stream(torch.cpu.Stream):
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
+
+def install_copies() -> None:
+    """Make `SimpleCPUOffloadConnector` copy with `HostCopies` in this process."""
+    from vllm.v1.simple_kv_offload import worker
+
+    worker.DmaCopyBackend = HostCopies
+    worker.PIN_MEMORY = False
+    vars(worker)["torch"] = _TorchOfHost()
+
+
+class _TorchOfHost:
+    """Torch as the connector's module sees it, with streams and events of the CPU."""
+
+    Event = torch.cpu.Event
+
+    class cuda:  # noqa: N801
+        Stream = _Stream
+
+        @staticmethod
+        def current_stream() -> _Stream:
+            return _Stream()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 import torch
 import vllm_cpu_experts
+import vllm_cpu_store
 
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.vllm.adapter import Slot
@@ -18,6 +19,7 @@ from windlass.engines.vllm.rank import cache_storages
 from windlass.engines.vllm.spec import draft_follows
 
 vllm_cpu_experts.install()
+vllm_cpu_store.install_copies()
 # Mooncake's connector records an event of the GPU before it reads the KV cache.
 torch.cuda.Event = torch.cpu.Event  # type: ignore[misc,assignment]
 if os.environ.get("WINDLASS_TEST_WITHOUT_AVX512_BF16"):

@@ -69,7 +69,7 @@ BACKEND = "windlass"
 """Value for `--weight-transfer-config`."""
 SCHEDULER = "windlass.engines.vllm.engine_core._scheduler"
 """Value for `--scheduler-cls`, for releases that do not report the versions of tokens."""
-STORES = ("OffloadingConnector", "MooncakeStoreConnector")
+STORES = ("OffloadingConnector", "MooncakeStoreConnector", "SimpleCPUOffloadConnector")
 """Connectors of vLLM (0.32) whose keys contain the cache salt, by block hashes, and that a live test has updated."""
 HANDOVERS = ("NixlConnector", "NixlPullConnector")
 """Connectors of vLLM (0.32) by which a decode engine reads the entries of a prefill engine, and that a live test has updated.

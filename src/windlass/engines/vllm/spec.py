@@ -83,7 +83,7 @@ _EVICTED = "vLLM may evict an adapter that shares slots, and would then read its
 _NODES = "use --nnodes, --node-rank and --dist-init-addr of the launcher"
 _EXPERTS_LEAVE = "experts move to other ranks when ranks are added or removed"
 _KEYS_OF_TOKENS = (
-    "entries of other connectors may be found without the version of their weights; use "
+    "entries of other connectors may come from old weights; use "
     f"{' or '.join(STORES)} for a store, and {HANDOVERS[0]} for prefill and decode in two servers"
 )
 _LORA = "lora_config"
