@@ -52,6 +52,7 @@ def test_a_release_without_a_required_feature_is_refused(
             "0.5.16",
             [
                 "no weight version per token: all tokens",
+                "`--hicache-storage-backend` is refused",
                 "`--dp` is refused",
             ],
         ),
@@ -60,6 +61,7 @@ def test_a_release_without_a_required_feature_is_refused(
             "0.5.11",
             [
                 "no weight version per token",
+                "`--hicache-storage-backend` is refused",
                 "`--dp` is refused",
                 "were never tested",
             ],

@@ -69,7 +69,7 @@ def test_a_server_without_refused_settings_is_accepted() -> None:
         ("enable_memory_saver", True, "--enable-memory-saver"),
         ("enable_lora", True, "--enable-lora"),
         ("torchao_config", "int4wo-32", "--torchao-config"),
-        ("hicache_storage_backend", "file", "--hicache-storage-backend"),
+        ("hicache_host_memory_mode", "buffer_only", "--hicache-host-memory-mode"),
         ("enable_lmcache", True, "--enable-lmcache"),
         ("enable_flexkv", True, "--enable-flexkv"),
         ("enable_unified_cache_external_linker", True, "--enable-unified-cache-external-linker"),
@@ -90,6 +90,20 @@ def test_a_refused_setting_without_an_option_is_found(
         check_server(EngineHttp(url), 2)
     (rule,) = (rule for rule in RULES if rule.option == option)
     assert str(refused.value).endswith(rule.why)
+
+
+def test_stored_entries_need_keys_with_the_version_of_the_weights() -> None:
+    told = {**PLAIN, "hicache_storage_backend": "file"}
+    with server(json.dumps(told).encode()) as url:
+        check_server(EngineHttp(url), 2)
+    with (
+        server(json.dumps({**told, "version": "0.5.19"}).encode()) as url,
+        pytest.raises(
+            ConfigError,
+            match=r"hicache_storage_backend must be None, got file: this release finds stored",
+        ),
+    ):
+        check_server(EngineHttp(url), 2)
 
 
 def test_data_parallel_attention_is_accepted_with_the_settings_of_newer_releases() -> None:

@@ -6,7 +6,7 @@ SGLang calls entry points of the group `sglang.srt.plugins` before it reads its 
 (`sglang/srt/plugins/__init__.py`, 0.5.11 and later). The plugin is active if WINDLASS_CONTROLLER is set. In the process
 that serves HTTP, the plugin
 
-- refuses settings of the engine that break a rule (`RULES`), before SGLang loads a model;
+- refuses settings of the engine that break a rule (`rules_for`), before SGLang loads a model;
 - registers the custom weight loader `windlass.engines.sglang.hook.run` on every rank;
 - protects private routes (`windlass.engines.private_routes`), and lets orders reach every data-parallel replica;
 - lets the pause mode `abort` return as soon as the last request has ended (`pause_at_once`);
@@ -42,14 +42,14 @@ from windlass.engines.sglang.orders import HOOK
 from windlass.engines.sglang.spec import (
     ORIGINAL,
     RELEASES,
-    RULES,
     SAMPLED,
     is_set,
     num_replicas,
+    rules_for,
     send_step,
 )
 from windlass.engines.spec import AgentSettings, join_deadline_s, refuse_expandable_segments
-from windlass.engines.versions import check_installed
+from windlass.engines.versions import check_installed, installed_version
 from windlass.envs import (
     CONTROLLER_VARIABLE,
     TOKEN_FILE_VARIABLE,
@@ -131,7 +131,7 @@ def _prepare(server_args: Any) -> None:
         except AttributeError as error:
             raise LookupError(name) from error
 
-    refuse_settings("SGLang", RULES, setting)
+    refuse_settings("SGLang", rules_for(installed_version(RELEASES)), setting)
     if Path(settings.model_path).is_dir():
         _require_followed(settings, Path(settings.model_path))
     _set_loader(server_args, [*settings.custom_weight_loader])

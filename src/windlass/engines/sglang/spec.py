@@ -39,6 +39,13 @@ TOKEN_VERSIONS = Feature(
     without="all tokens of an answer carry one version, even if an update came between them",
 )
 
+STORED_KEYS = Feature(
+    "keys of HiCache's storage that contain the prefix-cache namespace",
+    since=(0, 5, 20),
+    missing_in=(0, 5, 19),
+    without="`--hicache-storage-backend` is refused",
+)
+
 RELEASES = EngineReleases(
     name="SGLang",
     package="sglang",
@@ -79,6 +86,7 @@ RELEASES = EngineReleases(
             since=(0, 5, 21),
             missing_in=(0, 5, 20),
         ),
+        STORED_KEYS,
         REPLICAS,
     ),
 )
@@ -101,12 +109,15 @@ _TOKENIZERS = (
 )
 _CLEAR = "ranks call the server's routes over HTTP without TLS"
 _HICACHE = "use --enable-hierarchical-cache, which keeps entries in the host's memory"
-_SHARED = (
-    "before SGLang 0.5.20 its entries are found by tokens alone, and no server with later keys has been updated yet; use "
-    "--enable-hierarchical-cache without it"
-)
 _STORED = f"its entries are found by tokens alone, so that entries of old weights would answer; {_HICACHE}"
-_LINKER = f"it stores entries outside the engine, as HiCache's storage backends do; {_HICACHE}"
+_LINKER = (
+    "it stores entries by itself, while Windlass separates versions in HiCache's storage backends; use "
+    "--enable-hierarchical-cache with --hicache-storage-backend"
+)
+_STAGED = (
+    "SGLang ends if an update comes between the load of a request's entries into this buffer and the start of the request; "
+    "use cache"
+)
 _EMBEDDED = (
     "its entries are found by the image alone, so that embeddings of old weights would answer; leave it out, and each "
     "engine keeps a cache of its own"
@@ -123,7 +134,7 @@ def _rule(setting: str, allowed: tuple[object, ...], why: str) -> Rule:
 
 
 _CACHES = (
-    _rule("hicache_storage_backend", (None,), _SHARED),
+    _rule("hicache_host_memory_mode", ("cache",), _STAGED),
     _rule("enable_lmcache", (False,), _STORED),
     _rule("enable_flexkv", (False,), _STORED),
     _rule("enable_unified_cache_external_linker", (False,), _LINKER),
@@ -159,6 +170,10 @@ RULES = (
     _rule("smg_grpc_mode", (False,), _OTHER_LISTENER),
 )
 """Rules for a server that gets updates."""
+_TOKEN_KEYS = _rule(
+    "hicache_storage_backend", (None,), f"this release finds stored {_STORED.removeprefix('its ')}"
+)
+"""Rule for releases without `STORED_KEYS`."""
 _DP_ATTENTION = "--enable-dp-attention"
 _SIZES = ("tp_size", "pp_size", "dp_size")
 
@@ -202,6 +217,11 @@ class SglangServer:
         )
 
 
+def rules_for(version: str) -> tuple[Rule, ...]:
+    """Return the rules for a server of a release of SGLang."""
+    return RULES if has(STORED_KEYS, version) else (*RULES, _TOKEN_KEYS)
+
+
 def send_step(server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str) -> None:
     """Order every rank of a server to carry out a step; see `windlass.engines.rank_reports.SendStep`."""
     from windlass.engines.sglang.orders import Step, order_ranks
@@ -238,7 +258,7 @@ def check_server(server: EngineHttp, world_size: int) -> int:
         return 1
     except DECODE_ERRORS as error:
         raise PeerUnreachable(f"{server.url}/server_info: not SGLang's answer: {error}") from error
-    refuse_settings(server.url, RULES, told.__getitem__)
+    refuse_settings(server.url, rules_for(str(told.get("version", ""))), told.__getitem__)
     sizes = {name: size if isinstance(size := told.get(name), int) else 1 for name in _SIZES}
     sizes["dp_size"] = num_replicas(told, sizes["dp_size"])
     if told.keys() >= set(_SIZES) and math.prod(sizes.values()) != world_size:
