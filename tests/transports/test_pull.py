@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import ClassVar
 
 import msgspec
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
+from windlass.net.clock import Deadline
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
 from windlass.transfer.arena import Arena
 from windlass.transports import process_memory, pull
 from windlass.transports.base import WriteBatch
+from windlass.transports.processes import OwnProcess, socket_name_of
 from windlass.transports.pull import PullConfig, PullTransport
+from windlass.transports.pull_gpu import GpuReads
 
 
 class TestPull(ProcessConformance):
@@ -113,3 +117,77 @@ def test_a_request_whose_writer_has_given_up_is_not_carried_out(
         transport.fence(deadline_s=5.0)
         time.sleep(0.05)
         assert not calls
+
+
+def connected(transport: PullTransport) -> socket.socket:
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    line.settimeout(10.0)
+    line.connect(socket_name_of(transport.endpoint()))
+    return line
+
+
+@pytest.mark.parametrize("sent", [b"", b"\1"])
+def test_reader_closes_a_connection_without_a_request(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(pull, "HEAD_S", 0.1)
+    with closing(PullTransport()) as transport, connected(transport) as line:
+        line.sendall(sent)
+        assert line.recv(1) == b""
+
+
+def test_reader_closes_a_connection_whose_request_is_not_whole_by_its_deadline() -> None:
+    """Check a writer that sends one byte at a time, and each byte in time."""
+    with closing(PullTransport()) as transport, connected(transport) as line:
+
+        def send_slowly() -> None:
+            with suppress(OSError):
+                for _ in range(24):
+                    time.sleep(0.1)
+                    line.sendall(b"\1")
+
+        line.sendall(pull.HEAD.pack(1, 0.3, 0))
+        began = time.monotonic()
+        sending = threading.Thread(target=send_slowly)
+        sending.start()
+        with suppress(ConnectionResetError):
+            line.recv(1000)
+        took_s = time.monotonic() - began
+        sending.join()
+        assert took_s < 1.5
+
+
+def test_writer_reads_a_bounded_answer() -> None:
+    """Check a peer that sends without end: the writer fails instead of collecting its bytes."""
+
+    def flood(line: socket.socket) -> None:
+        until = time.monotonic() + 10.0
+        with line, suppress(OSError):
+            while time.monotonic() < until:
+                line.sendall(b"x" * 65536)
+
+    with closing(PullTransport()) as transport, closing(OwnProcess("pull", serve=flood)) as peer:
+        source, target = Arena(transport, 4096), Arena(transport, 4096)
+        remote = msgspec.structs.replace(target.region.remote, endpoint=peer.endpoint)
+        batch = loopback(transport, source, target, 64)
+        batch = dataclasses.replace(batch, endpoint=peer.endpoint, regions=(remote,))
+        with pytest.raises(TransferFailed):
+            transport.write(batch, deadline_s=3.0)
+
+
+def test_fence_fails_while_a_late_copy_of_the_gpu_may_still_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with closing(PullTransport()) as transport:
+        transport.fence(deadline_s=1.0)
+        monkeypatch.setattr(PullTransport, "is_late", True)
+        with pytest.raises(TransferFailed, match="may still write"):
+            transport.fence(deadline_s=1.0)
+
+
+def test_read_waits_for_earlier_reads_of_the_gpu_until_its_deadline() -> None:
+    reads = GpuReads.__new__(GpuReads)
+    reads.turn = threading.Lock()
+    nothing = np.zeros(0, np.uint64)
+    with reads.turn, pytest.raises(TransferFailed, match="earlier reads"):
+        reads.read(1, b"", (nothing, nothing, nothing), Deadline.after(0.05, "a test"))

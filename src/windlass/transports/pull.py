@@ -3,8 +3,8 @@
 Every other transport writes into the memory of the peer. That is impossible if the peer is an engine that sleeps:
 memory that sleeps keeps its addresses and loses its pages, so no other process can map it. With `pull`, a write is a
 request. The writer sends the pieces (addresses and sizes) to the peer. The peer reads them into its own memory, with
-`process_vm_readv` or with its GPU (`pull_gpu.py`), and answers. It accepts only pieces inside memory that it has registered. A registration is an entry in
-a table, so the memory may lose its pages between two writes and get new ones.
+`process_vm_readv` or with its GPU (`pull_gpu.py`), and answers. It accepts only pieces inside memory that it has
+registered. A registration is an entry in a table, so the memory may lose its pages between two writes and get new ones.
 
 The sender, the round and the digests are the same as for every other transport (docs/adr/0013-the-engine-pulls.md).
 """
@@ -60,10 +60,12 @@ MARGIN_S, MARGIN_SHARE = 0.5, 0.2
 """Time of a deadline that the reader leaves for its answer: at most `MARGIN_S`, and at most this share."""
 MAX_PIECES = 1 << 24
 MAX_ANSWER_NBYTES = 1 << 16
+HEAD_S = 5.0
+"""Seconds within which a writer must send the head of its request, which has the deadline of the rest."""
 ANSWER_S = 5.0
 CLOSE_S = 10.0
 MAX_EXPORTED_NBYTES = 1 << 24
-_HEAD = struct.Struct("<QdQ")
+HEAD = struct.Struct("<QdQ")
 """Number of pieces, seconds that the reader may take, and bytes of exported memory (`GpuReads.exports`), which follow.
 Then three columns of uint64 follow: addresses in the reader's process, addresses in the writer's process, and sizes."""
 
@@ -147,12 +149,20 @@ class PullTransport(RegionTransport):
         return WireReport("pull", "process_vm_readv", f"pid {self._endpoint.address}")
 
     def fence(self, *, deadline_s: float) -> None:
-        """Wait until no read for a writer runs any more. A request of a writer that has ended is not carried out."""
+        """Wait until no read for a writer runs any more. A request of a writer that has ended is not carried out.
+
+        Raises:
+            TransferFailed: a read still runs, or a copy by the GPU missed its deadline and may still write.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._reads, deadline_s):
                 raise TransferFailed(
                     f"pull: {len(self._reads)} reads have not ended within {deadline_s} s"
                 )
+        if self.is_late:
+            raise TransferFailed(
+                f"pull: a copy by GPU {self.traits.gpu} missed its deadline and may still write; start the engine again"
+            )
 
     def close(self) -> None:
         self._own.close()
@@ -179,7 +189,7 @@ class PullTransport(RegionTransport):
                 left_s = deadline.remaining_s
                 reader_s = left_s - min(MARGIN_S, MARGIN_SHARE * left_s)
                 columns = batch.remote_addresses, batch.local_addresses, batch.nbytes
-                head = _HEAD.pack(len(batch.nbytes), reader_s, len(exported))
+                head = HEAD.pack(len(batch.nbytes), reader_s, len(exported))
                 line.sendall(head + exported + np.stack(columns).tobytes())
             except OSError as error:
                 # The peer carries out only a whole request, and this one is not whole.
@@ -201,7 +211,7 @@ class PullTransport(RegionTransport):
         """
         data = bytearray()
         try:
-            while part := line.recv(MAX_ANSWER_NBYTES):
+            while len(data) <= MAX_ANSWER_NBYTES and (part := line.recv(MAX_ANSWER_NBYTES)):
                 data += part
                 line.settimeout(max(deadline.remaining_s, 0.001))
         except TimeoutError as error:
@@ -284,9 +294,12 @@ class PullTransport(RegionTransport):
                 self._changed.notify_all()
 
     def _is_touched(self, region: MemoryRegion) -> bool:
-        if self._gpu is not None and self._gpu.gpu.is_late:
-            return True
-        return any(overlaps(region, *running) for running in self._reads.values())
+        return self.is_late or any(overlaps(region, *read) for read in self._reads.values())
+
+    @property
+    def is_late(self) -> bool:
+        """True if a copy by the GPU missed its deadline, so that bytes may still arrive."""
+        return self._gpu is not None and self._gpu.gpu.is_late
 
 
 def _request_of(line: socket.socket) -> tuple[Pieces, bytes, Deadline]:
@@ -295,24 +308,28 @@ def _request_of(line: socket.socket) -> tuple[Pieces, bytes, Deadline]:
     Raises:
         OSError: the writer has closed the connection or has ended.
         ProtocolError: the request is too large or has no deadline.
+        TransferFailed: the request was not whole by its deadline.
     """
-    num_pieces, seconds, num_exported = _HEAD.unpack(_exactly(line, _HEAD.size))
+    head = _exactly(line, HEAD.size, Deadline.after(HEAD_S, "pull: head of a request"))
+    num_pieces, seconds, num_exported = HEAD.unpack(head)
     is_small = num_pieces <= MAX_PIECES and num_exported <= MAX_EXPORTED_NBYTES
     if not is_small or not 0 <= seconds < 1e6:
         raise ProtocolError(
             f"pull: a request must have at most {MAX_PIECES} pieces and a deadline, got {num_pieces} and {seconds} s"
         )
     deadline = Deadline.after(seconds, "pull")
-    line.settimeout(max(seconds, 0.001))
-    exported = _exactly(line, num_exported)
-    columns = np.frombuffer(_exactly(line, 24 * num_pieces), np.uint64).reshape(3, num_pieces)
+    exported = _exactly(line, num_exported, deadline)
+    data = _exactly(line, 24 * num_pieces, deadline)
+    columns = np.frombuffer(data, np.uint64).reshape(3, num_pieces)
     return (columns[0], columns[1], columns[2]), exported, deadline
 
 
-def _exactly(line: socket.socket, nbytes: int) -> bytes:
+def _exactly(line: socket.socket, nbytes: int, deadline: Deadline) -> bytes:
     data = bytearray(nbytes)
     view, done = memoryview(data), 0
     while done < nbytes:
+        deadline.check_before_more()
+        line.settimeout(max(deadline.remaining_s, 0.001))
         count = line.recv_into(view[done:])
         if not count:
             raise OSError(

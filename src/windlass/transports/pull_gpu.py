@@ -10,7 +10,7 @@ from typing import final
 import msgspec
 import numpy as np
 
-from windlass.errors import DECODE_ERRORS, ProtocolError, RegionError
+from windlass.errors import DECODE_ERRORS, ProtocolError, RegionError, TransferFailed
 from windlass.layout.columns import UInt64Array
 from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES, pointer_device
 from windlass.memory.cuda.gpu import shared_gpu
@@ -36,14 +36,17 @@ class GpuReads:
     Args:
         ordinal: ordinal of this rank's GPU, which runs the copies.
 
+    Attributes:
+        gpu: GPU that runs the copies.
+        turn: lock that a read holds, because a process can open a handle only once at a time.
+
     Raises:
         TransportUnavailable: the NVIDIA driver, the GPU or NVRTC is missing.
     """
 
     def __init__(self, ordinal: int) -> None:
         self.gpu = shared_gpu(ordinal)
-        # A process can open a handle only once at a time.
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
 
     def exports(self, addresses: UInt64Array) -> bytes:
         """Return the handles of the allocations that contain `addresses`, for `read` in another process.
@@ -72,13 +75,17 @@ class GpuReads:
         Raises:
             ProtocolError: `exported` cannot be decoded.
             RegionError: a piece is outside the exported allocations; nothing was copied.
-            TransferFailed: the driver refused to map memory or to copy.
+            TransferFailed: the driver refused to map memory or to copy, or earlier reads did not end by the deadline.
             TransferOutcomeUnknown: the copies did not end by the deadline.
         """
         targets, sources, nbytes = pieces
-        device = self.gpu.device
-        with self._turn, ExitStack() as opened:
-            rows = []
+        with ExitStack() as opened:
+            if not self.turn.acquire(timeout=deadline.remaining_s):
+                raise TransferFailed(
+                    f"pull: earlier reads of this GPU have not ended within {deadline.seconds:.3g} s"
+                )
+            opened.callback(self.turn.release)
+            device, rows = self.gpu.device, []
             for one in _decoded(exported):
                 base = one.start
                 # CUDA cannot open a handle in the process that exported it.
