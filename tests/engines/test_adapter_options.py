@@ -65,13 +65,6 @@ def test_vllm_serves_one_adapter_in_one_slot_of_at_least_its_rank(rank: int, slo
     assert adapter_options(None, []) == ()
 
 
-def test_adapters_are_refused_on_stages_and_replicas() -> None:
-    for sizes in ({"pp": 2}, {"dp": 2}):
-        assert adapter_options(None, [], **sizes) == ()
-        with pytest.raises(ConfigError, match="--pp and --dp must be 1"):
-            adapter_options(Adapter("math", Path("/a"), 4, (2.0,)), [], **sizes)
-
-
 def test_the_rank_of_vllms_slot_may_be_given() -> None:
     for word in ("--max-lora-rank", "--max_lora_rank=64"):
         options = adapter_options(Adapter("math", Path("/a"), 4, (2.0,)), [word])

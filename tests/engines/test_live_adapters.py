@@ -47,10 +47,21 @@ SLOT = "buffer:adapter/"
 Digests = list[dict[str, str]]
 
 
-def row(tp: int, way: Way, outcome: str = "proven") -> Shown:
+SHARDED = "fully sharded"
+"""Name of a layout in which tensor-parallel ranks also split the low-rank dim of an adapter."""
+LAYOUTS = {
+    "tp1": Layout(),
+    "tp2": Layout(2),
+    f"tp2 {SHARDED}": Layout(2),
+    "tp1 pp2": Layout(pp=2),
+    "tp1 dp2": Layout(dp=2),
+}
+
+
+def row(name: str, way: Way, outcome: str = "proven") -> Shown:
     return Shown(
         trainer=str(FSDP), engine="vllm", engine_version=engine_version("vllm"),
-        engine_parallelism=f"tp{tp}", model=f"{KIND}+lora", dtype="float32 -> bfloat16",
+        engine_parallelism=name, model=f"{KIND}+lora", dtype="float32 -> bfloat16",
         transport=way.transport, mode=str(way.mode), outcome=outcome,
     )  # fmt: skip
 
@@ -59,17 +70,20 @@ def row(tp: int, way: Way, outcome: str = "proven") -> Shown:
 def matrix(request: pytest.FixtureRequest) -> None:
     """Add every combination as `untested`; a passed test replaces its row."""
     request.config.stash.setdefault(MATRIX, []).extend(
-        asdict(row(tp, way, "untested")) for tp in (1, 2) for way in P2P_WAYS
+        asdict(row(name, way, "untested")) for name in LAYOUTS for way in P2P_WAYS
     )
 
 
-@pytest.mark.parametrize("tp", [1, 2] if FULL else [2])
+@pytest.mark.parametrize("name", LAYOUTS if FULL else ["tp2"])
 async def test_an_updated_adapter_equals_a_freshly_loaded_adapter(
-    tp: int, tmp_path: Path, shown: Record
+    name: str, tmp_path: Path, shown: Record
 ) -> None:
+    layout, flags = LAYOUTS[name], (("--fully-sharded-loras",) if SHARDED in name else ())
     base, old = save(KIND, 1, tmp_path / "base"), tmp_path / "adapter"
     adapted(build(KIND, 1).float(), seed=4).save_pretrained(old)
-    with serving("vllm", base, tmp_path / "live.log", layout=Layout(tp), adapter=old) as server:
+    with serving(
+        "vllm", base, tmp_path / "live.log", layout=layout, adapter=old, flags=flags
+    ) as server:
         model, answer = parts(server.digests())[0], server.sample(PROMPT, NUM_TOKENS)
         version, adapter = 0, old
         with training(FSDP, f"{KIND}+lora", base) as ranks:
@@ -83,10 +97,10 @@ async def test_an_updated_adapter_equals_a_freshly_loaded_adapter(
                 check(server, adapter, version, base=base, old=old)
                 again = server.sample(PROMPT, NUM_TOKENS)
                 assert (again.tokens, again.logprobs) == (answer.tokens, answer.logprobs)
-                assert parts(server.digests())[1] == server.digests_of_fresh_adapter(adapter)
+                assert parts(server.digests())[1] == fresh(server, adapter)
         check_that_it_stays(server, adapter, old)
     for way in P2P_WAYS:
-        shown(row(tp, way))
+        shown(row(name, way))
 
 
 def parts(digests: Digests) -> tuple[Digests, Digests]:
@@ -98,15 +112,22 @@ def parts(digests: Digests) -> tuple[Digests, Digests]:
     return model, slots
 
 
+def fresh(server: Server, adapter: Path) -> Digests:
+    """Return per rank the digests of freshly loaded slots; vLLM answers for its first replica only."""
+    return server.digests_of_fresh_adapter(adapter) * server.layout.dp
+
+
 def check(server: Server, adapter: Path, version: int, *, base: Path, old: Path) -> None:
-    sample = server.sample(PROMPT, NUM_TOKENS, adapter=ADAPTER)
-    assert sample.versions == [version] * NUM_TOKENS
-    assert openai_tokens(server) == sample.tokens
-    logprobs = expected(base, adapter, sample)
-    chosen = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
-    assert float((logprobs.max(1).values - chosen).max()) < 2 * BFLOAT16_MEAN_DISTANCE
-    assert distance(logprobs, sample) < BFLOAT16_MEAN_DISTANCE
-    assert distance(expected(base, old, sample), sample) > 4 * BFLOAT16_MEAN_DISTANCE
+    for replica in range(server.layout.dp):
+        sample = server.sample(PROMPT, NUM_TOKENS, adapter=ADAPTER, replica=replica)
+        assert sample.versions == [version] * NUM_TOKENS
+        if server.layout.dp == 1:
+            assert openai_tokens(server) == sample.tokens
+        logprobs = expected(base, adapter, sample)
+        chosen = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+        assert float((logprobs.max(1).values - chosen).max()) < 2 * BFLOAT16_MEAN_DISTANCE
+        assert distance(logprobs, sample) < BFLOAT16_MEAN_DISTANCE
+        assert distance(expected(base, old, sample), sample) > 4 * BFLOAT16_MEAN_DISTANCE
 
 
 def openai_tokens(server: Server) -> list[int]:
@@ -140,7 +161,7 @@ def check_that_it_stays(server: Server, adapter: Path, old: Path) -> None:
     said = server.post("/collective_rpc", body)["results"]
     assert all("pinned" in words for words in said), said
     assert server.digests() == held
-    assert parts(held)[1] == server.digests_of_fresh_adapter(adapter)
+    assert parts(held)[1] == fresh(server, adapter)
     server.post("/collective_rpc", {"method": "remove_lora", "args": [1]})
     with pytest.raises(urllib.error.HTTPError):
         server.post("/collective_rpc", {"method": "windlass_quiesce", "args": ["x", ""]})

@@ -151,6 +151,25 @@ def test_adapter_of_the_options_must_be_in_a_folder_that_peft_saved(
         note_adapters(None)
 
 
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_replicas_that_run_in_lockstep_serve_no_adapter(tmp_path: Path, has_experts: bool) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    parallel = SimpleNamespace(world_size=1, world_size_across_dp=2, data_parallel_size=2)
+    model = SimpleNamespace(model=str(tmp_path), revision=None, is_moe=has_experts)
+    config = SimpleNamespace(parallel_config=parallel, model_config=model)
+    engine, order = SimpleNamespace(vllm_config=config), JoinOrder("c", name="a", url="u")
+    note_adapters([SimpleNamespace(name="tuned", path=str(tmp_path))])
+    try:
+        if not has_experts:
+            assert settings_of(engine, order).adapter == "tuned"
+            return
+        with pytest.raises(ConfigError, match=r"size must be 1 if the model has experts, got 2"):
+            settings_of(engine, order)
+    finally:
+        note_adapters(None)
+
+
 def test_token_is_not_in_what_is_logged() -> None:
     asked = JoinOrder("c", token="hidden")
     settings = AgentSettings(

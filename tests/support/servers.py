@@ -547,7 +547,7 @@ def serving(
             if layout.pp > 1 and engine == "vllm":
                 # vLLM 0.32 on CPUs allocates the inputs of later stages in a warm-up. Without
                 # compilation it skips the warm-up and ends at its first request.
-                server.post("/collective_rpc", {"method": "execute_dummy_batch"})
+                server.post("/collective_rpc", {"method": "run_dummy_batch"})
             yield server
         finally:
             process.terminate()

@@ -123,6 +123,10 @@ class FreshLoads:
             return str(error)
         return "loaded"
 
+    def run_dummy_batch(self) -> None:
+        """Run vLLM's dummy batch; vLLM's own `execute_dummy_batch` drops every adapter at its end."""
+        cast("Any", self).model_runner._dummy_run(1, uniform_decode=True, remove_lora=False)
+
     def _fresh(self, checkpoint: str) -> tuple[Any, Any]:
         """Return a new model and its configuration."""
         from vllm.config import set_current_vllm_config

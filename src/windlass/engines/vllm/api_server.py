@@ -134,8 +134,8 @@ def settings_of(engine: Any, order: JoinOrder) -> AgentSettings:
     If updates change the model, `checkpoint` is empty in the result, and each rank sets the folder on its own host.
 
     Raises:
-        ConfigError: the server has several adapters, or an adapter and several replicas; the order names another model
-            than the server's; or this host does not have the model.
+        ConfigError: the server has several adapters, or an adapter and replicas of a model with experts; the order
+            names another model than the server's; or this host does not have the model.
         UnsupportedLayout: updates cannot change the whole adapter.
     """
     # Import here, because this module imports torch.
@@ -148,10 +148,11 @@ def settings_of(engine: Any, order: JoinOrder) -> AgentSettings:
     adapter = adapter_of(_Served.adapter, "--lora-modules")
     if adapter is not None:
         refuse_runtime_adapters()
-        if world_size > engine.vllm_config.parallel_config.world_size:
+        if _runs_in_lockstep(engine.vllm_config):
             raise ConfigError(
-                "--lora-modules: --data-parallel-size must be 1, got "
-                f"{engine.vllm_config.parallel_config.data_parallel_size}: adapters on replicas have not been tested"
+                "--lora-modules: --data-parallel-size must be 1 if the model has experts, got "
+                f"{engine.vllm_config.parallel_config.data_parallel_size}: replicas without requests run dummy batches, "
+                "after which vLLM drops their adapter"
             )
     return AgentSettings(
         name=order.name,

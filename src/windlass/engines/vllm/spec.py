@@ -95,10 +95,7 @@ _LOGPROBS = Rule(
 )
 _OF_ADAPTERS = (
     Rule("", (1,), _EVICTED, (f"{_LORA}.max_loras", f"{_LORA}.max_cpu_loras")),
-    Rule("", (False,), "adapters that are split along their rank have not been tested",
-         (f"{_LORA}.fully_sharded_loras",)),
     Rule("", (None,), _ONE_SLOT, (f"{_LORA}.default_mm_loras",)),
-    Rule("", (1,), "adapters on pipeline stages have not been tested", ("parallel_config.pipeline_parallel_size",)),
 )  # fmt: skip
 """Further rules for a rank if updates change its adapter."""
 _HOLDS_ALONE = (
@@ -139,7 +136,6 @@ RULES = (
     Rule("--default-mm-loras", (), _ONE_SLOT),
     Rule("--max-loras", (), _EVICTED),
     Rule("--max-cpu-loras", (), _EVICTED),
-    Rule("--fully-sharded-loras", (), "adapters that are split along their rank have not been tested"),
     Rule("--cpu-offload-gb", (0,), _OFFLOADED,
          ("cache_config.cpu_offload_gb", "offload_config.uva.cpu_offload_gb")),
     Rule("--offload-backend", (), _OFFLOADED),
@@ -167,7 +163,7 @@ class VllmServer:
         transfer = dict(options_of(rest)).get("--weight-transfer-config")
         if args.controller and transfer is not None:
             require_backend(transfer)
-        served = adapter_options(adapter_of(args.adapter), rest, pp=args.pp, dp=args.dp)
+        served = adapter_options(adapter_of(args.adapter), rest)
         program = "windlass.engines.vllm.headless"
         serves: tuple[str, ...] = ()
         if not args.node_rank:
@@ -220,28 +216,18 @@ def require_plugin() -> None:
         raise ConfigError(f"VLLM_PLUGINS must contain {PLUGIN}, got {chosen!r}")
 
 
-def adapter_options(
-    adapter: Adapter | None, rest: Sequence[str], *, pp: int = 1, dp: int = 1
-) -> tuple[str, ...]:
+def adapter_options(adapter: Adapter | None, rest: Sequence[str]) -> tuple[str, ...]:
     """Return the vLLM options that serve one LoRA adapter in the only adapter slot.
 
     Args:
         adapter: the adapter, or None to serve no adapter.
         rest: engine options from the command line; `--max-lora-rank` in `rest` takes precedence.
-        pp: number of pipeline stages.
-        dp: number of replicas.
 
     Raises:
-        ConfigError: the adapter's rank is too high for vLLM, vLLM may load other adapters at run time, or the
-            engine has several pipeline stages or replicas.
+        ConfigError: the adapter's rank is too high for vLLM, or vLLM may load other adapters at run time.
     """
     if adapter is None:
         return ()
-    if pp * dp > 1:
-        raise ConfigError(
-            f"--adapter: --pp and --dp must be 1, got {pp} and {dp}: adapters on pipeline stages and "
-            f"replicas have not been tested"
-        )
     refuse_runtime_adapters()
     options = (
         *("--enable-lora", "--lora-modules", f"{adapter.name}={adapter.folder}"),
