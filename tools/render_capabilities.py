@@ -35,6 +35,7 @@ OTHER_COLUMNS = [
     ("disk", "in_place"),
     ("disk", "staged"),
 ]
+CALLBACK_COLUMNS = [("callback xccl", "staged"), ("callback disk", "staged")]
 HEAD = """# What works with which engine
 
 `tools/render_capabilities.py` makes this page from `docs/capabilities.json`, which `make test-engines` writes. Do not edit it by hand.
@@ -99,6 +100,12 @@ RELEASES = """
 From `EngineSpec.releases`, which was compiled from the sources of these releases. A launcher refuses older releases, warns of
 releases that were never updated while they served, and lists the features that its engine lacks. `windlass doctor` does the same.
 """
+HEAD_CALLBACK = """\
+Trainers drive these updates by [`RolloutCallback`](backends.md#updates-that-a-trainer-drives-itself), two versions each, beside running
+requests. `xccl` broadcasts whole tensors with gloo, and `disk` reads the trainers' checkpoint. (4) holds for `megatron pp2`, in which
+both stages are leaders. A leader that was killed in an update left no mixture
+(`tests/engines/test_live_callback.py`).
+"""
 OUTSIDE = "mooncake (sglang's table)"
 HEAD_OUTSIDE = """
 ## Without Windlass in the server
@@ -135,7 +142,8 @@ Row = dict[str, str]
 def render(rows: Sequence[Row], proofs: Sequence[dict[str, Any]]) -> str:
     """Return the page; `proofs` are the records of GPUs."""
     parts = [HEAD]
-    tested = [r for r in rows if (r["transport"], r["mode"]) in COLUMNS + OTHER_COLUMNS]
+    columns = COLUMNS + OTHER_COLUMNS + CALLBACK_COLUMNS
+    tested = [r for r in rows if (r["transport"], r["mode"]) in columns]
     for engine, version in sorted({(r["engine"], r["engine_version"]) for r in tested}):
         chosen = [r for r in tested if (r["engine"], r["engine_version"]) == (engine, version)]
         counted = Counter(r["outcome"] for r in chosen)
@@ -143,6 +151,8 @@ def render(rows: Sequence[Row], proofs: Sequence[dict[str, Any]]) -> str:
         parts.append(f"\n## {engine} {version}\n\n{summary}.\n\n{_table(chosen, COLUMNS)}")
         if others := _table(chosen, OTHER_COLUMNS):
             parts.append(f"\nBackends other than `p2p`:\n\n{others}")
+        if driven := _table(chosen, CALLBACK_COLUMNS):
+            parts.append(f"\n{HEAD_CALLBACK}\n{driven}")
     parts.append(HEAD_OUTSIDE)
     parts += [
         f"| {' | '.join([r['engine'], r['engine_version'], *_place(r), r['mode'], r['outcome']])} |\n"

@@ -141,15 +141,20 @@ class Fsdp:
         self._optimizer.step()
 
     @torch.no_grad()
-    def save(self, folder: Path) -> None:
+    def whole(self) -> dict[str, torch.Tensor]:
         from torch.distributed.tensor import DTensor
 
-        for (name, parameter), target in zip(
-            self.model.named_parameters(), self._plain.parameters(), strict=True
-        ):
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            assert full.shape == target.shape, name
-            target.copy_(full)
+        return {
+            name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            for name, parameter in self.model.named_parameters()
+        }
+
+    @torch.no_grad()
+    def save(self, folder: Path) -> None:
+        whole = self.whole()
+        for name, target in self._plain.named_parameters():
+            assert whole[name].shape == target.shape, name
+            target.copy_(whole[name])
         if dist.get_rank() == 0:
             self._plain.save_pretrained(folder)
 
@@ -301,8 +306,22 @@ class Megatron:
         with self._on_cpu():
             self._training.step()
 
+    def names_here(self) -> list[str]:
+        """Return the checkpoint's tensors of which this rank has elements."""
+        here = torch.cat([number.flatten() for number in self._numbers])
+        return [name for name, n in self._numbered.items() if torch.isin(n.long(), here).any()]
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        return gather_numbered(self._numbered, self._numbers, self._tensors)
+
     def save(self, folder: Path) -> None:
-        save_numbered(folder, self._numbered, self._numbers, self._tensors)
+        folder.mkdir(exist_ok=True)
+        tensors = {
+            name: tensor.to(torch.float32 if name.endswith(IN_FLOAT32) else torch.bfloat16)
+            for name, tensor in self.whole().items()
+        }
+        if dist.get_rank() == 0:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def connect(self, url: str, transport: str) -> TrainerClient:
         from windlass.trainers.megatron import connect_megatron_trainer
@@ -313,19 +332,15 @@ class Megatron:
         )  # fmt: skip
 
 
-def save_numbered(
-    folder: Path,
+def gather_numbered(
     numbered: Mapping[str, torch.Tensor],
     numbers: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
-) -> None:
-    """Put the elements of every rank where their numbers say; collective, rank 0 writes."""
-    folder.mkdir(exist_ok=True)
+) -> dict[str, torch.Tensor]:
+    """Put the elements of every rank where their numbers say; collective."""
     mine = list(zip(numbers, [value.detach() for value in values], strict=True))
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
-    if dist.get_rank():
-        return
     flat = torch.full((1 + sum(t.numel() for t in numbered.values()),), torch.nan)
     for part in parts:
         for number, value in part:
@@ -336,11 +351,7 @@ def save_numbered(
             assert same.all(), "replicas of a parameter must be equal"
             flat[number[real]] = value[real]
     assert not flat[1:].isnan().any(), "every element of the checkpoint must lie on a rank"
-    tensors = {
-        n: flat[t.long()].to(torch.float32 if n.endswith(IN_FLOAT32) else torch.bfloat16)
-        for n, t in numbered.items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return {name: flat[number.long()] for name, number in numbered.items()}
 
 
 if __name__ == "__main__":
