@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 from typing import Any
@@ -45,25 +46,25 @@ def test_a_parameter_without_local_bytes_needs_no_address(monkeypatch: pytest.Mo
     assert sources.has_pinned
 
 
-class ExpandableDriver(RecordedDriver):
-    """Driver of a GPU whose memory comes from cuMemCreate, as torch's expandable segments do."""
+class ExpandableLibrary:
+    """The driver's library on a host whose GPU memory comes from cuMemCreate, as torch's expandable segments do."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name != "cuPointerGetAttribute":
-            return super().__getattr__(name)
+    def cuPointerGetAttribute(self, found: Any, kind: int, _address: ctypes.c_uint64) -> int:  # noqa: N802
         kinds = driver.driver().CUpointer_attribute
-        found = {
+        values = {
             kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE: 2,
             kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: 0,
             kinds.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: 0,
         }
-        return lambda attribute, _: (0, found[attribute])
+        found.contents.value = values[kinds(kind)]
+        return 0
 
 
 def test_kernels_read_parameters_in_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other process opens the memory of a trainer, so it need not come from cudaMalloc."""
-    found = ExpandableDriver()
+    found = RecordedDriver()
     monkeypatch.setattr(driver, "driver", lambda: found)
+    monkeypatch.setattr(driver, "library", ExpandableLibrary)
     monkeypatch.setattr(driver, "has_driver", lambda: True)
     sources = SourceMemory(numpy_gpu().device)
     assert sources.reach([(PAGE, 8), (3 * PAGE, 8)]) == [PAGE, 3 * PAGE]

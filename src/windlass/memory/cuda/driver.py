@@ -87,7 +87,7 @@ class MemoryKind(Enum):
 
 
 @functools.cache
-def _native() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """Return the driver's library, which `driver` has loaded."""
     return ctypes.CDLL("libcuda.so.1")
 
@@ -99,7 +99,9 @@ def _attribute_of(address: int, attribute: str) -> int | None:
     """
     kind = getattr(driver().CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{attribute}")
     found = ctypes.c_int(0)
-    code = _native().cuPointerGetAttribute(ctypes.byref(found), int(kind), ctypes.c_uint64(address))
+    code = library().cuPointerGetAttribute(
+        ctypes.pointer(found), int(kind), ctypes.c_uint64(address)
+    )
     return None if code else found.value
 
 
