@@ -45,7 +45,7 @@ def job_of(engine: str, folder: Path, *arguments: str) -> Path:
     made.to(torch.bfloat16).save_pretrained(folder / "model")
     add_tokenizer(folder / "model")
     installed = write_entry_points(folder / "installed")
-    # With a tokenizer, every answer of SGLang goes through its detokenizer.
+    # The folder of the model has a tokenizer.
     options = [w for w in ENGINES.find(engine).cpu_arguments if w != "--skip-tokenizer-init"]
     variables = {
         **ENVIRONMENT[engine],
@@ -91,7 +91,6 @@ def processes_of(job: Job, title: str) -> list[int]:
     [
         # With two ranks, the EngineCore has a process without a rank.
         ("vllm", ("--tp", "2"), "VLLM::EngineCore"),
-        ("sglang", (), "sglang::detokenizer"),
     ],
 )
 def test_a_job_starts_an_engine_again_whose_core_hangs(

@@ -28,8 +28,8 @@ class SilenceWatch:
 
     A worker answers while it is connected. An engine answers while all its ranks are connected and answer commands, and
     its HTTP server answers `ALIVE_PATH`. A process that hangs loses its connection, because it does not answer the
-    controller's pings (`update.heartbeat_s`, `rollout.worker_lease_s`). vLLM's EngineCore and SGLang's detokenizer may
-    have no connection to the controller; if they hang, the server does not answer `ALIVE_PATH`.
+    controller's pings (`update.heartbeat_s`, `rollout.worker_lease_s`). vLLM's EngineCore may have no connection to the
+    controller; if it hangs, the server does not answer `ALIVE_PATH`.
 
     Args:
         controller: controller of the job.
