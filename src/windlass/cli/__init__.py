@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from windlass.config import UpdateMode
 from windlass.lazy import public
 from windlass.plugins import Registry
 
@@ -34,6 +35,17 @@ class Command:
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+
+
+def add_update_mode(parser: argparse.ArgumentParser) -> None:
+    """Declare the option for the way in which engines get new weights."""
+    parser.add_argument(
+        "--mode",
+        choices=[*map(str, UpdateMode)],
+        default=str(UpdateMode.IN_PLACE),
+        help="in_place: write the weights of a paused engine (default); staged: write a copy, and pause for its "
+        "activation only",
+    )
 
 
 COMMANDS: Registry[Command] = Registry(

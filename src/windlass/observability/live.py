@@ -18,6 +18,11 @@ from rich.text import Text
 DRAWN_EVERY_S = 0.25
 
 
+def plain_console(*, stderr: bool = False) -> Console:
+    """Return a console that prints text as it is: paths and names are neither coloured nor read as markup or emoji."""
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
 @final
 class LiveView:
     """Context manager that shows a live view on a terminal. It does nothing if `can_draw` is false.

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
-from rich.console import Console
 
 from windlass import jobs
-from windlass.cli import Command
+from windlass.cli import Command, add_update_mode
 from windlass.config import DiskBackend, P2pBackend, PauseMode, UpdateMode, XcclBackend
 from windlass.engines.spec import ENGINES
 from windlass.envs import environment_value
@@ -27,7 +26,7 @@ from windlass.jobs.schedulers.ray import RaySchedulerConfig
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 from windlass.net.addresses import free_port
 from windlass.net.logs import configure_logging
-from windlass.observability.live import LiveView, can_draw
+from windlass.observability.live import LiveView, can_draw, plain_console
 from windlass.progress import Progress
 
 START = "start"
@@ -102,11 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trainers and engines take turns: engines free their memory during each step, and read the new weights "
         "themselves (--transport pull)",
     )  # fmt: skip
-    parser.add_argument(
-        "--mode", default="in_place", choices=[m.value for m in UpdateMode],
-        help="in_place: write the weights of a paused engine (default); staged: write a copy, and pause for its "
-        "activation only",
-    )  # fmt: skip
+    add_update_mode(parser)
     parser.add_argument(
         "--pause-mode", choices=[m.value for m in PauseMode],
         help="what happens to running requests at an update (default: abort, or in_place with --device cuda "
@@ -143,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"demo: --json must be a file in a folder that exists, got {args.json}")
     # Only a checkpoint's tokenizer needs slow imports. Without it, refuse wrong options before them.
     config = demo_config(args) if args.checkpoint is None else None
-    console = Console(markup=False, highlight=False, emoji=False)
+    console = plain_console()
     loads = Progress(is_shown=not args.plain and can_draw(console))
     with (
         LiveView(console, loads.text, is_transient=True, is_wanted=not args.plain),

@@ -27,7 +27,7 @@ from windlass.cli.checks import (
     run_checks,
 )
 from windlass.cli.frameworks import FRAMEWORKS, check_entry_points, check_framework
-from windlass.observability.live import LiveView
+from windlass.observability.live import LiveView, plain_console
 from windlass.progress import Progress
 from windlass.wording import install_command
 
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print every finding; return 1 if a required check fails or the framework cannot load Windlass."""
-    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    console = plain_console(stderr=True)
     progress = Progress(lambda _: None, is_shown=True)
     with LiveView(console, progress.text, is_transient=True):
         with progress.part("checking this environment"):

@@ -10,12 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from windlass.cli import Command
 from windlass.envs import TOKEN_VARIABLE, secret_value
 from windlass.net.logs import configure_logging
-from windlass.observability.live import LiveView, can_draw
+from windlass.observability.live import LiveView, can_draw, plain_console
 from windlass.progress import Progress
 from windlass.wording import counted
 
@@ -36,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the job; return 0, or 128 plus the signal's number if a signal ended the job."""
     configure_logging("controller")
-    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    console = plain_console(stderr=True)
     # The view shows a slow operation while it runs. If no view can be drawn, `Progress` logs it instead. With `--check`,
     # the log has only mistakes.
     progress = (

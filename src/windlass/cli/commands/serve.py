@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from windlass.cli import Command
+from windlass.cli import Command, add_update_mode
 from windlass.config import (
     ControlConfig,
     PauseMode,
@@ -32,13 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--advertise-host", default="", help="address for trainers and engines, if not --host"
     )
-    parser.add_argument(
-        "--mode",
-        choices=[*map(str, UpdateMode)],
-        default=str(UpdateMode.IN_PLACE),
-        help="in_place: write the weights of a paused engine (default); staged: write a copy, and pause for its "
-        "activation only",
-    )
+    add_update_mode(parser)
     parser.add_argument(
         "--pause-mode",
         choices=[*map(str, PauseMode)],

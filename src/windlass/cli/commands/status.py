@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from windlass.cli import Command
 from windlass.cli.controller import add_controller, follow_overview, overview
 from windlass.envs import control_token
-from windlass.observability.live import LiveView
+from windlass.observability.live import LiveView, plain_console
 from windlass.observability.terminal import status_of, status_within
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the fleet, the last rounds, staleness and outstanding work."""
-    console = Console(markup=False, highlight=False, emoji=False)
+    console = plain_console()
     if args.watch:
         asyncio.run(_watch(args, console))
         return 0

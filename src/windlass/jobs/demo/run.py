@@ -13,7 +13,7 @@ from typing import Any, final
 
 import msgspec
 import torch
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 import windlass
@@ -41,7 +41,7 @@ from windlass.jobs.output import OutputFolder
 from windlass.jobs.results import JobSummary
 from windlass.jobs.schedulers.local import visible_gpus
 from windlass.observability.ceilings import measure_memcpy_gbps
-from windlass.observability.live import LiveView
+from windlass.observability.live import LiveView, plain_console
 from windlass.observability.terminal import status_within
 from windlass.progress import Progress
 from windlass.transports.registry import parse_transport
@@ -256,7 +256,7 @@ class DemoView:
     """
 
     def __init__(self, config: LaunchConfig, recipe: DemoRecipe, *, plain: bool) -> None:
-        self.console = Console(markup=False, highlight=False, emoji=False)
+        self.console = plain_console()
         self._config, self._recipe = config, recipe
         self._frame: RenderableType = ""
         self.shown = LiveView(self.console, self._draw, is_wanted=not plain)
