@@ -18,7 +18,7 @@ import pytest
 import torch
 from fresh_servers import require_equal_answers, serving_fresh
 from live_updates import Counter, update_beside
-from rows import Record, Shown
+from rows import Record, of_setting
 from safetensors.torch import save_file
 from servers import (
     CONFIGS,
@@ -264,10 +264,7 @@ async def test_a_frozen_draft_changes_no_answer_after_an_update(
         said = [fresh.answer(prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert [tokens for tokens, _ in told] == [tokens for tokens, _ in said]
     require_equal_answers(told, said)
-    shown(
-        Shown(
-            trainer="any", engine=way.engine, engine_version=engine_version(way.engine),
-            engine_parallelism="any", model="any", dtype="any", transport="any", mode=way.option,
-            detail="the draft model stays frozen; answers equal those of a fresh server that drafts nothing",
-        )
-    )  # fmt: skip
+    detail = (
+        "the draft model stays frozen; answers equal those of a fresh server that drafts nothing"
+    )
+    shown(of_setting(way.engine, engine_version(way.engine), way.option, detail=detail))

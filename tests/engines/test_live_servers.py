@@ -37,7 +37,7 @@ from fresh_servers import (
     require_equal_parameters,
     serving_fresh,
 )
-from rows import MATRIX, Record, Shown
+from rows import MATRIX, Record, Shown, of_setting
 from servers import TOKEN, Layout, Sample, Server, engine_version, save, serving, traffic
 from trainer_rank import Order
 
@@ -422,8 +422,4 @@ def test_sglang_with_stages_accepts_only_the_pause_mode_abort(shown: Record) -> 
 
 
 def refusal(engine: str, what: str, reason: str) -> Shown:
-    return Shown(
-        trainer="any", engine=engine, engine_version=engine_version(engine),
-        engine_parallelism="any", model="any", dtype="any", transport="any", mode=what,
-        outcome="refused", detail=reason,
-    )  # fmt: skip
+    return of_setting(engine, engine_version(engine), what, detail=reason, outcome="refused")

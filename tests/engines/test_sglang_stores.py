@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from fresh_servers import Answer, require_equal_answers, serving_fresh
 from live_updates import update_beside
-from rows import Record, Shown
+from rows import Record, of_setting
 from servers import Layout, Server, build, engine_version, save, serving
 from sglang_cpu_store import plugin_in
 
@@ -112,11 +112,6 @@ async def test_no_answer_after_an_update_comes_from_stored_entries_of_old_weight
         require_equal_answers(answers_of(said), expected)
     tokens = [[answer[0] for answer in answers_of(told[version][0])] for version in told]
     assert tokens[0] != tokens[1] != tokens[2]
-    shown(
-        Shown(
-            trainer="any", engine="sglang", engine_version=engine_version("sglang"),
-            engine_parallelism="any", model="any", dtype="any", transport="any",
-            mode="--enable-hierarchical-cache with --hicache-storage-backend file",
-            detail="entries are kept apart by version; the test copies pages in plain torch, because SGLang's copies need a GPU",
-        )
-    )  # fmt: skip
+    setting = "--enable-hierarchical-cache with --hicache-storage-backend file"
+    detail = "entries are kept apart by version; the test copies pages in plain torch, because SGLang's copies need a GPU"
+    shown(of_setting("sglang", engine_version("sglang"), setting, detail=detail))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from fresh_servers import Answer, require_equal_answers, serving_fresh
 from live_updates import Counter
-from rows import Record, Shown
+from rows import Record, of_setting
 from servers import TOKEN, Layout, Server, build, engine_version, save, serving
 
 import windlass
@@ -119,12 +119,9 @@ async def test_no_decode_continues_a_prefill_of_other_weights(
         require_equal_answers(said[-1], [fresh.answer(prompt, NUM_TOKENS) for prompt in PROMPTS])
     tokens = [[answer[0] for answer in answers] for answers in said]
     assert tokens[0] != tokens[1] != tokens[2]
-    shown(
-        Shown(
-            trainer="any", engine="vllm", engine_version=engine_version("vllm"),
-            engine_parallelism="any", model="any", dtype="any", transport="any",
-            mode="--kv-transfer-config with kv_connector NixlConnector",
-            detail="prefill and decode in two engines, over NIXL; a prompt that is prefilled before an update is "
-            "computed again after it, and answers equal those of a fresh server that does both",
-        )
-    )  # fmt: skip
+    detail = (
+        "prefill and decode in two engines, over NIXL; a prompt that is prefilled before an update is "
+        "computed again after it, and answers equal those of a fresh server that does both"
+    )
+    setting = "--kv-transfer-config with kv_connector NixlConnector"
+    shown(of_setting("vllm", engine_version("vllm"), setting, detail=detail))

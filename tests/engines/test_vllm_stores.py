@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from fresh_servers import require_equal_answers, serving_fresh
 from live_updates import Counter, update_beside
-from rows import Record, Shown
+from rows import Record, of_setting
 from servers import (
     HTTP_S,
     VENVS,
@@ -141,11 +141,6 @@ async def test_no_answer_after_an_update_comes_from_stored_entries_of_old_weight
         require_equal_answers(answers, said)
     one, two, three = (tokens_of(told[version][0]) for version in (1, 2, 3))
     assert one != two != three
-    shown(
-        Shown(
-            trainer="any", engine="vllm", engine_version=engine_version("vllm"),
-            engine_parallelism="any", model="any", dtype="any", transport="any",
-            mode=f"--kv-transfer-config with kv_connector {connector}",
-            detail=f"entries are kept apart by version; {BLOCKS[connector]}",
-        )
-    )  # fmt: skip
+    setting = f"--kv-transfer-config with kv_connector {connector}"
+    detail = f"entries are kept apart by version; {BLOCKS[connector]}"
+    shown(of_setting("vllm", engine_version("vllm"), setting, detail=detail))

@@ -32,4 +32,14 @@ class Shown:
     detail: str = ""
 
 
+def of_setting(
+    engine: str, engine_version: str, setting: str, *, detail: str, outcome: str = "proven"
+) -> Shown:
+    """Return the row of an engine's setting, which holds for every trainer, model and transport."""
+    return Shown(
+        trainer="any", engine=engine, engine_version=engine_version, engine_parallelism="any", model="any", dtype="any",
+        transport="any", mode=setting, outcome=outcome, detail=detail,
+    )  # fmt: skip
+
+
 Record = Callable[[Shown], None]
