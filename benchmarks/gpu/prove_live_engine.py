@@ -11,19 +11,21 @@ After each series every tensor of every rank of the live server (parameters, buf
 as absorbed projections) must have the same fingerprint as in the fresh server, and greedy tokens must be equal. Some
 prompts share a long prefix, and the live server also gets them before and between the updates. With `--streams N`, N
 requests run during all updates of a series and end before the comparison. Servers use their default prefix caches.
-If a case fails, the others continue; the exit status is then 1, and the last lines give the reason.
+If a case fails, the others continue; the exit status is then 1, and the last lines give the reason. A step that does not
+end within `--step-s` fails, and the processes of the case write the stacks of their threads to their logs.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,15 @@ class Run:
             what: options.logs / f"{stem}.{what}.log" for what in ("live", "fresh", "trainers")
         }
         self.version = 0
+        self.step = "start"
+
+    @contextlib.asynccontextmanager
+    async def _step(self, what: str) -> AsyncIterator[None]:
+        """Give a deadline to a step, and name the step in messages."""
+        self.step, began = what, time.monotonic()
+        async with asyncio.timeout(self.options.step_s):
+            yield
+        self.say(f"{what} took {time.monotonic() - began:.1f} s")
 
     def say(self, text: str) -> None:
         """Print a message in one line."""
@@ -140,7 +151,7 @@ class Run:
                 await self._all()
         except Exception as error:  # noqa: BLE001 - a case that fails must not end the others
             why = str(error) or f"after {time.monotonic() - self.began:.0f} s"
-            self._tell(f"{type(error).__name__}: {why}"[:2000])
+            self._tell(f"{type(error).__name__} in the step {self.step}: {why}"[:2000])
         for row in self.rows:
             row.seconds = row.seconds or round(time.monotonic() - self.began, 1)
             self.say(f"{row.transport}: {row.outcome} {row.detail[:300]}")
@@ -184,6 +195,12 @@ class Run:
                     await self._checkpoints(trainers, paths)
                     visible = "" if on_cpu else ",".join(str((tp + i) % count) for i in range(tp))
                     await self._updates(trainers, live, fresh, paths, visible)
+                # The deadline of the case cancels this task.
+                except (TimeoutError, asyncio.CancelledError):
+                    for processes in (trainers, live, fresh):
+                        processes.stacks()
+                    await asyncio.sleep(2)  # They write.
+                    raise
                 finally:
                     await asyncio.gather(live.end(), fresh.end())
         finally:
@@ -219,11 +236,13 @@ class Run:
                     port = int(url.rsplit(":", 1)[1])
                     if wanted is None:
                         wanted = await self._servers(live, fresh, paths, url, visible)
-                    await trainers.all("connect", url, 0, row.transport)
-                    await self._wait(controller)
+                    async with self._step(f"{row.transport}, {mode}: connecting"):
+                        await trainers.all("connect", url, 0, row.transport)
+                        await self._wait(controller)
                     await self._series(row, str(mode), trainers, live, wanted)
                     await trainers.all("disconnect")
-            again = await fresh.held()
+            async with self._step("asking the fresh server again"):
+                again = await fresh.held()
             assert wanted is not None
             assert not again.different(wanted), "the fresh server has changed"
             for what, server in (("live", live), ("fresh", fresh)):
@@ -244,15 +263,18 @@ class Run:
         """Start both servers; return what the fresh one holds, and require that the live one holds something else."""
         if self.options.in_turn:
             await self._serve(fresh, "fresh", paths["last"], "", visible)
-            wanted = await fresh.held()
+            async with self._step("asking the fresh server"):
+                wanted = await fresh.held()
             await self._serve(live, "live", paths["first"], url, "")
         else:
             await live.start(paths["first"], url, self.logs["live"], "")
             await self._serve(fresh, "fresh", paths["last"], "", visible)
             await live.ready(self.options.start_s)
             self.say("the live engine is up")
-            wanted = await fresh.held()
-        before = await live.held()
+            async with self._step("asking the fresh server"):
+                wanted = await fresh.held()
+        async with self._step("asking the live server"):
+            before = await live.held()
         self._describe(wanted)
         self._require_other(before, wanted, "before the updates")
         self._require_other_tokens(before, wanted)
@@ -286,17 +308,21 @@ class Run:
             for number in range(self.options.updates + 1):
                 self.version += 1
                 last = number == self.options.updates
-                await trainers.all("fill", LAST_SEED if last else 10 + self.version)
-                _, report = (await trainers.all("publish", self.version))[0]
+                async with self._step(f"{row.transport}, {mode}: update {number}"):
+                    await trainers.all("fill", LAST_SEED if last else 10 + self.version)
+                    _, report = (await trainers.all("publish", self.version))[0]
                 assert report.digest_ok, f"{mode}: a digest differs"
                 assert not report.left_out, f"{mode}: left out {report.left_out}"
                 used, named = set(report.transports), parse_transport(row.transport).name
                 assert used == {named}, f"{mode}: the update used {used}, not {named}"
                 reports.append(report)
                 if number == 0:
-                    self._require_other(await live.held(), wanted, f"{mode}, after other weights")
+                    async with self._step(f"{row.transport}, {mode}: asking after other weights"):
+                        other = await live.held()
+                    self._require_other(other, wanted, f"{mode}, after other weights")
             row.busy_tokens[mode] = sum(answered[before:])
-        held = await live.held()
+        async with self._step(f"{row.transport}, {mode}: asking after the last weights"):
+            held = await live.held()
         if self.case.stores:
             before_again = await live.count("external_prefix_cache_hits")
             await live.displace()
@@ -442,6 +468,9 @@ def options_of(words: list[str]) -> argparse.Namespace:
     )
     options.add_argument(
         "--start-s", type=float, default=150.0, help="deadline of a server's start"
+    )
+    options.add_argument(
+        "--step-s", type=float, default=180.0, help="deadline of a step after the servers' start"
     )
     options.add_argument("--case-s", type=float, default=240.0, help="deadline of a case")
     options.add_argument("--deadline-s", type=float, default=540.0, help="deadline of all cases")

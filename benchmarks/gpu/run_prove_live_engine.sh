@@ -13,6 +13,6 @@ timeout -k 10 "${DEADLINE_S:-560}" python3 benchmarks/gpu/prove_live_engine.py -
 STATUS=${PIPESTATUS[0]}
 for LOG in "$LOGS"/*.log; do
   echo "===== $(basename "$LOG")"
-  tail -c 12000 "$LOG"
+  tail -c 40000 "$LOG"
 done > "$OUT/prove_live_engine.logs"
 exit $STATUS

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing as mp
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -16,6 +18,7 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 import windlass
+from live_engine.stacks import write_stacks
 from live_engine.surroundings import TOKEN
 from live_engine.trainers import MegatronRank, TrainerRank, Trainers, serve, transport_of
 from windlass.layout.naming.adapters import adapter_names
@@ -244,10 +247,11 @@ def train(
     log: str,
     pipe: Connection,
 ) -> None:
-    """Run a rank. Its output goes to a file."""
+    """Run a rank. Its output goes to a file; on SIGUSR2 also the stacks of its threads."""
     with Path(log).open("a") as sink:
         os.dup2(sink.fileno(), sys.stdout.fileno())
         os.dup2(sink.fileno(), sys.stderr.fileno())
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     serve(RANKS[kind](rank, device, world, store, model), pipe)
 
 
@@ -266,6 +270,11 @@ class ProofTrainers(Trainers):
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+
+    def stacks(self) -> None:
+        """Let every rank write the stacks of its threads to the log."""
+        for process in self.processes:
+            write_stacks(process.pid)
 
     def kill(self) -> None:
         """Kill all ranks. Ranks that have ended are ignored."""

@@ -22,6 +22,7 @@ import aiohttp
 from live_engine.cases import DRAFT, Case
 from live_engine.load import generate_request
 from live_engine.servers import ENGINES, ServerSettings, Sglang, Vllm, start
+from live_engine.stacks import write_stacks
 
 _PREFIX = [(7919 * k + 11) % 32000 for k in range(320)]
 PROMPTS = (
@@ -186,6 +187,11 @@ class ProofServer:
             ended.set()
             await asyncio.gather(*tasks)
 
+    def stacks(self) -> None:
+        """Let every process of the server write the stacks of its threads to the log."""
+        if self.process is not None and self.process.returncode is None:
+            write_stacks(self.process.pid)
+
     async def end(self) -> None:
         """End the launcher, which ends the engine's processes."""
         if self.process is None or self.process.returncode is not None:
@@ -241,7 +247,10 @@ _TELLING = re.compile(
     r"[\w.]*(?:Error|Exception|Unsupported\w+|Unreachable|Timeout|Aborted|OutOfMemory): .*"
     r"|.*\brefused\b.*"
 )
-_NOISE = ("Traceback", "WARNING", "Route:", "For debugging", "See root cause", "raise ")
+_NOISE = (
+    *("Traceback", "WARNING", "Route:", "For debugging", "See root cause", "raise "),
+    "`--dp` is refused",
+)
 
 
 def reasons(log: Path, count: int = 8) -> list[str]:

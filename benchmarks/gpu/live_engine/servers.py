@@ -312,6 +312,7 @@ async def start(
     path = os.pathsep.join(
         [
             *(str(ROOT / part) for part in ("src", "benchmarks", "benchmarks/gpu")),
+            str(Path(__file__).parent / "at_start"),
             *(str(installed), os.environ.get("PYTHONPATH", "")),
         ]
     )
