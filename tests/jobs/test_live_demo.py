@@ -5,6 +5,7 @@ With `WINDLASS_VLLM_OWN_VERSIONS=1`, vLLM 0.32 answers and pauses like 0.24, the
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,8 @@ def test_a_checkpoint_and_the_engines_own_transfer(
     assert own["torn"]["checked"] > 0
     assert own["torn"]["control_detected"] > 0.9
     assert len(own["update_s"]) == len(own["pause_s"]) == 4
+    shown = (tmp_path / "demo.txt").read_text().partition("the same job with")[2]
+    assert re.findall(r"^v(\d) +update", shown, re.MULTILINE) == ["0", "1", "2", "3", "4"]
 
 
 def test_a_vllm_server_killed_during_an_update_serves_the_last_version(tmp_path: Path) -> None:

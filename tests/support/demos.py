@@ -16,7 +16,7 @@ __all__ = ["check_demo", "run_demo"]
 def run_demo(
     tmp_path: Path, *options: str, steps: int, environment: Mapping[str, str] | None = None
 ) -> dict[str, object]:
-    """Run the demo and return its measurements."""
+    """Run the demo and return its measurements. Its output is then in `demo.txt`."""
     json_path = tmp_path / "demo.json"
     command = (
         *(sys.executable, "-m", "windlass.cli.main", "demo", "--plain", "--steps", str(steps)),
@@ -30,6 +30,7 @@ def run_demo(
         check=False,
         env={**inherited_environment(), **(environment or {})},
     )
+    (tmp_path / "demo.txt").write_text(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     measured: dict[str, object] = json.loads(json_path.read_text())
     return measured

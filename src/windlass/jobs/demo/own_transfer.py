@@ -305,6 +305,7 @@ async def run_own_transfer(
     recipe: DemoRecipe,
     transfer: OwnTransfer,
     script: Path = SCRIPT,
+    show: Callable[[str], object] = lambda _: None,
 ) -> OwnResult:
     """Run the job with the engine's own transfer, and check its answers.
 
@@ -313,6 +314,7 @@ async def run_own_transfer(
         recipe: source of prompts and rewards.
         transfer: transfer of the weights.
         script: script of the trainer ranks, with the operations that `transfer` calls.
+        show: function that gets a line about each version.
 
     Raises:
         WindlassError: a process could not be started, or a deadline passed.
@@ -364,7 +366,7 @@ async def run_own_transfer(
         if transfer.connect is not None:
             await transfer.connect(routes, trainers)
         await rollouts.wait_for_workers(1, deadline_s=DEADLINE_S)
-        loop = _Loop(config, recipe, rollouts, trainers, engines)
+        loop = _Loop(config, recipe, rollouts, trainers, engines, show)
         await loop.run(partial(transfer.send, routes, trainers, shared), url)
         lost = rollouts.stats().lost
     torn = await asyncio.to_thread(
@@ -476,9 +478,10 @@ class _Loop:
         rollouts: RolloutController,
         trainers: TrainController,
         engines: StaticEngines,
+        show: Callable[[str], object],
     ) -> None:
         self._config, self._recipe, self._rollouts = config, recipe, rollouts
-        self._trainers, self._engines = trainers, engines
+        self._trainers, self._engines, self._show = trainers, engines, show
         self.clock = PaceClock()
         self.served: list[TrainingSample] = []
         self.update_s: list[float] = []
@@ -521,6 +524,9 @@ class _Loop:
         self.update_s.append(ended - began)
         self.pause_s.append(ended - paused)
         self.clock.updated(ended - began, ended - paused)
+        self._show(
+            f"v{version:<3d} update {1e3 * (ended - began):6.1f}  pause {1e3 * (ended - paused):6.1f} ms"
+        )
 
     async def _produce(self) -> None:
         rollout = self._config.rollout

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -355,7 +356,8 @@ async def run_demo(
     if compared is not None:
         transfer = own_transfer_of(config)
         view.console.print(f"the same job with {transfer.title}", soft_wrap=True)
-        own = await run_own_transfer(own_config(config), compared, transfer)
+        show = partial(view.console.print, soft_wrap=True)
+        own = await run_own_transfer(own_config(config), compared, transfer, show=show)
         if own.torn.torn or own.lost:
             problems.append(
                 f"{own.title}: torn answers: {own.torn.torn}, lost rollouts: {own.lost}"
