@@ -25,6 +25,7 @@ PACKAGES = (
     "windlass.transports",
     "windlass.transfer",
     "windlass.backends",
+    "windlass.training",
     "windlass.jobs",
     "windlass.integrations.vllm",
     "windlass.integrations.trl",
