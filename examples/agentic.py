@@ -22,7 +22,7 @@ import sys
 from dataclasses import dataclass, field
 
 import windlass
-from windlass.rollout import RolloutGroup, WorkflowContext, run_rollout_worker
+from windlass.rollout import RolloutGroup, WorkflowContext, run_rollout_worker, training_samples
 
 NUM_SEATS = 8
 MAX_TURNS = 6
@@ -94,21 +94,11 @@ async def book_a_seat(context: WorkflowContext) -> dict[str, float]:
 WORKFLOWS = {"book_a_seat": book_a_seat}
 
 
-def samples(group: RolloutGroup) -> list[windlass.TrainingSample]:
-    """Return one training sample per turn, with the reward of the conversation."""
-    return [
-        windlass.TrainingSample(
-            prompt_ids=turn.prompt_ids,
-            output_ids=turn.output.output_ids,
-            logprobs=turn.output.logprobs,
-            versions=turn.output.versions,
-            reward=float(rollout.value["reward"]) if isinstance(rollout.value, dict) else 0.0,
-            group_id=group.group_id,
-            engine=rollout.engine,
-        )
-        for rollout in group.rollouts
-        for turn in rollout.turns
-    ]
+def samples(group: RolloutGroup) -> tuple[windlass.TrainingSample, ...]:
+    """Return one training sample per conversation, with its reward."""
+    values = [rollout.value for rollout in group.rollouts]
+    rewards = [float(value["reward"]) if isinstance(value, dict) else 0.0 for value in values]
+    return training_samples(group, rewards)
 
 
 async def control(steps: int, num_trainers: int) -> None:
@@ -136,10 +126,12 @@ async def control(steps: int, num_trainers: int) -> None:
             groups = await controller.rollouts.next_batch(TASKS_PER_STEP, deadline_s=600)
             batch = [samples(group) for group in groups]
             await controller.batches.put(step, batch)
-            turns = [turn for group in batch for turn in group]
-            reward = sum(turn.reward for turn in turns) / len(turns)
-            versions = sorted({version for turn in turns for version in turn.versions})
-            print(f"step {step}: {len(turns)} turns, reward {reward:.3f}, versions {versions}")
+            dialogues = [sample for group in batch for sample in group]
+            reward = sum(sample.reward for sample in dialogues) / len(dialogues)
+            versions = sorted({v for s in dialogues for v in s.versions if v >= 0})
+            print(
+                f"step {step}: {len(dialogues)} dialogues, reward {reward:.3f}, versions {versions}"
+            )
         await controller.wait_for_version(steps, deadline_s=600)
         print(f"lost {controller.rollouts.stats().lost}", flush=True)
         producer.cancel()

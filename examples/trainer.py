@@ -80,7 +80,7 @@ def policy_gradient(
     for row, sample in enumerate(samples):
         num_prompt, end = len(sample.prompt_ids), len(sample.prompt_ids + sample.output_ids)
         tokens[row, :end] = torch.tensor(sample.prompt_ids + sample.output_ids)
-        trained[row, num_prompt:end] = 1.0
+        trained[row, num_prompt:end] = torch.tensor(sample.loss_mask).float()
     # FSDP2 averages gradients over ranks with equal weight, but ranks have different numbers of tokens.
     totals = torch.stack([rewards.sum(), torch.tensor(float(len(samples))), trained.sum()])
     dist.all_reduce(totals)

@@ -70,14 +70,15 @@ def test_samples_of_different_lengths_have_the_loss_of_separate_samples(tmp_path
             output_ids=output,
             logprobs=(-5.0,) * len(output),
             versions=(0,) * len(output),
+            loss_mask=mask,
             engine="e",
             reward=value,
             group_id=0,
         )
-        for prompt, output, value in (
-            ((5, 6, 7), (8, 9), 1.0),
-            ((10,), (11, 12, 13, 14), 0.0),
-            ((15, 16), (17,), 0.4),
+        for prompt, output, value, mask in (
+            ((5, 6, 7), (8, 9), 1.0, ()),
+            ((10,), (11, 12, 13, 14), 0.0, (True, False, False, True)),
+            ((15, 16), (17,), 0.4, ()),
         )
     ]
     tokens = tokens_of(samples, torch.device("cpu"))
@@ -90,7 +91,8 @@ def test_samples_of_different_lengths_have_the_loss_of_separate_samples(tmp_path
         logprobs = model(ids[:, :-1]).logits[0, len(sample.prompt_ids) - 1 :].log_softmax(-1)
         chosen = logprobs.gather(1, torch.tensor(sample.output_ids)[:, None])[:, 0]
         ratio, advantage = (chosen + 5.0).exp(), (sample.reward - mean) / spread
-        gains.append(torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+        gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        gains.append(gain[torch.tensor(sample.loss_mask)])
     expected = -torch.cat(gains).mean()
     for given in (tokens, tokens[:, :-1]):
         assert torch.allclose(grpo_loss(model(given).logits, samples), expected, atol=1e-5)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from sampling import SAMPLINGS, distributions, expected_logprobs, top_k_and_top_p, top_k_then_top_p
@@ -116,6 +117,24 @@ def test_the_logprob_check_finds_samples_in_every_layout_of_a_loss(
             model(torch.tensor(tokens))
         assert check.metrics()[LOGPROB_DIFFERENCE] < 1e-4
         assert len(torch.cat(check.distances)) == 5
+
+
+def test_the_logprob_check_ignores_tokens_that_are_not_generated(model: Any) -> None:
+    torch.manual_seed(1)
+    first = answer(model, [1, 2, 30], 3, {}, top_k_then_top_p)
+    second = answer(model, [*first.prompt_ids, *first.output_ids, 7, 8], 2, {}, top_k_then_top_p)
+    both = msgspec.structs.replace(
+        first,
+        output_ids=(*first.output_ids, 7, 8, *second.output_ids),
+        logprobs=(*first.logprobs, 0.0, 0.0, *second.logprobs),
+        versions=(0, 0, 0, -1, -1, 0, 0),
+        loss_mask=(True, True, True, False, False, True, True),
+    )
+    check = LogprobCheck([both], SamplingParams(max_new_tokens=3))
+    with check.watching(model):
+        model(torch.tensor([[*both.prompt_ids, *both.output_ids]]))
+    assert len(torch.cat(check.distances)) == 5
+    assert check.metrics()[LOGPROB_DIFFERENCE] < 1e-4
 
 
 def test_the_logprob_check_ignores_a_loss_without_a_whole_sample(model: Any) -> None:

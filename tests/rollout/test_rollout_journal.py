@@ -33,7 +33,7 @@ from windlass.rollout.journal import Entry, PersistedState, RolloutJournal, Vers
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, Work
 from windlass.rollout.table import Record, State
-from windlass.rollout.workflows import encode_value
+from windlass.rollout.values import encode_value
 
 SAMPLING = SamplingParams(max_new_tokens=1)
 BATCH, MAX_STALENESS, MAX_RESUBMITS = 4, 1, 2

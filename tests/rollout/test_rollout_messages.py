@@ -13,8 +13,6 @@ from windlass.net.messages import encode
 from windlass.rollout import SamplingParams
 from windlass.rollout.messages import (
     CONTROLLER_FRAMES,
-    MAX_VALUE_ITEMS,
-    MAX_VALUE_NBYTES,
     SMALL_FRAME_NBYTES,
     WORKER_FRAMES,
     AttemptKey,
@@ -29,8 +27,8 @@ from windlass.rollout.messages import (
     decode_outcome,
     decode_outcomes,
 )
+from windlass.rollout.values import MAX_VALUE_ITEMS, MAX_VALUE_NBYTES, encode_value
 from windlass.rollout.worker import MAX_OUTCOME_NBYTES, encode_for_controller
-from windlass.rollout.workflows import encode_value
 
 HELLO = WorkerHello(protocol_version=9, name="w", incarnation="i", max_concurrent=1)
 

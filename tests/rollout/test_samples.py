@@ -13,22 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from windlass.errors import ConfigError, WindlassError
+from windlass.errors import ConfigError, ProtocolError, WindlassError
 from windlass.jobs import recipe
 from windlass.jobs.recipe import Recipe, Task, in_thread, score, tasks_of
 from windlass.jobs.train_worker import step_metrics
+from windlass.layout.dtypes import DType
 from windlass.net.logs import LineLimit
 from windlass.net.messages import encode
 from windlass.rollout.batches import BatchQueue, training_samples
 from windlass.rollout.handles import Rollout, RolloutGroup
-from windlass.rollout.messages import (
-    TRAINING_BATCHES,
-    Partial,
-    TrainingBatch,
-    TrainingSample,
-    Turn,
-)
-from windlass.rollout.workflows import encode_value
+from windlass.rollout.messages import TRAINING_BATCHES, Partial, TrainingBatch, TrainingSample, Turn
+from windlass.rollout.tensors import SampleTensor
+from windlass.rollout.values import encode_value
 
 
 def rollout(number: int, turns: tuple[Turn, ...] = (), **changes: object) -> Rollout:
@@ -127,19 +123,38 @@ def test_rewards_that_are_not_finite_are_refused_with_group_and_index(
         training_samples(group(), rewards)
 
 
-def test_a_workflow_gives_one_sample_per_turn_with_the_reward_of_its_rollout() -> None:
+def test_a_workflow_gives_one_sample_per_conversation_with_the_reward_of_its_rollout() -> None:
     first = Turn((1, 2), Partial((3, 4), (-0.1, -0.2), (6, 6)), "stop")
-    second = Turn((1, 2, 3, 4, 9), Partial((5,), (-0.3,), (7,)), "stop")
+    second = Turn((1, 2, 3, 4, 9), Partial((5,), (-0.3,), (7,)), "length")
     nothing = Turn((1,), Partial(), "abort")
     of_workflow = {"prompt_ids": (), "output_ids": (), "logprobs": (), "versions": (6, 6, 7)}
     both = rollout(0, (first, nothing, second), **of_workflow)
-    one = rollout(1, (first,), **of_workflow)
-    found = training_samples(group(both, one), [1.0, 0.0])
-    assert [(s.prompt_ids, s.output_ids, s.versions, s.reward) for s in found] == [
-        ((1, 2), (3, 4), (6, 6), 1.0),
-        ((1, 2, 3, 4, 9), (5,), (7,), 1.0),
-        ((1, 2), (3, 4), (6, 6), 0.0),
-    ]
+    other = Turn((2, 2), Partial((8,), (-0.4,), (5,)), "stop")
+    two = rollout(1, (first, other), **of_workflow)
+    found = training_samples(group(both, two), [1.0, 0.0])
+    assert received(*found) == (
+        sample(
+            prompt_ids=(1, 2),
+            output_ids=(3, 4, 9, 5),
+            logprobs=(-0.1, -0.2, 0.0, -0.3),
+            versions=(6, 6, -1, 7),
+            loss_mask=(True, True, False, True),
+            task_id="0-0",
+            finish_reason="length",
+        ),
+        *(
+            sample(
+                prompt_ids=turn.prompt_ids,
+                output_ids=turn.output.output_ids,
+                logprobs=turn.output.logprobs,
+                versions=turn.output.versions,
+                reward=0.0,
+                task_id="0-1",
+                finish_reason="stop",
+            )
+            for turn in (first, other)
+        ),
+    )
     silent = rollout(1, (), **of_workflow)
     with pytest.raises(ConfigError, match=r"group 5: rollout 0-1 has no generated token"):
         training_samples(group(both, silent), [1.0, 0.0])
@@ -154,6 +169,10 @@ def test_a_workflow_gives_one_sample_per_turn_with_the_reward_of_its_rollout() -
         {"output_ids": np.array([2, 3]), "versions": [0, 0], "logprobs": np.array([-0.5, -0.25])},
         {"output_ids": torch.tensor([2, 3]), "logprobs": torch.tensor([-0.5, -0.25])},
         {"output_ids": [np.int64(2), 3], "prompt_ids": [1], "group_id": np.int32(5)},
+        {"loss_mask": (True, True)},
+        {"loss_mask": np.array([True, True])},
+        {"loss_mask": torch.ones(2, dtype=torch.bool)},
+        {"loss_mask": [1, np.int64(1)]},
     ],
 )
 def test_a_sample_of_arrays_and_tensors_becomes_plain_numbers(changes: dict[str, object]) -> None:
@@ -167,9 +186,9 @@ def test_a_sample_of_arrays_and_tensors_becomes_plain_numbers(changes: dict[str,
         ({"group_id": -(1 << 64)}, r"group_id must be integers of at most 63 bits"),
         ({"reward": None}, r"sample of group 5: reward must be one number, got None"),
         ({"reward": math.nan}, r"sample of group 5: reward must be finite, got nan"),
-        ({"output_ids": (2, 3, 4)}, r"must have the same length, at least 1, got 3, 2 and 2"),
-        ({"versions": (0,)}, r"must have the same length, at least 1, got 2, 2 and 1"),
-        ({"output_ids": (), "logprobs": (), "versions": ()}, r"at least 1, got 0, 0 and 0"),
+        ({"output_ids": (2, 3, 4)}, r"must have the same length, at least 1, got 3, 2, 2 and 3"),
+        ({"versions": (0,)}, r"must have the same length, at least 1, got 2, 2, 1 and 2"),
+        ({"output_ids": (), "logprobs": (), "versions": ()}, r"at least 1, got 0, 0, 0 and 0"),
         ({"output_ids": (2.5, 3)}, r"output_ids must be integers, got \(2\.5, 3\)"),
         ({"output_ids": torch.tensor([2.0, 3.0])}, r"output_ids must be integers, got tensor"),
         ({"prompt_ids": "abc"}, r"prompt_ids must be a sequence of integers, got 'abc'"),
@@ -178,6 +197,18 @@ def test_a_sample_of_arrays_and_tensors_becomes_plain_numbers(changes: dict[str,
         ({"logprobs": (-0.5, None)}, r"logprobs\[1\] must be one number, got None"),
         ({"group_id": "five"}, r"sample: group_id must be integers, got \('five',\)"),
         ({"engine": None}, r"engine must be text, got None"),
+        ({"task_id": 3}, r"task_id must be text, got 3"),
+        ({"loss_mask": (True,)}, r"at least 1, got 2, 2, 2 and 1"),
+        ({"loss_mask": (1, 2)}, r"loss_mask must be booleans, got \(1, 2\)"),
+        ({"loss_mask": torch.tensor([0.0, 1.0])}, r"loss_mask must be booleans, got tensor"),
+        ({"tensors": [1]}, r"sample of group 5: tensors must be a mapping, got \[1\]"),
+        ({"tensors": {"a": [1, 2]}}, r"got 'a' of type list; use SampleTensor\.of"),
+        (
+            {"tensors": {"values": SampleTensor.of([0.5, 1.5, 2.5])}},
+            r"tensor 'values' must have one entry per output token \(2\), got shape \(3,\); set per_",
+        ),
+        ({"metadata": {1: 2}}, r"group 5: metadata must be a mapping of texts, got \{1: 2\}"),
+        ({"metadata": {"a": object()}}, r"metadata: must be msgpack-plain, got dict: object is no"),
     ],
 )
 def test_a_sample_that_a_rank_could_not_read_is_refused_at_creation(
@@ -185,6 +216,87 @@ def test_a_sample_that_a_rank_could_not_read_is_refused_at_creation(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         sample(**changes)
+
+
+TENSORS = {
+    "float32": torch.tensor([[0.5, -1.5], [2.25, 3.0]]),
+    "bfloat16": torch.tensor([0.5, -1.5], dtype=torch.bfloat16),
+    "float8_e4m3fn": torch.tensor([0.5, -1.5]).to(torch.float8_e4m3fn),
+    "int64": torch.tensor([1, -(1 << 62)]),
+    "uint8": torch.arange(16, dtype=torch.uint8).reshape(2, 8)[:, ::2],
+    "bool": torch.tensor([True, False]),
+}
+
+
+@pytest.mark.parametrize("dtype", TENSORS)
+def test_tensors_reach_a_rank_with_their_dtype_shape_and_elements(dtype: str) -> None:
+    given = TENSORS[dtype]
+    (found,) = received(sample(tensors={"values": SampleTensor.of(given)}))
+    tensor = found.tensors["values"]
+    assert (tensor.dtype, tensor.shape) == (dtype, tuple(given.shape))
+    assert tensor.to_torch().dtype == given.dtype
+    assert torch.equal(tensor.to_torch().float(), given.float())
+    if dtype in {"bfloat16", "float8_e4m3fn"}:
+        with pytest.raises(ConfigError, match=rf"NumPy has no dtype {dtype}; use to_torch"):
+            tensor.to_numpy()
+        return
+    array = given.numpy()
+    assert np.array_equal(tensor.to_numpy(), array)
+    assert SampleTensor.of(array) == tensor
+    assert SampleTensor.of(array.astype(array.dtype.newbyteorder(">"))) == tensor
+
+
+def test_numbers_of_python_become_float32_or_int64() -> None:
+    assert SampleTensor.of([0.5, 1.5]).dtype == "float32"
+    assert SampleTensor.of(np.array([0.5, 1.5])).dtype == "float64"
+    assert SampleTensor.of([3, 4]).dtype == "int64"
+    scalar = SampleTensor.of(2.5, per_token=False)
+    assert (scalar.shape, scalar.to_torch().item()) == ((), 2.5)
+    empty = SampleTensor.of(torch.empty(0, 3), per_token=False)
+    assert empty.to_torch().shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: SampleTensor.of(["a"]), r"dtype must be one of float64, .*, got 'str32'"),
+        (lambda: SampleTensor.of(torch.ones(1, dtype=torch.complex64)), r"got 'complex64'"),
+        (lambda: SampleTensor.of([[1], [2, 3]]), r"values must be numbers in one shape: .*"),
+        (lambda: SampleTensor.of(1.5), r"shape must have 1 to 8 dimensions, got \(\)"),
+        (
+            lambda: SampleTensor(dtype=DType.INT16, shape=(2, 3), data=bytes(11)),
+            r"data must be 12 bytes for int16 of shape \(2, 3\), got 11 bytes",
+        ),
+        (
+            lambda: SampleTensor(dtype=DType.INT16, shape=(-1,), data=b""),
+            r"shape must be integers >= 0, got \(-1,\)",
+        ),
+    ],
+)
+def test_tensors_that_do_not_match_their_dtype_or_shape_are_refused(make: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+def test_a_rank_refuses_a_tensor_with_too_few_bytes() -> None:
+    whole = encode(TrainingBatch(0, (sample(tensors={"a": SampleTensor.of([1, 2])}),)))
+    short = whole.replace(b"\xa4data\xc4\x10" + SampleTensor.of([1, 2]).data, b"\xa4data\xc4\x01a")
+    assert short != whole
+    with pytest.raises(ProtocolError, match=r"data must be 16 bytes for int64 .* got 1 bytes"):
+        TRAINING_BATCHES.decode(short)
+
+
+def test_metadata_reaches_a_rank_as_plain_values() -> None:
+    made = sample(metadata={"task": np.int64(3), "tags": ("a", "b"), "nested": {"x": b"y"}})
+    assert made.metadata == {"task": 3, "tags": ["a", "b"], "nested": {"x": b"y"}}
+    assert received(made) == (made,)
+
+
+def test_the_oldest_version_of_a_sample_ignores_masked_tokens() -> None:
+    made = sample(versions=(3, -1), loss_mask=(True, False))
+    assert (made.oldest_version, made.num_trained) == (3, 1)
+    nothing = sample(loss_mask=(False, False))
+    assert (nothing.oldest_version, nothing.num_trained) == (-1, 0)
 
 
 async def test_a_queue_refuses_objects_that_are_not_samples() -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from windlass.errors import UnsupportedLayout
 from windlass.layout.dtypes import DType
-from windlass.rollout.workflows import encode_value, plain_value
+from windlass.rollout.values import encode_value, plain_value
 
 if TYPE_CHECKING:
     import torch

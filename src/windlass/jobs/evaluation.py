@@ -11,7 +11,7 @@ from windlass.errors import ConfigError, WindlassError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.recipe import Recipe, Task, in_thread, recipe_code
 from windlass.rollout.handles import Rollout, RolloutGroup
-from windlass.rollout.messages import plain_number
+from windlass.rollout.values import plain_number
 
 
 async def evaluate(

@@ -54,7 +54,7 @@ def start_process_group(context: TrainContext, backend: str, device: torch.devic
 
 
 class LossMean(StrEnum):
-    """Unit over which the user's loss is a mean: `SAMPLES` or generated `TOKENS`.
+    """Unit over which the user's loss is a mean: `SAMPLES`, or `TOKENS` that `loss_mask` selects.
 
     A training step weights the loss of each micro-batch with the number of samples (or tokens) in this micro-batch.
     """
@@ -63,11 +63,11 @@ class LossMean(StrEnum):
     TOKENS = "tokens"
 
     def weight(self, groups: Samples) -> int:
-        """Return the weight of these groups in a mean: the number of their samples, or of their generated tokens."""
+        """Return the weight of these groups in a mean: the number of their samples, or of their trained tokens."""
         samples = [sample for group in groups for sample in group]
         if self is LossMean.SAMPLES:
             return len(samples)
-        return sum(len(sample.output_ids) for sample in samples)
+        return sum(sample.num_trained for sample in samples)
 
 
 def micro_batches(

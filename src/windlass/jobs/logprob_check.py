@@ -116,14 +116,14 @@ def _find(tokens: torch.Tensor, wanted: Sequence[int]) -> tuple[int, int] | None
 def _distance(
     logits: torch.Tensor, sample: TrainingSample, sampling: SamplingParams
 ) -> torch.Tensor:
-    """Return the absolute difference (T,) of each token's log-probability in the trainer and in the sample.
+    """Return the absolute difference of each trained token's log-probability in the trainer and in the sample.
 
     vLLM applies `top_p` to the `top_k` tokens, SGLang to all tokens. The sample does not tell which of the two engines
     generated it, so return the smaller of both differences, and at most `_MAX_DISTANCE`.
 
     Args:
         logits: the trainer's logits (T, V) for the answer's tokens, on the CPU.
-        sample: sample with T answer tokens and their log-probabilities from the engine.
+        sample: sample with T output tokens and their log-probabilities from the engine.
         sampling: sampling parameters of the engine.
     """
     tokens = torch.tensor(sample.output_ids)[:, None]
@@ -139,4 +139,4 @@ def _distance(
         (logprobs.gather(1, tokens)[:, 0] - served).abs()
         for logprobs in (of(sampling), at_once.log_softmax(-1))
     ]
-    return torch.minimum(*distances).clamp(max=_MAX_DISTANCE)
+    return torch.minimum(*distances).clamp(max=_MAX_DISTANCE)[torch.tensor(sample.loss_mask)]

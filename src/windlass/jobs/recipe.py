@@ -31,7 +31,8 @@ from windlass.net.logs import TRACEBACK_EVERY_S, LineLimit
 from windlass.rollout.batches import check_groups, training_samples
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
-from windlass.rollout.workflows import Workflow, encode_value
+from windlass.rollout.values import encode_value
+from windlass.rollout.workflows import Workflow
 
 if TYPE_CHECKING:
     from windlass.jobs.results import JobSummary, StepResult
@@ -86,7 +87,7 @@ class Recipe(ABC):
         """
 
     def samples(self, group: RolloutGroup) -> Sequence[TrainingSample]:
-        """Return the samples of a group for the trainers: one per answer, or one per turn of a workflow.
+        """Return the samples of a group for the trainers: one per answer, or one per conversation.
 
         Return an empty sequence to decline the group, for example if all rewards are equal. The step then waits for
         another group.

@@ -27,7 +27,8 @@ from windlass.net.addresses import own_address
 from windlass.net.logs import configure_logging, log_fields
 from windlass.net.messages import PROTOCOL_VERSION, Codec, Envelope, Refused, Reply
 from windlass.net.rpc_client import Client
-from windlass.rollout.messages import TrainingSample, as_number, plain_integers
+from windlass.rollout.messages import TrainingSample
+from windlass.rollout.values import as_number, plain_integers
 from windlass.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)

@@ -201,14 +201,14 @@ class Operations:
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
         """Count the staleness of samples at the published version. Call this when trainers get the samples."""
         version = self._coordinator.fleet.published
-        ages = [version - min(s.versions) for s in samples if s.versions]
+        ages = [version - s.oldest_version for s in samples if s.num_trained]
         self._staleness.update(ages)
         self.metrics.observe_staleness(ages)
         totals = self._totals
         self._totals = replace(
             totals,
             samples=totals.samples + len(samples),
-            tokens=totals.tokens + sum(len(sample.output_ids) for sample in samples),
+            tokens=totals.tokens + sum(sample.num_trained for sample in samples),
             staleness=totals.staleness + sum(ages),
             stalest=max(totals.stalest, *ages, 0),
         )

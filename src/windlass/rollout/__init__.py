@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from windlass.rollout.messages import Turn as Turn
     from windlass.rollout.staleness import OnStale as OnStale
     from windlass.rollout.staleness import StalenessPolicy as StalenessPolicy
+    from windlass.rollout.tensors import SampleTensor as SampleTensor
+    from windlass.rollout.trajectories import Trajectory as Trajectory
+    from windlass.rollout.trajectories import merge_turns as merge_turns
     from windlass.rollout.worker import run_rollout_worker as run_rollout_worker
     from windlass.rollout.workflows import Reject as Reject
     from windlass.rollout.workflows import Workflow as Workflow

@@ -29,16 +29,9 @@ from windlass.net.blocking_http import BlockingHttp, HttpReply
 from windlass.net.clock import Backoff
 from windlass.net.messages import encode
 from windlass.rollout.handles import Rollout, RolloutGroup
-from windlass.rollout.messages import (
-    TRAINING_BATCHES,
-    ArrayLike,
-    Partial,
-    TrainingBatch,
-    TrainingSample,
-    Turn,
-    plain_integers,
-    plain_number,
-)
+from windlass.rollout.messages import TRAINING_BATCHES, Partial, TrainingBatch, TrainingSample, Turn
+from windlass.rollout.trajectories import merge_turns
+from windlass.rollout.values import ArrayLike, plain_integers, plain_number
 
 MAX_WAIT_S = 3600.0
 KEPT_STEPS = 2
@@ -52,9 +45,10 @@ BACKOFF = Backoff(0.05, 1.0)
 
 
 def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[TrainingSample, ...]:
-    """Return a group's samples with their rewards: one sample per answer, or one per turn of a workflow.
+    """Return a group's samples with their rewards: one sample per answer, or one per conversation of a workflow.
 
-    Every turn of a workflow gets the reward of its rollout. A turn without generated tokens gives no sample.
+    The turns of a conversation are one sample, see `merge_turns`. If a workflow has several conversations (or branches),
+    each of their samples gets the reward of the rollout.
 
     Args:
         group: finished rollouts.
@@ -67,16 +61,18 @@ def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[Tr
     for rollout, reward in zip(group.rollouts, check_rewards(group, rewards), strict=True):
         made = [
             TrainingSample(
-                prompt_ids=turn.prompt_ids,
-                output_ids=turn.output.output_ids,
-                logprobs=turn.output.logprobs,
-                versions=turn.output.versions,
+                prompt_ids=found.prompt_ids,
+                output_ids=found.output_ids,
+                logprobs=found.logprobs,
+                versions=found.versions,
+                loss_mask=found.loss_mask,
                 reward=reward,
                 group_id=group.group_id,
                 engine=rollout.engine,
+                task_id=rollout.task_id,
+                finish_reason=found.finish_reason,
             )
-            for turn in _turns(rollout)
-            if turn.output.output_ids
+            for found in merge_turns(_turns(rollout))
         ]
         if not made:
             raise ConfigError(

@@ -35,7 +35,6 @@ from windlass.rollout.handles import (
 )
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import (
-    LARGEST_INTEGER,
     LOCAL_WORKER,
     MAX_TOKENS,
     AttemptKey,
@@ -50,7 +49,8 @@ from windlass.rollout.messages import (
 from windlass.rollout.pool import LocalWorker, RemoteWorker, WorkerPool
 from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.table import Record, State
-from windlass.rollout.workflows import Workflow, check_workflows, encode_value
+from windlass.rollout.values import LARGEST_INTEGER, encode_value
+from windlass.rollout.workflows import Workflow, check_workflows
 from windlass.sampling import SamplingParams, is_count
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from windlass.net.journal_file import JournalFile
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import RolloutOutcome, Work
 from windlass.rollout.table import Record
-from windlass.rollout.workflows import encode_value
+from windlass.rollout.values import encode_value
 
 logger = logging.getLogger(__name__)
 RECHECK_PATH_S = 0.05

@@ -12,17 +12,24 @@ contain only plain values and cannot be part of a reference cycle.
 from __future__ import annotations
 
 import asyncio
-import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import chain
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated
 
 import msgspec
 
-from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
+from windlass.errors import ConfigError, ProtocolError
 from windlass.net.messages import MAX_NAME_NBYTES, Codec, Refused
+from windlass.rollout.tensors import SampleTensor
+from windlass.rollout.values import (
+    check_value,
+    plain_booleans,
+    plain_integers,
+    plain_map,
+    plain_number,
+    plain_numbers,
+)
 from windlass.sampling import SamplingParams, is_number
 
 LOCAL_WORKER = "controller"
@@ -30,14 +37,6 @@ LOCAL_WORKER = "controller"
 MAX_FRAME_NBYTES = 64 << 20
 MAX_TOKENS = 1 << 22
 """Largest number of tokens in a prompt or an answer."""
-LARGEST_INTEGER = (1 << 63) - 1
-"""Largest integer in a message. msgpack cannot encode much larger integers, and a message that cannot be encoded
-would block all later messages."""
-MAX_VALUE_NBYTES = 16 << 20
-"""Largest size of a workflow's return value or arguments."""
-MAX_VALUE_ITEMS = 1 << 17
-"""Largest number of items in a workflow's return value or arguments, including nested items. This limits the
-memory after decoding: an empty list takes 1 byte in a message and 64 bytes in memory."""
 MAX_WORKFLOWS, MAX_ATTEMPTS = 1 << 12, 1 << 18
 """Largest numbers of workflows and of concurrent attempts of one worker."""
 MAX_OUTCOMES = 64
@@ -46,8 +45,6 @@ MAX_UNSAID = 4
 """Number of received task batches after which a worker reports their receipt, unless a batch of outcomes carries
 the report earlier. The controller waits for a report after twice this number of batches, so that a WebSocket ping
 does not wait behind more batches."""
-SMALL_VALUE_NBYTES = 4096
-"""Size up to which `check_value` decodes a value without counting its items first."""
 SMALL_FRAME_NBYTES = 256 << 10
 """Total size of a batch's outcomes up to which they are decoded in the event loop and not in a thread."""
 
@@ -316,23 +313,32 @@ class TaskBatch(msgspec.Struct, frozen=True, tag="tasks"):
 
 
 class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer with its reward.
+    """One answer, or one conversation, with its reward: a prompt and all tokens after the prompt.
 
     The constructor converts numbers of NumPy and torch to Python numbers.
 
     Attributes:
-        prompt_ids: tokens before the answer.
-        output_ids, versions: one entry per generated token; at least one token.
+        prompt_ids: tokens before the first answer.
+        output_ids: all tokens after `prompt_ids`, at least one. In a conversation, some of them are not generated: answers
+            of tools, and tokens of the chat template between two turns.
         logprobs: log-probability of each generated token in the distribution that the engine sampled from, after
             penalties, `temperature`, `min_p`, `top_k` and `top_p`. For importance weights, the trainer must
             compute its log-probability with the same settings. For greedy sampling, the entry is the
-            log-probability that the model gives the token.
+            log-probability that the model gives the token. 0.0 for a token that is not generated.
+        versions: weight version of each generated token; -1 for a token that is not generated.
+        loss_mask: whether to train on each token of `output_ids`; False for a token that is not generated. If omitted,
+            all tokens are trained.
         reward: a finite number.
         group_id: equal for all answers to one prompt.
         engine: name of the engine that made the last token.
+        task_id: id of the rollout. Several samples of one rollout have the same id.
+        finish_reason: the engine's reason for the end of the last answer (`stop`, `length`).
+        tensors: named tensors for the loss, such as advantages or reference log-probabilities.
+        metadata: msgpack-plain values.
 
     Raises:
-        ConfigError: a value has the wrong type, the sequences differ in length, or no token was generated.
+        ConfigError: a value has the wrong type, sequences differ in length, there is no output token, or a per-token
+            tensor does not have one entry per output token.
     """
 
     prompt_ids: tuple[int, ...]
@@ -342,6 +348,11 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     group_id: int
     engine: str
+    loss_mask: tuple[bool, ...] = ()
+    task_id: str = ""
+    finish_reason: str = ""
+    tensors: Mapping[str, SampleTensor] = {}
+    metadata: Mapping[str, object] = {}
 
     def __post_init__(self) -> None:
         where = f"sample of group {self.group_id}: "
@@ -351,115 +362,54 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
         self._set("reward", plain_number(f"{where}reward", self.reward))
         (group_id,) = plain_integers("sample: group_id", (self.group_id,))
         self._set("group_id", group_id)
-        lengths = [len(values) for values in (self.output_ids, self.logprobs, self.versions)]
+        mask = plain_booleans(f"{where}loss_mask", self.loss_mask)
+        self._set("loss_mask", mask or (True,) * len(self.output_ids))
+        sequences = (self.output_ids, self.logprobs, self.versions, self.loss_mask)
+        lengths = [len(values) for values in sequences]
         if not lengths[0] or len(set(lengths)) > 1:
             raise ConfigError(
-                f"{where}output_ids, logprobs and versions must have the same length, at least 1, got "
-                f"{lengths[0]}, {lengths[1]} and {lengths[2]}"
+                f"{where}output_ids, logprobs, versions and loss_mask must have the same length, at least 1, got "
+                f"{lengths[0]}, {lengths[1]}, {lengths[2]} and {lengths[3]}"
             )
-        if not isinstance(self.engine, str):
-            raise ConfigError(f"{where}engine must be text, got {self.engine!r}")
+        for name in ("engine", "task_id", "finish_reason"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ConfigError(f"{where}{name} must be text, got {value!r}")
+        if self.tensors:
+            self._check_tensors(where)
+        if self.metadata:
+            self._set("metadata", plain_map(f"{where}metadata", self.metadata))
+
+    def _check_tensors(self, where: str) -> None:
+        tensors: object = self.tensors
+        if not isinstance(tensors, Mapping):
+            raise ConfigError(f"{where}tensors must be a mapping, got {tensors!r}")
+        for name, tensor in tensors.items():
+            if not (isinstance(name, str) and isinstance(tensor, SampleTensor)):
+                kind = type(tensor).__name__
+                raise ConfigError(
+                    f"{where}tensors must map text to SampleTensor, got {name!r} of type {kind}; use SampleTensor.of"
+                )
+            if tensor.per_token and tensor.shape[0] != len(self.output_ids):
+                raise ConfigError(
+                    f"{where}tensor {name!r} must have one entry per output token ({len(self.output_ids)}), got shape "
+                    f"{tensor.shape}; set per_token=False for another tensor"
+                )
+
+    @property
+    def num_trained(self) -> int:
+        """Number of tokens that `loss_mask` selects."""
+        return sum(self.loss_mask)
+
+    @property
+    def oldest_version(self) -> int:
+        """Smallest version of the tokens that `loss_mask` selects; -1 if it selects none."""
+        return min(
+            (v for v, used in zip(self.versions, self.loss_mask, strict=True) if used), default=-1
+        )
 
     def _set(self, name: str, value: object) -> None:
         if value is not getattr(self, name):
             msgspec.structs.force_setattr(self, name, value)
-
-
-@runtime_checkable
-class ArrayLike(Protocol):
-    """Array, tensor or scalar of NumPy, torch or a similar library."""
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions; 0 for a scalar."""
-        ...
-
-    def item(self) -> Any:
-        """Return the only element as a Python number."""
-        ...
-
-    def tolist(self) -> Any:
-        """Return the elements as Python numbers, in nested lists."""
-        ...
-
-
-def as_number(what: str, value: object) -> float:
-    """Return a number, or the only element of an array or tensor, as a Python float.
-
-    Raises:
-        ConfigError: the value is not one number; the message begins with `what`.
-    """
-    refusal = f"{what} must be one number, got {_short(value)}"
-    try:
-        plain: Any = value.item() if isinstance(value, ArrayLike) else value
-        found = float(plain)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ConfigError(refusal) from error
-    # `float` accepts text such as "1.5", but a caller that passes text has probably made a mistake.
-    if isinstance(plain, str | bytes):
-        raise ConfigError(refusal)
-    return found
-
-
-def plain_number(what: str, value: object) -> float:
-    """Return a number as a Python float, see `as_number`; refuse NaN and infinity.
-
-    Raises:
-        ConfigError: the value is not a finite number; the message begins with `what`.
-    """
-    found = as_number(what, value)
-    if not math.isfinite(found):
-        raise ConfigError(f"{what} must be finite, got {_short(value)}")
-    return found
-
-
-def plain_numbers(what: str, values: object) -> tuple[float, ...]:
-    """Return a sequence, array or tensor as finite Python numbers.
-
-    Raises:
-        ConfigError: a value is not a number, or not finite; the message begins with `what`.
-    """
-    if type(values) is tuple and set(map(type, values)) <= {float} and all(map(_isfinite, values)):
-        return values
-    found = _listed(what, values, "numbers")
-    return tuple([plain_number(f"{what}[{index}]", value) for index, value in enumerate(found)])
-
-
-def plain_integers(what: str, values: object) -> tuple[int, ...]:
-    """Return a sequence, array or tensor of integers as Python integers.
-
-    Raises:
-        ConfigError: a value is not an integer, or needs more than 63 bits; the text begins with `what`.
-    """
-    if type(values) is tuple and set(map(type, values)) <= {int}:
-        found: tuple[int, ...] = values
-    else:
-        try:
-            # `operator.index` returns booleans unchanged, and msgpack would send them as booleans. So call `int`, too.
-            found = tuple([int(operator.index(each)) for each in _listed(what, values, "integers")])
-        except (TypeError, RuntimeError) as error:
-            raise ConfigError(f"{what} must be integers, got {_short(values)}") from error
-    if found and not (min(found) >= -LARGEST_INTEGER and max(found) <= LARGEST_INTEGER):
-        raise ConfigError(f"{what} must be integers of at most 63 bits, got {_short(values)}")
-    return found
-
-
-_isfinite: Callable[[Any], bool] = math.isfinite
-
-
-def _listed(what: str, values: object, kind: str) -> list[Any]:
-    """Return the values of a sequence, array or tensor as a list; raise `ConfigError` for text and other types."""
-    if isinstance(values, ArrayLike):
-        values = values.tolist()
-    if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
-        return list(values)
-    raise ConfigError(f"{what} must be a sequence of {kind}, got {_short(values)}")
-
-
-def _short(value: object) -> str:
-    """Return the `repr` of a value, with at most 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class TrainingBatch(msgspec.Struct, frozen=True):
@@ -499,53 +449,3 @@ async def decode_outcomes(batch: CompletionBatch) -> list[RolloutOutcome]:
 
 def _decode_all(outcomes: Sequence[bytes]) -> list[RolloutOutcome]:
     return [decode_outcome(encoded) for encoded in outcomes]
-
-
-def check_value(what: str, value: bytes, max_nbytes: int = MAX_VALUE_NBYTES) -> None:
-    """Check that `value` is valid msgpack, so that decoding it later cannot fail.
-
-    A value of more than `SMALL_VALUE_NBYTES` bytes may contain at most `MAX_VALUE_ITEMS` items.
-
-    Raises:
-        ProtocolError: `value` is not msgpack, or too large; the text begins with `what`.
-    """
-    if len(value) > max_nbytes:
-        raise ProtocolError(f"{what} must be of at most {max_nbytes} bytes, got {len(value)}")
-    if len(value) > SMALL_VALUE_NBYTES and not _has_few_items(value):
-        raise ProtocolError(
-            f"{what} must contain at most {MAX_VALUE_ITEMS} values, got more in {len(value)} bytes"
-        )
-    try:
-        msgspec.msgpack.decode(value)
-    except DECODE_ERRORS as error:
-        raise ProtocolError(f"{what} of {len(value)} bytes: {error}") from error
-
-
-_LENGTH_NBYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""First byte of an encoded bin, ext or str value -> size in bytes of the length field that follows."""
-_PAYLOAD_NBYTES = bytes(
-    [0] * 160  # small integers, headers of small maps and arrays
-    + [*range(32)]  # short strings
-    + [0] * 7  # nil, booleans, bin
-    + [1] * 3  # ext: its type
-    + [4, 8, 1, 2, 4, 8, 1, 2, 4, 8]  # floats, integers
-    + [2, 3, 5, 9, 17]  # ext of fixed lengths, with its type
-    + [0] * 3  # str
-    + [2, 4, 2, 4]  # headers of arrays and maps
-    + [0] * 32  # small negative integers
-)
-"""First byte of an encoded value -> number of bytes that follow it. This number excludes a length field and the bytes
-that the field counts. It also excludes the items of an array or map, because each item counts as a separate value."""
-
-
-def _has_few_items(value: bytes) -> bool:
-    """Return whether an encoded value has at most `MAX_VALUE_ITEMS` items; read only the items' headers."""
-    at = num_items = 0
-    while at < len(value):
-        num_items += 1
-        if num_items > MAX_VALUE_ITEMS:
-            return False
-        code = value[at]
-        after = at + 1 + _LENGTH_NBYTES.get(code, 0)
-        at = after + int.from_bytes(value[at + 1 : after]) + _PAYLOAD_NBYTES[code]
-    return True

@@ -17,12 +17,10 @@ from typing import final
 import aiohttp
 import msgspec
 
-from windlass.errors import ConfigError, ProtocolError, RolloutError
+from windlass.errors import ConfigError, RolloutError
 from windlass.net.logs import TRACEBACK_EVERY_S, LineLimit, log_fields
 from windlass.rollout.generate import AttemptError, AttemptResult, generate
 from windlass.rollout.messages import (
-    MAX_VALUE_NBYTES,
-    ArrayLike,
     ErrorKind,
     OutcomeStatus,
     Partial,
@@ -30,9 +28,8 @@ from windlass.rollout.messages import (
     RolloutTask,
     Turn,
     WorkerHello,
-    check_value,
-    plain_integers,
 )
+from windlass.rollout.values import encode_value, plain_integers
 from windlass.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -143,48 +140,6 @@ def check_workflows(workflows: Mapping[str, Workflow] | None) -> dict[str, Workf
     if "" in checked:
         raise ConfigError("workflows: a name must not be empty, got ''")
     return checked
-
-
-def plain_value(value: object) -> object:
-    """Return a NumPy or torch value as a Python value.
-
-    Raises:
-        TypeError: the value is something else.
-    """
-    if isinstance(value, ArrayLike):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is not a number, text, bytes, a list, a map or None")
-
-
-def encode_value(
-    what: str,
-    value: object,
-    *,
-    plain: Callable[[object], object] = plain_value,
-    max_nbytes: int = MAX_VALUE_NBYTES,
-) -> bytes:
-    """Encode a msgpack-plain value; arrays and tensors become lists, and NumPy or torch scalars become numbers.
-
-    Args:
-        what: beginning of the error's text.
-        value: value to encode.
-        plain: function that replaces a value that msgspec cannot encode, or raises TypeError.
-        max_nbytes: largest size of the encoded value.
-
-    Raises:
-        ConfigError: the value is not msgpack-plain, or larger than `max_nbytes`.
-    """
-    try:
-        encoded = msgspec.msgpack.encode(value, enc_hook=plain)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(
-            f"{what}: must be msgpack-plain, got {type(value).__name__}: {error}"
-        ) from error
-    try:
-        check_value(what, encoded, max_nbytes)
-    except ProtocolError as error:
-        raise ConfigError(str(error)) from error
-    return encoded
 
 
 class _Cause(Enum):

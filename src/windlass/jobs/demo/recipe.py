@@ -109,7 +109,7 @@ class PaceClock:
         """Record that a step with these samples begins now, while engines serve `version`."""
         self._waited_s += time.monotonic() - self._updates[-1][0]
         self._num_samples += len(samples)
-        self._num_tokens += sum(len(sample.output_ids) for sample in samples)
+        self._num_tokens += sum(sample.num_trained for sample in samples)
         self._num_versions += sum(version - min(sample.versions) for sample in samples)
 
     def pace(self) -> Pace:

@@ -75,14 +75,14 @@ def grpo_loss(logits: torch.Tensor, samples: Sequence[TrainingSample]) -> torch.
     advantages = torch.tensor(_advantages(samples), device=device)[:, None]
     steps = torch.arange(outputs.shape[1], device=device)
     first = torch.tensor([len(s.prompt_ids) - 1 for s in samples], device=device)[:, None]
-    is_output = steps < torch.tensor([len(s.output_ids) for s in samples], device=device)[:, None]
+    is_trained = _padded([s.loss_mask for s in samples], device)
     places = (first + steps).clamp(max=logits.shape[1] - 1)
     following = logits.gather(1, places[..., None].expand(-1, -1, logits.shape[2]))
     logprobs = following.float().log_softmax(-1).gather(2, outputs[..., None])[..., 0]
     ratio = (logprobs - behaviour).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     gain = torch.minimum(ratio * advantages, clipped * advantages)
-    return -(gain * is_output).sum() / is_output.sum()
+    return -(gain * is_trained).sum() / is_trained.sum()
 
 
 def default_learning_rate(hidden_size: int) -> float:

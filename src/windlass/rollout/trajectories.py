@@ -1,0 +1,119 @@
+"""Trajectories: the engine calls of one conversation as one sequence of tokens, without tokenising text again.
+
+A call whose prompt begins with all tokens of an earlier trajectory (its prompt and its output) continues this
+trajectory. The tokens that the caller inserted between both calls (an answer of a tool, tokens of a chat template) become
+output tokens that are not trained. Any other call begins a branch: a trajectory of its own, whose `prompt_ids` contain
+the tokens that it shares with an earlier trajectory. So each generated token is an output token of exactly one
+trajectory, and no token is trained twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from windlass.rollout.messages import Turn
+
+INSERTED_VERSION, INSERTED_LOGPROB = -1, 0.0
+"""Version and log-probability of an output token that the model did not generate."""
+
+
+class Trajectory(msgspec.Struct, frozen=True):
+    """Tokens of consecutive engine calls: `prompt_ids`, then `output_ids`.
+
+    Attributes:
+        prompt_ids: prompt of the first call.
+        output_ids: all tokens after `prompt_ids`.
+        logprobs, versions, loss_mask: one entry per output token. `loss_mask` is True for a generated token. An inserted
+            token has False, version -1 and log-probability 0.0.
+        finish_reason: the engine's reason for the end of the last call.
+        parent: index of the trajectory that shares the most tokens with the beginning of `prompt_ids`; -1 if no
+            earlier trajectory shares any.
+        num_shared: number of these shared tokens.
+    """
+
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    finish_reason: str
+    parent: int = -1
+    num_shared: int = 0
+
+
+def merge_turns(turns: Iterable[Turn]) -> tuple[Trajectory, ...]:
+    """Merge the engine calls of one attempt into trajectories, in the order of their first calls.
+
+    If a call could continue several trajectories, it continues the longest of them. A call without generated tokens
+    is ignored.
+
+    Args:
+        turns: engine calls, in the order in which they ended.
+    """
+    growing: list[_Growing] = []
+    for turn in turns:
+        if not turn.output.output_ids:
+            continue
+        prompt = turn.prompt_ids
+        continued = [each for each in growing if _begins_with(prompt, each.complete)]
+        if continued:
+            max(continued, key=lambda each: len(each.complete)).add(turn)
+            continue
+        shared = [_num_shared(prompt, each.complete) for each in growing]
+        most = max(shared, default=0)
+        growing.append(_Growing(turn, shared.index(most) if most else -1, most))
+    return tuple(each.trajectory() for each in growing)
+
+
+class _Growing:
+    """Trajectory to which calls are added."""
+
+    def __init__(self, first: Turn, parent: int, num_shared: int) -> None:
+        self.complete = self._prompt_ids = first.prompt_ids
+        self._parent, self._num_shared = parent, num_shared
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._mask: list[bool] = []
+        self.add(first)
+
+    def add(self, turn: Turn) -> None:
+        """Append the tokens that the turn's prompt adds, and the tokens that the turn generated."""
+        num_inserted = len(turn.prompt_ids) - len(self.complete)
+        output = turn.output
+        self._logprobs += [INSERTED_LOGPROB] * num_inserted + [*output.logprobs]
+        self._versions += [INSERTED_VERSION] * num_inserted + [*output.versions]
+        self._mask += [False] * num_inserted + [True] * len(output.output_ids)
+        self.complete = turn.prompt_ids + output.output_ids
+        self._finish_reason = turn.finish_reason
+
+    def trajectory(self) -> Trajectory:
+        return Trajectory(
+            prompt_ids=self._prompt_ids,
+            output_ids=self.complete[len(self._prompt_ids) :],
+            logprobs=tuple(self._logprobs),
+            versions=tuple(self._versions),
+            loss_mask=tuple(self._mask),
+            finish_reason=self._finish_reason,
+            parent=self._parent,
+            num_shared=self._num_shared,
+        )
+
+
+def _begins_with(tokens: tuple[int, ...], first: tuple[int, ...]) -> bool:
+    # Compare the last token first: it usually differs, and a slice would copy all tokens.
+    length = len(first)
+    return len(tokens) >= length and tokens[length - 1] == first[-1] and tokens[:length] == first
+
+
+def _num_shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return the length of the longest common prefix, by bisection: comparisons of slices are fast."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
