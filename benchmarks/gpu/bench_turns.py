@@ -168,6 +168,9 @@ class Engine:
         self.wake_s, self.resumed_nbytes = 0.0, 0
         self.resumed = threading.Event()
 
+    def round_ended(self) -> None:
+        """Do nothing: this process sleeps between rounds only."""
+
     def sleep(self, mode: PauseMode, deadline_s: float) -> None:  # noqa: ARG002
         self.is_empty = True
         self.memory.sleep()

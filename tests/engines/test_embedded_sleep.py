@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class Turns:
     url: str
     version: int = -1
     num_released: int = 0
+    on_release: Callable[[], None] = lambda: None
 
     async def call(self, path: str, body: object | None = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
@@ -123,6 +125,10 @@ class Turns:
         return resident_nbytes(self.pid)
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def resident_nbytes(pid: int) -> int:
     fields = Path(f"/proc/{pid}/statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -153,6 +159,7 @@ async def taking_turns(
 
             def release() -> None:
                 turns.num_released += 1
+                turns.on_release()
 
             trainer = await asyncio.to_thread(
                 windlass.connect_trainer,
@@ -232,6 +239,60 @@ async def test_an_engine_without_weights_serves_nothing_until_a_version_is_publi
             weight[0, 0] = saved
         await turns.publish()
         assert (await asked)["meta_info"]["output_token_versions"] == [2] * NUM_TOKENS
+        await turns.check_serves()
+
+
+async def test_an_engine_sleeps_when_all_its_ranks_have_freed_their_memory(tmp_path: Path) -> None:
+    async with taking_turns(tmp_path, size=2) as turns:
+        (follower,) = children_of(turns.pid)
+        nbytes = sum(p.nbytes for p in turns.module.parameters()) / 2
+        awake = resident_nbytes(follower)
+        os.kill(follower, signal.SIGSTOP)
+        try:
+            asleep = asyncio.create_task(turns.sleep())
+            done, _ = await asyncio.wait([asleep], timeout=2.0)
+            assert not done, "the engine must wait for its second rank"
+        finally:
+            os.kill(follower, signal.SIGCONT)
+        await asleep
+        assert awake - resident_nbytes(follower) > 0.8 * nbytes
+        turns.step()
+        await turns.publish()
+        await turns.check_serves()
+
+
+async def test_an_engine_refuses_to_sleep_during_an_update(tmp_path: Path) -> None:
+    """Ask in the trainer's `release`, while the engine has read its bytes and has not applied them."""
+    async with taking_turns(tmp_path, **SMALL) as turns:
+        loop, reasons = asyncio.get_running_loop(), list[str]()
+
+        def ask() -> None:
+            asking = turns.refused("/release_memory_occupation", {})
+            reasons.append(asyncio.run_coroutine_threadsafe(asking, loop).result(DEADLINE_S))
+
+        turns.on_release = ask
+        for _ in range(2):
+            turns.step()
+            await turns.publish()
+            await turns.check_serves()
+            await turns.sleep()
+        assert reasons == ["sleep: an update runs; ask again after its end"] * 2
+
+
+async def test_a_sleeping_engine_gets_no_traffic_and_no_commands_to_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with taking_turns(tmp_path, **SMALL) as turns:
+        coordinator = turns.controller.coordinator
+        assert len(coordinator.routable()) == 1
+        await turns.controller.sleep_engines()
+        assert not coordinator.routable()
+        (engine,) = coordinator.fleet.engines()
+        assert engine.reason == "it sleeps until the next version"
+        assert "did not resume" not in caplog.text, "the controller would repeat the command"
+        turns.step()
+        await turns.publish()
+        assert len(coordinator.routable()) == 1
         await turns.check_serves()
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import socket
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import ClassVar
 
 import msgspec
@@ -19,7 +19,7 @@ from windlass.testing.transport_conformance import NBYTES, ProcessConformance, R
 from windlass.transfer.arena import Arena
 from windlass.transports import process_memory, pull
 from windlass.transports.base import WriteBatch
-from windlass.transports.processes import OwnProcess, socket_name_of
+from windlass.transports.processes import OwnProcess, connect_within, socket_name_of
 from windlass.transports.pull import PullConfig, PullTransport
 from windlass.transports.pull_gpu import GpuReads
 
@@ -173,6 +173,52 @@ def test_writer_reads_a_bounded_answer() -> None:
         batch = dataclasses.replace(batch, endpoint=peer.endpoint, regions=(remote,))
         with pytest.raises(TransferFailed):
             transport.write(batch, deadline_s=3.0)
+
+
+def test_writer_waits_while_too_many_connections_wait_at_the_reader() -> None:
+    begun, waiting = threading.Event(), threading.Event()
+
+    def serve(line: socket.socket) -> None:
+        begun.set()
+        waiting.wait(10)
+        line.close()
+
+    with closing(OwnProcess("pull", serve=serve)) as peer, ExitStack() as lines:
+        for count in range(200):
+            if count == 1:
+                assert begun.wait(10)
+            line = lines.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            line.setblocking(False)
+            try:
+                line.connect(socket_name_of(peer.endpoint))
+            except BlockingIOError:
+                break
+        else:
+            pytest.fail("the queue of connections must be full")
+        last = lines.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        with pytest.raises(TimeoutError, match=r"not accepted within 0\.2 s"):
+            connect_within(last, peer.endpoint, 0.2)
+        threading.Timer(0.2, waiting.set).start()
+        connect_within(last, peer.endpoint, 10.0)
+        assert last.gettimeout() == 10.0
+
+
+def test_listener_serves_later_connections_after_an_error() -> None:
+    """Let the first connection fail as it does if the system has no thread left."""
+    calls = list[int]()
+
+    def serve(line: socket.socket) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("can't start new thread")
+        with line:
+            line.sendall(b"served")
+
+    with closing(OwnProcess("pull", serve=serve)) as peer:
+        for expected in (b"", b"served"):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+                connect_within(line, peer.endpoint, 5.0)
+                assert line.recv(16) == expected
 
 
 def test_fence_fails_while_a_late_copy_of_the_gpu_may_still_write(

@@ -11,6 +11,7 @@ from windlass.config import DrivenBackend, P2pBackend, PauseMode, UpdateBackend,
 from windlass.control.backend import Interruptible, Listens, backend_of, carry_out
 from windlass.control.connect_messages import Bound, ConnectEngine, ConnectTrainer
 from windlass.control.messages import (
+    SLEEPS,
     Abort,
     Apply,
     BeginDriven,
@@ -102,6 +103,10 @@ class Sleeper(Protocol):
 
     def sleep(self, mode: PauseMode, deadline_s: float) -> None:
         """Pause the rank, and free its weights and its caches. Arguments and errors as in `EngineHooks.pause`."""
+        ...
+
+    def round_ended(self) -> None:
+        """Allow the framework to make the rank sleep again, which `EngineHooks.pause` has forbidden. Idempotent."""
         ...
 
 
@@ -199,6 +204,7 @@ class EngineAgent:
                 if self._sleeper is None:
                     raise ProtocolError("this engine cannot sleep")
                 self._sleeper.sleep(command.mode, command.deadline_s)
+                self._not_resumed = SLEEPS
             case Verify():
                 self._kept.verify()
                 return Verified(self._delivery.verify(command.version, command.expected))
@@ -296,7 +302,7 @@ class EngineAgent:
             self._may_be_written = True
             # The controller will not report how this round ended, so keep the mark over later rounds too.
             self._mixed_weights = self.mixed_weights
-            self._go_on_if_whole(GO_ON_S)
+            self._end_round(GO_ON_S)
             if self._not_resumed:
                 raise PeerUnreachable(f"the engine did not resume: {self._not_resumed}")
 
@@ -336,7 +342,7 @@ class EngineAgent:
     def _publish(self, version: int, deadline_s: float) -> None:
         self.served_version, self._is_stamped = version, False
         self._mixed_weights = self._open_to_writes = False
-        self._go_on_if_whole(deadline_s)
+        self._end_round(deadline_s)
 
     def _fence(self) -> None:
         """Wait until late bytes of an earlier round can no longer arrive, if a source may have died during a write.
@@ -351,7 +357,15 @@ class EngineAgent:
         self._may_be_written = True
         self._mixed_weights |= mixed_weights
         self._open_to_writes = False
-        self._go_on_if_whole(deadline_s)
+        self._end_round(deadline_s)
+
+    def _end_round(self, deadline_s: float) -> None:
+        """Resume the engine as `_go_on_if_whole` does, and let the framework make it sleep again."""
+        try:
+            self._go_on_if_whole(deadline_s)
+        finally:
+            if self._sleeper is not None:
+                self._sleeper.round_ended()
 
     def _go_on_if_whole(self, deadline_s: float) -> None:
         """Resume the engine within `deadline_s`, unless its weights are mixed or it has no weights to serve.
@@ -359,7 +373,7 @@ class EngineAgent:
         If the engine does not resume, raise nothing: the next `Done` reports the reason (`Done.not_resumed`), and the
         controller repeats the command. After a lost connection, the channel tries again after the next `Welcome`.
         """
-        self._not_resumed = "it sleeps until the next version" if self._is_empty else ""
+        self._not_resumed = SLEEPS if self._is_empty else ""
         has_weights = self.served_version >= 0 or self._serves_own_weights
         if self.mixed_weights or not has_weights:
             return

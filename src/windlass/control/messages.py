@@ -235,11 +235,15 @@ class Verified(msgspec.Struct, frozen=True, tag="verified"):
     mismatched: tuple[str, ...]
 
 
+SLEEPS = "it sleeps until the next version"
+"""Value of `Done.not_resumed` of an engine whose weights are lost. Only a round can make it generate again."""
+
+
 class Done(msgspec.Struct, frozen=True, tag="done", omit_defaults=True):
     """Answer to a command that returns no other result.
 
     Attributes:
-        not_resumed: reason why the engine does not generate although it was told to resume; else empty.
+        not_resumed: reason why the engine does not generate although it was told to resume, or `SLEEPS`; else empty.
     """
 
     not_resumed: str = ""

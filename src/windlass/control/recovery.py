@@ -33,7 +33,7 @@ from windlass.control.engine_state import EngineStatus
 from windlass.control.fleet import PROBE_SEQ, Agent, Group
 from windlass.control.journal import JournalKind
 from windlass.control.members import Members
-from windlass.control.messages import Abort, Done, Result
+from windlass.control.messages import SLEEPS, Abort, Done, Result
 from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.round_runner import RoundRunner
 from windlass.control.run import Run
@@ -368,6 +368,9 @@ class ResumeRetries:
         before = agent.not_resumed
         self._run.fleet.note_not_resumed(agent, result.not_resumed)
         if not agent.not_resumed:
+            self.forget(agent.identity)
+        elif agent.not_resumed == SLEEPS:
+            # No command but a round can wake it.
             self.forget(agent.identity)
         elif agent.identity not in self._retrying:
             _log.warning("%s did not resume: %s", agent.hello.worker, agent.not_resumed)

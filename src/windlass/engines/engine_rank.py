@@ -20,7 +20,13 @@ from windlass.engines.capture.description import Captured
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings, CapturedLayout
-from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout, WindlassError
+from windlass.errors import (
+    ConfigError,
+    PeerTimeout,
+    ProtocolError,
+    UnsupportedLayout,
+    WindlassError,
+)
 from windlass.memory.cuda.driver import gpu_of
 from windlass.memory.place import memory_on
 from windlass.transfer.registration import stretches
@@ -80,6 +86,10 @@ class RankHooks:
         api: calls that pause the engine. None if another rank makes them, or if the trainer pauses and resumes the
             engine and sets the version.
         looks: see `EngineRank`.
+
+    Attributes:
+        turn: lock that guards `in_round`; the main loop holds it while the rank falls asleep.
+        in_round: whether a round may fill the weights, so that the rank must not sleep.
     """
 
     def __init__(
@@ -93,6 +103,7 @@ class RankHooks:
         self._captured, self._gate, self._api, self._looks = captured, gate, api, looks
         self._paused = False
         self._blocked: threading.Thread | None = None
+        self.turn, self.in_round = threading.Lock(), False
 
     @property
     def has_api(self) -> bool:
@@ -106,6 +117,10 @@ class RankHooks:
             WindlassError: the engine did not pause, the main loop was not quiesced within `deadline_s`, or
                 `Captured.look` found a value that an update cannot refill.
         """
+        if not self.turn.acquire(timeout=deadline_s):
+            raise PeerTimeout(f"pause: the rank has not fallen asleep within {deadline_s} s")
+        self.in_round = True
+        self.turn.release()
         blocked = self._gate.ask(pause_id)
         try:
             if not blocked and self._api is not None:
@@ -115,7 +130,12 @@ class RankHooks:
                 self._captured.look()
         except WindlassError:
             self._gate.end()
+            self.in_round = False
             raise
+
+    def round_ended(self) -> None:
+        """Allow the rank to sleep again; see `Sleeper.round_ended`."""
+        self.in_round = False
 
     def _stop(self, api: EngineApi, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """Pause the engine, and make its main loops report to `QuiesceGate` when their last step has ended.

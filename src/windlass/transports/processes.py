@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import secrets
 import socket
@@ -18,9 +19,11 @@ from typing import NamedTuple, final
 from windlass.errors import PeerUnreachable, TransferFailed
 from windlass.transports.peers import PeerEndpoint
 
+_log = logging.getLogger(__name__)
 PROVE_S = 5.0
 ACCEPT_AGAIN_S = 0.1
 _CREDENTIALS = struct.Struct("3i")
+_TIMEVAL = struct.Struct("ll")
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = 2**64 - 1
 
@@ -144,10 +147,17 @@ class OwnProcess:
         """Accept connections, and pass each of them to `serve`."""
         while not self._closed.is_set():
             try:
-                self._serve_one(self._listener.accept()[0])
+                line = self._listener.accept()[0]
             # Either the listener is closed, or this process has no descriptor left for the moment.
             except OSError:
                 self._closed.wait(ACCEPT_AGAIN_S)
+                continue
+            try:
+                self._serve_one(line)
+            # The system may have no thread left for the moment (RuntimeError). Later connections need this loop.
+            except Exception:  # noqa: BLE001
+                _log.exception("%s: a connection was not served", self.endpoint.transport)
+                line.close()
 
 
 @final
@@ -206,14 +216,34 @@ def _prove(peer: PeerEndpoint, pid: int) -> None:
     """
     what = f"{peer.transport}: pid {pid} must prove that it owns this endpoint"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.settimeout(PROVE_S)
         try:
-            client.connect(socket_name_of(peer))
+            connect_within(client, peer, PROVE_S)
         except OSError as error:
             raise PeerUnreachable(f"{what}, but its socket cannot be reached: {error}") from error
         listening = credentials_of(client).pid
     if listening != pid:
         raise PeerUnreachable(f"{what}, but pid {listening} listens at its socket")
+
+
+def connect_within(line: socket.socket, peer: PeerEndpoint, seconds: float) -> None:
+    """Connect a Unix socket to the listener of `peer`. Wait while too many connections wait to be accepted there.
+
+    Later calls on the socket have the timeout `seconds`, too.
+
+    Raises:
+        TimeoutError: the listener did not take the connection within `seconds`.
+        OSError: no process listens there.
+    """
+    # With a timeout of Python, the kernel would refuse the connection at once if too many wait (EAGAIN).
+    line.setblocking(True)
+    whole_s = int(seconds)
+    wait = _TIMEVAL.pack(whole_s, max(int((seconds - whole_s) * 1e6), 1))
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+    try:
+        line.connect(socket_name_of(peer))
+    except BlockingIOError as error:
+        raise TimeoutError(f"not accepted within {seconds:.3g} s") from error
+    line.settimeout(seconds)
 
 
 def socket_name_of(peer: PeerEndpoint) -> str:

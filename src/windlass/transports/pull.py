@@ -42,10 +42,10 @@ from windlass.transports.process_memory import copy_process_memory, error_of, pr
 from windlass.transports.processes import (
     OwnProcess,
     check_alive,
+    connect_within,
     credentials_of,
     let_peers_write,
     own_endpoint,
-    socket_name_of,
 )
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.regions import check_inside, overlaps
@@ -181,9 +181,8 @@ class PullTransport(RegionTransport):
         deadline.check_before_more()
         exported = b"" if self._gpu is None else self._gpu.exports(batch.local_addresses)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-            line.settimeout(max(deadline.remaining_s, 0.001))
             try:
-                line.connect(socket_name_of(peer))
+                connect_within(line, peer, max(deadline.remaining_s, 0.001))
                 if credentials_of(line).pid != pid:
                     raise PeerUnreachable(f"pull: another process listens in place of pid {pid}")
                 left_s = deadline.remaining_s

@@ -56,6 +56,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
     def fall_asleep() -> None:
         weights.sleep()
         runner.free_cache()
+        _wait_for_all_ranks()
 
     def join_fleet(hooks: SleepingHooks, url: str = "") -> None:
         if not settings.controller:
@@ -119,6 +120,12 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
             scheduler.quiesced(step.pause_id)
         else:
             scheduler.sample(step, runner.run(step))
+
+
+def _wait_for_all_ranks() -> None:
+    """Wait until every rank has freed its memory, because rank 0 then reports that the engine sleeps. Collective."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _broadcast(step: Step | None) -> Step:

@@ -17,7 +17,7 @@ from aiohttp import web
 from windlass.config import PauseMode
 from windlass.engines.embedded.scheduler import Request, Scheduler
 from windlass.engines.embedded.spec import EngineSettings
-from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout
+from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout, ProtocolError
 from windlass.net.access import Access
 from windlass.net.server import ControlServer
 from windlass.sampling import SamplingParams
@@ -280,10 +280,12 @@ def _tokenizer_of(model: str) -> Any:
 async def _name_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Answer with JSON and status 400 if a request is invalid, and with status 504 if a pause exceeds its deadline."""
+    """Answer with JSON: status 400 to an invalid request, 409 during an update, 504 if a pause exceeds its deadline."""
     try:
         return await handler(request)
     except (ConfigError, *DECODE_ERRORS) as error:
         return web.json_response({"error": str(error)}, status=400)
+    except ProtocolError as error:
+        return web.json_response({"error": str(error)}, status=409)
     except PeerTimeout as error:
         return web.json_response({"error": str(error)}, status=504)

@@ -6,12 +6,13 @@ next round wakes the weights, and the first step after PUBLISH allocates the KV 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import final
 
 from windlass.config import PauseMode
 from windlass.control.engine_agent import EngineHooks
-from windlass.errors import ConfigError, UnsupportedLayout
+from windlass.errors import ConfigError, PeerTimeout, ProtocolError, UnsupportedLayout
 from windlass.memory.sleeping import SleepingMemory
 from windlass.transfer.arena import Arena
 
@@ -98,6 +99,9 @@ class SleepingHooks:
         pause_and_sleep: Callable[[PauseMode, float], None] | None,
     ) -> None:
         self._hooks, self._weights, self._pause_and_sleep = hooks, weights, pause_and_sleep
+        # Held while the rank falls asleep or while a round begins, so that a round never fills memory without pages.
+        self._turn = threading.Lock()
+        self._in_round = False
 
     @property
     def is_empty(self) -> bool:
@@ -109,17 +113,39 @@ class SleepingHooks:
 
         Raises:
             ConfigError: `mode` keeps the KV cache, or the transport needs the memory to stay in place.
+            ProtocolError: an update runs.
         """
         self._weights.require_may_sleep()
         if mode is PauseMode.IN_PLACE:
             raise ConfigError("sleep: mode must be abort or retract, because the KV cache is freed")
-        if self._pause_and_sleep is not None:
-            self._pause_and_sleep(mode, deadline_s)
+        with self._turn:
+            if self._in_round:
+                raise ProtocolError("sleep: an update runs; ask again after its end")
+            if self._pause_and_sleep is not None:
+                self._pause_and_sleep(mode, deadline_s)
+
+    def round_ended(self) -> None:
+        """Allow the rank to sleep again; see `Sleeper.round_ended`."""
+        self._in_round = False
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        """Pause the engine, then wake the weights; see `EngineHooks.pause` and `SleepingWeights.wake`."""
-        self._hooks.pause(pause_id, mode, deadline_s)
-        self._weights.wake()
+        """Pause the engine, then wake the weights; see `EngineHooks.pause` and `SleepingWeights.wake`.
+
+        Until `round_ended`, the rank refuses to sleep.
+
+        Raises:
+            PeerTimeout: the rank has not fallen asleep, or has not paused, within `deadline_s`.
+        """
+        if not self._turn.acquire(timeout=deadline_s):
+            raise PeerTimeout(f"pause: the rank has not fallen asleep within {deadline_s} s")
+        self._in_round = True
+        self._turn.release()
+        try:
+            self._hooks.pause(pause_id, mode, deadline_s)
+            self._weights.wake()
+        except BaseException:
+            self._in_round = False
+            raise
 
     def resume(self, deadline_s: float) -> None:
         """Resume generation; see `EngineHooks.resume`."""
