@@ -22,6 +22,7 @@ from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.jobs.schedulers.configs import KnownScheduler
 from windlass.jobs.schedulers.local import LocalSchedulerConfig
 from windlass.rollout.handles import RolloutConfig
+from windlass.rollout.rewards import ProcessRewards
 from windlass.rollout.staleness import OnStale
 from windlass.sampling import SamplingParams
 from windlass.transports.registry import parse_transport
@@ -293,6 +294,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         steps: number of optimiser steps; the job publishes a version after each.
         output_dir: folder of logs, checkpoints, `metrics.jsonl`, `summary.json` and `report.html`.
         resume: whether the job continues from checkpoints in `output_dir`.
+        rewards: the function that scores rollouts; None if `Recipe.rewards` scores them.
         transport: transport of trainers and engines; trainers read the name from WINDLASS_TRANSPORT.
         replica: name of a `ReplicaPlace`; `connect_trainer` reads the name from WINDLASS_REPLICA.
         update: mode, backend and deadlines of updates, see `windlass.ControlConfig`.
@@ -308,6 +310,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerSection
     engines: tuple[EngineSection, ...]
     rollout: RolloutSection
+    rewards: ProcessRewards | None = None
     evaluation: EvaluationSection = EvaluationSection()
     output_dir: str
     resume: Resume = Resume.NEVER
@@ -381,11 +384,11 @@ def read_job(path: Path) -> tuple[LaunchConfig | None, list[str]]:
     }
     config, broken = _convert(raw, meant)
     mistakes += broken
-    for key in ("recipe.file", "trainer.script", "rollout.worker_script"):
+    for key in ("recipe.file", "trainer.script", "rollout.worker_script", "rewards.file"):
         section, _, name = key.partition(".")
         table = raw.get(section)
         file = table.get(name) if isinstance(table, dict) else None
-        is_optional = key == "rollout.worker_script"
+        is_optional = key in {"rollout.worker_script", "rewards.file"}
         if isinstance(file, str) and not (Path(file).is_file() or (is_optional and not file)):
             mistakes.append(f"{key} must be a file, got {file!r}")
     if config is not None and (resume_from := config.trainer.resume_from):

@@ -6,16 +6,23 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from windlass.controller import Controller
-from windlass.errors import ConfigError, WindlassError
+from windlass.errors import ConfigError, RolloutError, WindlassError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.recipe import Recipe, Task, in_thread, recipe_code
 from windlass.rollout.handles import Rollout, RolloutGroup
+from windlass.rollout.rewards import RewardError, Scorer
 from windlass.rollout.values import plain_number
 
 
 async def evaluate(
-    controller: Controller, recipe: Recipe, config: LaunchConfig, version: int
+    controller: Controller,
+    recipe: Recipe,
+    config: LaunchConfig,
+    version: int,
+    scorer: Scorer | None = None,
 ) -> dict[str, float]:
     """Generate answers to the recipe's evaluation tasks, and return the recipe's metrics of these answers.
 
@@ -26,11 +33,13 @@ async def evaluate(
         recipe: recipe of the job.
         config: configuration of the job.
         version: version that the engines serve.
+        scorer: object that scores the answers; None if the recipe does. Answers that it cannot score are left out, and
+            the metric `unscored` counts them.
 
     Raises:
         ConfigError: the recipe returned no tasks, a value that is not a `Task`, or metrics that are not finite numbers.
         PeerTimeout: the answers were not complete within `evaluation.deadline_s`.
-        RolloutError: a rollout failed.
+        RolloutError: a rollout failed, or no answer could be scored.
         WindlassError: the recipe raised an exception, or an answer has tokens of another version.
     """
     settings = config.evaluation
@@ -63,9 +72,30 @@ async def evaluate(
         )
         for number, task in enumerate(tasks)
     ]
-    return await in_thread(
+    num_unscored = 0
+    if scorer is not None:
+        groups = [await with_rewards(scorer, group) for group in groups]
+        num_unscored = len(rollouts) - sum(len(group.rollouts) for group in groups)
+        if num_unscored == len(rollouts):
+            raise RolloutError(
+                f"evaluation of version {version}: no answer could be scored; newest failure: "
+                f"{scorer.counts.newest_failure}"
+            )
+    found = await in_thread(
         "evaluation_metrics", lambda: _checked_metrics(recipe.evaluation_metrics(groups))
     )
+    return {**found, "unscored": float(num_unscored)} if num_unscored else found
+
+
+async def with_rewards(scorer: Scorer, group: RolloutGroup) -> RolloutGroup:
+    """Return a group with the rewards of a scorer, without the rollouts that could not be scored."""
+    rewards = await scorer.score(group.rollouts)
+    scored = tuple(
+        msgspec.structs.replace(rollout, reward=reward)
+        for rollout, reward in zip(group.rollouts, rewards, strict=True)
+        if not isinstance(reward, RewardError)
+    )
+    return msgspec.structs.replace(group, rollouts=scored)
 
 
 def _checked_tasks(recipe: Recipe) -> list[Task]:

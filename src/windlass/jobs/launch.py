@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -73,6 +73,7 @@ from windlass.observability.page import saved_page
 from windlass.progress import SAID_EVERY_S, Progress
 from windlass.rollout.handles import GroupHandle, RolloutGroup
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.rewards import RewardPool, Scorer
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.sampling import SamplingParams
 from windlass.transports.registry import parse_transport
@@ -121,7 +122,12 @@ async def run_job(
     if recipe is None:
         file = Path(config.recipe.file)
         with progress.part(f"running {file.name}, which has the recipe"):
-            recipe = load_recipe(file, config.recipe.name, evaluates=config.evaluation.every > 0)
+            recipe = load_recipe(
+                file,
+                config.recipe.name,
+                evaluates=config.evaluation.every > 0,
+                has_rewards=config.rewards is not None,
+            )
     output_dir = await asyncio.to_thread(Path(config.output_dir).resolve)
     await asyncio.to_thread(output_dir.mkdir, parents=True, exist_ok=True)
     with OutputFolder(output_dir).locked():
@@ -161,7 +167,8 @@ async def _run_in(
             outcomes=(),
             rollouts={},
         )
-    job = Job(config, output_dir, recipe, scheduler, token, notify, progress, start)
+    scorer = create_scorer(config)
+    job = Job(config, output_dir, recipe, scheduler, token, notify, progress, start, scorer)
     loop = asyncio.get_running_loop()
 
     def listen() -> None:
@@ -170,7 +177,7 @@ async def _run_in(
 
     listen()
     try:
-        async with scheduler, job.controller:
+        async with scheduler, scorer or nullcontext(), job.controller:
             # Ray replaces the signal handlers when it starts, so set them again.
             listen()
             with recipe_code("started"):
@@ -226,11 +233,12 @@ class Job:
         notify: Callable[[str], None],
         progress: Progress,
         start: tuple[Path, Checkpoint] | None = None,
+        scorer: Scorer | None = None,
     ) -> None:
         self._config, self._output_dir, self._recipe = config, output_dir, recipe
         self._output = OutputFolder(output_dir)
         self._scheduler, self._notify, self._progress = scheduler, notify, progress
-        self._token = token
+        self._token, self._scorer = token, scorer
         self._newest = start
         """Folder and checkpoint that the ranks start from; None if they start with their initial weights."""
         self._first_steps = start[1].steps if start else 0
@@ -280,6 +288,7 @@ class Job:
             self.controller.rollouts,
             recipe,
             rollout,
+            scorer,
             declined=self._forget,
             describe_tasks=self._describe_tasks,
         )
@@ -375,6 +384,7 @@ class Job:
             stopped_by=self._stopped_by,
             outcomes=tuple(report.outcome for report in coordinator.reports),
             rollouts=rollouts,
+            rewards=None if self._scorer is None else self._scorer.counts,
         )
 
     def _write_report(self) -> None:
@@ -813,7 +823,9 @@ class Job:
             await self._trainers.finish_update(deadline_s=deadline_s)
         version = self.version
         with self._waiting_for(lambda: f"the evaluation of version {version}"):
-            found = await evaluate(self.controller, self._recipe, self._config, version)
+            found = await evaluate(
+                self.controller, self._recipe, self._config, version, self._scorer
+            )
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
         self._notify(f"evaluation of version {version}: {metrics}")
         self._output.add_metrics({"step": self._steps, "version": version, **found}, EVALUATIONS)
@@ -961,6 +973,14 @@ def _check_metrics(number: int, result: StepResult) -> None:
 
 def _pause_s(restarts: int) -> float:
     return float(min(FIRST_PAUSE_S * 2**restarts, MAX_PAUSE_S))
+
+
+def create_scorer(config: LaunchConfig) -> Scorer | None:
+    """Return the object that scores the job's rollouts; None if the recipe scores them itself."""
+    if config.rewards is None:
+        return None
+    file = config.rewards.file or config.recipe.file
+    return RewardPool(msgspec.structs.replace(config.rewards, file=file))
 
 
 def owner_token() -> str:

@@ -79,12 +79,15 @@ class Recipe(ABC):
         Runs in a thread, so this method may block, for example while it reads a dataset.
         """
 
-    @abstractmethod
     def rewards(self, group: RolloutGroup) -> Sequence[float]:
         """Return the rewards of a finished group: one finite number per rollout, as a sequence, an array or a tensor.
 
+        A recipe must define this method, unless the job has `[rewards]`. By default, the method returns the rewards of
+        that table, `Rollout.reward`. A recipe may also define the method to change them.
+
         Runs in a thread, so this method may block, but it cannot use `signal.alarm`, which needs the main thread.
         """
+        return [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
 
     def samples(self, group: RolloutGroup) -> Sequence[TrainingSample]:
         """Return the samples of a group for the trainers: one per answer, or one per conversation.
@@ -164,17 +167,20 @@ class Recipe(ABC):
         return {}
 
 
-def find_recipe(file: Path, name: str, *, evaluates: bool = False) -> type[Recipe]:
+def find_recipe(
+    file: Path, name: str, *, evaluates: bool = False, has_rewards: bool = False
+) -> type[Recipe]:
     """Run the user's file and return the `Recipe` class `name`. The file may import modules in the same folder.
 
     Args:
         file: the user's file.
         name: name of the class.
         evaluates: whether the class must define `evaluation_tasks`.
+        has_rewards: whether the job has `[rewards]`, so that the class need not define `rewards`.
 
     Raises:
-        ConfigError: there is no such file or class, the file raises an error, or the class does not define an abstract
-            method of `Recipe`.
+        ConfigError: there is no such file or class, the file raises an error, or the class does not define a method
+            that it must define.
     """
     spec = importlib.util.spec_from_file_location(MODULE, file)
     if spec is None or spec.loader is None or not file.is_file():
@@ -203,7 +209,10 @@ def find_recipe(file: Path, name: str, *, evaluates: bool = False) -> type[Recip
         raise ConfigError(
             f"recipe.name must be a windlass.jobs.Recipe class of {file.name}, which has {known}, got {name!r}"
         )
-    if lacking := sorted(found.__abstractmethods__):
+    lacking = sorted(found.__abstractmethods__)
+    if found.rewards is Recipe.rewards and not has_rewards:
+        lacking.append("rewards")
+    if lacking:
         raise ConfigError(
             f"recipe.name must be a class that defines {lacking}, got {name!r}, which does not"
         )
@@ -215,13 +224,15 @@ def find_recipe(file: Path, name: str, *, evaluates: bool = False) -> type[Recip
     return found
 
 
-def load_recipe(file: Path, name: str, *, evaluates: bool = False) -> Recipe:
+def load_recipe(
+    file: Path, name: str, *, evaluates: bool = False, has_rewards: bool = False
+) -> Recipe:
     """Return an instance of the recipe class; see `find_recipe`.
 
     Raises:
         ConfigError: as in `find_recipe`, or the class cannot be called without arguments.
     """
-    kind = find_recipe(file, name, evaluates=evaluates)
+    kind = find_recipe(file, name, evaluates=evaluates, has_rewards=has_rewards)
     try:
         return kind()
     except (Exception, SystemExit) as error:

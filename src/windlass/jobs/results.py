@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from windlass.control.report import RoundOutcome
+from windlass.rollout.rewards import RewardCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
         stopped_by: number of the signal that ended the job; 0 for none.
         outcomes: outcomes of the newest 1024 rounds, oldest first.
         rollouts: counts of rollouts at the end, before the job cancelled outstanding rollouts.
+        rewards: counts of scored and unscored rollouts, with reasons; None without `[rewards]` in the job.
     """
 
     steps: int
@@ -44,3 +46,4 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
     stopped_by: int
     outcomes: tuple[RoundOutcome, ...]
     rollouts: dict[str, int]
+    rewards: RewardCounts | None = None

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import final
+
+import msgspec
 
 from windlass.errors import PeerTimeout, RolloutError
 from windlass.jobs.config import RolloutSection
 from windlass.jobs.recipe import Recipe, in_thread, score
 from windlass.rollout.controller import RolloutController
-from windlass.rollout.handles import RolloutGroup
+from windlass.rollout.handles import Rollout, RolloutGroup
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.rewards import RewardError, Scorer
 
 MIN_ALIKE = 8
 """Number of failed rollouts in a row after which a job fails. With more than 4 groups per step, the job fails after
 twice as many failed rollouts as groups per step."""
+MAX_REPLACED = 1024
+"""Number of groups with replaced rollouts whose other rewards are remembered. Rewards that are not remembered are made
+again."""
 
 
 @final
@@ -30,6 +37,8 @@ class Scoring:
         rollouts: controller of the rollouts.
         recipe: recipe that scores groups, several at a time, each in a thread.
         config: settings with the number of groups per step and the deadlines.
+        scorer: object that gives each rollout its `Rollout.reward` before the recipe makes samples; None for none. A
+            rollout that it cannot score is replaced, and the rest of its group stays.
         declined: function that is called with the id of each group that the recipe declines.
         describe_tasks: function that returns a text if the job waits for the recipe's tasks; otherwise empty.
     """
@@ -39,12 +48,16 @@ class Scoring:
         rollouts: RolloutController,
         recipe: Recipe,
         config: RolloutSection,
+        scorer: Scorer | None = None,
         declined: Callable[[int], None] = lambda _: None,
         describe_tasks: Callable[[], str] = lambda: "",
     ) -> None:
         self._declined, self._describe_tasks = declined, describe_tasks
         self._rollouts, self._recipe, self._config = rollouts, recipe, config
+        self._scorer, self._num_unscored = scorer, 0
         self._scores: dict[int, asyncio.Task[list[TrainingSample]]] = {}
+        self._rewards: OrderedDict[int, dict[tuple[str, int], float]] = OrderedDict()
+        """Group id -> rewards of (task id, number of the answer), for groups that wait for replaced rollouts."""
         self._slots = asyncio.Semaphore(config.rewards_at_once)
         self._changed = asyncio.Event()
         rollouts.on_change(self._on_rollouts)
@@ -74,7 +87,7 @@ class Scoring:
 
         Raises:
             PeerTimeout: there were not enough groups, or a group was not scored, within `batch_deadline_s`.
-            RolloutError: too many rollouts failed in a row, see `MIN_ALIKE`.
+            RolloutError: too many rollouts failed in a row, or could not be scored, see `MIN_ALIKE`.
             WindlassError: the recipe raised an exception, in its tasks or while it scored a group.
         """
         num_groups, left_s = self._config.groups_per_step, self._config.batch_deadline_s
@@ -151,15 +164,59 @@ class Scoring:
                 f"rollouts: the last {num_alike} failed without a retry and none was accepted; "
                 f"{self._rollouts.describe()}"
             )
+        most = max(MIN_ALIKE, 2 * self._config.groups_per_step * self._config.samples_per_group)
+        if self._scorer is not None and self._num_unscored >= most:
+            raise RolloutError(
+                f"rewards: none of the last {self._num_unscored} rollouts could be scored; newest failure: "
+                f"{self._scorer.counts.newest_failure}"
+            )
 
     async def _score(self, group: RolloutGroup) -> list[TrainingSample]:
+        """Return the samples of a group. If a rollout could not be scored, replace it and return no samples."""
         deadline_s = self._config.batch_deadline_s
         async with self._slots:
+            rewarded = await self._rewarded(group)
+            if rewarded is None:
+                return []
             try:
                 async with asyncio.timeout(deadline_s):
                     what = f"samples or rewards of group {group.group_id}"
-                    return await in_thread(what, partial(score, self._recipe, group))
+                    return await in_thread(what, partial(score, self._recipe, rewarded))
             except TimeoutError as error:
                 raise PeerTimeout(
                     f"recipe: group {group.group_id} was not scored within {deadline_s:g} s"
                 ) from error
+
+    async def _rewarded(self, group: RolloutGroup) -> RolloutGroup | None:
+        """Return the group with the rewards of the scorer; None if rollouts could not be scored and are replaced."""
+        if self._scorer is None:
+            return group
+        known = self._rewards.pop(group.group_id, {})
+        unscored = [each for each in group.rollouts if _answer(each) not in known]
+        failed: dict[str, str] = {}
+        for rollout, reward in zip(unscored, await self._scorer.score(unscored), strict=True):
+            if isinstance(reward, RewardError):
+                failed[rollout.task_id] = str(reward)
+                self._num_unscored += 1
+            else:
+                known[_answer(rollout)] = reward
+                self._num_unscored = 0
+        if failed:
+            # The group leaves the ready groups, and its task must not count as one that has declined the group.
+            self._scores.pop(group.group_id, None)
+            self._rewards[group.group_id] = known
+            if len(self._rewards) > MAX_REPLACED:
+                self._rewards.popitem(last=False)
+            # The group may have become too old in this iteration of the event loop.
+            if group.group_id in self._rollouts.ready_ids():
+                self._rollouts.replace(failed)
+            return None
+        rollouts = tuple(
+            msgspec.structs.replace(each, reward=known[_answer(each)]) for each in group.rollouts
+        )
+        return msgspec.structs.replace(group, rollouts=rollouts)
+
+
+def _answer(rollout: Rollout) -> tuple[str, int]:
+    """Return the identity of an answer: a replaced answer has the same task id and another number of attempts."""
+    return rollout.task_id, rollout.attempts

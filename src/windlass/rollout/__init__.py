@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from windlass.rollout.messages import TrainingBatch as TrainingBatch
     from windlass.rollout.messages import TrainingSample as TrainingSample
     from windlass.rollout.messages import Turn as Turn
+    from windlass.rollout.rewards import ProcessRewards as ProcessRewards
+    from windlass.rollout.rewards import RewardError as RewardError
+    from windlass.rollout.rewards import RewardPool as RewardPool
+    from windlass.rollout.rewards import Scorer as Scorer
     from windlass.rollout.staleness import OnStale as OnStale
     from windlass.rollout.staleness import StalenessPolicy as StalenessPolicy
     from windlass.rollout.tensors import SampleTensor as SampleTensor

@@ -297,6 +297,24 @@ class RolloutController:
         found = result.rollouts if isinstance(result, RolloutGroup) else (result,)
         self._life.decline([rollout.task_id for rollout in found])
 
+    def replace(self, reasons: Mapping[str, str]) -> None:
+        """Discard answers of a group that is not delivered, and generate other answers in their place.
+
+        The other answers of the group stay. The group is complete again when the new answers are finished. The call counts
+        as a rejection of each answer, so a rollout fails after `RolloutConfig.max_rejections` of them.
+
+        Args:
+            reasons: task id of a finished rollout, see `peek` -> reason for logs and errors, for example why the answer
+                could not be scored.
+
+        Raises:
+            RolloutError: a rollout is not finished, or was delivered, or the journal cannot be written. No answer is
+                discarded.
+        """
+        self._journal.check()
+        self._life.replace(reasons)
+        self._journal.flush()
+
     async def wait(
         self, handles: Sequence[RolloutHandle], *, deadline_s: float
     ) -> tuple[Rollout, ...]:

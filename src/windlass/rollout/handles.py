@@ -101,6 +101,7 @@ class Rollout(msgspec.Struct, frozen=True):
         turns: engine calls of a workflow. `versions` then has the tokens of all turns, and `prompt_ids`,
             `output_ids` and `logprobs` are empty.
         value: return value of the workflow.
+        reward: reward from a `Scorer`, in a job with `[rewards]`; None for a rollout that no scorer has scored.
     """
 
     task_id: str
@@ -118,6 +119,7 @@ class Rollout(msgspec.Struct, frozen=True):
     seconds: float
     turns: tuple[Turn, ...] = ()
     value: object = None
+    reward: float | None = None
 
 
 class RolloutGroup(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -334,6 +334,21 @@ class Lifecycle:
                 f"(max_rejections={self._config.max_rejections}), last: {reason}"
             ),
         )
+
+    def replace(self, reasons: Mapping[str, str]) -> None:
+        """Discard finished answers of a group, and generate others; see `RolloutController.replace`."""
+        records = {task_id: self.table.records.get(task_id) for task_id in reasons}
+        for task_id, record in records.items():
+            if record is None or record.state is not State.BUFFERED:
+                state = "unknown or ended" if record is None else record.state.value
+                raise RolloutError(
+                    f"replace: rollout {task_id} must be finished and not delivered, but it is {state}"
+                )
+        for task_id, record in records.items():
+            # An earlier iteration may have ended the whole group.
+            if record is not None and record.state is State.BUFFERED:
+                self._policy.discard()
+                self._reject(record, reasons[task_id])
 
     def retry(
         self,

@@ -76,8 +76,15 @@ def _checked_config(file: Path, *, runs_recipe: bool) -> LaunchConfig:
         if runs_recipe and (recipe := Path(config.recipe.file)).is_file():
             # Reading the token removes it from the environment, where the user's recipe could find it.
             secret_value(TOKEN_VARIABLE)
-            evaluates = config.evaluation.every > 0
-            checks.append(partial(find_recipe, recipe, config.recipe.name, evaluates=evaluates))
+            checks.append(
+                partial(
+                    find_recipe,
+                    recipe,
+                    config.recipe.name,
+                    evaluates=config.evaluation.every > 0,
+                    has_rewards=config.rewards is not None,
+                )
+            )
         check_all(checks, mistakes)
     return config
 

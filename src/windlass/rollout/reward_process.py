@@ -1,0 +1,168 @@
+"""Process that runs one reward function of the user, for `windlass.rollout.rewards.ProcessRewards`.
+
+`python -m windlass.rollout.reward_process SOCKET FILE FUNCTION MEMORY_NBYTES`
+
+The process imports the user's file, then scores one rollout per frame. A frame is a length of four bytes and a message in
+msgpack. The function may print: its output does not share the socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+
+import msgspec
+
+from windlass.errors import ConfigError
+from windlass.rollout.handles import Rollout
+from windlass.rollout.values import plain_number
+
+LENGTH = struct.Struct("<I")
+MODULE = "windlass_reward_function"
+PR_SET_PDEATHSIG = 1
+MAX_TEXT = 2000
+"""Largest number of characters of an error text that the process sends."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """First frame: the function is imported. `error` is the reason if it could not be imported, else empty."""
+
+    error: str = ""
+
+
+class Scored(msgspec.Struct, frozen=True, tag="scored"):
+    """The reward of one rollout."""
+
+    reward: float
+
+
+class Raised(msgspec.Struct, frozen=True, tag="raised"):
+    """The function raised an exception, or returned a value that is not a finite number.
+
+    Attributes:
+        kind: name of the exception's class.
+        error: text of the exception, with the line of the user's file.
+        is_memory: whether the memory limit caused the exception. The process ends after this frame.
+    """
+
+    kind: str
+    error: str
+    is_memory: bool = False
+
+
+def import_function(file: Path, name: str) -> Callable[[Rollout], object]:
+    """Run the user's file, and return its function `name`. The file may import modules in the same folder.
+
+    Raises:
+        ConfigError: there is no such file or function, or the file raises an error.
+    """
+    spec = importlib.util.spec_from_file_location(MODULE, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ConfigError(f"rewards.file must be a Python file, got {str(file)!r}")
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass in the file looks up its module by name.
+    sys.modules[MODULE] = module
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"rewards.file must be a file that Python can run, got {str(file)!r}: {_described(error, file)}"
+        ) from error
+    found: Callable[[Rollout], object] | None = vars(module).get(name)
+    if not callable(found):
+        known = sorted(
+            key
+            for key, value in vars(module).items()
+            if isinstance(value, FunctionType) and value.__module__ == MODULE
+        )
+        raise ConfigError(
+            f"rewards.function must be a function of {file.name}, which has {known}, got {name!r}"
+        )
+    return found
+
+
+def _described(error: BaseException, file: Path) -> str:
+    """Return the innermost line of `file` in an exception's traceback, the exception's type and its text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+    where = f"line {lines[-1]}: " if lines else ""
+    return f"{where}{type(error).__name__}: {error}"[:MAX_TEXT]
+
+
+def _score(function: Callable[[Rollout], object], rollout: Rollout, file: Path) -> Scored | Raised:
+    """Call the function for one rollout. Every exception becomes a `Raised`."""
+    try:
+        return Scored(plain_number("reward", function(rollout)))
+    except MemoryError as error:
+        return Raised("MemoryError", _described(error, file), is_memory=True)
+    except BaseException as error:  # noqa: BLE001 - the boundary of user code
+        return Raised(type(error).__name__, _described(error, file))
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel to kill this process when the process that started it ends, so that none is left behind."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _send(connection: socket.socket, message: Ready | Scored | Raised) -> None:
+    encoded = msgspec.msgpack.encode(message)
+    connection.sendall(LENGTH.pack(len(encoded)) + encoded)
+
+
+def _received(connection: socket.socket, num_bytes: int) -> bytes:
+    """Return the next bytes of the socket; raise `EOFError` if the pool has closed it."""
+    found = bytearray()
+    while len(found) < num_bytes:
+        part = connection.recv(min(num_bytes - len(found), 1 << 20))
+        if not part:
+            raise EOFError
+        found += part
+    return bytes(found)
+
+
+def main(arguments: list[str]) -> int:
+    """Import the function and score rollouts until the pool closes the socket; return the exit status."""
+    number, path, name, memory_nbytes = arguments
+    _end_with_parent()
+    connection, file = socket.socket(fileno=int(number)), Path(path)
+    # A program that the function starts must not keep the socket open.
+    connection.set_inheritable(False)
+    try:
+        function = import_function(file, name)
+    except ConfigError as error:
+        _send(connection, Ready(str(error)))
+        return 2
+    if (limit := int(memory_nbytes)) > 0:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    _send(connection, Ready())
+    while True:
+        try:
+            (length,) = LENGTH.unpack(_received(connection, LENGTH.size))
+            rollout = msgspec.msgpack.decode(_received(connection, length), type=Rollout)
+        except EOFError:
+            return 0
+        answer = _score(function, rollout, file)
+        del rollout
+        _send(connection, answer)
+        if isinstance(answer, Raised) and answer.is_memory:
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

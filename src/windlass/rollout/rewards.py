@@ -1,0 +1,407 @@
+"""Rewards of rollouts from functions in worker processes with limits, or from a server.
+
+A *scorer* gives each rollout a reward. A rollout that cannot be scored gets a `RewardError` in place of a number, and
+the other rollouts get their rewards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, Self, final
+
+import msgspec
+
+from windlass.config import check_numbers
+from windlass.envs import environment_outside_jobs
+from windlass.errors import ConfigError, RolloutError
+from windlass.net.logs import LineLimit
+from windlass.rollout.handles import Rollout
+from windlass.rollout.reward_process import LENGTH, Raised, Ready, Scored
+from windlass.rollout.values import plain_value
+
+_log = logging.getLogger(__name__)
+MAX_ANSWER_NBYTES = 1 << 20
+WARN_EVERY_S = 10.0
+KILLED_S = 10.0
+"""Seconds to wait for the end of a killed process. A process in a system call that hangs may take longer."""
+
+
+class RewardError(RolloutError):
+    """One rollout could not be scored. `kind` is a short name of the reason, for counts."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class RewardCounts(msgspec.Struct, kw_only=True):
+    """Counts of a scorer since its start.
+
+    Attributes:
+        scored: number of rollouts with a reward. failed: number of rollouts that could not be scored.
+        reasons: kind of a failure -> number of rollouts.
+        replaced: number of processes that were ended and replaced.
+        newest_failure: text of the newest failure; empty before the first.
+    """
+
+    scored: int = 0
+    failed: int = 0
+    reasons: dict[str, int] = {}
+    replaced: int = 0
+    newest_failure: str = ""
+
+
+class Scorer(Protocol):
+    """Interface of an object that gives rollouts their rewards. Use it with `async with`, in one event loop.
+
+    Attributes:
+        counts: counts since the start.
+    """
+
+    counts: RewardCounts
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def score(self, rollouts: Sequence[Rollout]) -> tuple[float | RewardError, ...]:
+        """Return one reward per rollout, or the reason why a rollout has none. Never raise because of one rollout."""
+        ...
+
+
+class ProcessRewards(msgspec.Struct, frozen=True, kw_only=True, tag="processes", tag_field="kind"):
+    """Settings of a reward function that runs in worker processes.
+
+    Attributes:
+        file: Python file with the function; in a job, empty for the file of the recipe. Each process imports the file.
+        function: name of the function. It takes a `Rollout` and returns a finite number.
+        num_processes: number of processes, and so of rollouts that are scored at a time.
+        deadline_s: seconds that the function has for one rollout.
+        start_deadline_s: seconds that a process has to import the file.
+        memory_nbytes: limit of each process's private memory (RLIMIT_DATA); 0 for no limit.
+    """
+
+    file: str = ""
+    function: str = "reward"
+    num_processes: int = 4
+    deadline_s: float = 60.0
+    start_deadline_s: float = 120.0
+    memory_nbytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        least = {"num_processes": 1, "memory_nbytes": 0}
+        check_numbers(self, least, ("deadline_s", "start_deadline_s"), where="rewards.")
+
+
+@final
+class RewardProcess:
+    """One worker process that runs the reward function, seen from the pool.
+
+    The process has its own process group, so that the pool also ends programs that the function has started.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self.num_scored = 0
+
+    @classmethod
+    async def start(cls, config: ProcessRewards) -> RewardProcess:
+        """Start a process, and wait until it has imported the function.
+
+        Raises:
+            ConfigError: the process could not import the function.
+            RewardError: the process ended, or was not ready within `start_deadline_s`.
+        """
+        ours, theirs = socket.socketpair()
+        command = (sys.executable, "-m", "windlass.rollout.reward_process", str(theirs.fileno()))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                *(config.file, config.function, str(config.memory_nbytes)),
+                stdin=asyncio.subprocess.DEVNULL,
+                env=environment_outside_jobs(),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        started = cls(process, *await asyncio.open_connection(sock=ours))
+        try:
+            _check_ready(await started._answer("its start", config.start_deadline_s))
+        except BaseException:
+            await started.end()
+            raise
+        return started
+
+    async def score(self, rollout: Rollout, deadline_s: float) -> float:
+        """Return the reward of a rollout. After an error, except `_RaisedError`, end the process.
+
+        Raises:
+            RewardError: the function raised, or the process ended or did not answer within `deadline_s`.
+            ConfigError: the rollout's metadata or value is not msgpack-plain.
+        """
+        try:
+            encoded = msgspec.msgpack.encode(rollout, enc_hook=plain_value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ConfigError(
+                f"rollout {rollout.task_id}: metadata must be msgpack-plain for rewards in processes: {error}"
+            ) from error
+        self._writer.write(LENGTH.pack(len(encoded)) + encoded)
+        where = f"rollout {rollout.task_id}"
+        answer = await self._answer(where, deadline_s)
+        self.num_scored += 1
+        if isinstance(answer, Scored):
+            return answer.reward
+        if isinstance(answer, Ready):
+            raise RewardError(f"{where}: got {answer}", "protocol")
+        if answer.is_memory:
+            raise _OutOfMemoryError(
+                f"{where}: the reward function needs more memory than rewards.memory_nbytes: {answer.error}"
+            )
+        raise _RaisedError(
+            f"{where}: the reward function raised {answer.error}", f"raised {answer.kind}"
+        )
+
+    async def _answer(self, what: str, deadline_s: float) -> Ready | Scored | Raised:
+        """Return the next frame of the process.
+
+        Raises:
+            RewardError: the process ended, or sent no valid frame within `deadline_s`.
+        """
+        # A program that the function started may keep the socket open after the process has ended.
+        ended = asyncio.create_task(self._process.wait())
+        frame = asyncio.create_task(self._frame())
+        try:
+            await asyncio.wait(
+                (frame, ended), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not frame.done() and ended.done():
+                # The last frame of a process that has ended is in the socket's buffer.
+                await asyncio.wait((frame,), timeout=1.0)
+            if frame.done() and frame.exception() is None:
+                return frame.result()
+            if frame.done() and not ended.done():
+                # The socket closes a moment before the kernel reports the end of the process.
+                await asyncio.wait((ended,), timeout=5.0)
+            if ended.done():
+                status = _status(ended.result())
+                raise RewardError(
+                    f"{what}: the reward process ended with {status}", f"ended with {status}"
+                )
+            if frame.done():
+                raise RewardError(f"{what}: the reward process: {frame.exception()}", "protocol")
+            raise RewardError(f"{what}: no reward within {deadline_s:g} s", "deadline")
+        finally:
+            for task in (frame, ended):
+                task.cancel()
+            await asyncio.gather(frame, ended, return_exceptions=True)
+
+    async def _frame(self) -> Ready | Scored | Raised:
+        with contextlib.suppress(ConnectionError):
+            # A process that has ended may have left its last frame in the socket.
+            await self._writer.drain()
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if length > MAX_ANSWER_NBYTES:
+            raise ValueError(f"a frame must have at most {MAX_ANSWER_NBYTES} bytes, got {length}")
+        return _FRAMES.decode(await self._reader.readexactly(length))
+
+    def kill(self) -> None:
+        """Kill the process and the programs that it started. Idempotent."""
+        self._writer.close()
+        # The group may have ended already.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Kill the process as `kill` does, and wait until the kernel has ended it, at most `KILLED_S`."""
+        self.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILLED_S):
+                await self._process.wait()
+
+
+def _check_ready(frame: Ready | Scored | Raised) -> None:
+    """Raise `ConfigError` unless this first frame of a process says that its function is imported."""
+    if not isinstance(frame, Ready) or frame.error:
+        raise ConfigError(frame.error if isinstance(frame, Ready) else f"rewards: got {frame}")
+
+
+_FRAMES: msgspec.msgpack.Decoder[Ready | Scored | Raised] = msgspec.msgpack.Decoder(
+    Ready | Scored | Raised
+)
+
+
+class _RaisedError(RewardError):
+    """The function raised an exception, and its process may score other rollouts."""
+
+
+class _OutOfMemoryError(RewardError):
+    """The function exceeded the memory limit."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "memory")
+
+
+def _status(returncode: int) -> str:
+    """Return the exit status of a process as text, with the name of a signal."""
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+@final
+class RewardPool:
+    """Pool of processes that run one reward function. Use it with `async with`.
+
+    A function that hangs, raises, exceeds the memory limit or kills its process costs the rollout that it scores. The
+    pool ends the process in the cases other than an exception, and starts a new process for the next rollout.
+
+    Args:
+        config: the function and the limits; `file` must not be empty.
+
+    Attributes:
+        counts: counts since the start.
+    """
+
+    def __init__(self, config: ProcessRewards) -> None:
+        if not config.file or not Path(config.file).is_file():
+            raise ConfigError(f"rewards.file must be a Python file, got {config.file!r}")
+        self._config = config
+        self._slots = asyncio.Semaphore(config.num_processes)
+        self._idle: list[RewardProcess] = []
+        self._busy: set[RewardProcess] = set()
+        self._ends: set[asyncio.Task[None]] = set()
+        self._failures = LineLimit(WARN_EVERY_S)
+        self._closed = False
+        self.counts = RewardCounts()
+
+    async def __aenter__(self) -> Self:
+        """Start all processes.
+
+        Raises:
+            ConfigError: a process could not import the function.
+            RewardError: a process ended, or was not ready within `start_deadline_s`.
+        """
+        starts = [RewardProcess.start(self._config) for _ in range(self._config.num_processes)]
+        found = await asyncio.gather(*starts, return_exceptions=True)
+        self._idle = [each for each in found if isinstance(each, RewardProcess)]
+        for each in found:
+            if isinstance(each, BaseException):
+                await self.__aexit__()
+                raise each
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Kill all processes. Calls of `score` that still run end with an error."""
+        self._closed = True
+        for process in (*self._idle, *self._busy):
+            self._end(process)
+        self._idle.clear()
+        await asyncio.gather(*self._ends)
+
+    async def score(self, rollouts: Sequence[Rollout]) -> tuple[float | RewardError, ...]:
+        """Return one reward per rollout, or the reason why a rollout has none.
+
+        Raises:
+            ConfigError: the metadata of a rollout is not msgpack-plain, or the pool is closed.
+        """
+        jobs = [asyncio.create_task(self._score(rollout)) for rollout in rollouts]
+        try:
+            return tuple(await asyncio.gather(*jobs))
+        finally:
+            for job in jobs:
+                job.cancel()
+
+    async def _score(self, rollout: Rollout) -> float | RewardError:
+        """Score one rollout in a free process."""
+        async with self._slots:
+            try:
+                reward = await self._score_in_process(rollout)
+            except RewardError as error:
+                return self._failed(error)
+        self.counts.scored += 1
+        return reward
+
+    async def _score_in_process(self, rollout: Rollout) -> float:
+        """Score a rollout in an idle process, or in a new one if no process is idle.
+
+        If the memory limit is exceeded in a process that has scored other rollouts, score the rollout again in a new
+        process: earlier calls may have left memory behind.
+        """
+        while True:
+            if self._closed:
+                raise ConfigError("rewards: score: the pool is closed")
+            process = self._idle.pop() if self._idle else await self._start()
+            is_new, is_usable = not process.num_scored, False
+            self._busy.add(process)
+            try:
+                reward = await process.score(rollout, self._config.deadline_s)
+            except _RaisedError:
+                is_usable = True
+                raise
+            except _OutOfMemoryError:
+                if is_new:
+                    raise
+            else:
+                is_usable = True
+                return reward
+            finally:
+                self._busy.discard(process)
+                if is_usable and not self._closed:
+                    self._idle.append(process)
+                elif not self._closed:
+                    self.counts.replaced += 1
+                    self._end(process)
+
+    def _end(self, process: RewardProcess) -> None:
+        """Kill a process at once, and wait for its end in the background."""
+        process.kill()
+        ending = asyncio.create_task(process.end(), name="end of a reward process")
+        self._ends.add(ending)
+        ending.add_done_callback(self._ends.discard)
+
+    async def _start(self) -> RewardProcess:
+        """Start a process in place of one that has ended; raise `RewardError` if that fails."""
+        try:
+            started = await RewardProcess.start(self._config)
+        except (ConfigError, OSError) as error:
+            raise RewardError(f"a reward process could not be started: {error}", "start") from error
+        if self._closed:
+            await started.end()
+            raise RewardError("the pool was closed", "closed")
+        return started
+
+    def _failed(self, error: RewardError) -> RewardError:
+        """Count a rollout that could not be scored, and log the reason, at most once per `WARN_EVERY_S` per kind."""
+        count_failure(self.counts, error)
+        if num_alike := self._failures.count(error.kind):
+            more = f" ({num_alike} rollouts)" if num_alike > 1 else ""
+            _log.warning("rewards: %s%s", error, more)
+        return error
+
+
+def count_failure(counts: RewardCounts, error: RewardError) -> None:
+    """Add a rollout that could not be scored to the counts."""
+    counts.failed += 1
+    counts.newest_failure = str(error)
+    counts.reasons = dict(Counter(counts.reasons) + Counter((error.kind,)))
