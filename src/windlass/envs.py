@@ -15,6 +15,7 @@ TOKEN_VARIABLE = "WINDLASS_TOKEN"  # noqa: S105 - the name of the variable
 TOKEN_FILE_VARIABLE = "WINDLASS_TOKEN_FILE"  # noqa: S105 - as above
 ENGINE_TOKEN_VARIABLE = "WINDLASS_ENGINE_TOKEN"  # noqa: S105 - as above
 ROUTER_TOKEN_VARIABLE = "WINDLASS_ROUTER_TOKEN"  # noqa: S105 - as above
+REWARD_TOKEN_VARIABLE = "WINDLASS_REWARD_TOKEN"  # noqa: S105 - as above
 CONTROLLER_VARIABLE = "WINDLASS_CONTROLLER"
 FIRST_NODE_VARIABLE = "WINDLASS_FIRST_NODE"
 """Variable with the address of the first node of a job with several nodes; see `windlass.jobs.schedulers.base`."""

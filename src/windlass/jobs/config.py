@@ -22,6 +22,7 @@ from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.jobs.schedulers.configs import KnownScheduler
 from windlass.jobs.schedulers.local import LocalSchedulerConfig
 from windlass.rollout.handles import RolloutConfig
+from windlass.rollout.reward_server import ServerRewards
 from windlass.rollout.rewards import ProcessRewards
 from windlass.rollout.staleness import OnStale
 from windlass.sampling import SamplingParams
@@ -294,7 +295,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         steps: number of optimiser steps; the job publishes a version after each.
         output_dir: folder of logs, checkpoints, `metrics.jsonl`, `summary.json` and `report.html`.
         resume: whether the job continues from checkpoints in `output_dir`.
-        rewards: the function that scores rollouts; None if `Recipe.rewards` scores them.
+        rewards: the function or the server that scores rollouts; None if `Recipe.rewards` scores them.
         transport: transport of trainers and engines; trainers read the name from WINDLASS_TRANSPORT.
         replica: name of a `ReplicaPlace`; `connect_trainer` reads the name from WINDLASS_REPLICA.
         update: mode, backend and deadlines of updates, see `windlass.ControlConfig`.
@@ -310,7 +311,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerSection
     engines: tuple[EngineSection, ...]
     rollout: RolloutSection
-    rewards: ProcessRewards | None = None
+    rewards: ProcessRewards | ServerRewards | None = None
     evaluation: EvaluationSection = EvaluationSection()
     output_dir: str
     resume: Resume = Resume.NEVER

@@ -73,6 +73,7 @@ from windlass.observability.page import saved_page
 from windlass.progress import SAID_EVERY_S, Progress
 from windlass.rollout.handles import GroupHandle, RolloutGroup
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.reward_server import RewardServer, ServerRewards
 from windlass.rollout.rewards import RewardPool, Scorer
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.sampling import SamplingParams
@@ -979,6 +980,8 @@ def create_scorer(config: LaunchConfig) -> Scorer | None:
     """Return the object that scores the job's rollouts; None if the recipe scores them itself."""
     if config.rewards is None:
         return None
+    if isinstance(config.rewards, ServerRewards):
+        return RewardServer(config.rewards)
     file = config.rewards.file or config.recipe.file
     return RewardPool(msgspec.structs.replace(config.rewards, file=file))
 

@@ -60,6 +60,29 @@ class RewardCounts(msgspec.Struct, kw_only=True):
     newest_failure: str = ""
 
 
+@final
+class Failures:
+    """Counts rollouts that could not be scored, and logs at most one of each kind per `WARN_EVERY_S`.
+
+    Args:
+        counts: counts of the scorer.
+    """
+
+    def __init__(self, counts: RewardCounts) -> None:
+        self._counts, self._lines = counts, LineLimit(WARN_EVERY_S)
+
+    def add(self, error: RewardError) -> RewardError:
+        """Count the failure of one rollout, and return it."""
+        counts = self._counts
+        counts.failed += 1
+        counts.newest_failure = str(error)
+        counts.reasons = dict(Counter(counts.reasons) + Counter((error.kind,)))
+        if num_alike := self._lines.count(error.kind):
+            more = f" ({num_alike} rollouts)" if num_alike > 1 else ""
+            _log.warning("rewards: %s%s", error, more)
+        return error
+
+
 class Scorer(Protocol):
     """Interface of an object that gives rollouts their rewards. Use it with `async with`, in one event loop.
 
@@ -291,9 +314,9 @@ class RewardPool:
         self._idle: list[RewardProcess] = []
         self._busy: set[RewardProcess] = set()
         self._ends: set[asyncio.Task[None]] = set()
-        self._failures = LineLimit(WARN_EVERY_S)
         self._closed = False
         self.counts = RewardCounts()
+        self._failures = Failures(self.counts)
 
     async def __aenter__(self) -> Self:
         """Start all processes.
@@ -338,7 +361,7 @@ class RewardPool:
             try:
                 reward = await self._score_in_process(rollout)
             except RewardError as error:
-                return self._failed(error)
+                return self._failures.add(error)
         self.counts.scored += 1
         return reward
 
@@ -390,18 +413,3 @@ class RewardPool:
             await started.end()
             raise RewardError("the pool was closed", "closed")
         return started
-
-    def _failed(self, error: RewardError) -> RewardError:
-        """Count a rollout that could not be scored, and log the reason, at most once per `WARN_EVERY_S` per kind."""
-        count_failure(self.counts, error)
-        if num_alike := self._failures.count(error.kind):
-            more = f" ({num_alike} rollouts)" if num_alike > 1 else ""
-            _log.warning("rewards: %s%s", error, more)
-        return error
-
-
-def count_failure(counts: RewardCounts, error: RewardError) -> None:
-    """Add a rollout that could not be scored to the counts."""
-    counts.failed += 1
-    counts.newest_failure = str(error)
-    counts.reasons = dict(Counter(counts.reasons) + Counter((error.kind,)))

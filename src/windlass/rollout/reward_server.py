@@ -1,0 +1,229 @@
+"""Rewards from a server: each request asks for the rewards of a batch of rollouts, as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Self, final
+
+import aiohttp
+import msgspec
+
+from windlass.config import check_numbers
+from windlass.envs import REWARD_TOKEN_VARIABLE, check_token, secret_value
+from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable, ProtocolError
+from windlass.net.addresses import check_url
+from windlass.net.clock import Backoff
+from windlass.net.sockets import connection_error, open_http
+from windlass.rollout.generate import PASSING_4XX
+from windlass.rollout.handles import Rollout
+from windlass.rollout.rewards import Failures, RewardCounts, RewardError
+from windlass.rollout.values import plain_number, plain_value
+
+BACKOFF = Backoff(0.1, 5.0)
+MAX_ANSWER_NBYTES = 4 << 20
+MAX_TEXT = 300
+"""Largest number of characters of a server's text in an error."""
+
+
+class ServerRewards(msgspec.Struct, frozen=True, kw_only=True, tag="server", tag_field="kind"):
+    """Settings of a reward server.
+
+    The request is `POST url` with `{"rollouts": [...]}`: the fields of `Rollout`. The answer is
+    `{"rewards": [...]}`, with a number or `{"error": TEXT}` per rollout. If WINDLASS_REWARD_TOKEN is set, requests carry
+    it as `Authorization: Bearer TOKEN`.
+
+    Attributes:
+        url: address for the requests.
+        batch_size: largest number of rollouts in one request.
+        max_requests: number of requests at a time.
+        deadline_s: seconds for the rewards of one batch. A request that fails in passing is repeated until then.
+        max_request_nbytes: largest size of a request; larger batches are split.
+    """
+
+    url: str
+    batch_size: int = 64
+    max_requests: int = 8
+    deadline_s: float = 120.0
+    max_request_nbytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        least = {"batch_size": 1, "max_requests": 1, "max_request_nbytes": 1}
+        check_numbers(self, least, ("deadline_s",), where="rewards.")
+        check_url(self.url, "rewards.url")
+
+
+class _Unscored(msgspec.Struct, frozen=True):
+    error: str
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    rewards: tuple[float | _Unscored, ...]
+
+
+@final
+class RewardServer:
+    """Scorer that asks a server. Use it with `async with`.
+
+    Args:
+        config: address and limits.
+
+    Attributes:
+        counts: counts since the start.
+    """
+
+    def __init__(self, config: ServerRewards) -> None:
+        self._config = config
+        self._slots = asyncio.Semaphore(config.max_requests)
+        self._http: aiohttp.ClientSession | None = None
+        self.counts = RewardCounts()
+        self._failures = Failures(self.counts)
+
+    async def __aenter__(self) -> Self:
+        """Open the HTTP session.
+
+        Raises:
+            ConfigError: an HTTP header cannot carry the token in WINDLASS_REWARD_TOKEN.
+        """
+        token = secret_value(REWARD_TOKEN_VARIABLE)
+        if token:
+            check_token(token, REWARD_TOKEN_VARIABLE)
+        self._http = open_http(token, to_controller=False, many_connections=True)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def score(self, rollouts: Sequence[Rollout]) -> tuple[float | RewardError, ...]:
+        """Return one reward per rollout, or the reason why a rollout has none.
+
+        Raises:
+            ConfigError: the metadata of a rollout is not msgpack-plain, or the object is not open.
+        """
+        encoded = [_encoded(rollout) for rollout in rollouts]
+        jobs = [
+            asyncio.create_task(self._score(rollouts[first:last], encoded[first:last]))
+            for first, last in self._batches([len(each) for each in encoded])
+        ]
+        try:
+            found = await asyncio.gather(*jobs)
+        finally:
+            for job in jobs:
+                job.cancel()
+        return tuple([reward for batch in found for reward in batch])
+
+    def _batches(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Return [first, last) of each batch: within the limits, or one rollout alone."""
+        batches, first, nbytes = [], 0, 0
+        for number, size in enumerate(sizes):
+            is_full = number - first >= self._config.batch_size
+            if number > first and (is_full or nbytes + size > self._config.max_request_nbytes):
+                batches.append((first, number))
+                first, nbytes = number, 0
+            nbytes += size
+        return [*batches, (first, len(sizes))] if sizes else []
+
+    async def _score(
+        self, rollouts: Sequence[Rollout], encoded: Sequence[bytes]
+    ) -> list[float | RewardError]:
+        """Return the rewards of one batch. If the server gives none, every rollout gets the same reason."""
+        if self._http is None:
+            raise ConfigError("rewards: score: needs `async with`")
+        url, limit = self._config.url, self._config.max_request_nbytes
+        if (nbytes := sum(map(len, encoded))) > limit:
+            reason = f"{url}: a request must have at most {limit} bytes, got {nbytes}"
+            return [self._failures.add(RewardError(reason, "size"))]
+        try:
+            async with self._slots:
+                rewards = await self._request(
+                    self._http, b'{"rollouts":[' + b",".join(encoded) + b"]}", len(rollouts)
+                )
+        except RewardError as error:
+            return [self._failures.add(error) for _ in rollouts]
+        return [self._checked(*each) for each in zip(rollouts, rewards, strict=True)]
+
+    def _checked(self, rollout: Rollout, reward: float | _Unscored) -> float | RewardError:
+        """Return the reward of one rollout in an answer, or the server's reason."""
+        where = f"rollout {rollout.task_id}: {self._config.url}"
+        if isinstance(reward, _Unscored):
+            text = reward.error[:MAX_TEXT].replace("\n", " ")
+            return self._failures.add(RewardError(f"{where}: {text}", "server"))
+        try:
+            found = plain_number(f"{where}: reward", reward)
+        except ConfigError as error:
+            return self._failures.add(RewardError(str(error), "answer"))
+        self.counts.scored += 1
+        return found
+
+    async def _request(
+        self, http: aiohttp.ClientSession, body: bytes, num_rollouts: int
+    ) -> tuple[float | _Unscored, ...]:
+        """Send one batch until the server answers, and return the `num_rollouts` rewards of the answer.
+
+        Raises:
+            RewardError: the server refused the request, sent an invalid answer, or did not answer within `deadline_s`.
+        """
+        config, num_tries, newest = self._config, 0, "no answer"
+        try:
+            async with asyncio.timeout(config.deadline_s):
+                while True:
+                    num_tries += 1
+                    try:
+                        status, answer = await self._post(http, body)
+                    except (aiohttp.ClientError, OSError, PeerUnreachable) as error:
+                        newest = connection_error(error)
+                    else:
+                        text = answer[:MAX_TEXT].decode(errors="replace").replace("\n", " ")
+                        if 200 <= status < 300:
+                            return _rewards_in(answer, num_rollouts)
+                        newest = f"HTTP {status}: {text}"
+                        if status < 500 and status not in PASSING_4XX:
+                            raise RewardError(f"{config.url}: {newest}", f"HTTP {status}")
+                    await asyncio.sleep(BACKOFF.after(num_tries))
+        except TimeoutError:
+            raise RewardError(
+                f"{config.url}: no rewards within {config.deadline_s:g} s, in {num_tries} requests; newest: {newest}",
+                "deadline",
+            ) from None
+        except (*DECODE_ERRORS, ProtocolError) as error:
+            raise RewardError(f"{config.url}: {error}", "answer") from error
+
+    async def _post(self, http: aiohttp.ClientSession, body: bytes) -> tuple[int, bytes]:
+        """Send one request; return the HTTP status and the body of the answer.
+
+        Raises:
+            ProtocolError: the body has more than `MAX_ANSWER_NBYTES` bytes.
+        """
+        headers, found = {"Content-Type": "application/json"}, bytearray()
+        async with http.post(self._config.url, data=body, headers=headers) as response:
+            async for part in response.content.iter_any():
+                found += part
+                if len(found) > MAX_ANSWER_NBYTES:
+                    raise ProtocolError(
+                        f"an answer must have at most {MAX_ANSWER_NBYTES} bytes, got more"
+                    )
+            return response.status, bytes(found)
+
+
+def _rewards_in(answer: bytes, num_rollouts: int) -> tuple[float | _Unscored, ...]:
+    """Return the rewards in an answer.
+
+    Raises:
+        ProtocolError: the answer has another number of rewards.
+        msgspec.MsgspecError: the answer is not valid.
+    """
+    rewards = msgspec.json.decode(answer, type=_Answer).rewards
+    if len(rewards) != num_rollouts:
+        raise ProtocolError(f"rewards must have {num_rollouts} entries, got {len(rewards)}")
+    return rewards
+
+
+def _encoded(rollout: Rollout) -> bytes:
+    """Return a rollout as JSON; raise `ConfigError` if its metadata or value cannot be JSON."""
+    try:
+        return msgspec.json.encode(rollout, enc_hook=plain_value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            f"rollout {rollout.task_id}: metadata must be msgpack-plain for rewards from a server: {error}"
+        ) from error
