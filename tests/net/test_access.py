@@ -174,6 +174,7 @@ def test_the_token_command_prints_only_the_tokens_of_the_role(
     assert said == {
         "WINDLASS_TOKEN": role_token(SECRET, Access.WORKER),
         "WINDLASS_ENGINE_TOKEN": role_token(SECRET, Access.CLIENT),
+        "WINDLASS_AGENT_TOKEN": role_token(SECRET, Access.AGENT),
     }
     assert main(["token", "trainer"]) == 0
     assert capsys.readouterr().out.count("\n") == 1

@@ -77,7 +77,7 @@ async def test_workflows_and_their_tools_find_no_token_in_their_environment(
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     tokens = role_environment(TOKEN, Access.WORKER)
-    assert len(tokens) == 2
+    assert len(tokens) == 3
     others = {name: value for name, value in os.environ.items() if "WINDLASS" not in name}
     worker = await asyncio.create_subprocess_exec(
         *(sys.executable, str(script), "--name", "w", "--controller", rig.server.url),

@@ -21,7 +21,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import final
 
-from windlass.envs import ENGINE_TOKEN_VARIABLE, TOKEN_VARIABLE
+from windlass.envs import AGENT_TOKEN_VARIABLE, ENGINE_TOKEN_VARIABLE, TOKEN_VARIABLE
 
 Certificate = Mapping[str, object]
 """Certificate as `ssl.SSLSocket.getpeercert` returns it."""
@@ -40,6 +40,7 @@ class Access(StrEnum):
         WORKER: a rollout worker, or the controller when it calls a worker.
         CLIENT: may request generated tokens from engines.
         OBSERVER: may read status and metrics.
+        AGENT: may claim rollouts at the chat endpoint of a rollout worker.
     """
 
     OWNER = "owner"
@@ -48,6 +49,7 @@ class Access(StrEnum):
     WORKER = "worker"
     CLIENT = "client"
     OBSERVER = "observer"
+    AGENT = "agent"
 
 
 ROUTES = MappingProxyType(
@@ -83,13 +85,17 @@ def role_token(secret: str, role: Access) -> str:
 def role_environment(secret: str, role: Access) -> dict[str, str]:
     """Return environment variables with the tokens that a process of this role needs; no variables without a secret.
 
-    An engine or a worker also gets the token with which workers request tokens from engines.
+    An engine or a worker also gets the token with which workers request tokens from engines. A worker also gets the token
+    with which agents claim rollouts from the worker.
     """
     if not secret:
         return {}
-    variables = {TOKEN_VARIABLE: role_token(secret, role)}
+    name = AGENT_TOKEN_VARIABLE if role is Access.AGENT else TOKEN_VARIABLE
+    variables = {name: role_token(secret, role)}
     if role in {Access.ENGINE, Access.WORKER}:
         variables[ENGINE_TOKEN_VARIABLE] = role_token(secret, Access.CLIENT)
+    if role is Access.WORKER:
+        variables[AGENT_TOKEN_VARIABLE] = role_token(secret, Access.AGENT)
     return variables
 
 

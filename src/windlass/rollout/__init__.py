@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from windlass.rollout.batches import BatchClient as BatchClient
     from windlass.rollout.batches import BatchQueue as BatchQueue
     from windlass.rollout.batches import training_samples as training_samples
+    from windlass.rollout.chat.agent import agent_workflow as agent_workflow
+    from windlass.rollout.chat.client import Claimed as Claimed
+    from windlass.rollout.chat.client import claim_rollout as claim_rollout
+    from windlass.rollout.chat.client import set_reward as set_reward
+    from windlass.rollout.chat.server import ChatSettings as ChatSettings
+    from windlass.rollout.chat.session import ChatSession as ChatSession
     from windlass.rollout.controller import RolloutController as RolloutController
     from windlass.rollout.controller import mount_rollout_routes as mount_rollout_routes
     from windlass.rollout.directory import EngineDirectory as EngineDirectory

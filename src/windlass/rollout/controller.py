@@ -23,6 +23,7 @@ from windlass.net.messages import PROTOCOL_VERSION
 from windlass.net.server import ControlServer
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.blocked import BlockWatch
+from windlass.rollout.chat.server import ChatSettings
 from windlass.rollout.directory import EngineChoice, EngineDirectory
 from windlass.rollout.handles import (
     GroupHandle,
@@ -369,8 +370,19 @@ class RolloutController:
         self._paused = False
         self._schedule_dispatch()
 
-    def run_here(self, workflows: Mapping[str, Workflow], *, max_concurrent: int = 256) -> None:
+    def run_here(
+        self,
+        workflows: Mapping[str, Workflow],
+        *,
+        max_concurrent: int = 256,
+        chat: ChatSettings | None = None,
+    ) -> None:
         """Start a local worker, which runs these workflows and plain prompts in the controller's event loop.
+
+        Args:
+            workflows: name used in submissions -> workflow.
+            max_concurrent: largest number of attempts at a time.
+            chat: settings of the endpoint for agents, see `WorkflowContext.chat_endpoint`.
 
         Raises:
             ConfigError: a local worker exists already, a workflow's name is empty, `max_concurrent` is below
@@ -388,7 +400,9 @@ class RolloutController:
             max_concurrent=max_concurrent,
             workflows=tuple(sorted(known)),
         )
-        worker = LocalWorker(hello, known, self._use, self._pool.note_end, self._token)
+        worker = LocalWorker(
+            hello, known, self._use, self._pool.note_end, self._token, chat or ChatSettings()
+        )
         self._journal.on_change(worker.deliver)
         self._pool.add(worker)
 

@@ -28,6 +28,7 @@ from windlass.net.messages import Garbled, OwnerClosed, check_name, check_versio
 from windlass.net.rpc import Session
 from windlass.net.rpc_server import serve
 from windlass.net.sockets import close_socket, open_http
+from windlass.rollout.chat.server import ChatServer, ChatSettings
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import (
     LOCAL_WORKER,
@@ -129,7 +130,8 @@ class LocalWorker(Worker):
         on_outcomes: called with outcomes. If it raises `RolloutError`, the worker keeps the outcomes, and
             `deliver` passes them again.
         on_end: called when an attempt has ended.
-        token: secret of the job; the worker derives the token for engines from this secret.
+        token: secret of the job; the worker derives the tokens for engines and of agents from this secret.
+        chat: settings of the endpoint for agents.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class LocalWorker(Worker):
         on_outcomes: Callable[[Sequence[RolloutOutcome]], None],
         on_end: Callable[[], None],
         token: str,
+        chat: ChatSettings,
     ) -> None:
         super().__init__(hello)
         self._on_end = on_end
@@ -147,7 +150,8 @@ class LocalWorker(Worker):
         self._session = open_http(
             role_token(token, Access.CLIENT), to_controller=False, many_connections=True
         )
-        self._attempts = Attempts(self._session, workflows, hello, self._ended)
+        server = ChatServer(chat, role_token(token, Access.AGENT))
+        self._attempts = Attempts(self._session, workflows, hello, self._ended, server)
 
     def enqueue(self, task: RolloutTask) -> None:
         self.assigned[task.task_id] = task.attempt

@@ -3,7 +3,7 @@
 `python -m windlass.rollout.worker --controller URL --name worker-0`
 
 The worker reads its token from WINDLASS_TOKEN; processes that workflows start do not inherit this variable.
-The worker connects to the controller and listens on no port.
+The worker connects to the controller. It listens on a port only for agents (`windlass.rollout.chat`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Never, final
 import aiohttp
 import msgspec
 
-from windlass.envs import ENGINE_TOKEN_VARIABLE, control_token, secret_value
+from windlass.envs import AGENT_TOKEN_VARIABLE, ENGINE_TOKEN_VARIABLE, control_token, secret_value
 from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable, ProtocolError
 from windlass.net.access import Access, role_token
 from windlass.net.logs import configure_logging
@@ -30,6 +30,8 @@ from windlass.net.messages import PROTOCOL_VERSION, Envelope, check_name, encode
 from windlass.net.rpc_client import Client
 from windlass.net.sockets import open_http
 from windlass.rollout.blocked import BlockWatch
+from windlass.rollout.chat.agent import agent_workflow
+from windlass.rollout.chat.server import ChatServer, ChatSettings
 from windlass.rollout.messages import (
     CONTROLLER_FRAMES,
     MAX_ATTEMPTS,
@@ -73,6 +75,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         call_deadline_s: seconds after which the worker sends unacknowledged outcomes again.
         controller_gone_s: seconds without a reachable controller after which the worker exits.
         shutdown_s: seconds that workflows have to clean up after SIGTERM or SIGINT.
+        tokenizer: folder with the model's tokenizer and chat template; empty for a worker without text.
+        chat_host, chat_port, chat_advertise_host: address of the endpoint for agents, see `ChatSettings`.
+        tool_format: format in which the model writes tool calls, see `ChatSettings`.
+        max_context: number of tokens of prompt and answer together that the engines accept, see `ChatSettings`.
     """
 
     controller: str
@@ -81,6 +87,24 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     call_deadline_s: float = 10.0
     controller_gone_s: float = 60.0
     shutdown_s: float = 5.0
+    tokenizer: str = ""
+    chat_host: str = "127.0.0.1"
+    chat_port: int = 0
+    chat_advertise_host: str = ""
+    tool_format: str = "hermes"
+    max_context: int = 0
+
+    @property
+    def chat(self) -> ChatSettings:
+        """Settings of the endpoint for agents."""
+        return ChatSettings(
+            tokenizer=self.tokenizer,
+            host=self.chat_host,
+            port=self.chat_port,
+            advertise_host=self.chat_advertise_host,
+            tool_format=self.tool_format,
+            max_context=self.max_context,
+        )
 
 
 @final
@@ -94,6 +118,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
 
     Args:
         engine_session: HTTP session for requests to engines, with their token and no limit on connections.
+        agent_token: token with which agents claim rollouts, besides the one derived from `token`.
 
     Raises:
         ConfigError, ProtocolError: an address, token, number or name is invalid.
@@ -105,6 +130,8 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         token: str,
         engine_session: aiohttp.ClientSession,
         workflows: Mapping[str, Workflow] | None = None,
+        *,
+        agent_token: str = "",
     ) -> None:
         super().__init__(
             settings.controller,
@@ -129,7 +156,8 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
             max_concurrent=settings.max_concurrent,
             workflows=tuple(sorted(known)),
         )
-        self._attempts = Attempts(engine_session, known, self._hello, self._ended)
+        self._chat = ChatServer(settings.chat, agent_token, role_token(token, Access.AGENT))
+        self._attempts = Attempts(engine_session, known, self._hello, self._ended, self._chat)
         self._controller = ""
         self._remembered: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._kept: OrderedDict[int, tuple[tuple[str, int], bytes]] = OrderedDict()
@@ -288,6 +316,15 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
 
     # --- the process ---------------------------------------------------------------------------
 
+    async def listen_for_agents(self) -> None:
+        """Start the endpoint for agents if it has a fixed port: agents may connect before the first rollout begins.
+
+        Raises:
+            ConfigError: there is no tokenizer, or the address cannot be bound.
+        """
+        if self._settings.chat_port:
+            await self._chat.start()
+
     async def run(self) -> None:
         """Stay connected to the controller and deliver outcomes.
 
@@ -302,6 +339,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
             watch.close()
             delivery.cancel()
             await asyncio.gather(delivery, return_exceptions=True)
+            await self._chat.close()
 
     async def shut_down(self, deadline_s: float) -> None:
         """Cancel all running attempts, so that the controller runs their rollouts at other workers.
@@ -348,11 +386,13 @@ async def run_worker(
     workflows: Mapping[str, Workflow] | None = None,
     *,
     engine_token: str = "",
+    agent_token: str = "",
 ) -> bool:
     """Run a worker until SIGTERM or SIGINT, or until `controller_gone_s` without a reachable controller.
 
     `token` is the secret of the job, or the token of the worker role. `engine_token` is the token for requests to
-    engines; if `engine_token` is empty, the worker derives the token of the client role from `token`.
+    engines; if `engine_token` is empty, the worker derives the token of the client role from `token`. Agents may claim
+    rollouts with `agent_token`, and with the token of the agent role that is derived from `token`.
 
     Returns:
         True after a signal, False if the controller was unreachable.
@@ -366,7 +406,8 @@ async def run_worker(
     async with open_http(
         engine_token, to_controller=False, many_connections=True
     ) as engine_session:
-        worker = RolloutWorker(settings, token, engine_session, workflows)
+        worker = RolloutWorker(settings, token, engine_session, workflows, agent_token=agent_token)
+        await worker.listen_for_agents()
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
@@ -414,7 +455,12 @@ def run_rollout_worker(
     try:
         configure_logging(settings.name)
         token, engine_token = control_token(), secret_value(ENGINE_TOKEN_VARIABLE)
-        served = asyncio.run(run_worker(settings, token, workflows, engine_token=engine_token))
+        agent_token = secret_value(AGENT_TOKEN_VARIABLE)
+        served = asyncio.run(
+            run_worker(
+                settings, token, workflows, engine_token=engine_token, agent_token=agent_token
+            )
+        )
     except (AuthenticationError, ConfigError, ProtocolError) as error:
         logger.error("%s", error)  # noqa: TRY400  (one line is what the user needs)
         return 2
@@ -422,4 +468,4 @@ def run_rollout_worker(
 
 
 if __name__ == "__main__":
-    sys.exit(run_rollout_worker({}))
+    sys.exit(run_rollout_worker({"agent": agent_workflow()}))

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from enum import Enum, auto
 from functools import partial
 from typing import final
@@ -19,6 +20,8 @@ import msgspec
 
 from windlass.errors import ConfigError, RolloutError
 from windlass.net.logs import TRACEBACK_EVERY_S, LineLimit, log_fields
+from windlass.rollout.chat.server import ChatServer
+from windlass.rollout.chat.session import ChatSession
 from windlass.rollout.generate import AttemptError, AttemptResult, generate
 from windlass.rollout.messages import (
     ErrorKind,
@@ -57,13 +60,14 @@ class WorkflowContext:
     """
 
     __slots__ = (
-        *("_num_calls", "_session", "_task", "_versions"),
+        *("_chat", "_num_calls", "_session", "_task", "_versions"),
         *("arguments", "attempt", "sampling", "task_id", "turns"),
     )
 
-    def __init__(self, session: aiohttp.ClientSession, task: RolloutTask) -> None:
+    def __init__(self, session: aiohttp.ClientSession, task: RolloutTask, chat: ChatServer) -> None:
         self._session = session
         self._task = task
+        self._chat = chat
         self._num_calls = 0
         # Versions of the oldest and of the newest token.
         self._versions: tuple[int, ...] = ()
@@ -110,6 +114,28 @@ class WorkflowContext:
             log_fields(version=answer.tokens.versions[-1])
             self._check_age(answer.tokens.versions)
         return turn
+
+    def chat_endpoint(
+        self, *, request_sampling: bool = False
+    ) -> AbstractAsyncContextManager[ChatSession]:
+        """Open an endpoint of OpenAI's API for an agent, for the block of an `async with`.
+
+        Each answer that the endpoint gives to the session's key is a turn of this attempt. If a request fails in a way
+        that ends the attempt, the block is cancelled, and the `async with` raises the error.
+
+        Args:
+            request_sampling: whether requests decide about temperature, `top_p`, `top_k`, `min_p` and
+                `repetition_penalty`. By default the submitter's sampling parameters apply, and requests can only shorten
+                answers (`max_tokens`), add stop texts, and demand a structure or a tool call.
+
+        Raises:
+            ConfigError: this process has no tokenizer, or the endpoint's address cannot be bound.
+        """
+        return self._chat.session(self, request_sampling=request_sampling)
+
+    async def offer(self, session: ChatSession) -> None:
+        """Offer a session of `chat_endpoint` to agents outside this process, and wait until an agent claims it."""
+        await self._chat.offer(session)
 
     def _check_age(self, versions: Sequence[int]) -> None:
         """Add the versions of new tokens; raise `TooOld` if the oldest and the newest version differ too much."""
@@ -162,6 +188,7 @@ class Attempts:
     Args:
         session: HTTP session for requests to engines, with no limit on connections.
         ended: called with the outcome of every attempt.
+        chat: endpoint for agents.
 
     Attributes:
         running: (task_id, attempt) -> asyncio task that runs the attempt.
@@ -173,7 +200,9 @@ class Attempts:
         workflows: Mapping[str, Workflow],
         hello: WorkerHello,
         ended: Callable[[RolloutOutcome], None],
+        chat: ChatServer,
     ) -> None:
+        self._chat = chat
         self.running: dict[tuple[str, int], asyncio.Task[AttemptResult]] = {}
         self._session, self._workflows = session, workflows
         self._worker = hello.name
@@ -219,6 +248,7 @@ class Attempts:
                     "%d attempts had not ended %g s after their cancellation; the worker does not wait longer: %s",
                     *(len(left), deadline_s, names),
                 )
+        await self._chat.close()
 
     async def _run(self, task: RolloutTask) -> AttemptResult:
         """Run one attempt to its end.
@@ -239,7 +269,7 @@ class Attempts:
                     f"workflow must be one of {sorted(self._workflows)}, got {task.workflow!r}",
                     Partial(),
                 )
-            context = WorkflowContext(self._session, task)
+            context = WorkflowContext(self._session, task, self._chat)
             key = task.task_id, task.attempt
             deadline = asyncio.get_running_loop().call_later(
                 task.deadline_s, self._cancel, key, _Cause.DEADLINE

@@ -1,0 +1,83 @@
+"""Messages of a conversation, equal for chat completions and responses."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from windlass.errors import DECODE_ERRORS
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """Call of a function by the model. `arguments` is JSON, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Message(msgspec.Struct, frozen=True):
+    """Message of a conversation.
+
+    Attributes:
+        reasoning: text that the model wrote before its answer, between `<think>` tags.
+        tool_call_id: id of the call that a message of role `tool` answers.
+        name: name of the function or participant; may be empty.
+    """
+
+    role: str
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message in the form that chat templates take: arguments are values and not JSON."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": _value(call.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        more = {"tool_call_id": self.tool_call_id, "name": self.name}
+        return {**found, **{name: value for name, value in more.items() if value}}
+
+    def identity(self) -> bytes:
+        """Return bytes that are equal for equal messages.
+
+        A client may drop the reasoning of an earlier answer, and may write the JSON of arguments in another way.
+        """
+        calls = [(call.id, call.name, _value(call.arguments)) for call in self.tool_calls]
+        content = self.content.strip() if self.role == "assistant" else self.content
+        return msgspec.json.encode(
+            (self.role, content, calls, self.tool_call_id, self.name), order="sorted"
+        )
+
+
+def fingerprints(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Return for each message a digest of the tools and of all messages up to this message."""
+    digest = hashlib.sha256(msgspec.json.encode(tools, order="sorted"))
+    found = []
+    for message in messages:
+        identity = message.identity()
+        digest.update(len(identity).to_bytes(8) + identity)
+        found.append(digest.digest())
+    return found
+
+
+def _value(arguments: str) -> object:
+    """Return the value of a call's arguments. Arguments that are not JSON stay text."""
+    try:
+        return msgspec.json.decode(arguments)
+    except DECODE_ERRORS:
+        return arguments

@@ -1,0 +1,308 @@
+"""Replies in the form of chat completions, completions and responses, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+from windlass.rollout.chat.messages import Message
+from windlass.rollout.chat.session import Choice
+
+DONE = b"data: [DONE]\n\n"
+
+
+def _now() -> int:
+    return int(time.time())
+
+
+def event(data: object, name: str = "") -> bytes:
+    """Return one server-sent event with JSON data."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def _usage(choices: Sequence[Choice]) -> tuple[int, int]:
+    """Return the number of tokens of the prompt and of all answers."""
+    answers = sum(len(choice.turn.output.output_ids) for choice in choices)
+    return len(choices[0].turn.prompt_ids), answers
+
+
+def _usage_body(choices: Sequence[Choice]) -> dict[str, int]:
+    prompt, answers = _usage(choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answers,
+        "total_tokens": prompt + answers,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """Reply of `/v1/chat/completions`."""
+
+    model: str
+    choices: Sequence[Choice]
+    logprobs: bool = False
+    include_usage: bool = False
+    reply_id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=_now)
+
+    def body(self) -> Mapping[str, Any]:
+        return {
+            **self._head("chat.completion"),
+            "choices": [
+                {
+                    "index": index,
+                    "message": self._message(choice.message),
+                    "logprobs": self._logprobs(choice),
+                    "finish_reason": choice.finish_reason,
+                }
+                for index, choice in enumerate(self.choices)
+            ],
+            "usage": _usage_body(self.choices),
+        }
+
+    def events(self) -> Iterator[bytes]:
+        for index, choice in enumerate(self.choices):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+            if choice.message.reasoning:
+                yield self._chunk(index, {"reasoning_content": choice.message.reasoning})
+            if choice.message.content:
+                logprobs = self._logprobs(choice)
+                yield self._chunk(index, {"content": choice.message.content}, logprobs=logprobs)
+            for number, call in enumerate(self._calls(choice.message)):
+                yield self._chunk(index, {"tool_calls": [{"index": number, **call}]})
+            yield self._chunk(index, {}, finish_reason=choice.finish_reason)
+        if self.include_usage:
+            usage = _usage_body(self.choices)
+            yield event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage})
+        yield DONE
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.reply_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Mapping[str, Any],
+        *,
+        finish_reason: str | None = None,
+        logprobs: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return event({**self._head("chat.completion.chunk"), "choices": [choice]})
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        calls = self._calls(message)
+        content = None if calls and not message.content else message.content
+        found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if message.reasoning:
+            found["reasoning_content"] = message.reasoning
+        return {**found, "tool_calls": calls} if calls else found
+
+    @staticmethod
+    def _calls(message: Message) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        content = [
+            {
+                "token": token,
+                "logprob": logprob,
+                "bytes": list(token.encode()),
+                "top_logprobs": [],
+            }
+            for token, logprob in zip(choice.tokens, choice.turn.output.logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionReply:
+    """Reply of `/v1/completions`."""
+
+    model: str
+    choices: Sequence[Choice]
+    logprobs: bool = False
+    include_usage: bool = False
+    reply_id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=_now)
+
+    def body(self) -> Mapping[str, Any]:
+        choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
+        return {**self._head(), "choices": choices, "usage": _usage_body(self.choices)}
+
+    def events(self) -> Iterator[bytes]:
+        for index, choice in enumerate(self.choices):
+            yield event({**self._head(), "choices": [self._choice(index, choice)]})
+        if self.include_usage:
+            yield event({**self._head(), "choices": [], "usage": _usage_body(self.choices)})
+        yield DONE
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self.reply_id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        logprobs = {
+            "tokens": choice.tokens,
+            "token_logprobs": choice.turn.output.logprobs,
+            "top_logprobs": None,
+            "text_offset": [*accumulate(map(len, choice.tokens), initial=0)][:-1],
+        }
+        return {
+            "index": index,
+            "text": choice.text,
+            "logprobs": logprobs if self.logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseReply:
+    """Reply of `/v1/responses`. `echoed` has the settings of the request that the reply repeats."""
+
+    model: str
+    choice: Choice
+    echoed: Mapping[str, Any] = field(default_factory=dict)
+    reply_id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
+    created: int = field(default_factory=_now)
+
+    def body(self) -> Mapping[str, Any]:
+        cut = self.choice.finish_reason == "length"
+        prompt, answer = _usage([self.choice])
+        return {
+            **self._head("incomplete" if cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._items(),
+            "usage": {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": answer,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + answer,
+            },
+        }
+
+    def events(self) -> Iterator[bytes]:
+        body = self.body()
+        begun = {**self._head("in_progress"), "incomplete_details": None, "output": []}
+        found: list[dict[str, Any]] = [
+            {"type": "response.created", "response": {**begun, "usage": None}},
+            {"type": "response.in_progress", "response": {**begun, "usage": None}},
+        ]
+        for index, item in enumerate(body["output"]):
+            found += self._events_of(index, item)
+        found.append({"type": f"response.{body['status']}", "response": body})
+        for number, data in enumerate(found):
+            yield event({**data, "sequence_number": number}, data["type"])
+
+    def _head(self, status: str) -> dict[str, Any]:
+        return {
+            "id": self.reply_id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "model": self.model,
+            "error": None,
+            "parallel_tool_calls": True,
+            **self.echoed,
+        }
+
+    def _items(self) -> list[dict[str, Any]]:
+        message, items = self.choice.message, list[dict[str, Any]]()
+        if message.reasoning:
+            items.append(
+                {
+                    "id": f"rs_{self.reply_id}",
+                    "type": "reasoning",
+                    "summary": [],
+                    "content": [{"type": "reasoning_text", "text": message.reasoning}],
+                }
+            )
+        if message.content or not message.tool_calls:
+            part = {
+                "type": "output_text",
+                "text": message.content,
+                "annotations": [],
+                "logprobs": [],
+            }
+            items.append(
+                {
+                    "id": f"msg_{self.reply_id}",
+                    "type": "message",
+                    "role": "assistant",
+                    "status": "completed",
+                    "content": [part],
+                }
+            )
+        items += [
+            {
+                "id": f"fc_{call.id}",
+                "type": "function_call",
+                "status": "completed",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": call.arguments,
+            }
+            for call in message.tool_calls
+        ]
+        return items
+
+    @staticmethod
+    def _events_of(index: int, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of one output item."""
+        place: dict[str, Any] = {"output_index": index}
+        empty: dict[str, dict[str, Any]] = {
+            "message": {"content": []},
+            "function_call": {"arguments": ""},
+        }
+        begun = {**item, **empty.get(item["type"], {})}
+        if "status" in begun:
+            begun["status"] = "in_progress"
+        yield {"type": "response.output_item.added", **place, "item": begun}
+        place["item_id"] = item["id"]
+        if item["type"] == "message":
+            (part,) = item["content"]
+            place["content_index"] = 0
+            added = {**part, "text": ""}
+            yield {"type": "response.content_part.added", **place, "part": added}
+            kind, logprobs = "response.output_text", list[object]()
+            yield {"type": f"{kind}.delta", **place, "delta": part["text"], "logprobs": logprobs}
+            yield {"type": f"{kind}.done", **place, "text": part["text"], "logprobs": logprobs}
+            yield {"type": "response.content_part.done", **place, "part": part}
+        elif item["type"] == "function_call":
+            arguments, name = item["arguments"], item["name"]
+            kind = "response.function_call_arguments"
+            yield {"type": f"{kind}.delta", **place, "delta": arguments}
+            yield {"type": f"{kind}.done", **place, "arguments": arguments, "name": name}
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}

@@ -1,0 +1,457 @@
+"""Requests of the three OpenAI APIs, as one `Call`.
+
+The endpoint refuses settings that it does not know, or cannot apply, by name. It accepts and ignores settings that do not
+change the answer (for example `user`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from windlass.errors import ConfigError
+from windlass.rollout.chat.messages import Message, ToolCall
+from windlass.sampling import SamplingParams
+
+MAX_MESSAGES = 8192
+MAX_TOOLS = 1024
+MAX_CHOICES = 16
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class _Part(msgspec.Struct, frozen=True):
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+
+class _Function(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str = "{}"
+
+
+class _ToolCall(msgspec.Struct, frozen=True):
+    id: str
+    function: _Function
+    type: Literal["function"] = "function"
+
+
+class _Message(msgspec.Struct, frozen=True):
+    role: Role
+    content: str | list[_Part] | None = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class _FunctionSchema(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct, frozen=True):
+    function: _FunctionSchema
+    type: Literal["function"] = "function"
+
+
+class _NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class _NamedTool(msgspec.Struct, frozen=True):
+    """Choice of one function: chat completions nest the name, responses do not."""
+
+    type: Literal["function"] = "function"
+    function: _NamedFunction | None = None
+    name: str = ""
+
+    @property
+    def chosen(self) -> str:
+        return self.function.name if self.function else self.name
+
+
+ToolChoice = Literal["none", "auto", "required"] | _NamedTool
+
+
+class _JsonSchema(msgspec.Struct, frozen=True):
+    name: str = ""
+    schema: dict[str, Any] | None = None
+
+
+class _Format(msgspec.Struct, frozen=True):
+    """Format of the answer: chat completions nest the schema, responses do not."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: _JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+
+    def required_schema(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the answer; None for text."""
+        if self.type == "text":
+            return None
+        schema = self.json_schema.schema if self.json_schema else self.schema
+        if self.type == "json_schema" and schema is None:
+            raise ConfigError("response_format: json_schema needs a schema, got none")
+        return schema or {"type": "object"}
+
+
+class _StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class CommonRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of all three APIs."""
+
+    model: str = ""
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    # Extensions of vLLM and SGLang.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    # Accepted, and of no effect on the answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    parallel_tool_calls: bool | None = None
+    # Accepted only with values of no effect.
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    top_logprobs: int | None = None
+
+
+class ChatRequest(CommonRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: list[_Message]
+    tools: list[_Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    logprobs: bool | None = None
+    response_format: _Format | None = None
+    stream_options: _StreamOptions | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+
+class CompletionRequest(CommonRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/completions`. The prompt is one text, or the token ids of one prompt."""
+
+    prompt: str | list[int]
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    logprobs: int | None = None
+    stream_options: _StreamOptions | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+
+class _Item(msgspec.Struct, frozen=True):
+    """Item of a response's input or output."""
+
+    type: str = "message"
+    role: Role = "user"
+    content: str | list[_Part] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    output: str | list[_Part] | None = None
+
+
+class _FlatTool(msgspec.Struct, frozen=True):
+    name: str = ""
+    type: str = "function"
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Text(msgspec.Struct, frozen=True):
+    format: _Format | None = None
+    verbosity: str | None = None
+
+
+class ResponseRequest(CommonRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/responses`."""
+
+    input: str | list[_Item]
+    instructions: str | None = None
+    tools: list[_FlatTool] | None = None
+    tool_choice: ToolChoice | None = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    text: _Text | None = None
+    include: list[str] | None = None
+    reasoning: dict[str, Any] | None = None
+    truncation: str | None = None
+    background: Literal[False] | None = None
+    stream_options: _StreamOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, independent of the API.
+
+    Attributes:
+        messages: conversation; empty for a text prompt.
+        prompt: text or token ids; None for a conversation.
+        tools: functions, in the form of chat completions.
+        parses_tools: whether calls in the answer are parsed.
+        sampling: sampling parameters of the engine's calls.
+        num_choices: number of answers.
+        forced: whether the answer must be one tool call as JSON.
+        logprobs: whether the reply contains the log-probability of each token.
+        new_messages: messages of a response and of the responses before it, without instructions.
+    """
+
+    messages: tuple[Message, ...]
+    sampling: SamplingParams
+    prompt: str | tuple[int, ...] | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    parses_tools: bool = False
+    num_choices: int = 1
+    forced: bool = False
+    logprobs: bool = False
+    new_messages: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Sampling of a session.
+
+    Attributes:
+        sampling: the submitter's sampling parameters.
+        request_sampling: whether the request decides about temperature, `top_p`, `top_k`, `min_p` and
+            `repetition_penalty`. If not, the submitter's values apply.
+    """
+
+    sampling: SamplingParams
+    request_sampling: bool = False
+
+    def of(
+        self,
+        request: CommonRequest,
+        *,
+        max_tokens: int | None,
+        stop: str | Sequence[str] | None = None,
+        schema: Mapping[str, Any] | None = None,
+    ) -> SamplingParams:
+        """Return the sampling parameters of a request.
+
+        Raises:
+            ConfigError: a value is invalid, or the endpoint cannot apply it.
+        """
+        for name in ("presence_penalty", "frequency_penalty", "logit_bias", "top_logprobs"):
+            if value := getattr(request, name):
+                raise ConfigError(
+                    f"{name}: must be left out, got {value!r}; engines do not apply it"
+                )
+        limit = self.sampling.max_new_tokens
+        if max_tokens is not None and max_tokens < 1:
+            raise ConfigError(f"max_tokens: must be >= 1, got {max_tokens}")
+        texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        changed: dict[str, Any] = {
+            "max_new_tokens": limit if max_tokens is None else min(limit, max_tokens),
+            "stop": (*self.sampling.stop, *texts),
+        }
+        changed["min_new_tokens"] = min(self.sampling.min_new_tokens, changed["max_new_tokens"])
+        if schema is not None:
+            changed |= {"json_schema": msgspec.json.encode(schema).decode(), "regex": ""}
+        if self.request_sampling:
+            names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+            given = {name: getattr(request, name) for name in names}
+            changed |= {name: value for name, value in given.items() if value is not None}
+        return msgspec.structs.replace(self.sampling, **changed)
+
+
+def chat_call(request: ChatRequest, policy: Policy) -> Call:
+    """Return the call of a chat completion; raise `ConfigError` if the endpoint cannot answer it."""
+    messages = tuple(_message_of(message) for message in request.messages)
+    tools = tuple(msgspec.to_builtins(tool) for tool in request.tools or ())
+    schema = request.response_format.required_schema() if request.response_format else None
+    call_schema = _call_schema(tools, request.tool_choice)
+    sampling = policy.of(
+        request,
+        max_tokens=request.max_completion_tokens or request.max_tokens,
+        stop=request.stop,
+        schema=call_schema or schema,
+    )
+    return _checked(
+        Call(
+            messages,
+            sampling,
+            tools=tools,
+            parses_tools=bool(tools) and request.tool_choice != "none",
+            num_choices=1 if request.n is None else request.n,
+            forced=call_schema is not None,
+            logprobs=bool(request.logprobs),
+        )
+    )
+
+
+def completion_call(request: CompletionRequest, policy: Policy) -> Call:
+    """Return the call of a completion; raise `ConfigError` if the endpoint cannot answer it."""
+    prompt = request.prompt if isinstance(request.prompt, str) else tuple(request.prompt)
+    sampling = policy.of(request, max_tokens=request.max_tokens, stop=request.stop)
+    return _checked(
+        Call(
+            (),
+            sampling,
+            prompt=prompt,
+            num_choices=1 if request.n is None else request.n,
+            logprobs=request.logprobs is not None,
+        )
+    )
+
+
+def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[Message]) -> Call:
+    """Return the call of a response, after the messages of the previous response.
+
+    Raises:
+        ConfigError: the endpoint cannot answer the request.
+    """
+    new = (
+        [Message("user", request.input)]
+        if isinstance(request.input, str)
+        else _messages_of_items(request.input)
+    )
+    # Instructions apply to one response only, so `previous` does not contain them.
+    begin = [Message("system", request.instructions)] if request.instructions else []
+    tools = []
+    for tool in request.tools or ():
+        if tool.type != "function":
+            raise ConfigError(f"tools: type must be 'function', got {tool.type!r}")
+        schema = _FunctionSchema(tool.name, tool.description, tool.parameters)
+        tools.append(msgspec.to_builtins(_Tool(schema)))
+    text_format = request.text.format if request.text else None
+    call_schema = _call_schema(tools, request.tool_choice)
+    sampling = policy.of(
+        request,
+        max_tokens=request.max_output_tokens,
+        schema=call_schema or (text_format.required_schema() if text_format else None),
+    )
+    return _checked(
+        Call(
+            (*begin, *previous, *new),
+            sampling,
+            tools=tuple(tools),
+            parses_tools=bool(tools) and request.tool_choice != "none",
+            forced=call_schema is not None,
+            new_messages=(*previous, *new),
+        )
+    )
+
+
+def _checked(call: Call) -> Call:
+    if call.prompt is None and not call.messages:
+        raise ConfigError("messages: must not be empty, got []")
+    if call.prompt is not None and not call.prompt:
+        raise ConfigError(f"prompt: must not be empty, got {call.prompt!r}")
+    sizes = {
+        "messages": (len(call.messages), MAX_MESSAGES),
+        "tools": (len(call.tools), MAX_TOOLS),
+        "n": (call.num_choices, MAX_CHOICES),
+    }
+    for name, (size, most) in sizes.items():
+        if size > most:
+            raise ConfigError(f"{name}: must be at most {most}, got {size}")
+    if call.num_choices < 1:
+        raise ConfigError(f"n: must be >= 1, got {call.num_choices}")
+    return call
+
+
+def _call_schema(
+    tools: Sequence[Mapping[str, Any]], choice: ToolChoice | None
+) -> dict[str, Any] | None:
+    """Return the JSON schema of a call if the request demands a call; else None."""
+    if choice in {None, "none", "auto"}:
+        return None
+    functions = [tool["function"] for tool in tools]
+    if isinstance(choice, _NamedTool):
+        functions = [each for each in functions if each["name"] == choice.chosen]
+    if not functions:
+        raise ConfigError("tool_choice: must name a function in tools, or be 'none' or 'auto'")
+    schemas: list[dict[str, Any]] = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "enum": [function["name"]]},
+                "arguments": function.get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _text_of(where: str, content: str | Sequence[_Part] | None) -> str:
+    """Return the text of a message's content; raise `ConfigError` for content that is not text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in {"text", "input_text", "output_text", "refusal"}:
+            raise ConfigError(f"{where}: content must be text, got a part of type {part.type!r}")
+    return "".join(part.text or part.refusal for part in content)
+
+
+def _message_of(message: _Message) -> Message:
+    calls = tuple(
+        ToolCall(call.id, call.function.name, call.function.arguments)
+        for call in message.tool_calls or ()
+    )
+    return Message(
+        "system" if message.role == "developer" else message.role,
+        _text_of("messages", message.content),
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+    )
+
+
+def _messages_of_items(items: Sequence[_Item]) -> list[Message]:
+    """Return the messages of a response's items. Items of one answer (texts and calls) become one message."""
+    found: list[Message] = []
+    for item in items:
+        if item.type == "reasoning":
+            continue
+        if item.type == "function_call_output":
+            found.append(Message("tool", _text_of("input", item.output), tool_call_id=item.call_id))
+            continue
+        if item.type == "function_call":
+            calls = (ToolCall(item.call_id, item.name, item.arguments),)
+            message = Message("assistant", "", tool_calls=calls)
+        elif item.type == "message":
+            role = "system" if item.role == "developer" else item.role
+            message = Message(role, _text_of("input", item.content))
+        else:
+            raise ConfigError(f"input: item type {item.type!r} is not supported")
+        last = found[-1] if found else None
+        if message.role == "assistant" and last is not None and last.role == "assistant":
+            found[-1] = msgspec.structs.replace(
+                last,
+                content=last.content + message.content,
+                tool_calls=last.tool_calls + message.tool_calls,
+            )
+        else:
+            found.append(message)
+    return found

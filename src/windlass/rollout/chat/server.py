@@ -1,0 +1,475 @@
+"""HTTP server of the endpoint: routes, keys, and limits on what a client can cost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar, final
+
+import msgspec
+from aiohttp import web
+
+from windlass.config import check_numbers
+from windlass.errors import DECODE_ERRORS, ConfigError
+from windlass.net.access import Access, AccessGate
+from windlass.net.addresses import listen, published_host, url_of
+from windlass.net.listener import NO_ROOM, Listener, request_log
+from windlass.net.sockets import raise_file_limit
+from windlass.net.tls import server_context
+from windlass.rollout.chat.errors import ApiError
+from windlass.rollout.chat.messages import Message
+from windlass.rollout.chat.replies import ChatReply, CompletionReply, ResponseReply, event
+from windlass.rollout.chat.requests import (
+    Call,
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    ResponseRequest,
+    chat_call,
+    completion_call,
+    response_call,
+)
+from windlass.rollout.chat.session import (
+    ChatSession,
+    Generator,
+    Limits,
+    Reply,
+    session_ended,
+)
+from windlass.rollout.chat.tool_calls import parser_of
+from windlass.rollout.text import ModelText, TextCodec
+
+logger = logging.getLogger(__name__)
+BODY_DEADLINE_S = 30.0
+"""Seconds within which a client must send the body of a request."""
+STREAM_PING_S = 10.0
+"""Seconds without data after which a stream gets a comment, so that clients and proxies do not end it."""
+MAX_CLAIM_S = 600.0
+MAX_WAITING_CLAIMS = 1024
+MAX_ENDED = 4096
+"""Number of ended sessions whose reward an agent may send again."""
+MODEL = "policy"
+
+T = TypeVar("T", bound=CommonRequest)
+
+
+class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the endpoint of one process.
+
+    Attributes:
+        tokenizer: folder with the model's tokenizer and chat template.
+        host: address that the endpoint binds.
+        port: port; 0 lets the system choose.
+        advertise_host: address to which agents connect; empty for `host`.
+        tool_format: format in which the model writes tool calls, see `PARSERS`.
+        max_context: number of tokens of prompt and answer together that the engines accept. The endpoint shortens
+            answers so that they fit. 0 if the engines check this.
+        max_body_nbytes: largest size of a request's body.
+        max_requests: largest number of concurrent requests of one session.
+    """
+
+    tokenizer: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str = ""
+    tool_format: str = "hermes"
+    max_context: int = 0
+    max_body_nbytes: int = 16 << 20
+    max_requests: int = 32
+
+    def __post_init__(self) -> None:
+        least = {"port": 0, "max_context": 0, "max_body_nbytes": 1024, "max_requests": 1}
+        check_numbers(self, least, where="chat: ")
+        parser_of(self.tool_format)
+
+
+class _Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/sessions`."""
+
+    deadline_s: float = 60.0
+
+
+class _Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/sessions/{id}/reward`."""
+
+    reward: float
+    metadata: object = None
+
+
+@final
+class ChatServer:
+    """The endpoint of one process. It starts to listen when the first session begins.
+
+    Args:
+        settings: settings.
+        agent_tokens: tokens with which external agents may claim a rollout.
+        text: tokenizer; by default that of `settings.tokenizer`, loaded at the first session.
+    """
+
+    def __init__(
+        self, settings: ChatSettings, *agent_tokens: str, text: TextCodec | None = None
+    ) -> None:
+        self.settings = settings
+        self._gate = AccessGate("", *((token, Access.AGENT) for token in agent_tokens))
+        self._text = text
+        self._sessions: dict[str, ChatSession] = {}
+        self._ended: OrderedDict[str, tuple[bytes, float]] = OrderedDict()
+        self._offers: dict[str, tuple[ChatSession, asyncio.Event]] = {}
+        self._num_offers = asyncio.Semaphore(0)
+        self._num_claims = 0
+        self._lock = asyncio.Lock()
+        self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
+        self._url = ""
+
+    # --- for workflows -------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def session(
+        self, context: Generator, *, request_sampling: bool
+    ) -> AsyncIterator[ChatSession]:
+        """Open a session for a block; its requests are turns of `context`.
+
+        Raises:
+            ConfigError: there is no tokenizer, or the address cannot be bound.
+            RolloutError: see `ChatSession.running`.
+        """
+        text = await self.start()
+        session = ChatSession(
+            context,
+            f"{self._url}/v1",
+            text,
+            parser_of(self.settings.tool_format),
+            request_sampling=request_sampling,
+            limits=Limits(self.settings.max_context, self.settings.max_requests),
+        )
+        self._sessions[session.session_id] = session
+        try:
+            async with session.running():
+                yield session
+        finally:
+            del self._sessions[session.session_id]
+            if session.reward is not None:
+                digest = hashlib.sha256(session.api_key.encode()).digest()
+                self._ended[session.session_id] = digest, session.reward
+                if len(self._ended) > MAX_ENDED:
+                    self._ended.popitem(last=False)
+
+    async def offer(self, session: ChatSession) -> None:
+        """Offer a session to external agents, and wait until an agent claims it."""
+        claimed = asyncio.Event()
+        self._offers[session.session_id] = session, claimed
+        self._num_offers.release()
+        try:
+            await claimed.wait()
+        finally:
+            self._offers.pop(session.session_id, None)
+
+    async def start(self) -> TextCodec:
+        """Load the tokenizer and listen. Idempotent.
+
+        Raises:
+            ConfigError: there is no tokenizer, or the address cannot be bound.
+        """
+        async with self._lock:
+            if self._text is None:
+                if not self.settings.tokenizer:
+                    raise ConfigError(
+                        "chat: tokenizer must be the folder of the model's tokenizer, got ''; start the worker with "
+                        "--tokenizer FOLDER"
+                    )
+                self._text = await asyncio.to_thread(ModelText, self.settings.tokenizer)
+            if self._runner is None:
+                await self._listen()
+            return self._text
+
+    async def close(self) -> None:
+        """Stop listening and close all connections. Idempotent."""
+        async with self._lock:
+            if self._listener is not None:
+                await self._listener.stop()
+            if self._runner is not None:
+                await self._runner.cleanup()
+            self._listener = self._runner = None
+
+    async def _listen(self) -> None:
+        settings, tls = self.settings, server_context()
+        host = published_host(settings.host, settings.advertise_host, "chat")
+        bound = listen(settings.host, settings.port, "chat")
+        scheme = "http" if tls is None else "https"
+        self._url = url_of(host, bound.getsockname()[1], scheme=scheme)
+        app = web.Application(middlewares=[self._guard], client_max_size=settings.max_body_nbytes)
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/responses", self._responses),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{name}", self._models),
+                web.post("/v1/sessions", self._claim),
+                web.post("/v1/sessions/{id}/reward", self._reward),
+            ]
+        )
+        # A request whose client has gone is cancelled, so that the engine's answer becomes no turn.
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            shutdown_timeout=2.0,
+            handler_cancellation=True,
+            logger=request_log,
+        )
+        await self._runner.setup()
+        raise_file_limit()
+        self._listener = Listener(self._runner, bound, tls=tls)
+        await self._listener.start()
+        logger.info("agents connect to %s/v1", self._url)
+
+    # --- requests ------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Check the key before the body is read, and answer errors in OpenAI's format."""
+        try:
+            self._authenticate(request)
+            return await handler(request)
+        except ApiError as error:
+            return _refused(error)
+        except (ConfigError, *DECODE_ERRORS) as error:
+            return _refused(ApiError(400, str(error), "invalid_request"))
+        except web.HTTPException as error:
+            return _refused(ApiError(error.status, error.reason, "http_error"))
+
+    def _authenticate(self, request: web.Request) -> None:
+        """Check the key of a request, and keep the connection; raise `ApiError` for a wrong key."""
+        if request.path == "/v1/sessions":
+            if self._gate.role_of(request.headers.get("Authorization", "")) is None:
+                raise ApiError(401, "missing or wrong agent token", "invalid_api_key")
+        elif not request.path.endswith("/reward") or not self._is_ended(request):
+            self._session_of(request)
+        if self._listener is not None and not self._listener.admit(request):
+            raise ApiError(503, NO_ROOM, "no_room", retry=True)
+
+    def _session_of(self, request: web.Request) -> ChatSession:
+        """Return the session of a request's key; raise `ApiError` for a wrong key."""
+        key = _key_of(request)
+        session = self._sessions.get(_public_part(key))
+        if session is None or not session.is_key(key):
+            raise session_ended()
+        return session
+
+    def _is_ended(self, request: web.Request) -> bool:
+        """Return whether a request has the key of a session that ended with a reward."""
+        key = _key_of(request)
+        digest, _ = self._ended.get(_public_part(key), (b"", 0.0))
+        return hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest())
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        session = self._session_of(http)
+
+        async def reply(request: ChatRequest) -> Reply:
+            call = chat_call(request, session.policy)
+            choices = await session.answer(call)
+            usage = request.stream_options is not None and request.stream_options.include_usage
+            return ChatReply(request.model or MODEL, choices, call.logprobs, usage)
+
+        return await self._serve(http, ChatRequest, reply)
+
+    async def _completions(self, http: web.Request) -> web.StreamResponse:
+        session = self._session_of(http)
+
+        async def reply(request: CompletionRequest) -> Reply:
+            call = completion_call(request, session.policy)
+            choices = await session.answer(call)
+            usage = request.stream_options is not None and request.stream_options.include_usage
+            return CompletionReply(request.model or MODEL, choices, call.logprobs, usage)
+
+        return await self._serve(http, CompletionRequest, reply)
+
+    async def _responses(self, http: web.Request) -> web.StreamResponse:
+        session = self._session_of(http)
+
+        async def reply(request: ResponseRequest) -> Reply:
+            previous: tuple[Message, ...] = ()
+            if name := request.previous_response_id:
+                if name not in session.responses:
+                    raise ApiError(404, f"no response {name!r} in this session", "not_found")
+                previous = session.responses[name]
+            call = response_call(request, session.policy, previous)
+            (choice,) = await session.answer(call)
+            made = ResponseReply(request.model or MODEL, choice, _echoed(request, call))
+            session.responses[made.reply_id] = (*call.new_messages, choice.message)
+            return made
+
+        return await self._serve(http, ResponseRequest, reply)
+
+    async def _serve(
+        self,
+        http: web.Request,
+        kind: type[T],
+        reply_to: Callable[[T], Awaitable[Reply]],
+    ) -> web.StreamResponse:
+        """Read a request, generate, and send the reply, as one object or as a stream."""
+        session = self._session_of(http)
+        with session.request():
+            body = await _body_of(http)
+            session.check_open()
+            key, repeated = _repetition(http, body)
+            request = msgspec.json.decode(body, type=kind)
+            known = session.kept_reply(key) if repeated else None
+
+            async def replied() -> Reply:
+                reply = known if known is not None else await reply_to(request)
+                session.keep_reply(key, reply)
+                return reply
+
+            if request.stream:
+                return await _stream(http, replied())
+            return _json((await replied()).body())
+
+    async def _models(self, http: web.Request) -> web.StreamResponse:
+        name = http.match_info.get("name", MODEL)
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "windlass"}
+        return _json(model if "name" in http.match_info else {"object": "list", "data": [model]})
+
+    async def _reward(self, http: web.Request) -> web.StreamResponse:
+        given = msgspec.json.decode(await _body_of(http), type=_Reward)
+        name = http.match_info["id"]
+        if name != _public_part(_key_of(http)):
+            raise session_ended()
+        if self._is_ended(http):
+            # The agent repeats the request, because it did not get the reply.
+            if self._ended[name][1] != given.reward:
+                raise ApiError(409, "the session has another reward", "reward_exists")
+        else:
+            self._session_of(http).set_reward(given.reward, given.metadata)
+        return _json({"id": name, "reward": given.reward})
+
+    async def _claim(self, http: web.Request) -> web.StreamResponse:
+        """Give a waiting session to an external agent, and wait for one until the agent's deadline."""
+        body = await _body_of(http)
+        claim = msgspec.json.decode(body or b"{}", type=_Claim)
+        if not 0 < claim.deadline_s <= MAX_CLAIM_S:
+            raise ConfigError(
+                f"deadline_s: must be in (0, {MAX_CLAIM_S:g}], got {claim.deadline_s}"
+            )
+        if self._num_claims >= MAX_WAITING_CLAIMS:
+            raise ApiError(429, f"{MAX_WAITING_CLAIMS} agents wait already", "rate_limit_exceeded")
+        self._num_claims += 1
+        try:
+            async with asyncio.timeout(claim.deadline_s):
+                await self._num_offers.acquire()
+                # An attempt that has ended has taken its offer back.
+                while not self._offers:
+                    await self._num_offers.acquire()
+            session, claimed = self._offers.pop(next(iter(self._offers)))
+            claimed.set()
+        except TimeoutError as error:
+            text = f"no rollout to claim within {claim.deadline_s:g} s"
+            raise ApiError(408, text, "no_rollout", retry=True) from error
+        finally:
+            self._num_claims -= 1
+        return _json(
+            {
+                "id": session.session_id,
+                "base_url": session.base_url,
+                "api_key": session.api_key,
+                "task_id": session.task_id,
+                "attempt": session.attempt,
+                "arguments": session.arguments,
+            }
+        )
+
+
+def _key_of(http: web.Request) -> str:
+    return http.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def _public_part(key: str) -> str:
+    """Return the session's id in a key. The id is public: the comparison of the whole key decides."""
+    return "".join(key.split("-")[2:3])
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+def _refused(error: ApiError) -> web.Response:
+    response = web.Response(
+        body=msgspec.json.encode(error.body()),
+        status=error.status,
+        headers=error.headers,
+        content_type="application/json",
+    )
+    if error.status in {401, 408, 413}:
+        # The rest of the body is never read.
+        response.force_close()
+    return response
+
+
+async def _body_of(http: web.Request) -> bytes:
+    """Return the body of a request; raise `ApiError` if it does not arrive in time."""
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            return await http.read()
+    except TimeoutError as error:
+        text = f"the body must arrive within {BODY_DEADLINE_S:g} s"
+        raise ApiError(408, text, "body_too_slow") from error
+
+
+def _repetition(http: web.Request, body: bytes) -> tuple[bytes, bool]:
+    """Return a key that is equal for repetitions of a request, and whether this request is one."""
+    name = http.headers.get("Idempotency-Key", "")
+    digest = hashlib.sha256(http.path.encode() + b"\0" + (name.encode() if name else body))
+    count = http.headers.get("X-Stainless-Retry-Count", "0")
+    return digest.digest(), bool(name) or count not in {"", "0"}
+
+
+async def _stream(http: web.Request, reply: Awaitable[Reply]) -> web.StreamResponse:
+    """Send a reply as server-sent events.
+
+    The stream begins when the answer is complete, or after `STREAM_PING_S`. Errors before this time have an HTTP status.
+    """
+    job = asyncio.ensure_future(reply)
+    stream = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
+    try:
+        while not (await asyncio.wait({job}, timeout=STREAM_PING_S))[0]:
+            if not stream.prepared:
+                await stream.prepare(http)
+            await stream.write(b": the engine generates\n\n")
+        try:
+            parts = list(job.result().events())
+        except (ApiError, ConfigError) as error:
+            if not stream.prepared:
+                raise
+            refusal = error if isinstance(error, ApiError) else ApiError(400, str(error), "invalid")
+            parts = [event(refusal.body())]
+        if not stream.prepared:
+            await stream.prepare(http)
+        for part in parts:
+            await stream.write(part)
+        await stream.write_eof()
+        return stream
+    finally:
+        job.cancel()
+
+
+def _echoed(request: ResponseRequest, call: Call) -> dict[str, object]:
+    """Return the settings of a request that its response repeats."""
+    return {
+        "instructions": request.instructions,
+        "previous_response_id": request.previous_response_id,
+        "tools": msgspec.to_builtins(request.tools or []),
+        "tool_choice": request.tool_choice or "auto",
+        "temperature": call.sampling.temperature,
+        "top_p": call.sampling.top_p,
+        "metadata": request.metadata or {},
+    }

@@ -1,0 +1,389 @@
+"""Session of one agent: the requests with one key are the turns of one attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import msgspec
+
+from windlass.errors import ConfigError, RolloutError
+from windlass.net.logs import log_fields
+from windlass.rollout.chat.conversations import Conversations, Prompt
+from windlass.rollout.chat.errors import ApiError
+from windlass.rollout.chat.messages import Message, ToolCall
+from windlass.rollout.chat.requests import Call, Policy
+from windlass.rollout.chat.tool_calls import Parser, parse_hermes, split_reasoning
+from windlass.rollout.generate import AttemptError
+from windlass.rollout.messages import ErrorKind, Partial, Turn
+from windlass.rollout.text import TextCodec
+from windlass.sampling import SamplingParams
+
+MAX_REQUESTS = 32
+"""Largest number of concurrent requests of one session."""
+KEPT_ANSWERS = 64
+"""Number of newest answers that a session keeps, so that a client that repeats a request gets the same answer."""
+
+
+class Generator(Protocol):
+    """Attempt of a rollout, see `WorkflowContext`."""
+
+    @property
+    def task_id(self) -> str: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def arguments(self) -> object: ...
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+
+    @property
+    def turns(self) -> list[Turn]: ...
+
+    async def generate(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams | None = None
+    ) -> Turn:
+        """Generate one answer; see `WorkflowContext.generate`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer of the engine.
+
+    Attributes:
+        turn: prompt and output as token ids.
+        text: generated text without stop texts and special tokens.
+        message: the answer as a message of the conversation.
+        finish_reason: OpenAI's reason (`stop`, `length`, `tool_calls`).
+        tokens: text of each generated token, if the request asks for log-probabilities.
+    """
+
+    turn: Turn
+    text: str
+    message: Message
+    finish_reason: str
+    tokens: tuple[str, ...] = ()
+
+
+class Reply(Protocol):
+    """Answer in the form of one of the APIs."""
+
+    def body(self) -> Mapping[str, Any]:
+        """Return the answer as one object."""
+        ...
+
+    def events(self) -> Iterator[bytes]:
+        """Yield the answer as server-sent events."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Turn that does not continue an earlier turn of the session.
+
+    Attributes:
+        turn: index of the turn among the session's requests.
+        reason: reason.
+    """
+
+    turn: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Limits:
+    """Limits of a session.
+
+    Attributes:
+        max_context: number of tokens of prompt and answer together that the engine accepts; 0 if unknown.
+        max_requests: largest number of concurrent requests.
+    """
+
+    max_context: int = 0
+    max_requests: int = MAX_REQUESTS
+
+
+@final
+class ChatSession:
+    """Session of one attempt. A workflow gets it from `WorkflowContext.chat_endpoint`.
+
+    Attributes:
+        base_url: base URL of the endpoint, for `OPENAI_BASE_URL`.
+        api_key: key of this session, for `OPENAI_API_KEY`. The endpoint refuses it after the session.
+        session_id: public part of the key.
+        reward: number that the agent or `set_reward` has set; None before.
+        metadata: value that came with the reward.
+        branches: turns that do not continue an earlier turn.
+        task_id, attempt, arguments: those of the attempt.
+    """
+
+    def __init__(
+        self,
+        context: Generator,
+        base_url: str,
+        text: TextCodec,
+        parser: Parser,
+        *,
+        request_sampling: bool,
+        limits: Limits,
+    ) -> None:
+        self.session_id = secrets.token_hex(8)
+        self.api_key = f"sk-windlass-{self.session_id}-{secrets.token_hex(32)}"
+        self.base_url = base_url
+        self.task_id, self.attempt = context.task_id, context.attempt
+        self.arguments = context.arguments
+        self.reward: float | None = None
+        self.metadata: object = None
+        self.branches: list[Branch] = []
+        self.policy = Policy(context.sampling, request_sampling)
+        self.responses: dict[str, tuple[Message, ...]] = {}
+        self._replies: OrderedDict[bytes, Reply] = OrderedDict()
+        self._context, self._text, self._parser, self._limits = context, text, parser, limits
+        self._conversations = Conversations(text)
+        self._num_turns = 0
+        self._num_requests = 0
+        self._jobs: set[asyncio.Task[list[Choice]]] = set()
+        self._rewarded = asyncio.Event()
+        self._guard = asyncio.timeout(None)
+        self._idle: asyncio.Timeout | None = None
+        self._idle_s = 0.0
+        self._failure: RolloutError | None = None
+        self.is_open = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables that clients of OpenAI read, for a process that the workflow starts."""
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+
+    def is_key(self, key: str) -> bool:
+        """Return whether `key` is the key of this session, in constant time."""
+        return hmac.compare_digest(key.encode("utf-8", "replace"), self.api_key.encode())
+
+    def set_reward(self, reward: float, metadata: object = None) -> None:
+        """Set the reward and close the session: later requests are refused.
+
+        Raises:
+            ConfigError: the session has another reward already.
+        """
+        if self.reward is not None and (self.reward, self.metadata) != (reward, metadata):
+            raise ConfigError(f"reward: must be set once, got {reward} after {self.reward}")
+        self.reward, self.metadata = reward, metadata
+        self._close()
+        self._rewarded.set()
+
+    async def wait_for_reward(self, *, idle_s: float) -> float:
+        """Wait until the agent sets the reward.
+
+        Args:
+            idle_s: longest time without a request; then the agent counts as lost.
+
+        Raises:
+            RolloutError: the agent sent no request for `idle_s`.
+        """
+        self._idle_s = idle_s
+        try:
+            async with asyncio.timeout(None if self._num_requests else idle_s) as self._idle:
+                await self._rewarded.wait()
+        except TimeoutError as error:
+            raise AttemptError(f"agent lost: no request within {idle_s:g} s", Partial()) from error
+        finally:
+            self._idle = None
+        if self.reward is None:
+            raise RolloutError("wait_for_reward: the session ended without a reward")
+        return self.reward
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[ChatSession]:
+        """Keep the session open for a block of the workflow.
+
+        Raises:
+            RolloutError: a request failed in a way that ends the attempt. The block is cancelled, and this error is
+                raised in its place.
+        """
+        self.is_open = True
+        try:
+            async with self._guard:
+                yield self
+        except TimeoutError:
+            if self._failure is None:
+                raise
+            raise self._failure from None
+        finally:
+            self._close()
+            if self._jobs:
+                await asyncio.wait(self._jobs)
+
+    def _close(self) -> None:
+        self.is_open = False
+        for job in self._jobs:
+            job.cancel()
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request of the agent while it is read and answered.
+
+        Raises:
+            ApiError: too many requests run.
+        """
+        if self._num_requests >= self._limits.max_requests:
+            raise ApiError(
+                429,
+                f"a session may have {self._limits.max_requests} concurrent requests",
+                "rate_limit_exceeded",
+                retry=True,
+            )
+        self._num_requests += 1
+        if self._idle is not None:
+            self._idle.reschedule(None)
+        try:
+            with log_fields(task=self.task_id, attempt=self.attempt):
+                yield
+        finally:
+            self._num_requests -= 1
+            if self._idle is not None and not self._num_requests and not self._idle.expired():
+                self._idle.reschedule(asyncio.get_running_loop().time() + self._idle_s)
+
+    async def answer(self, call: Call) -> list[Choice]:
+        """Generate the answers of a request. Each is a turn of the attempt.
+
+        A cancelled request leaves no turn, because the agent has not seen its answer.
+
+        Raises:
+            ApiError: the engine refuses the request, the attempt has failed, or the session has ended.
+            ConfigError: the chat template refuses the messages.
+        """
+        job = asyncio.create_task(self._answer(call))
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        try:
+            await asyncio.wait({job})
+            if job.cancelled():
+                raise session_ended()
+            return job.result()
+        finally:
+            job.cancel()
+
+    async def _answer(self, call: Call) -> list[Choice]:
+        prompt = await self._prompt(call)
+        sampling = self._within_context(call.sampling, len(prompt.ids))
+        jobs = [
+            asyncio.create_task(self._context.generate(prompt.ids, sampling))
+            for _ in range(call.num_choices)
+        ]
+        try:
+            turns = await asyncio.gather(*jobs)
+            self.check_open()
+        except BaseException as error:
+            for job in jobs:
+                job.cancel()
+            for found in await asyncio.gather(*jobs, return_exceptions=True):
+                if isinstance(found, Turn):
+                    self._withdraw(found)
+            if isinstance(error, AttemptError) and error.kind is ErrorKind.REFUSED:
+                raise ApiError(400, str(error), "engine_refused") from error
+            if isinstance(error, RolloutError):
+                raise self._failed(error) from error
+            raise
+        if prompt.branch:
+            self.branches.append(Branch(self._num_turns, prompt.branch))
+        self._num_turns += len(turns)
+        return [self._choice(call, prompt, turn) for turn in turns]
+
+    def check_open(self) -> None:
+        """Raise `ApiError` if the session has ended."""
+        if not self.is_open:
+            raise session_ended()
+
+    def _withdraw(self, turn: Turn) -> None:
+        """Remove a turn whose answer no agent has seen."""
+        for index, known in enumerate(self._context.turns):
+            if known is turn:
+                del self._context.turns[index]
+                return
+
+    async def _prompt(self, call: Call) -> Prompt:
+        if isinstance(call.prompt, tuple):
+            return Prompt(call.prompt)
+        if isinstance(call.prompt, str):
+            return await self._conversations.text_prompt(call.prompt)
+        return await self._conversations.prompt(call.messages, call.tools)
+
+    def _within_context(self, sampling: SamplingParams, num_tokens: int) -> SamplingParams:
+        """Return `sampling` with at most as many new tokens as the engine's context has room for."""
+        limit = self._limits.max_context
+        if not limit:
+            return sampling
+        room = limit - num_tokens
+        if room < 1:
+            raise ApiError(
+                400,
+                f"the engine's context has {limit} tokens, and the prompt has {num_tokens}",
+                "context_length_exceeded",
+            )
+        most = min(sampling.max_new_tokens, room)
+        least = min(sampling.min_new_tokens, most)
+        return msgspec.structs.replace(sampling, max_new_tokens=most, min_new_tokens=least)
+
+    def _failed(self, error: RolloutError) -> ApiError:
+        """End the attempt: its workflow gets `error`. Return the answer to the agent."""
+        if self._failure is None:
+            self._failure = error
+            self.is_open = False
+            self._guard.reschedule(asyncio.get_running_loop().time())
+        return ApiError(503, f"the rollout's attempt has failed: {error}", "attempt_failed")
+
+    def _choice(self, call: Call, prompt: Prompt, turn: Turn) -> Choice:
+        ids = turn.output.output_ids
+        text = self._text.decode(ids)
+        if turn.finish_reason == "stop":
+            at = [text.find(stop) for stop in call.sampling.stop if stop in text]
+            text = text[: min(at, default=len(text))]
+        tokens = tuple(self._text.decode([each]) for each in ids) if call.logprobs else ()
+        finish = "length" if turn.finish_reason == "length" else "stop"
+        if isinstance(call.prompt, str):
+            # With its stop text: an agent that continues the answer must include the text, as the engine did.
+            whole = call.prompt + self._text.decode(ids)
+            self._conversations.text_answered(whole, prompt, ids)
+        if call.prompt is not None:
+            return Choice(turn, text, Message("assistant", text), finish, tokens)
+        reasoning, content = split_reasoning(text)
+        calls: list[ToolCall] = []
+        if call.forced:
+            content, calls = parse_hermes(f"<tool_call>{content}</tool_call>")
+        elif call.parses_tools:
+            content, calls = self._parser(content)
+        message = Message("assistant", content.strip(), reasoning, tuple(calls))
+        if calls and finish == "stop":
+            finish = "tool_calls"
+        self._conversations.answered(prompt, call.tools, message, ids)
+        return Choice(turn, text, message, finish, tokens)
+
+    def keep_reply(self, key: bytes, reply: Reply) -> None:
+        """Keep the reply to a request, see `kept_reply`."""
+        self._replies[key] = reply
+        if len(self._replies) > KEPT_ANSWERS:
+            self._replies.popitem(last=False)
+
+    def kept_reply(self, key: bytes) -> Reply | None:
+        """Return the reply to an earlier request with this key, which a client repeats because it did not get the reply."""
+        return self._replies.get(key)
+
+    def result(self) -> Mapping[str, object]:
+        """Return reward, metadata and branches as a msgpack-plain value, for a workflow to return."""
+        branches = [{"turn": each.turn, "reason": each.reason} for each in self.branches]
+        return {"reward": self.reward, "metadata": self.metadata, "branches": branches}
+
+
+def session_ended() -> ApiError:
+    """Return the error for a request whose session has ended."""
+    return ApiError(401, "the key is unknown, or its session has ended", "invalid_api_key")

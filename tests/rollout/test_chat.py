@@ -1,0 +1,458 @@
+"""Agents on the OpenAI endpoint of a workflow, with an engine that really generates the text of tool calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import transformers
+from agent_checkpoint import ANSWER, CALL, END, TOOL, write_agent_checkpoint
+from chat_fleet import QUESTION, TOKEN, Client, serving, tool_loop
+from fake_engine import FakeEngine
+
+from windlass.errors import ConfigError
+from windlass.rollout import (
+    ChatSettings,
+    Rollout,
+    RolloutConfig,
+    RolloutController,
+    SamplingParams,
+    StalenessPolicy,
+    StaticEngines,
+    Workflow,
+    WorkflowContext,
+)
+from windlass.rollout.chat.conversations import Conversations
+from windlass.rollout.chat.messages import Message, ToolCall
+from windlass.rollout.chat.requests import ChatRequest, Policy, chat_call
+from windlass.rollout.chat.tool_calls import PARSERS
+from windlass.rollout.text import ModelText
+
+SAMPLING = SamplingParams(max_new_tokens=32)
+WITHIN_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_agent_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[str]:
+    with serving(folder) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+class Rig:
+    """A controller that runs workflows in its own loop."""
+
+    def __init__(self, stack: AsyncExitStack, engine: str, folder: Path) -> None:
+        self._stack, self._engine, self._folder = stack, engine, folder
+        self.controller: RolloutController
+        self.http: aiohttp.ClientSession
+
+    async def run(self, workflow: Workflow, arguments: object = None, **chat: Any) -> Rollout:
+        engines = StaticEngines([("engine", self._engine, 0)])
+        config = RolloutConfig(retry_backoff_s=0.01, max_attempts=2)
+        self.http = await self._stack.enter_async_context(aiohttp.ClientSession())
+        self.controller = await self._stack.enter_async_context(
+            RolloutController(engines, StalenessPolicy.unbounded(64), token=TOKEN, config=config)
+        )
+        settings = ChatSettings(tokenizer=str(self._folder), **chat)
+        self.controller.run_here({"w": workflow}, chat=settings)
+        handle = self.controller.submit_workflow("w", arguments, SAMPLING)
+        (rollout,) = await self.controller.wait([handle], deadline_s=WITHIN_S)
+        assert self.controller.stats().lost == 0
+        return rollout
+
+    def client(self, session: Any) -> Client:
+        return Client(self.http, session.base_url, session.api_key)
+
+
+@pytest.fixture
+async def rig(engine: str, folder: Path) -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        yield Rig(stack, engine, folder)
+
+
+def generated(rollout: Rollout, tokenizer: Any) -> list[list[str]]:
+    """Return the tokens that the engine generated in each turn, as text."""
+    return [
+        [tokenizer.decode([token]) for token in turn.output.output_ids] for turn in rollout.turns
+    ]
+
+
+async def test_a_tool_loop_is_one_sequence_of_the_ids_that_were_generated(
+    rig: Rig, tokenizer: Any
+) -> None:
+    async def agent(context: WorkflowContext) -> str:
+        async with context.chat_endpoint() as session:
+            system = {"role": "system", "content": "Use the tool."}
+            messages = await tool_loop(rig.client(session), [system, QUESTION])
+            assert session.branches == []
+            return str(messages[-1]["content"])
+
+    rollout = await rig.run(agent)
+    assert rollout.value == "The sum is 42."
+    first, second = rollout.turns
+    assert generated(rollout, tokenizer) == [[*CALL, END], [*ANSWER, END]]
+    whole = first.prompt_ids + first.output.output_ids
+    assert second.prompt_ids[: len(whole)] == whole
+    added = "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
+    added += "<|im_start|>assistant\n<|say|>"
+    assert tokenizer.decode(second.prompt_ids[len(whole) :]) == added
+    # The tokenizer makes other ids of the same text.
+    again = tokenizer.encode(tokenizer.decode(second.prompt_ids), add_special_tokens=False)
+    assert tuple(again) != second.prompt_ids
+
+
+async def test_each_api_answers_whole_and_as_a_stream(rig: Rig) -> None:
+    async def agent(context: WorkflowContext) -> None:
+        async with context.chat_endpoint() as session:
+            client = rig.client(session)
+            await check_chat(rig, client)
+            await check_completions(rig, client)
+            await check_responses(rig, client)
+            models = await client_get(rig, client, "/models")
+            assert models["data"][0]["object"] == "model"
+
+    rollout = await rig.run(agent)
+    assert {turn.finish_reason for turn in rollout.turns} == {"stop", "length"}
+
+
+async def client_get(rig: Rig, client: Client, path: str) -> Any:
+    async with rig.http.get(client.base_url + path, headers=client.headers) as response:
+        assert response.status == 200
+        return await response.json()
+
+
+async def events(rig: Rig, client: Client, path: str, body: dict[str, Any]) -> list[Any]:
+    """Return the data of all events of a stream."""
+    body = {**body, "stream": True}
+    async with rig.http.post(client.base_url + path, json=body, headers=client.headers) as response:
+        assert response.status == 200
+        assert response.content_type == "text/event-stream"
+        text = await response.text()
+    found = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(data) for data in found if data != "[DONE]"]
+
+
+async def check_chat(rig: Rig, client: Client) -> None:
+    body = {"messages": [QUESTION], "model": "m", "logprobs": True}
+    answer = await client.ask("/chat/completions", {**body, "n": 2, "max_tokens": 4})
+    assert answer["usage"]["completion_tokens"] == 8
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
+    tokens = answer["choices"][0]["logprobs"]["content"]
+    assert [token["token"] for token in tokens] == list(CALL[:4])
+    assert all(abs(token["logprob"]) < 1e-3 for token in tokens)
+    stopped = await client.ask("/chat/completions", {**body, "stop": ["17, "]})
+    assert stopped["choices"][0]["message"]["content"] == "".join(CALL[:4]).strip()
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    chunks = await events(
+        rig, client, "/chat/completions", {**body, "stream_options": {"include_usage": True}}
+    )
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    # Without tools in the request, a call is text.
+    assert "".join(delta.get("content", "") for delta in deltas) == "".join(CALL)
+    assert chunks[-1]["usage"]["completion_tokens"] == len(CALL) + 1
+    error = await client.ask("/chat/completions", {**body, "audio": {}}, 400)
+    assert error["error"]["type"] == "invalid_request_error"
+    assert "audio" in error["error"]["message"]
+
+
+async def check_completions(rig: Rig, client: Client) -> None:
+    body = {"prompt": "<|say|>", "model": "m", "logprobs": 0}
+    answer = await client.ask("/completions", body)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("".join(ANSWER), "stop")
+    assert choice["logprobs"]["tokens"] == [*ANSWER, ""]
+    assert choice["logprobs"]["text_offset"] == [0, 7, 10, 14]
+    (chunk,) = await events(rig, client, "/completions", body)
+    assert chunk["choices"][0]["text"] == "".join(ANSWER)
+
+
+async def check_responses(rig: Rig, client: Client) -> None:
+    body: dict[str, Any] = {
+        "model": "m",
+        "input": "What is 17 + 25?",
+        "tools": [{"type": "function", **TOOL["function"]}],
+    }
+    first = await client.ask("/responses", body)
+    (call,) = first["output"]
+    assert (call["type"], call["name"]) == ("function_call", "add")
+    assert json.loads(call["arguments"]) == {"a": 17, "b": 25}
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
+    more = {**body, "input": [result], "previous_response_id": first["id"]}
+    found = await events(rig, client, "/responses", more)
+    assert [each["sequence_number"] for each in found] == list(range(len(found)))
+    last = found[-1]
+    assert last["type"] == "response.completed"
+    assert last["response"]["output"][0]["content"][0]["text"] == "The sum is 42."
+    deltas = [each["delta"] for each in found if each["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == "The sum is 42."
+    # The same conversation without stored responses: the whole input again.
+    items = [{"role": "user", "content": "What is 17 + 25?"}, call, result]
+    whole = await client.ask("/responses", {**body, "input": items})
+    assert whole["output"][0]["content"][0]["text"] == "The sum is 42."
+    assert whole["usage"]["input_tokens"] == last["response"]["usage"]["input_tokens"]
+
+
+async def test_a_changed_history_begins_a_branch_and_the_session_reports_it(rig: Rig) -> None:
+    async def agent(context: WorkflowContext) -> Any:
+        async with context.chat_endpoint() as session:
+            client = rig.client(session)
+            messages = await tool_loop(client, [QUESTION])
+            changed = [QUESTION, {"role": "assistant", "content": "I forgot."}, QUESTION]
+            await client.chat(changed)
+            await client.chat([*messages, QUESTION])
+        return session.result()
+
+    rollout = await rig.run(agent)
+    assert isinstance(rollout.value, dict)
+    (branch,) = rollout.value["branches"]
+    assert branch["turn"] == 2
+    assert "do not continue" in branch["reason"]
+    _, second, third, fourth = rollout.turns
+    whole = second.prompt_ids + second.output.output_ids
+    assert third.prompt_ids[: len(whole)] != whole
+    assert fourth.prompt_ids[: len(whole)] == whole
+
+
+async def test_clients_may_write_arguments_in_another_way_and_drop_reasoning(
+    folder: Path,
+) -> None:
+    conversations = Conversations(ModelText(str(folder)))
+    question = Message("user", "x")
+    prompt = await conversations.prompt([question], [])
+    call = ToolCall("call_1", "add", '{"a":1,"b":2}')
+    generated = (400, 401)
+    answer = Message("assistant", "", "Hm.", (call,))
+    conversations.answered(prompt, [], answer, generated)
+    echoed = Message("assistant", "", tool_calls=(ToolCall("call_1", "add", '{"b": 2, "a": 1}'),))
+    result = Message("tool", "3", tool_call_id="call_1")
+    continued = await conversations.prompt([question, echoed, result], [])
+    assert continued.ids[: len(prompt.ids) + 2] == prompt.ids + generated
+    assert continued.branch == ""
+
+
+async def test_a_template_that_drops_reasoning_begins_a_branch(folder: Path) -> None:
+    conversations = Conversations(ModelText(str(folder)))
+    question = Message("user", "x")
+    prompt = await conversations.prompt([question], [])
+    conversations.answered(prompt, [], Message("assistant", "y", "Hm."), (400, 401))
+    echoed = Message("assistant", "y")
+    # The template shows reasoning only after the last question.
+    branch = await conversations.prompt([question, echoed, question], [])
+    assert "template" in branch.branch
+    assert branch.ids[: len(prompt.ids) + 2] != (*prompt.ids, 400, 401)
+
+
+async def test_text_that_continues_a_completion_keeps_its_ids(folder: Path) -> None:
+    text = ModelText(str(folder))
+    conversations = Conversations(text)
+    first = await conversations.text_prompt("ab")
+    conversations.text_answered("ab tail", first, (400, 401))
+    second = await conversations.text_prompt("ab tail and more")
+    assert second.ids == (*text.encode("ab"), 400, 401, *text.encode(" and more"))
+    assert (await conversations.text_prompt("other")).branch != ""
+
+
+async def test_a_generation_that_an_update_aborts_continues_with_both_versions(
+    folder: Path,
+) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine("engine"))
+        rig = Rig(stack, engine.url, folder)
+
+        async def agent(context: WorkflowContext) -> None:
+            async with context.chat_endpoint() as session:
+                engine.hold(3)
+                asking = asyncio.create_task(rig.client(session).chat([QUESTION], max_tokens=5))
+                await engine.until_held(1)
+                engine.version = 1
+                await engine.abort()
+                await asking
+
+        rollout = await rig.run(agent)
+    assert rollout.versions == (0, 0, 0, 1, 1)
+
+
+async def test_requests_only_shorten_answers_unless_they_decide_about_sampling() -> None:
+    sampling = SamplingParams(max_new_tokens=8, temperature=0.7, stop=("END",))
+    request = msgspec.convert(
+        {
+            "messages": [QUESTION],
+            "temperature": 0.0,
+            "top_p": 0.5,
+            "max_completion_tokens": 100,
+            "stop": "X",
+        },
+        ChatRequest,
+    )
+    kept = chat_call(request, Policy(sampling)).sampling
+    assert kept == SamplingParams(max_new_tokens=8, temperature=0.7, stop=("END", "X"))
+    changed = chat_call(request, Policy(sampling, request_sampling=True)).sampling
+    assert (changed.temperature, changed.top_p, changed.max_new_tokens) == (0.0, 0.5, 8)
+
+
+def test_a_demanded_call_becomes_a_json_schema() -> None:
+    body = {"messages": [QUESTION], "tools": [TOOL], "tool_choice": "required"}
+    call = chat_call(msgspec.convert(body, ChatRequest), Policy(SAMPLING))
+    schema = json.loads(call.sampling.json_schema)
+    assert schema["properties"]["name"]["enum"] == ["add"]
+    assert schema["properties"]["arguments"] == TOOL["function"]["parameters"]
+    wrong = {"type": "function", "function": {"name": "subtract"}}
+    with pytest.raises(ConfigError, match="tool_choice: must name a function"):
+        chat_call(msgspec.convert({**body, "tool_choice": wrong}, ChatRequest), Policy(SAMPLING))
+
+
+CALLED = [("add", {"a": 1, "b": "x<y"})]
+WRITTEN = {
+    "hermes": 'Hm.<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x<y"}}\n</tool_call>',
+    "llama_json": '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "x<y"}}',
+    "mistral": 'Hm.[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": "x<y"}}]',
+    "qwen3_coder": "Hm.<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    "<parameter=b>\nx<y\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_parsers_find_calls_and_leave_other_text(name: str) -> None:
+    parse = PARSERS[name]
+    content, calls = parse(WRITTEN[name])
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLED
+    assert content.strip() == ("" if name == "llama_json" else "Hm.")
+    assert len({call.id for call in parse(WRITTEN[name])[1] + calls}) == 2
+    for text in ("The sum is 42.", '<tool_call>{"name": </tool_call>', "[TOOL_CALLS][{]", "{}"):
+        if not (name == "qwen3_coder" and "tool_call" in text):
+            assert parse(text) == (text, [])
+
+
+async def test_an_engine_that_fails_ends_the_attempt_and_the_next_attempt_succeeds(
+    folder: Path,
+) -> None:
+    clients: list[Client] = []
+    failing: list[asyncio.Task[Any]] = []
+    body = {"messages": [QUESTION]}
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine("engine"))
+        rig = Rig(stack, engine.url, folder)
+
+        async def agent(context: WorkflowContext) -> int:
+            engine.failing = False
+            async with context.chat_endpoint() as session:
+                clients.append(rig.client(session))
+                await clients[-1].chat([QUESTION])
+                if context.attempt == 1:
+                    engine.failing = True
+                    asking = clients[0].ask("/chat/completions", body, 503)
+                    failing.append(asyncio.create_task(asking))
+                    await asyncio.sleep(WITHIN_S)
+                # The key of the first attempt is refused.
+                await clients[0].ask("/chat/completions", body, 401)
+            return context.attempt
+
+        rollout = await rig.run(agent)
+        stats = rig.controller.stats()
+        assert (await failing[0])["error"]["code"] == "attempt_failed"
+    assert (rollout.value, len(rollout.turns), stats.retried) == (2, 1, 1)
+
+
+async def test_a_request_that_the_engine_refuses_fails_alone(rig: Rig) -> None:
+    async def agent(context: WorkflowContext) -> str:
+        async with context.chat_endpoint() as session:
+            client = rig.client(session)
+            long = {"role": "user", "content": "x" * 5000}
+            error = await client.ask("/chat/completions", {"messages": [long]}, 400)
+            await client.chat([QUESTION])
+            return str(error["error"]["message"])
+
+    rollout = await rig.run(agent)
+    assert "4096 positions" in str(rollout.value)
+    assert len(rollout.turns) == 1
+
+
+async def test_answers_are_shortened_to_the_context(rig: Rig) -> None:
+    async def agent(context: WorkflowContext) -> None:
+        async with context.chat_endpoint() as session:
+            client = rig.client(session)
+            answer = await client.ask("/chat/completions", {"messages": [QUESTION]})
+            assert answer["usage"]["total_tokens"] == 40
+            long = {"role": "user", "content": "x" * 40}
+            error = await client.ask("/chat/completions", {"messages": [long]}, 400)
+            assert error["error"]["code"] == "context_length_exceeded"
+
+    rollout = await rig.run(agent, max_context=40)
+    assert rollout.turns[0].finish_reason == "length"
+
+
+async def test_a_repeated_request_gets_the_same_answer_and_makes_no_second_turn(
+    rig: Rig,
+) -> None:
+    async def agent(context: WorkflowContext) -> None:
+        async with context.chat_endpoint() as session:
+            client, body = rig.client(session), {"messages": [QUESTION]}
+            first = await client.ask("/chat/completions", body)
+            again = await client.ask(
+                "/chat/completions", body, headers={"X-Stainless-Retry-Count": "1"}
+            )
+            assert first == again
+            other = await client.ask("/chat/completions", body)
+            assert other["id"] != first["id"]
+            named = {"Idempotency-Key": "k"}
+            answers = [await client.ask("/chat/completions", body, headers=named) for _ in range(2)]
+            assert answers[0] == answers[1] != first
+
+    rollout = await rig.run(agent)
+    assert len(rollout.turns) == 3
+
+
+async def test_a_client_that_goes_away_leaves_no_turn(folder: Path) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine("engine"))
+        rig = Rig(stack, engine.url, folder)
+
+        async def agent(context: WorkflowContext) -> None:
+            async with context.chat_endpoint() as session:
+                engine.hold(2)
+                asking = asyncio.create_task(rig.client(session).chat([QUESTION]))
+                await engine.until_held(1)
+                asking.cancel()
+                await engine.until(lambda: not engine.num_active)
+                await engine.release()
+                await rig.client(session).chat([QUESTION], max_tokens=3)
+
+        rollout = await rig.run(agent)
+    (turn,) = rollout.turns
+    assert len(turn.output.output_ids) == 3
+
+
+async def test_the_end_of_a_session_ends_its_requests_without_turns(folder: Path) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine("engine"))
+        rig = Rig(stack, engine.url, folder)
+        asking: list[asyncio.Task[Any]] = []
+
+        async def agent(context: WorkflowContext) -> None:
+            async with context.chat_endpoint() as session:
+                engine.hold(2)
+                client = rig.client(session)
+                body = {"messages": [QUESTION]}
+                asking.append(asyncio.create_task(client.ask("/chat/completions", body, 401)))
+                await engine.until_held(1)
+
+        rollout = await rig.run(agent)
+        assert (await asking[0])["error"]["code"] == "invalid_api_key"
+    assert rollout.turns == ()
