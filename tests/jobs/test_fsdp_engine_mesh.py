@@ -202,4 +202,4 @@ def test_losses_are_weighted_by_samples_or_by_tokens() -> None:
         dist.destroy_process_group()
 
 
-SHORT = {"output_ids": (3,), "logprobs": (-1.0,), "versions": (0,)}
+SHORT = {"loss_mask": (), "output_ids": (3,), "logprobs": (-1.0,), "versions": (0,)}

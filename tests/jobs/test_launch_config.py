@@ -630,3 +630,36 @@ def test_an_engine_kind_without_parts_must_be_on_one_node(tmp_path: Path) -> Non
     config = load_config(write(tmp_path, *changes))
     with pytest.raises(ConfigError, match=r"num_nodes must be 1 for kind 'embedded', got 2"):
         check_job(config)
+
+
+TRAINING = '[training]\nmodel = "{here}/m"\nloss = "gspo"\nclip_high = 1e-3\n'
+
+
+def test_a_table_training_takes_the_place_of_a_script(tmp_path: Path) -> None:
+    script = ('script = "', '# "')
+    sampling = ("max_new_tokens = 8, ignore_eos = true", "max_new_tokens = 8")
+    arguments = ("arguments = [", "# [")
+    path = write(tmp_path, script, arguments, ("[rollout]", f"{TRAINING}\n[rollout]"), sampling)
+    config = load_config(path)
+    assert config.training is not None
+    loss = config.training.loss_config()
+    assert (loss.level.value, loss.clip_low, loss.clip_high) == ("sequence", 3e-4, 1e-3)
+    with pytest.raises(ConfigError, match=r"training.model must be a checkpoint folder with a co"):
+        check_host(config)
+    for wrong, says in [
+        (("# [", "#"), None),
+        (('loss = "gspo"', 'loss = "x"'), "training.loss must be one of ['ppo', 'grpo', "),
+        (("clip_high = 1e-3", "clip_hi = 1"), "training.clip_hi is not a known key, expected one"),
+        (("max_new_tokens = 8", "max_new_tokens = 8, top_k = 5"), "rollout.sampling.top_k must be"),
+        (("[trainer]", f'[trainer]\nscript = "{path}"'), "trainer.script must be given without a"),
+    ]:
+        text = path.read_text()
+        assert wrong[0] in text
+        other = tmp_path / "other.toml"
+        other.write_text(text.replace(*wrong))
+        if says is None:
+            load_config(other)
+            continue
+        with pytest.raises(ConfigError) as refused:
+            load_config(other)
+        assert says in "\n".join(mistakes_of(refused.value))

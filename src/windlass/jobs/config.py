@@ -21,6 +21,7 @@ from windlass.engines.spec import ENGINES
 from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.jobs.schedulers.configs import KnownScheduler
 from windlass.jobs.schedulers.local import LocalSchedulerConfig
+from windlass.jobs.training import TrainingSection
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.reward_server import ServerRewards
 from windlass.rollout.rewards import ProcessRewards
@@ -59,7 +60,7 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the trainer ranks.
 
     Attributes:
-        script: script that calls `run_train_worker`. arguments: arguments of the script.
+        script: script that calls `run_train_worker`; empty for the stock trainer. arguments: arguments of the script.
         world_size: number of ranks. num_cpus, num_gpus: number of cores and GPUs reserved per rank.
         data_parallel_size: number of data-parallel ranks; 0 for `world_size`. All tensor- and pipeline-parallel ranks
             of one data-parallel rank get the same samples. A step needs at least one group per data-parallel rank.
@@ -77,7 +78,7 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
         resume_from: checkpoint folder of another job; this job continues from its steps and its version.
     """
 
-    script: str
+    script: str = ""
     arguments: tuple[str, ...] = ()
     world_size: int = 1
     num_nodes: int = 1
@@ -294,6 +295,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         steps: number of optimiser steps; the job publishes a version after each.
         output_dir: folder of logs, checkpoints, `metrics.jsonl`, `summary.json` and `report.html`.
+        training: settings of the stock trainer, which runs in place of a trainer's script.
         resume: whether the job continues from checkpoints in `output_dir`.
         rewards: the function or the server that scores rollouts; None if `Recipe.rewards` scores them.
         transport: transport of trainers and engines; trainers read the name from WINDLASS_TRANSPORT.
@@ -308,7 +310,8 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int
     recipe: RecipeSection
-    trainer: TrainerSection
+    trainer: TrainerSection = TrainerSection()
+    training: TrainingSection | None = None
     engines: tuple[EngineSection, ...]
     rollout: RolloutSection
     rewards: ProcessRewards | ServerRewards | None = None
@@ -328,6 +331,12 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         above = ("start_deadline_s", "max_silence_s", "shutdown_s")
         check_numbers(self, {"steps": 1}, above, where="job: ")
+        if bool(self.trainer.script) == (self.training is not None):
+            raise ConfigError(
+                f"trainer.script must be given without a table [training], and only then, got {self.trainer.script!r}"
+            )
+        if self.training is not None:
+            self.training.check_sampling(self.rollout.sampling)
         names = [engine.name for engine in self.engines]
         if not names or len(set(names)) < len(names):
             raise ConfigError(
@@ -389,7 +398,9 @@ def read_job(path: Path) -> tuple[LaunchConfig | None, list[str]]:
         section, _, name = key.partition(".")
         table = raw.get(section)
         file = table.get(name) if isinstance(table, dict) else None
-        is_optional = key in {"rollout.worker_script", "rewards.file"}
+        is_optional = key in {"rollout.worker_script", "rewards.file"} or (
+            key == "trainer.script" and "training" in raw
+        )
         if isinstance(file, str) and not (Path(file).is_file() or (is_optional and not file)):
             mistakes.append(f"{key} must be a file, got {file!r}")
     if config is not None and (resume_from := config.trainer.resume_from):

@@ -30,6 +30,8 @@ from windlass.transports.registry import TransportConfig
 
 Samples = Sequence[Sequence[TrainingSample]]
 """Groups that one rank gets in a training step; each group is a sequence of samples."""
+LossResult = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+"""Scalar loss, or the loss with further scalars by name. A step reports the mean of each, weighted as the loss is."""
 
 
 def start_process_group(context: TrainContext, backend: str, device: torch.device) -> None:
@@ -71,7 +73,11 @@ class LossMean(StrEnum):
 
 
 def micro_batches(
-    groups: Samples, num_groups: int, loss_mean: LossMean, device: torch.device
+    groups: Samples,
+    num_groups: int,
+    loss_mean: LossMean,
+    device: torch.device,
+    cut: Callable[[Samples], Sequence[Samples]] | None = None,
 ) -> list[tuple[Samples, float]]:
     """Cut a rank's groups into micro-batches, the same number on every rank. Collective over all ranks.
 
@@ -83,6 +89,7 @@ def micro_batches(
         num_groups: largest number of groups in a micro-batch; 0 for one micro-batch of all groups.
         loss_mean: unit over which the loss is a mean; the number of such units is a micro-batch's weight.
         device: device of tensors that the process group can gather.
+        cut: function that cuts groups into micro-batches, in place of `num_groups`.
 
     Returns:
         Groups and weight of each micro-batch. To get the mean over the samples (or tokens) of all ranks, sum the
@@ -91,7 +98,10 @@ def micro_batches(
     Raises:
         ConfigError: a rank has no sample (or token); every rank raises.
     """
+    own_pieces = list(cut(groups)) if cut is not None else None
     num_pieces = -(-len(groups) // num_groups) if num_groups else 1
+    if own_pieces is not None:
+        num_pieces = len(own_pieces)
     own = torch.tensor([num_pieces, loss_mean.weight(groups)], dtype=torch.float64, device=device)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)
@@ -106,8 +116,11 @@ def micro_batches(
     mean_weight = sum(weights) / len(weights)
     pieces: list[tuple[Samples, float]] = []
     for piece in range(num_pieces):
-        begin, end = (len(groups) * n // num_pieces for n in (piece, piece + 1))
-        found = groups[begin:end]
+        if own_pieces is not None:
+            found = own_pieces[piece] if piece < len(own_pieces) else ()
+        else:
+            begin, end = (len(groups) * n // num_pieces for n in (piece, piece + 1))
+            found = groups[begin:end]
         pieces.append((found or groups[-1:], loss_mean.weight(found) / mean_weight))
     return pieces
 
@@ -168,8 +181,11 @@ class FsdpEngine(TrainEngine):
     Args:
         model: function that builds the module. It is called when the process group exists and torch's seed is set.
         optimizer: function that builds the optimizer from the sharded module.
-        loss: function of the module and this rank's groups; returns a scalar. The scalar must depend on the module even
-            without samples, because all ranks must enter the collectives of the backward pass.
+        loss: function of the module and this rank's groups; returns a scalar, or a scalar and metrics, see `LossResult`.
+            The scalar must depend on the module even without samples, because all ranks must enter the collectives of the
+            backward pass. The names of the metrics must be the same on all ranks.
+        prepare: function that is called once per step with all groups of this rank, and returns the groups for the loss,
+            for example with advantages in their tensors. It may run collectives.
         units: function that returns the submodules to shard separately, usually decoder layers; None to shard the
             module as a whole.
         sizes: sizes of the mesh axes. With `cp`, the loss must cut sequences over `mesh["cp"]`.
@@ -178,6 +194,7 @@ class FsdpEngine(TrainEngine):
         loss_mean: unit over which `loss` is a mean.
         num_groups: largest number of groups in a micro-batch; 0 for one micro-batch of all groups. All ranks run the
             same number of micro-batches.
+        cut: function that cuts the groups of this rank into micro-batches, in place of `num_groups`; it may split groups.
         lr_schedule: function that builds the schedule from the optimizer. The schedule is stepped after the optimizer,
             and saved and loaded with it.
         mixed_precision: FSDP2's policy. Parameters are stored and published in the dtype that `model` gave them.
@@ -189,6 +206,8 @@ class FsdpEngine(TrainEngine):
         transport: see `connect_trainer`.
         replica: see `connect_trainer`, and `TrainController.publish` for what a replica does.
         allow_unused: see `connect_trainer`.
+        export: function that writes the module into a checkpoint's folder in another format, after each `save`. It runs
+            on all ranks and may run collectives.
     """
 
     def __init__(
@@ -196,12 +215,14 @@ class FsdpEngine(TrainEngine):
         *,
         model: Callable[[], torch.nn.Module],
         optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
-        loss: Callable[[torch.nn.Module, Samples], torch.Tensor],
+        loss: Callable[[torch.nn.Module, Samples], LossResult],
+        prepare: Callable[[Samples], Samples] | None = None,
         units: Callable[[torch.nn.Module], Sequence[torch.nn.Module]] | None = None,
         sizes: ParallelSizes = ParallelSizes(),
         tensor_parallel: Callable[[torch.nn.Module, DeviceMesh], object] | None = None,
         loss_mean: LossMean = LossMean.SAMPLES,
         num_groups: int = 0,
+        cut: Callable[[Samples], Sequence[Samples]] | None = None,
         lr_schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         mixed_precision: MixedPrecisionPolicy | None = None,
         backend: str = "gloo",
@@ -212,8 +233,10 @@ class FsdpEngine(TrainEngine):
         transport: str | TransportConfig = "auto",
         replica: ReplicaPlace = ReplicaPlace.OFF,
         allow_unused: Sequence[str] = (),
+        export: Callable[[torch.nn.Module, Path], None] | None = None,
     ) -> None:
         self._build, self._build_optimizer, self._loss = model, optimizer, loss
+        self._prepare, self._cut, self._export = prepare, cut, export
         if num_groups < 0:
             raise ConfigError(f"FsdpEngine: num_groups must be >= 0, got {num_groups}")
         if (sizes.tp > 1) != (tensor_parallel is not None):
@@ -227,6 +250,7 @@ class FsdpEngine(TrainEngine):
         self._build_lr_schedule = lr_schedule
         self._mixed_precision = mixed_precision or MixedPrecisionPolicy()
         self._mesh: DeviceMesh | None = None
+        self._shard_mesh: DeviceMesh | None = None
         self._lr_schedule: LRScheduler | None = None
         self._backend, self._seed, self._max_grad_norm = backend, seed, max_grad_norm
         self._publish_to_fleet, self._transport = publish_to_fleet, transport
@@ -273,10 +297,10 @@ class FsdpEngine(TrainEngine):
         if "cp" in axes:
             shard_axis = "dp_shard_cp"
             mesh["dp_shard", "cp"]._flatten(shard_axis)
-        sharded = mesh["dp_replicate", shard_axis] if "dp_replicate" in axes else mesh[shard_axis]
-        for unit in self._units(model) if self._units is not None else ():
-            fully_shard(unit, mesh=sharded, mp_policy=self._mixed_precision)
-        fully_shard(model, mesh=sharded, mp_policy=self._mixed_precision)
+        self._shard_mesh = (
+            mesh["dp_replicate", shard_axis] if "dp_replicate" in axes else mesh[shard_axis]
+        )
+        self.shard(model)
         self._model, self._optimizer = model, self._build_optimizer(model)
         if self._build_lr_schedule is not None:
             self._lr_schedule = self._build_lr_schedule(self._optimizer)
@@ -296,7 +320,23 @@ class FsdpEngine(TrainEngine):
             index += mesh.get_local_rank("dp_replicate") * axes["dp_shard"]
         return index, self._sizes.dp_replicate * axes["dp_shard"]
 
+    def shard(self, model: torch.nn.Module) -> None:
+        """Shard a module over the ranks as `setup` shards the trained module, for example a reference model.
+
+        The module is changed in place and is not trained, published or saved. Collective over all ranks.
+
+        Raises:
+            ConfigError: `setup` was not called yet.
+        """
+        if self._shard_mesh is None:
+            raise ConfigError("FsdpEngine: no mesh yet; call setup first")
+        for unit in self._units(model) if self._units is not None else ():
+            fully_shard(unit, mesh=self._shard_mesh, mp_policy=self._mixed_precision)
+        fully_shard(model, mesh=self._shard_mesh, mp_policy=self._mixed_precision)
+
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:
+        if self._prepare is not None:
+            groups = self._prepare(groups)
         if step or self._sampling is None:
             return self._train_step(groups)
         # Compare in the first step only: its samples come from engines with the weights that this rank still has.
@@ -308,19 +348,24 @@ class FsdpEngine(TrainEngine):
     def _train_step(self, groups: Samples) -> dict[str, float]:
         model, optimizer = self.model, self._stepped()
         optimizer.zero_grad()
-        losses = []
-        pieces = micro_batches(groups, self._num_groups, self._loss_mean, self._device)
+        found: dict[str, list[torch.Tensor]] = defaultdict(list)
+        pieces = micro_batches(
+            groups, self._num_groups, self._loss_mean, self._device, cut=self._cut
+        )
         for number, (micro_batch, weight) in enumerate(pieces, 1):
             # Reduce gradients over the shards in each micro-batch, but over the replicas only in the last micro-batch.
             if isinstance(model, FSDPModule):
                 model.set_requires_all_reduce(number == len(pieces))
-            loss = self._loss(model, micro_batch) * weight
-            torch.autograd.backward(loss)
-            losses.append(loss.detach())
-        total = torch.stack(losses).sum()
-        dist.all_reduce(total)
-        # All ranks report the same loss.
-        metrics = {"loss": float(total) / dist.get_world_size()}
+            result = self._loss(model, micro_batch)
+            loss, others = result if isinstance(result, tuple) else (result, {})
+            torch.autograd.backward(loss * weight)
+            for name, value in {"loss": loss, **others}.items():
+                found[name].append(value.detach().to(loss.dtype) * weight)
+        totals = torch.stack([torch.stack(found[name]).sum() for name in sorted(found)])
+        dist.all_reduce(totals)
+        # All ranks report the same values.
+        means = dict(zip(sorted(found), (totals / dist.get_world_size()).tolist(), strict=True))
+        metrics = {"loss": means.pop("loss"), **means}
         if self._max_grad_norm:
             metrics["grad_norm"] = _clip(model.parameters(), self._max_grad_norm)
         optimizer.step()
@@ -341,6 +386,8 @@ class FsdpEngine(TrainEngine):
 
         Path(path).mkdir(parents=True, exist_ok=True)
         save(self._state(), checkpoint_id=path)
+        if self._export is not None:
+            self._export(self.model, Path(path))
 
     def load(self, path: str) -> None:
         from torch.distributed.checkpoint.state_dict import set_state_dict

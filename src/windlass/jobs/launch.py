@@ -1105,6 +1105,13 @@ def check_host(config: LaunchConfig) -> None:
         partial(_check_python, "trainer.", config.trainer.python),
         partial(_check_python, "rollout.", config.rollout.python),
     ]
+    if config.training is not None:
+        folders = {"model": config.training.model, "reference": config.training.reference}
+        checks += [
+            partial(_check_folder, f"training.{key}", folder)
+            for key, folder in folders.items()
+            if folder
+        ]
     for engine in config.engines:
         taken = ports.setdefault(engine.port, engine.name) if engine.port else engine.name
         checks += [
@@ -1128,10 +1135,13 @@ def _check_model(engine: EngineSection) -> None:
             f"engines {engine.name!r}: model must be an existing checkpoint folder (or, for the embedded engine, "
             f"an existing configuration), got {engine.model!r}"
         )
-    if is_known and Path(engine.model).is_dir() and not Path(engine.model, "config.json").exists():
-        raise ConfigError(
-            f"engines {engine.name!r}: model must be a checkpoint folder with a config.json, got {engine.model!r}"
-        )
+    if is_known and Path(engine.model).is_dir():
+        _check_folder(f"engines {engine.name!r}: model", engine.model)
+
+
+def _check_folder(what: str, folder: str) -> None:
+    if not Path(folder, "config.json").exists():
+        raise ConfigError(f"{what} must be a checkpoint folder with a config.json, got {folder!r}")
 
 
 def _check_port(engine: EngineSection, owner: str) -> None:
@@ -1167,7 +1177,11 @@ def _check_hosts(config: LaunchConfig) -> None:
 
 def _rank_command(config: LaunchConfig) -> tuple[str, ...]:
     trainer = config.trainer
-    return (trainer.python or sys.executable, trainer.script, *trainer.arguments)
+    program: tuple[str, ...] = (trainer.script, *trainer.arguments)
+    if config.training is not None:
+        settings = msgspec.json.encode(config.training).decode()
+        program = ("-m", "windlass.jobs.stock_trainer", settings)
+    return (trainer.python or sys.executable, *program)
 
 
 def _ranks(config: LaunchConfig) -> list[ProcessSpec]:

@@ -1,0 +1,236 @@
+"""Stock trainer of launched jobs: an FSDP2 rank that trains a model of transformers as `[training]` says.
+
+A job without `trainer.script` runs `python -m windlass.jobs.stock_trainer SETTINGS` for each rank. SETTINGS is the table
+`[training]` as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim.lr_scheduler import LambdaLR
+
+from windlass.config import ReplicaPlace
+from windlass.envs import environment_value
+from windlass.jobs.fsdp_engine import FsdpEngine, LossMean, LossResult, Samples
+from windlass.jobs.train_worker import TrainContext, TrainEngine, run_train_worker
+from windlass.jobs.training import ComputeType, TrainingSection
+from windlass.training.batches import cut_by_tokens, token_batch, with_advantages
+from windlass.training.losses import policy_loss, token_logprobs
+from windlass.training.settings import TokenMean
+
+EXPORTED = "hf"
+"""Name of the folder in a checkpoint that transformers and engines load."""
+
+
+@final
+class StockTrainer(TrainEngine):
+    """`TrainEngine` with a model, an optimizer and a loss that settings describe.
+
+    Args:
+        settings: table `[training]` of the job's file.
+        transport, replica, publish_to_fleet: see `FsdpEngine`.
+    """
+
+    def __init__(
+        self,
+        settings: TrainingSection,
+        *,
+        transport: str = "auto",
+        replica: ReplicaPlace = ReplicaPlace.OFF,
+        publish_to_fleet: bool = True,
+    ) -> None:
+        self._settings, self._config = settings, settings.loss_config()
+        self._packed = "flash" in settings.attention
+        self._temperature = 1.0
+        self._reference: torch.nn.Module | None = None
+        on_gpu = torch.cuda.is_available()
+        narrow = settings.compute is ComputeType.BFLOAT16 or (
+            settings.compute is ComputeType.AUTO and on_gpu
+        )
+        by_tokens = self._config.mean is TokenMean.TOKENS
+        self.engine = FsdpEngine(
+            model=lambda: self._load(settings.model),
+            optimizer=lambda model: torch.optim.AdamW(
+                model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+            ),
+            loss=self._loss,
+            prepare=self._prepare,
+            units=decoder_layers,
+            loss_mean=LossMean.TOKENS if by_tokens else LossMean.SAMPLES,
+            cut=self._cut,
+            lr_schedule=lambda optimizer: LambdaLR(
+                optimizer, lambda step: min(1.0, (step + 1) / (settings.warmup_steps + 1))
+            ),
+            mixed_precision=MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16 if narrow else None, reduce_dtype=torch.float32
+            ),
+            backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            device="cuda" if on_gpu else "cpu",
+            seed=settings.seed,
+            max_grad_norm=settings.max_grad_norm,
+            publish_to_fleet=publish_to_fleet,
+            transport=transport,
+            replica=replica,
+            export=self._save_whole if settings.export else None,
+        )
+
+    def setup(self, context: TrainContext) -> tuple[int, int]:
+        if context.sampling is not None:
+            self._temperature = context.sampling.temperature
+            if self._settings.constant is None:
+                constant = float(context.sampling.max_new_tokens)
+                self._config = msgspec.structs.replace(self._config, constant=constant)
+        place = self.engine.setup(context)
+        if self._config.kl_coefficient:
+            reference = self._load(self._settings.reference or self._settings.model)
+            reference.eval().requires_grad_(False)
+            device = next(self.engine.model.parameters()).device
+            self.engine.shard(reference.to(device))
+            self._reference = reference
+        return place
+
+    def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:
+        return self.engine.train_step(step, groups)
+
+    def prepare_publish(self, version: int) -> bool:
+        return self.engine.prepare_publish(version)
+
+    def save(self, path: str) -> None:
+        self.engine.save(path)
+
+    def load(self, path: str) -> None:
+        self.engine.load(path)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _load(self, folder: str) -> torch.nn.Module:
+        """Load a checkpoint folder in float32, from files only."""
+        settings = self._settings
+        transformers: Any = importlib.import_module("transformers")
+        transformers.logging.disable_progress_bar()
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=settings.attention,
+            local_files_only=True,
+        )
+        model.config.use_cache = False
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+            # transformers checkpoints only in training mode. Dropout would change the ratio.
+            model.train()
+            for module in model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+                if isinstance(vars(module).get("attention_dropout"), float):
+                    module.attention_dropout = 0.0
+        found: torch.nn.Module = model
+        return found
+
+    def _prepare(self, groups: Samples) -> Samples:
+        """Add advantages to the samples, and leave out samples without a trained token."""
+
+        def total(tensor: torch.Tensor) -> torch.Tensor:
+            device = next(self.engine.model.parameters()).device
+            summed = tensor.to(device)
+            dist.all_reduce(summed)
+            return summed.to(tensor.device)
+
+        samples = [sample for group in groups for sample in group]
+        found = with_advantages(samples, self._settings.advantage(), sum_over_ranks=total)
+        return [[sample for sample in found if sample.num_trained]]
+
+    def _cut(self, groups: Samples) -> list[Samples]:
+        samples = [sample for group in groups for sample in group]
+        return [
+            [piece]
+            for piece in cut_by_tokens(samples, self._settings.max_tokens, packed=self._packed)
+        ]
+
+    def _loss(self, model: torch.nn.Module, groups: Samples) -> LossResult:
+        device = next(model.parameters()).device
+        batch = token_batch([s for group in groups for s in group], device, packed=self._packed)
+
+        def logprobs_of(module: torch.nn.Module) -> torch.Tensor:
+            logits = module(**batch.model_arguments()).logits
+            return token_logprobs(logits, batch.targets, temperature=self._temperature)
+
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference = logprobs_of(self._reference)
+        found = policy_loss(
+            self._config,
+            logprobs=logprobs_of(model),
+            rollout_logprobs=batch.rollout_logprobs,
+            advantages=batch.advantages,
+            mask=batch.mask,
+            sequences=batch.sequences,
+            reference=reference,
+        )
+        return found.loss, found.metrics
+
+    def _save_whole(self, model: torch.nn.Module, folder: Path) -> None:
+        """Write the weights as a checkpoint that transformers and engines load, with the files of the tokenizer."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole: Mapping[str, Any] = get_model_state_dict(model, options=options)
+        if dist.get_rank() == 0:
+            write_checkpoint(model, whole, Path(self._settings.model), folder / EXPORTED)
+
+
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """Return the modules that transformers keeps on one device, usually decoder layers; see `units` of `FsdpEngine`.
+
+    Args:
+        model: model of transformers.
+    """
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def write_checkpoint(
+    model: Any, weights: Mapping[str, torch.Tensor], source: Path, folder: Path
+) -> None:
+    """Write a checkpoint folder, with the configuration of `model` and all other files of `source` without weights.
+
+    Args:
+        model: model of transformers.
+        weights: whole weights by name.
+        source: folder of the initial checkpoint; its tokenizer and chat template are copied.
+        folder: folder to write.
+    """
+    model.save_pretrained(folder, state_dict=dict(weights))
+    for file in source.iterdir():
+        is_weight = file.name.endswith((".safetensors", ".bin", ".pt", ".index.json"))
+        if file.is_file() and not is_weight and not (folder / file.name).exists():
+            shutil.copy2(file, folder / file.name)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run commands of the job's train controller until it sends `Stop`."""
+    if not environment_value("OMP_NUM_THREADS"):
+        torch.set_num_threads(1)
+    (settings,) = arguments
+    run_train_worker(
+        StockTrainer(
+            msgspec.json.decode(settings, type=TrainingSection),
+            transport=environment_value("WINDLASS_TRANSPORT") or "auto",
+            replica=ReplicaPlace(environment_value("WINDLASS_REPLICA") or ReplicaPlace.OFF.value),
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,198 @@
+"""Steps of the stock trainer on two real ranks equal the same steps in one process, computed sample by sample."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from stock_rank import DEADLINE_S, TEMPERATURE, groups_of, make_model
+
+from windlass.backends.collective_group import Rendezvous
+from windlass.errors import ConfigError
+from windlass.jobs.training import TrainingSection
+from windlass.rollout.messages import TrainingSample
+from windlass.sampling import SamplingParams
+
+RANKS = str(Path(__file__).parents[1] / "support" / "stock_rank.py")
+RATE, NORM, KL = 1e-3, 0.05, 0.3
+COMMON = {"learning_rate": RATE, "max_grad_norm": NORM, "warmup_steps": 1, "weight_decay": 0.01}
+WAYS: dict[str, dict[str, Any]] = {
+    "dapo": {"loss": "dapo", "kl_coefficient": KL, "max_tokens": 40},
+    "gspo": {"loss": "gspo", "advantages": "rloo", "gradient_checkpointing": True},
+    "dr_grpo": {"loss": "dr_grpo", "old_policy": "trainer", "correction": "truncate"},
+    "reinforce_pp": {"loss": "ppo", "advantages": "reinforce_pp", "max_tokens": 17},
+}
+STEPS = [0, 1]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return make_model(folder / "initial", 1), make_model(folder / "reference", 2)
+
+
+@pytest.fixture(scope="module")
+def found(
+    models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    """Provide the results of both ranks for each way, and leave a checkpoint of the first in the folder `saved`."""
+    folder = tmp_path_factory.mktemp("ranks")
+    stores = {name: Rendezvous("127.0.0.1", DEADLINE_S) for name in WAYS}
+    model, reference = map(str, models)
+    work = [
+        (
+            name,
+            {"model": model, "reference": reference, **COMMON, **way},
+            stores[name].port,
+            {"steps": STEPS, "save": name == "dapo"},
+        )
+        for name, way in WAYS.items()
+    ]
+    subprocess.run(
+        (sys.executable, RANKS, str(folder), json.dumps(work)), check=True, timeout=DEADLINE_S
+    )
+    ranks = {name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(2)] for name in WAYS}
+    return ranks | {"folder": [{"path": folder}]}
+
+
+def logprobs_of(model: Any, sample: TrainingSample) -> torch.Tensor:
+    """Return the log-probability of each trained token, from the logits of this sample alone."""
+    tokens = torch.tensor([sample.prompt_ids + sample.output_ids])
+    logits = model(tokens).logits[0, len(sample.prompt_ids) - 1 : -1] / TEMPERATURE
+    every: torch.Tensor = logits.log_softmax(-1)[
+        range(len(sample.output_ids)), list(sample.output_ids)
+    ]
+    return every[list(sample.loss_mask)]
+
+
+def advantages_of(name: str, groups: list[list[TrainingSample]]) -> list[torch.Tensor]:
+    """Return the advantage of each sample, in order."""
+    found = []
+    for group in groups:
+        rewards = torch.tensor([sample.reward for sample in group])
+        if name == "gspo":
+            found += [r - (rewards.sum() - r) / (len(rewards) - 1) for r in rewards]
+        elif name == "dr_grpo":
+            found += [*(rewards - rewards.mean())]
+        elif name == "reinforce_pp":
+            found += [*rewards]
+        else:
+            found += [*((rewards - rewards.mean()) / (rewards.std() + 1e-4))]
+    if name == "reinforce_pp":
+        per_token = [
+            advantage
+            for sample, advantage in zip([*itertools.chain(*groups)], found, strict=True)
+            for _ in range(sample.num_trained)
+        ]
+        every = torch.stack(per_token)
+        found = [(advantage - every.mean()) / every.std() for advantage in found]
+    return found
+
+
+def loss_of(
+    name: str, model: Any, reference: Any, groups: list[list[TrainingSample]]
+) -> tuple[torch.Tensor, float]:
+    """Return the loss of a whole batch, and the mean divergence from the reference."""
+    tokens, sequences, divergences = [], [], []
+    samples = [*itertools.chain(*groups)]
+    for sample, a in zip(samples, advantages_of(name, groups), strict=True):
+        new = logprobs_of(model, sample)
+        old = torch.tensor(sample.logprobs)[list(sample.loss_mask)]
+        ratio = (new - old).exp()
+        with torch.no_grad():
+            gap = logprobs_of(reference, sample) - new
+        divergences.append((gap.exp() - gap - 1).detach())
+        if name == "gspo":
+            ratio = (new - old).mean().exp()
+            sequences.append(-torch.minimum(ratio * a, ratio.clamp(1 - 3e-4, 1 + 4e-4) * a))
+        elif name == "dr_grpo":
+            weight = ratio.detach().clamp(max=2.0)
+            sequences.append(-((new - new.detach()).exp() * a * weight).sum() / 12)
+        else:
+            high = 1.28 if name == "dapo" else 1.2
+            losses = -torch.minimum(ratio * a, ratio.clamp(0.8, high) * a)
+            if name == "dapo":
+                with torch.no_grad():
+                    fixed = logprobs_of(reference, sample)
+                losses = losses + KL * ((fixed - new).exp() - (fixed - new) - 1)
+            tokens.append(losses)
+    every = torch.cat(tokens) if tokens else torch.stack(sequences)
+    return every.mean(), float(torch.cat(divergences).mean())
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_two_ranks_train_as_one_process_without_batches(
+    name: str, models: tuple[Path, Path], found: dict[str, list[dict[str, Any]]]
+) -> None:
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, reference = (load(str(folder), dtype=torch.float32) for folder in models)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE / 2, weight_decay=0.01)
+    for step in STEPS:
+        loss, divergence = loss_of(name, model, reference, groups_of(step))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        # The learning rate rises over one step of warm-up.
+        optimizer.param_groups[0]["lr"] = RATE / 2 if step == 0 else RATE
+        optimizer.step()
+        for rank in found[name]:
+            metrics = rank["metrics"][step]
+            assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+            assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+            assert metrics["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
+            assert ("kl" in metrics) == (name == "dapo")
+            assert metrics.get("kl", divergence) == pytest.approx(divergence, rel=1e-3)
+            assert ("logprob_difference" in metrics) == (step == 0)
+    for rank in found[name]:
+        for key, weight in model.named_parameters():
+            assert torch.allclose(rank["weights"][key], weight, atol=2e-5), key
+
+
+def test_a_checkpoint_contains_a_folder_that_transformers_loads(
+    models: tuple[Path, Path], found: dict[str, list[dict[str, Any]]]
+) -> None:
+    folder = found["folder"][0]["path"] / "dapo" / "hf"
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    copied = "tokenizer_config.json"
+    assert (folder / copied).read_bytes() == (models[0] / copied).read_bytes()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    for key, weight in loaded.named_parameters():
+        assert torch.equal(weight, found["dapo"][0]["weights"][key]), key
+
+
+@pytest.mark.parametrize(
+    ("settings", "sampling", "says"),
+    [
+        ({"loss": "grop"}, {}, "training.loss must be one of ['ppo', 'grpo', 'dr_grpo', 'dapo', "),
+        (
+            {"correction": "mask"},
+            {},
+            "training.correction must be 'none' with old_policy 'rollout'",
+        ),
+        (
+            {},
+            {"top_p": 0.9},
+            "rollout.sampling.top_p must be 1.0, because the loss uses the engine",
+        ),
+        (
+            {},
+            {"temperature": 0.0},
+            "rollout.sampling.temperature must be > 0 with [training], got 0",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    settings: dict[str, Any], sampling: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        TrainingSection(model="m", **settings).check_sampling(
+            SamplingParams(max_new_tokens=4, **sampling)
+        )
+    assert says in str(refused.value)
