@@ -132,6 +132,8 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+# PPO: arXiv:1707.06347. GRPO: 2402.03300. Dr. GRPO: 2503.20783. DAPO: 2503.14476; its penalty of long answers belongs to
+# the reward. GSPO: 2507.18071. CISPO: 2506.13585, which names no limits; 5 is the limit of ScaleRL (2510.13786).
 LOSSES: Mapping[str, LossConfig] = MappingProxyType(
     {
         "ppo": LossConfig(),
@@ -144,7 +146,4 @@ LOSSES: Mapping[str, LossConfig] = MappingProxyType(
         "cispo": LossConfig(objective=Objective.WEIGHT, clip_low=1.0, clip_high=4.0),
     }
 )
-"""Published losses, with the settings of their papers: PPO (arXiv:1707.06347), GRPO (arXiv:2402.03300), Dr. GRPO
-(arXiv:2503.20783), DAPO (arXiv:2503.14476), GSPO (arXiv:2507.18071) and CISPO (arXiv:2506.13585; the paper names no
-limits, and 5 is the limit of ScaleRL, arXiv:2510.13786). The weights of DAPO's other parts, such as its overlong
-penalty, belong to the reward."""
+"""Name of a published loss -> its settings."""
