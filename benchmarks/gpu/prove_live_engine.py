@@ -485,6 +485,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
         "--python", default=sys.executable, help="interpreter of the engine's environment"
     )
     parsed = options.parse_args(words)
+    parsed.compiles = False
     if "all" in parsed.case:
         parsed.case = list(CASES)
     elif "families" in parsed.case:

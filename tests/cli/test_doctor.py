@@ -112,7 +112,11 @@ def test_doctor_names_refused_engine_options_with_the_reason(
     assert check_flags("vllm --max-model-len 99").status is Status.WORKS
     refused = check_flags("vllm --max-model-len 99 --enable-sleep-mode")
     assert refused.status is Status.FAILS
-    assert "lose their registration" in refused.found
+    assert "use the transport pull" in refused.found
+    taking_turns = "vllm --enable-sleep-mode --transport"
+    assert check_flags(f"{taking_turns} pull").status is Status.WORKS
+    assert check_flags(f"""{taking_turns} '{{"type": "pull"}}'""").status is Status.WORKS
+    assert check_flags(f"{taking_turns} cuda_ipc").status is Status.FAILS
     assert check_flags("sglang --enable-memory-saver").status is Status.FAILS
     assert check_flags("vllm --logprobs-mode processed_logprobs").status is Status.WORKS
     assert (

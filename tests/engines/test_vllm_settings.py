@@ -42,22 +42,25 @@ def config(place: str = "", value: object = None) -> SimpleNamespace:
 
 
 def test_a_plain_engine_and_older_releases_are_accepted() -> None:
-    refuse_unsafe_config(config(), adapter=False, serves_own_weights=False)
+    refuse_unsafe_config(config(), adapter=False, serves_own_weights=False, transport="auto")
     refuse_unsafe_config(
-        config("speculative_config", None), adapter=False, serves_own_weights=False
+        config("speculative_config", None),
+        adapter=False,
+        serves_own_weights=False,
+        transport="auto",
     )
     adapter = config("speculative_config", None)
     adapter.lora_config = SimpleNamespace()
-    refuse_unsafe_config(adapter, adapter=True, serves_own_weights=False)
+    refuse_unsafe_config(adapter, adapter=True, serves_own_weights=False, transport="auto")
     adapter.speculative_config = config().speculative_config
-    refuse_unsafe_config(adapter, adapter=True, serves_own_weights=False)
+    refuse_unsafe_config(adapter, adapter=True, serves_own_weights=False, transport="auto")
     older = config()
     older.kv_transfer_config = None
     for name in ("lora_config", "cache_config"):
         delattr(older, name)
     older.offload_config = None
     delattr(older.parallel_config, "enable_elastic_ep")
-    refuse_unsafe_config(older, adapter=False, serves_own_weights=False)
+    refuse_unsafe_config(older, adapter=False, serves_own_weights=False, transport="auto")
 
 
 @pytest.mark.parametrize(
@@ -80,16 +83,18 @@ def test_a_plain_engine_and_older_releases_are_accepted() -> None:
 )
 def test_a_setting_that_an_update_does_not_survive_is_named(place: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"vLLM: {place} must be .*, got {value}: "):
-        refuse_unsafe_config(config(place, value), adapter=False, serves_own_weights=False)
+        refuse_unsafe_config(
+            config(place, value), adapter=False, serves_own_weights=False, transport="auto"
+        )
 
 
 @pytest.mark.parametrize("size", ["pipeline_parallel_size", "data_parallel_size"])
 def test_prefill_in_another_engine_needs_loops_that_a_pause_can_block(size: str) -> None:
     found = config("kv_transfer_config.kv_connector", "NixlConnector")
-    refuse_unsafe_config(found, adapter=False, serves_own_weights=False)
+    refuse_unsafe_config(found, adapter=False, serves_own_weights=False, transport="auto")
     vars(found.parallel_config)[size] = 2
     with pytest.raises(ConfigError, match=rf"vLLM: parallel_config\.{size} must be 1, got 2: "):
-        refuse_unsafe_config(found, adapter=False, serves_own_weights=False)
+        refuse_unsafe_config(found, adapter=False, serves_own_weights=False, transport="auto")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +104,7 @@ def test_a_draft_model_of_another_checkpoint_stays_frozen(method: str, model: st
     found = config("speculative_config", SimpleNamespace(method=method, model=model))
     assert not draft_follows(found)
     found.parallel_config.pipeline_parallel_size = 2
-    refuse_unsafe_config(found, adapter=False, serves_own_weights=False)
+    refuse_unsafe_config(found, adapter=False, serves_own_weights=False, transport="auto")
 
 
 def test_updates_reach_the_draft_layers_of_the_served_checkpoint() -> None:
@@ -110,4 +115,11 @@ def test_updates_reach_the_draft_layers_of_the_served_checkpoint() -> None:
 
 def test_the_user_of_a_server_with_weights_of_its_own_may_choose_its_logprobs() -> None:
     chosen = config("model_config.logprobs_mode", "raw_logprobs")
-    refuse_unsafe_config(chosen, adapter=False, serves_own_weights=True)
+    refuse_unsafe_config(chosen, adapter=False, serves_own_weights=True, transport="auto")
+
+
+def test_an_engine_may_sleep_if_it_reads_its_weights_itself() -> None:
+    sleeps = config("model_config.enable_sleep_mode", True)
+    refuse_unsafe_config(sleeps, adapter=False, serves_own_weights=False, transport="pull")
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode must be False.*transport pull"):
+        refuse_unsafe_config(sleeps, adapter=False, serves_own_weights=False, transport="auto")

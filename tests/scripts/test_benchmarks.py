@@ -102,6 +102,13 @@ REHEARSALS = (
         *("--model", "rehearsal", "--updates", "2", "--logs", f"{OUT}/logs"),
         engine="sglang",
     ),
+    row(
+        "gpu/prove_turns.py",
+        *("--on-cpu", "--python", VLLM, "--case", "dense", "--trainers", "2", "--turns", "2"),
+        *("--logs", f"{OUT}/logs", "--port", "27123", "--start-s", "300"),
+        *("--engine-path", f"{ROOT}/tests/support/cpu_sleep:{ROOT}/tests/support"),
+        engine="vllm",
+    ),
     Rehearsal(
         "gpu/run_live_engine.sh",
         (OUT, *LIVE_BENCH, "--in-place-only", "--port", "24123"),
@@ -142,6 +149,7 @@ ELSEWHERE = {
     "gpu/prove_vllm_plugin.py": "vLLM's plugin is tested live by `make test-integrations`",
     "gpu/run_demo.sh": "`windlass demo` is tested by tests/jobs",
     "gpu/run_prove_live_engine.sh": "starts prove_live_engine.py, which is rehearsed",
+    "gpu/run_prove_turns.sh": "starts prove_turns.py, which is rehearsed",
     "gpu/run_prove_vllm_plugin.sh": "starts prove_vllm_plugin.py",
     "gpu/run_samples_per_hour.sh": "starts bench_samples_per_hour.py, which is rehearsed",
 }

@@ -237,6 +237,16 @@ RANKS: dict[str, type[FsdpProof] | type[MegatronProof]] = {
 }
 
 
+def ranks_of(kind: str) -> type[FsdpProof] | type[MegatronProof]:
+    """Return the class of a rank."""
+    if kind == "fsdp-turns":
+        # It imports this module.
+        from live_engine.turns import TurnsRank
+
+        return TurnsRank
+    return RANKS[kind]
+
+
 def train(
     kind: str,
     rank: int,
@@ -252,7 +262,7 @@ def train(
         os.dup2(sink.fileno(), sys.stdout.fileno())
         os.dup2(sink.fileno(), sys.stderr.fileno())
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    serve(RANKS[kind](rank, device, world, store, model), pipe)
+    serve(ranks_of(kind)(rank, device, world, store, model), pipe)
 
 
 class ProofTrainers(Trainers):

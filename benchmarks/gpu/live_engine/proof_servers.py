@@ -89,6 +89,7 @@ class ProofServer:
             with_weights=True,
             streams=16,
             cuda_graphs=options.cuda_graphs,
+            compiles=options.compiles,
             on_cpu=options.on_cpu,
             python=options.python,
         )

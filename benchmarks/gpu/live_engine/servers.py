@@ -62,6 +62,7 @@ class ServerSettings:
         streams: number of requests that the server decodes in parallel.
         engine_memory: fraction of a GPU's memory.
         cuda_graphs: whether the server decodes with CUDA graphs.
+        compiles: whether vLLM also compiles the model, with piecewise CUDA graphs.
         on_cpu: whether the engine is built for CPUs.
         python: interpreter of the engine's environment.
     """
@@ -74,6 +75,7 @@ class ServerSettings:
     streams: int
     engine_memory: float = 0.4
     cuda_graphs: bool = False
+    compiles: bool = False
     on_cpu: bool = False
     python: str = sys.executable
 
@@ -84,6 +86,14 @@ class _Routes:
     def __init__(self, settings: ServerSettings, session: aiohttp.ClientSession) -> None:
         self.settings, self.session = settings, session
         self.url = f"http://127.0.0.1:{settings.port}"
+
+    async def call(self, path: str) -> None:
+        """Post an empty body to a route whose answer is empty or not needed."""
+        headers = {KEY_HEADER: saved_key(self.url)}
+        async with self.session.post(self.url + path, headers=headers) as response:
+            text = await response.text()
+            if response.status != 200:
+                raise RuntimeError(f"{self.url}{path}: {response.status} {text[:500]}")
 
     async def post(self, path: str, body: Any) -> Any:
         """Post JSON to a route and return the answer."""
@@ -137,6 +147,9 @@ class Vllm(_Routes):
         ]
 
     def _graphs(self) -> list[str]:
+        if self.settings.compiles:
+            sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, self.settings.streams]}
+            return ["--compilation-config", json.dumps(sizes)]
         if not self.settings.cuda_graphs:
             return ["--enforce-eager"]
         settings = {

@@ -301,7 +301,7 @@ class EngineAgent:
         with self._lock:
             self._may_be_written = True
             # The controller will not report how this round ended, so keep the mark over later rounds too.
-            self._mixed_weights = self.mixed_weights
+            self._mixed_weights |= self._open_to_writes
             self._end_round(GO_ON_S)
             if self._not_resumed:
                 raise PeerUnreachable(f"the engine did not resume: {self._not_resumed}")

@@ -19,6 +19,7 @@ from windlass.config import PauseMode
 from windlass.engines.capture.description import Captured
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.engines.quiesce_gate import QuiesceGate
+from windlass.engines.rank_sleep import RankSleep
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.errors import (
     ConfigError,
@@ -77,7 +78,7 @@ class EngineApi(Protocol):
 
 @final
 class RankHooks:
-    """`EngineHooks` of one rank.
+    """`EngineHooks` of one rank, and its `Sleeper`.
 
     Args:
         captured: captured layout, which recomputes derived values after an update; None for an engine that
@@ -86,6 +87,7 @@ class RankHooks:
         api: calls that pause the engine. None if another rank makes them, or if the trainer pauses and resumes the
             engine and sets the version.
         looks: see `EngineRank`.
+        sleep: state of the engine's sleep mode; None if the engine has none.
 
     Attributes:
         turn: lock that guards `in_round`; the main loop holds it while the rank falls asleep.
@@ -99,8 +101,10 @@ class RankHooks:
         api: EngineApi | None,
         *,
         looks: bool = True,
+        sleep: RankSleep | None = None,
     ) -> None:
         self._captured, self._gate, self._api, self._looks = captured, gate, api, looks
+        self._sleep = sleep or RankSleep()
         self._paused = False
         self._blocked: threading.Thread | None = None
         self.turn, self.in_round = threading.Lock(), False
@@ -184,6 +188,17 @@ class RankHooks:
         """Compute again all values of this rank that are derived from received weights; see `Captured.finalise`."""
         if self._captured is not None:
             self._captured.finalise()
+        self._sleep.is_lost = False
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the weights sleep or are lost; see `Sleeper`."""
+        return self._sleep.is_empty
+
+    def sleep(self, mode: PauseMode, deadline_s: float) -> None:
+        """Make every rank of the engine sleep, if this rank can do so; see `Sleeper.sleep`."""
+        if self._sleep.ask is not None:
+            self._sleep.ask(mode, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
         """Set the version that the engine reports for later tokens; see `EngineHooks.set_version`.
@@ -207,11 +222,15 @@ class EngineRank:
 
     Args:
         looks: True if the agent calls `Captured.look` in each pause; False if the engine's main loop calls it.
+
+    Attributes:
+        gate: gate between the agent and the engine's main loop.
+        sleep: state of the engine's sleep mode.
     """
 
     def __init__(self, *, looks: bool = True) -> None:
         self._looks = looks
-        self.gate = QuiesceGate()
+        self.gate, self.sleep = QuiesceGate(), RankSleep()
         self._first: tuple[AgentSettings, Captured, RankHooks] | None = None
         self._client: EngineClient | None = None
         self._has_joined = False
@@ -272,7 +291,7 @@ class EngineRank:
             begun = time.perf_counter()
             captured = capture()
             own_api = api() if api and rank == 0 else None
-            hooks = RankHooks(captured, self.gate, own_api, looks=self._looks)
+            hooks = RankHooks(captured, self.gate, own_api, looks=self._looks, sleep=self.sleep)
             self._first = settings, captured, hooks
             freeze_heap()
             seconds = {**captured.seconds, "all": time.perf_counter() - begun}
@@ -320,8 +339,11 @@ class EngineRank:
             token=token,
             world_size=settings.world_size,
             url=settings.url if rank == 0 else "",
+            # The engine's sleep mode may unmap the weights while another engine reads them.
+            can_send=not self.sleep.is_enabled,
             serves_own_weights=settings.serves_own_weights,
             comes_to_rest=hooks.has_api,
+            sleeper=hooks if self.sleep.is_enabled else None,
         )
         self._has_joined = True
 
@@ -351,7 +373,8 @@ class EngineRank:
                 "leave: the engine's controller must be stopped before the engine joins another fleet, "
                 f"got a controller that is still connected after {deadline_s} s"
             )
-        if self._client.agent.mixed_weights:
+        # Lost weights stay lost in the next fleet, which fills all of them before the engine serves.
+        if self._client.agent.mixed_weights and not self.sleep.is_lost:
             raise ProtocolError(
                 "leave: the weights of this rank may be mixed: restart the engine, or restart its "
                 "previous controller"

@@ -72,6 +72,7 @@ from windlass.net.addresses import (
 from windlass.net.blocking_http import BlockingHttp
 from windlass.net.clock import Backoff
 from windlass.progress import Progress
+from windlass.transports.registry import transport_name
 
 REACH_DEADLINE_S = 30.0
 LOG_DEADLINE_S = 5.0
@@ -192,7 +193,7 @@ def _check(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[str]) ->
     Raises:
         ConfigError: the numbers of ranks and nodes do not match, or the engine's rules refuse an option.
     """
-    refuse_options([*rest, *_own_words(args)], engine.rules)
+    refuse_options([*rest, *_own_words(args)], engine.rules, transport_name(args.transport))
     if not 0 <= args.node_rank < args.nnodes:
         raise ConfigError(f"--node-rank must be in [0, {args.nnodes}), got {args.node_rank}")
     if args.nnodes == 1:

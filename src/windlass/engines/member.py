@@ -58,6 +58,7 @@ class Member(ABC):
         port: port that the server listens on.
         key: key of the server's private routes; see `keep_key`.
         spans_hosts: whether ranks on other hosts must reach the server.
+        transport: transport of a server that joins the fleet of WINDLASS_CONTROLLER by itself.
 
     Raises:
         ConfigError: the token is missing (see `control_token`), the controller's URL is invalid, or the server
@@ -65,7 +66,10 @@ class Member(ABC):
         PeerUnreachable: this host has no address from which it reaches the controller.
     """
 
-    def __init__(self, host: str, port: int, *, key: str, spans_hosts: bool) -> None:
+    def __init__(
+        self, host: str, port: int, *, key: str, spans_hosts: bool, transport: str = "auto"
+    ) -> None:
+        self._transport = transport
         self.controller = environment_value(CONTROLLER_VARIABLE)
         self.token = control_token()
         self._listens_on, self._port, self._spans_hosts = host, port, spans_hosts
@@ -84,7 +88,7 @@ class Member(ABC):
 
         def join() -> None:
             try:
-                self.join(JoinOrder(self.controller))
+                self.join(JoinOrder(self.controller, self._transport))
             except WindlassError as error:
                 self._give_up(f"{type(error).__name__}: {error}")
 

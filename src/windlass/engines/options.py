@@ -25,6 +25,7 @@ class Rule:
         settings: names of the same setting in the running engine's configuration object.
         aliases: other spellings of `option`.
         key: name of the entry to check in the option's value, a JSON object; empty to check the whole value.
+        transports: names of the engine's transports with which every value is allowed.
     """
 
     option: str
@@ -33,6 +34,7 @@ class Rule:
     settings: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     key: str = ""
+    transports: tuple[str, ...] = ()
 
     def refusal_of(self, text: str) -> str:
         """Return why the option must not have the value `text`; empty if the value is allowed."""
@@ -65,12 +67,13 @@ def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield option.replace("_", "-"), value if equals else following
 
 
-def refuse_options(words: Sequence[str], rules: Iterable[Rule]) -> None:
-    """Check the words of an engine's command line.
+def refuse_options(words: Sequence[str], rules: Iterable[Rule], transport: str = "") -> None:
+    """Check the words of an engine's command line. `transport` is the name of the engine's transport.
 
     Raises:
         ConfigError: an option breaks a rule; the message names the option and the reason.
     """
+    rules = [rule for rule in rules if transport not in rule.transports]
     by_option = {option: rule for rule in rules for option in (rule.option, *rule.aliases)}
     for option, value in options_of(words):
         rule = by_option.get(option)
@@ -78,17 +81,19 @@ def refuse_options(words: Sequence[str], rules: Iterable[Rule]) -> None:
             raise ConfigError(f"{option} {refusal}")
 
 
-def refuse_settings(engine: str, rules: Iterable[Rule], setting: Callable[[str], object]) -> None:
+def refuse_settings(
+    engine: str, rules: Iterable[Rule], setting: Callable[[str], object], transport: str = ""
+) -> None:
     """Check the settings of a running engine, which come from its options, files or defaults.
 
     `setting` returns the value of a setting by name. It raises LookupError if the engine's release has no setting
-    of that name; such a rule is skipped.
+    of that name; such a rule is skipped. `transport` is the name of the engine's transport.
 
     Raises:
         ConfigError: a setting breaks a rule; the message names the setting and the reason.
     """
     for rule in rules:
-        for place in rule.settings:
+        for place in () if transport in rule.transports else rule.settings:
             try:
                 found = setting(place)
             except LookupError:

@@ -83,9 +83,12 @@ class QuiesceGate:
             self.changed.wait_for(lambda: self._asked != pause_id)
 
     def fail(self, pause_id: str, error: WindlassError) -> None:
-        """Report that the main loop will not be quiesced for this pause: `wait` raises `error`."""
+        """Report that the main loop will not be quiesced for this pause: `wait` raises `error`.
+
+        If `pause_id` is empty, this is the pause that the agent asks for now.
+        """
         with self.changed:
-            self._failed = {pause_id: error}
+            self._failed = {pause_id or self._asked: error}
             self.changed.notify_all()
 
     def wait(self, pause_id: str, deadline_s: float) -> None:

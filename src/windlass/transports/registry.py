@@ -105,6 +105,19 @@ def config_type(name: str) -> type[TransportConfig]:
     return found
 
 
+def transport_name(text: str) -> str:
+    """Return the name of the transport that a name or a configuration in JSON selects, without loading the transport.
+
+    Return an empty string for JSON without a name, which `parse_transport` refuses.
+    """
+    if not text.startswith("{"):
+        return text
+    try:
+        return msgspec.json.decode(text, type=_Tagged).type
+    except msgspec.MsgspecError:
+        return ""
+
+
 def parse_transport(name: str | TransportConfig) -> TransportConfig:
     """Return the configuration of a transport that is given by name, as JSON, or as a configuration.
 

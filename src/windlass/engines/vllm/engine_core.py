@@ -61,6 +61,13 @@ from pathlib import Path
 from typing import Any, final
 
 from windlass.engines.spec import RankStep
+from windlass.engines.vllm.core_sleep import (
+    GO_ON,
+    RESTS,
+    begin,
+    go_on,
+    is_at_rest,
+)
 from windlass.envs import environment_value
 from windlass.errors import PeerTimeout, PeerUnreachable
 
@@ -86,7 +93,7 @@ QUIESCES = "windlass_quiesce"
 """Worker method to which the core passes the new cache namespace as an additional argument.
 
 A worker that gets no namespace refuses the pause, because the core's caches would not be separated by version. If the caller
-gives `ABORTS` as the third argument, the core aborts all requests first.
+gives `ABORTS` as the third argument, the core aborts all requests first; with `core_sleep.RESTS`, it wakes the weights.
 """
 ABORTS = "aborts"
 _SETS_VERSION = "windlass_set_version"
@@ -293,15 +300,15 @@ def keep_caches_apart() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        loads = method == ORDERS and args[0] == RankStep.CAPTURE
-        if loads and own_core.calls is None and isinstance(core, EngineCoreProc):
-            own_core.calls = CoreCalls(core)
+        if method == ORDERS:
+            _prepare_order(core, args[0])
         if method == _HOLDS and kwargs is not None and is_backend_of(core.vllm_config):
             return _update(core, functools.partial(call, core), timeout, kwargs["update_info"])
+        if method == GO_ON:
+            go_on(core)
+            return []
         if method == QUIESCES:
             return _quiesce(core, functools.partial(call, core, method, timeout), *args)
-        if loads:
-            _drop_encoder_outputs(core)
         found: list[Any] = call(core, method, timeout, args, kwargs)
         if method == _SETS_VERSION:
             _set_version(core, found)
@@ -314,6 +321,22 @@ def keep_caches_apart() -> None:
     EngineCore.collective_rpc = collective_rpc
     EngineCoreProc._handle_client_request = handle_client_request
     _enter_at_look_ups(namespace)
+
+
+def _prepare_order(core: Any, step: str) -> None:
+    """Prepare a core for an order to its workers. `step` is the `RankStep` of the order.
+
+    Raises:
+        RuntimeError: the server sleeps, so that its workers can neither capture nor register their memory.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    if core.model_executor.is_sleeping:
+        raise RuntimeError("the server sleeps: call POST /wake_up before its ranks join a fleet")
+    if step == RankStep.CAPTURE:
+        if own_core.calls is None and isinstance(core, EngineCoreProc):
+            own_core.calls = CoreCalls(core)
+        _drop_encoder_outputs(core)
 
 
 def _enter_at_look_ups(namespace: Namespace) -> None:
@@ -384,21 +407,28 @@ def _quiesce(
     call: Callable[[tuple[str, str, str]], list[Any]],
     pause_id: str,
     blocked_s: str,
-    aborts: str = "",
+    first: str = "",
 ) -> list[Any]:
     """Call `windlass_quiesce` in the workers with a new cache namespace; return their results.
 
-    If `aborts` is not empty, first abort all requests. If `blocked_s` is not empty, hold the core's loop until the end of
-    the pause, and set the version that the workers return.
+    If `first` is `ABORTS`, first abort all requests. If it is `RESTS`, the agent expects a server that sleeps; first wake
+    its weights. If `blocked_s` is not empty, hold the core's loop until the end of the pause, and set the version that the
+    workers return.
     """
-    if aborts:
+    if first == ABORTS:
         _abort_requests(core)
+    # The server may have fallen asleep since its agent asked for the pause.
+    rests = first == RESTS or is_at_rest(core)
+    if rests:
+        begin(core, pause_id)
     _drop_encoder_outputs(core)
     if not blocked_s:
         return call((pause_id, "", own_core.namespace.begin()))
     with _quiesced(core):
         found = call((pause_id, blocked_s, own_core.namespace.begin()))
     _set_version(core, found)
+    if rests:
+        go_on(core)
     return found
 
 
@@ -450,11 +480,16 @@ def _hold(core: Any, held: Callable[[str], int]) -> None:
     `held` gets the new cache namespace, blocks the workers while weights change, and returns the version that the engine
     then serves (negative for no version).
     """
+    rests = is_at_rest(core)
     with _quiesced(core):
+        if rests:
+            begin(core, "")
         _drop_encoder_outputs(core)
         version = held(own_core.namespace.begin())
         if version >= 0 and not stamps_tokens():
             core.set_weight_version(str(version))
+    if rests:
+        go_on(core)
 
 
 @contextmanager

@@ -181,6 +181,7 @@ class VllmMember(Member):
             args.port,
             key=saved_key(f"http://localhost:{args.port}"),
             spans_hosts=engine.vllm_config.parallel_config.nnodes > 1,
+            transport="pull" if engine.vllm_config.model_config.enable_sleep_mode else "auto",
         )
 
     def _have_ranks_join(self, order: JoinOrder) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -25,6 +25,7 @@ from windlass.engines.engine_rank import EngineApi, EngineRank
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.adapter import capture_adapter
 from windlass.engines.vllm.spec import draft_follows, refuse_unsafe_config
+from windlass.transports.registry import transport_name
 
 Worker = Any
 """vLLM's worker of one rank."""
@@ -56,6 +57,7 @@ def capture_rank(
         worker.vllm_config,
         adapter=bool(settings.adapter),
         serves_own_weights=settings.serves_own_weights,
+        transport=transport_name(settings.transport),
     )
 
     model, draft = served_by(worker), _draft_of(worker)
@@ -98,10 +100,21 @@ def served_by(worker: Worker) -> torch.nn.Module:
     return target if draft is None else torch.nn.ModuleDict({"target": target, "draft": draft})
 
 
+def models_of(worker: Worker) -> Sequence[torch.nn.Module]:
+    """Return what `served_by` returns, and the draft model of a rank if no update reaches it."""
+    draft = _any_draft_of(worker)
+    if draft is None or draft_follows(worker.vllm_config):
+        return (served_by(worker),)
+    return (served_by(worker), draft)
+
+
 def _draft_of(worker: Worker) -> torch.nn.Module | None:
     """Return the draft model that updates reach; None without one (see `draft_follows`)."""
-    if not draft_follows(worker.vllm_config):
-        return None
+    return _any_draft_of(worker) if draft_follows(worker.vllm_config) else None
+
+
+def _any_draft_of(worker: Worker) -> torch.nn.Module | None:
+    """Return the draft model of a rank, or None."""
     drafter = vars(worker.model_runner).get("drafter")
     model: Any = None if drafter is None else vars(drafter).get("model")
     # If a draft model runs in CUDA graphs, vLLM wraps it in an object that is not a module.

@@ -112,8 +112,8 @@ _OF_HANDOVERS = (
 )
 """Further rules for a rank if its connector is in `HANDOVERS`."""
 RULES = (
-    Rule("--enable-sleep-mode", (False,), "when the engine sleeps, its weights move and lose their registration",
-         ("model_config.enable_sleep_mode",)),
+    Rule("--enable-sleep-mode", (False,), "weights that sleep lose the memory into which trainers write; use the transport pull, with which the engine reads them after it has woken",
+         ("model_config.enable_sleep_mode",), transports=("pull",)),
     Rule("--data-parallel-rank", (), _PARTS, aliases=("-dpn",)),
     Rule("--data-parallel-start-rank", (), _HOSTS, aliases=("-dpr",)),
     Rule("--data-parallel-size-local", (), _HOSTS, aliases=("-dpl",)),
@@ -308,7 +308,9 @@ def follow_quantised(args: Any) -> None:
         set_defaults({"VLLM_USE_DEEP_GEMM": "0"})
 
 
-def refuse_unsafe_config(config: object, *, adapter: bool, serves_own_weights: bool) -> None:
+def refuse_unsafe_config(
+    config: object, *, adapter: bool, serves_own_weights: bool, transport: str
+) -> None:
     """Check the resolved configuration of a server against the rules.
 
     Args:
@@ -316,6 +318,7 @@ def refuse_unsafe_config(config: object, *, adapter: bool, serves_own_weights: b
         adapter: True if updates change the server's adapter, False if they change the model.
         serves_own_weights: see `AgentSettings`. False for a server of a job: the server's `--logprobs-mode` must fit
             rollouts. True allows any mode, because the user who starts the server may need another mode.
+        transport: name of the transport that receives weights.
 
     Raises:
         ConfigError: a setting breaks a rule; the message names the setting and the reason.
@@ -337,7 +340,7 @@ def refuse_unsafe_config(config: object, *, adapter: bool, serves_own_weights: b
     transfer = vars(config).get("kv_transfer_config")
     if transfer is not None and transfer.kv_connector in HANDOVERS:
         rules += _OF_HANDOVERS
-    refuse_settings("vLLM", rules, setting)
+    refuse_settings("vLLM", rules, setting, transport)
 
 
 ENGINE = EngineSpec(

@@ -22,9 +22,12 @@ from windlass.engines.http import EngineHttp
 from windlass.engines.private_routes import saved_key
 from windlass.engines.quantised import require_followed
 from windlass.engines.rank_reports import RefusedByOtherRank, reason_of
+from windlass.engines.rank_sleep import RankSleep
 from windlass.engines.spec import AgentSettings, RankStep, refuse_expandable_segments
+from windlass.engines.vllm import sleep as sleep_mode
 from windlass.engines.vllm.adapter import Slot, keep_adapter
 from windlass.engines.vllm.api_server import RankAnswer, RankOrder
+from windlass.engines.vllm.core_sleep import GO_ON, RESTS
 from windlass.engines.vllm.engine_core import (
     ABORTS,
     QUIESCES,
@@ -41,10 +44,12 @@ from windlass.engines.vllm.rank import (
 )
 from windlass.engines.vllm.sampling import PROCESSED
 from windlass.envs import control_token
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, TransferFailed
 
 logger = logging.getLogger(__name__)
 _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE: "keep"}
+_SLEEPS: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.RETRACT: "keep"}
+"""Modes of `/sleep`. With `keep`, vLLM computes the prompts and answers of running requests again after it has woken."""
 
 
 @final
@@ -56,6 +61,7 @@ class VllmApi:
             the server and to set its version; the agent then only blocks the loops, in the mode `in_place`.
         can_block: whether the agent may block the main loops, see `may_block`.
         stamps: whether Windlass records the weight version of each token, see `stamps_tokens`.
+        sleep: state of vLLM's sleep mode in this rank; None if the server was started without it.
         core: calls into the EngineCore of this process if the server has one rank; None if `/collective_rpc` must call
             the methods of several workers.
     """
@@ -66,18 +72,23 @@ class VllmApi:
         *,
         can_block: bool,
         stamps: bool,
+        sleep: RankSleep | None = None,
         core: CoreCalls | None = None,
     ) -> None:
         self._server, self._can_block, self._stamps = server, can_block, stamps
-        self._core = core
-        self._is_blocking, self._aborts = False, False
+        self._sleep, self._core = sleep or RankSleep(), core
+        self._is_blocking = self._aborts = self._rests = False
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """Pause: `abort` ends running requests; `in_place` keeps requests and their KV cache.
 
         Send `clear_cache=false`, because the cache is separated by version. Otherwise vLLM 0.32 would compute the KV cache
-        of all kept requests again.
+        of all kept requests again. If vLLM sleeps, its scheduler is paused already, and stays paused until `resume`.
         """
+        # Without routes, other modes than `in_place` mean that the trainer calls `/update_weights`.
+        self._rests = self._sleep.is_at_rest and self._pauses(mode)
+        if self._rests:
+            return True
         if self._server is None:
             return False
         if mode not in _MODES:
@@ -90,24 +101,41 @@ class VllmApi:
 
     def blocks(self, mode: PauseMode) -> bool:
         """Return whether to block the main loops instead of calling `/pause`; see `windlass.engines.vllm.engine_core`."""
-        modes = _MODES if self._server is not None else {PauseMode.IN_PLACE}
-        return mode in modes and self._can_block
+        return self._pauses(mode) and self._can_block and not self._rests
+
+    def _pauses(self, mode: PauseMode) -> bool:
+        """Return whether this rank, and not the trainer, pauses the server in this mode."""
+        return mode in (_MODES if self._server is not None else {PauseMode.IN_PLACE})
+
+    def fall_asleep(self, mode: PauseMode, deadline_s: float) -> None:
+        """Make all ranks sleep at level 2; see `Sleeper.sleep`.
+
+        Raises:
+            ConfigError: vLLM cannot sleep in this mode, or only the trainer can call the server's routes.
+        """
+        if mode not in _SLEEPS:
+            raise ConfigError(f"vLLM: sleep: mode must be one of {list(_SLEEPS)}, got {mode}")
+        if self._server is None:
+            raise ConfigError("vLLM: sleep: the trainer must call POST /sleep of this server")
+        self._server.post(f"/sleep?level=2&mode={_SLEEPS[mode]}", {}, deadline_s)
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
         """Call `windlass_quiesce` in every worker, and return when all workers have returned; see `EngineApi.quiesce`."""
-        if not block and self._server is None:
+        if not block and self._server is None and not self._rests:
             # `/update_weights` of the trainer blocks the loops.
             return
         self._is_blocking = block
         try:
             blocked_s = str(deadline_s) if block else ""
-            aborts = [ABORTS] if block and self._aborts else []
-            self._call(QUIESCES, [pause_id, blocked_s, *aborts], None if block else deadline_s)
+            first = [ABORTS] if block and self._aborts else [RESTS] if self._rests else []
+            self._call(QUIESCES, [pause_id, blocked_s, *first], None if block else deadline_s)
         finally:
             self._is_blocking = False
 
     def resume(self, deadline_s: float) -> None:
-        if self._server is not None:
+        if self._rests:
+            self._call(GO_ON, [], deadline_s)
+        elif self._server is not None:
             self._server.post("/resume", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
@@ -115,9 +143,9 @@ class VllmApi:
 
         If the main loop is blocked, do nothing: `windlass_quiesce` returns the version to the EngineCore.
         """
-        if self._is_blocking or self._server is None:
+        if self._is_blocking or (self._server is None and not self._rests):
             return
-        if self._stamps:
+        if self._stamps or self._server is None:
             self._call("windlass_set_version", [version], deadline_s)
         else:
             self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
@@ -181,6 +209,7 @@ class WorkerMethods:
         order = msgspec.json.decode(encoded, type=RankOrder)
         rank, worker = self.windlass_rank(), cast("Worker", self)
         worker.weight_transfer_engine.worker = worker
+        sleep_mode.install(worker, self.windlass_engine_rank)
         try:
             answer = RankAnswer(said=_carry_out(worker, order, rank))
         except RefusedByOtherRank:
@@ -224,6 +253,19 @@ class WorkerMethods:
             keep_adapter(self)
         rank.gate.quiesced(pause_id)
         return None
+
+    def windlass_is_empty(self) -> bool:
+        """Return whether the weights of this rank sleep or are lost."""
+        return self.windlass_engine_rank.sleep.is_empty
+
+    def windlass_shortage(self, tags: list[str]) -> str:
+        """Return why this rank has too little memory to wake `tags`; empty if it has enough."""
+        worker: Worker = self
+        return str(worker.windlass_sleep.shortage(tags))
+
+    def windlass_refuse(self, pause_id: str, reason: str) -> None:
+        """Tell the agent that this rank will not be quiesced. `pause_id` is empty for the pause that it asks for now."""
+        self.windlass_engine_rank.gate.fail(pause_id, TransferFailed(reason))
 
     def windlass_set_version(self, version: int) -> int:
         """Return `version`, which the EngineCore records for later tokens."""
@@ -275,8 +317,10 @@ def _api_for(
     def api() -> VllmApi:
         # Rank 0 reads the server's key on its host.
         own = EngineHttp(settings.url, saved_key(settings.url)) if order.pauses_itself else None
-        can_block = may_block(worker.parallel_config)
-        return VllmApi(own, can_block=can_block, stamps=stamps_tokens(), core=core)
+        can_block, sleep = may_block(worker.parallel_config), worker.windlass_engine_rank.sleep
+        made = VllmApi(own, can_block=can_block, stamps=stamps_tokens(), sleep=sleep, core=core)
+        sleep.ask = made.fall_asleep
+        return made
 
     return api
 

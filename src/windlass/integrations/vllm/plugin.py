@@ -10,6 +10,7 @@ import contextlib
 import functools
 from typing import Any
 
+from windlass.engines.vllm.core_sleep import keep_lost_weights_paused
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
 from windlass.engines.vllm.engine_core import BACKEND, is_backend_of, keep_caches_apart
 from windlass.engines.vllm.sampling import set_defaults
@@ -24,7 +25,8 @@ _LORA_MODULES = "windlass_lora_modules"
 def register() -> None:
     """Register the weight-transfer backend "windlass", and patch vLLM in this process for servers with this backend.
 
-    The patches separate the EngineCore's caches by version and complete the server's options. On a CPU, they also make
+    The patches separate the EngineCore's caches by version, keep a server without weights paused, and complete the server's
+    options. On a CPU, they also make
     linear layers compute with their parameters instead of packed copies.
     """
     from vllm.config import get_current_vllm_config
@@ -36,6 +38,7 @@ def register() -> None:
             BACKEND, "windlass.engines.vllm.weight_transfer", "WindlassTransferEngine"
         )
     keep_caches_apart()
+    keep_lost_weights_paused()
     _prepare_servers()
     multiply_by_parameters(lambda: is_backend_of(get_current_vllm_config()))
 
@@ -76,7 +79,13 @@ def _prepare_servers() -> None:
         if environment_value(CONTROLLER_VARIABLE):
             # Refuse now what the ranks would refuse after they have loaded the model.
             has_adapter = bool(vars(args).get(_LORA_MODULES))
-            refuse_unsafe_config(config, adapter=has_adapter, serves_own_weights=True)
+            refuse_unsafe_config(
+                config,
+                adapter=has_adapter,
+                serves_own_weights=True,
+                # A launcher has checked its transport, and a server that joins by itself uses pull if it may sleep.
+                transport="pull",
+            )
         return config
 
     EngineArgs.from_cli_args = classmethod(from_cli_args)

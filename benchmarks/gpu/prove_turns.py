@@ -1,0 +1,385 @@
+"""Trainer and live engine take turns on the same GPUs: every tensor, tokens, times and memory.
+
+    python benchmarks/gpu/prove_turns.py --engine vllm --case qwen3-4b --json FILE
+        [--tp 2 --trainers 2] [--turns 10] [--extra 2] [--kv-gib 20] [--logs FOLDER]
+
+A fresh server loads a checkpoint of the trainer's last weights, and its tensors and tokens are recorded. Then the live
+server starts with other weights and the engine's sleep mode, with CUDA graphs and (vLLM) torch.compile, and joins with the
+transport `pull`. In each turn the framework's call makes the server sleep; the trainer gets memory, uses `--extra` times
+its weights' memory, and sets new weights; it publishes; the engine wakes and reads; the trainer frees its memory; the
+engine maps its KV cache and serves. After every second turn all tensors and greedy tokens must equal the fresh server's,
+also of prompts with a common prefix; after the other turns they must not. A second series per level follows in which the
+controller makes the server sleep. Then a plain server takes turns by the engine's own path with the same trainer.
+The reference is a copy of the same bytes within one GPU. On a CPU (`--on-cpu`), nothing is compiled and there is no own path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from live_engine.cases import CASES, Case
+from live_engine.proof_ranks import ProofTrainers
+from live_engine.proof_servers import (
+    Held,
+    ProofServer,
+    engine_environment,
+    engine_version,
+    reasons,
+    tail,
+)
+from live_engine.servers import start
+from live_engine.surroundings import TOKEN
+from live_engine.turns import TURN_ENGINES, Published, TurnEngine
+
+import windlass
+from harness import Row, median_p95, parser, report
+from windlass.config import ControlConfig, PauseMode, PhaseDeadlines
+
+LAST_SEED, OTHER_SEED = 7, 11
+GIB = 1 << 30
+PORTS = 500
+"""Distance of the ports of two servers, because engines use further ports above their own."""
+Sleep = Callable[[], Awaitable[None]]
+
+
+class Run:
+    """One case. `rows` collects figures, `told` the turns and outcomes."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.folder = options, folder
+        self.engine: TurnEngine = TURN_ENGINES[options.engine]
+        case, flags = (
+            CASES[options.case],
+            self.engine.flags(kv_nbytes=options.kv_nbytes, on_cpu=options.on_cpu),
+        )
+        own = {options.engine: (*case.flags.get(options.engine, ()), *flags)}
+        self.case: Case = replace(case, flags=own)
+        self.began, self.version = time.monotonic(), 0
+        self.rows: list[Row] = []
+        self.told: dict[str, Any] = {"turns": {}, "outcomes": {}}
+        self.copy_s = 0.0
+        self.logs = {
+            what: options.logs / f"{options.engine}-{options.case}.{what}.log"
+            for what in ("fresh", "live", "own", "trainers")
+        }
+
+    def say(self, text: str) -> None:
+        print(f"[{self.options.case}, {time.monotonic() - self.began:5.1f} s] {text}", flush=True)
+
+    def server(self, number: int, session: aiohttp.ClientSession) -> ProofServer:
+        return ProofServer(self.options, self.case, session, self.options.port + PORTS * number)
+
+    async def prove(self) -> None:
+        """Run everything. Raise at the first difference."""
+        on_cpu, tp = self.options.on_cpu, self.options.tp
+        paths = {name: self.folder / name for name in ("plain", "first", "last")}
+        for path in paths.values():
+            self.case.write_config(path, quantised=False)
+        devices = [-1 if on_cpu else rank % tp for rank in range(self.options.trainers)]
+        trainers = ProofTrainers(
+            "fsdp-turns", devices, str(self.folder / "store"), str(paths["plain"]), self.logs["trainers"]
+        )  # fmt: skip
+        timeout = aiohttp.ClientTimeout(total=180)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as session:
+                await trainers.receive(120)
+                for seed, name in ((LAST_SEED, "last"), (1, "first")):
+                    await trainers.all("step", seed, 0.0)
+                    await trainers.all("save", str(paths[name]))
+                await trainers.all("release")
+                self.say("checkpoints are written")
+                wanted = await self._fresh(session, paths["last"])
+                await self._live(session, paths["first"], trainers, wanted)
+                if self.engine.own and not on_cpu:
+                    await self._own(session, paths["first"], trainers, wanted)
+        finally:
+            trainers.kill()
+
+    async def _fresh(self, session: aiohttp.ClientSession, folder: Path) -> Held:
+        server = self.server(0, session)
+        try:
+            await server.start(folder, "", self.logs["fresh"], "")
+            await server.ready(self.options.start_s)
+            self.say("the fresh server is up")
+            return await server.held()
+        finally:
+            await server.end()
+
+    async def _live(
+        self,
+        session: aiohttp.ClientSession,
+        folder: Path,
+        trainers: ProofTrainers,
+        wanted: Held,
+    ) -> None:
+        config = ControlConfig(pause_mode=PauseMode.ABORT, deadlines=PhaseDeadlines(pause_s=60))
+        async with windlass.Controller(token=TOKEN, config=config) as controller:
+            server = self.server(1, session)
+            try:
+                await server.start(folder, controller.url, self.logs["live"], "")
+                await server.ready(self.options.start_s)
+                self.say("the live server is up, and has joined")
+                before = await server.held()
+                assert before.different(wanted), "the live server must begin with other weights"
+                await trainers.all("step", 1, 0.0)
+                await trainers.all("connect", controller.url, 0, "pull")
+                await controller.wait_for_fleet(
+                    num_trainers=self.options.trainers,
+                    engines=(self.options.engine,),
+                    deadline_s=60,
+                )
+                for level in self.engine.levels:
+
+                    async def by_framework(level: str = level) -> None:
+                        await self.engine.sleep(server, level)
+
+                    await self._series(
+                        f"level {level}", by_framework, self._publish, server, trainers, wanted
+                    )
+
+                async def by_controller() -> None:
+                    await controller.sleep_engines(mode=PauseMode.ABORT)
+
+                await self._series(
+                    "controller", by_controller, self._publish, server, trainers, wanted
+                )
+                await trainers.all("disconnect")
+            finally:
+                await server.end()
+
+    async def _publish(self, _server: ProofServer, trainers: ProofTrainers) -> Published:
+        self.version += 1
+        found: Published = (await trainers.all("turn", self.version))[0][1]
+        return found
+
+    async def _own(
+        self,
+        session: aiohttp.ClientSession,
+        folder: Path,
+        trainers: ProofTrainers,
+        wanted: Held,
+    ) -> None:
+        """Take turns by the engine's own path. A failure is an outcome."""
+        server = self.server(2, session)
+        words = [
+            *self.engine.own_command(server, str(folder)),
+            *self.engine.flags(kv_nbytes=self.options.kv_nbytes, on_cpu=False),
+        ]
+        own = {
+            **engine_environment(self.options.engine),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        }
+
+        async def sleep() -> None:
+            await self.engine.sleep(server, self.engine.levels[-1])
+
+        async def update(server: ProofServer, trainers: ProofTrainers) -> Published:
+            began = time.perf_counter()
+            await self.engine.own_update(server, trainers)
+            seconds = time.perf_counter() - began
+            used = (await trainers.all("points"))[0][1]
+            return Published(seconds, seconds, used=used)
+
+        try:
+            server.process = await start(server.engine.settings, words, self.logs["own"], own)
+            async with asyncio.timeout(self.options.start_s):
+                while not await serves(server):
+                    assert server.process.returncode is None, "the plain server ended"
+                    await asyncio.sleep(0.5)
+            self.say("the plain server is up")
+            await self._series(self.engine.own, sleep, update, server, trainers, wanted)
+        except Exception as error:  # noqa: BLE001 - the rows of Windlass stay
+            self.told["outcomes"][self.engine.own] = f"{type(error).__name__}: {error}"[:2000]
+            self.say(f"{self.engine.own}: {type(error).__name__}: {error}"[:1500])
+            for line in reasons(self.logs["own"]) or tail(self.logs["own"]):
+                print(f"    own: {line}", flush=True)
+        finally:
+            await server.end()
+
+    async def _series(
+        self,
+        name: str,
+        sleep: Sleep,
+        update: Callable[[ProofServer, ProofTrainers], Awaitable[Published]],
+        server: ProofServer,
+        trainers: ProofTrainers,
+        wanted: Held,
+    ) -> None:
+        """Take all turns of a series, an even number, and add its rows."""
+        turns: list[dict[str, Any]] = []
+        for number in range(self.options.turns):
+            last = number % 2 == 1
+            began = time.perf_counter()
+            await sleep()
+            sleep_s = time.perf_counter() - began
+            await trainers.all(
+                "step", LAST_SEED if last else OTHER_SEED + number, self.options.extra
+            )
+            step_s = time.perf_counter() - began - sleep_s
+            found = await update(server, trainers)
+            whole_s = time.perf_counter() - began
+            began = time.perf_counter()
+            held = await server.held()
+            used = {key: round(size / GIB, 2) for key, size in (found.used or {}).items()}
+            turns.append({
+                "sleep_s": sleep_s, "step_s": step_s, "whole_s": whole_s,
+                "check_s": time.perf_counter() - began, **asdict(found), "used_gib": used,
+            })  # fmt: skip
+            self.told["turns"][name] = turns
+            self.say(
+                f"{name}, turn {number}: update {found.update_s * 1e3:.1f} ms (wire {found.wire_s * 1e3:.1f}), "
+                f"publish {found.publish_s * 1e3:.1f}, sleep {sleep_s * 1e3:.0f}, step {step_s * 1e3:.0f}; GiB {used}; "
+                f"{ {k: round(v * 1e3, 1) for k, v in (found.phase_s or {}).items()} }"
+            )
+            self._compare(f"{name}, turn {number}", held, wanted, equal=last)
+        self.told["outcomes"][name] = (
+            f"equal: {sum(map(len, wanted.fingerprints))} tensors, {len(wanted.tokens)} prompts, "
+            f"{len(turns)} turns"
+        )
+        self.say(f"{name}: {self.told['outcomes'][name]}")
+        await self._add_rows(name, turns, trainers)
+
+    def _compare(self, when: str, held: Held, wanted: Held, *, equal: bool) -> None:
+        different = held.different(wanted)
+        if not equal:
+            assert different, f"{when}: other weights must be other fingerprints"
+            assert held.tokens != wanted.tokens, f"{when}: other weights must be other tokens"
+            return
+        assert not different, f"{when}: {len(different)} tensors differ: {different[:8]}"
+        assert held.tokens == wanted.tokens, (
+            f"{when}: tensors are equal, tokens are not: {held.tokens} {wanted.tokens}"
+        )
+
+    async def _add_rows(
+        self, name: str, turns: list[dict[str, Any]], trainers: ProofTrainers
+    ) -> None:
+        nbytes = turns[-1]["nbytes"]
+        if not self.copy_s:
+            # The engine is awake, so a full copy of a large model may not fit; copy one GiB at most.
+            copied = max(min(nbytes // self.options.tp, GIB), 1)
+            self.copy_s = (await trainers.all("copy_s", copied))[0][1] * nbytes / copied
+            self.copy_s /= self.options.tp
+        options = self.options
+        case = f"{options.engine} TP{options.tp}, {options.case}, {name}"
+        reference = "copy within the GPU"
+        self.rows += [
+            Row(case, f"{key}, median", median_p95([t[f"{key}_s"] for t in turns[1:]])[0], "s", reference, self.copy_s)
+            for key in ("update", "wire", "sleep", "publish", "whole")
+            if turns[-1][f"{key}_s"]
+        ]  # fmt: skip
+        for point in turns[-1]["used_gib"]:
+            peak = max(turn["used_gib"][point] for turn in turns)
+            self.rows.append(
+                Row(case, f"in use: {point}, peak", peak, "GiB", "weights", nbytes / GIB or 1.0)
+            )
+        self.write()
+
+    def write(self) -> None:
+        if self.options.json is None:
+            return
+        on_gpu = not self.options.on_cpu
+        where = {
+            "device": torch.cuda.get_device_name(0) if on_gpu else "cpu",
+            "engine": self.options.engine, "engine_version": engine_version(self.options.engine),
+            "tp": self.options.tp, "trainers": self.options.trainers, "case": self.options.case,
+            "compiles": self.options.compiles, "extra": self.options.extra,
+            "torch": str(torch.__version__),
+        }  # fmt: skip
+        told = {"where": where, **self.told, "rows": [asdict(row) for row in self.rows]}
+        self.options.json.write_text(json.dumps(told, indent=2) + "\n")
+
+
+async def serves(server: ProofServer) -> bool:
+    """Return whether the server listens and is healthy."""
+    try:
+        async with server.session.get(f"{server.engine.url}/health") as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+def options_of(words: list[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    options = parser(__doc__ or "")
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    options.add_argument("--engine", choices=sorted(TURN_ENGINES), default="vllm")
+    options.add_argument("--case", choices=sorted(CASES), required=True)
+    options.add_argument("--tp", type=int, default=1)
+    options.add_argument("--trainers", type=int, default=1, help="trainer ranks, on the same GPUs")
+    options.add_argument(
+        "--turns", type=int, default=10, help="turns of each series; an even number"
+    )
+    options.add_argument(
+        "--extra", type=float, default=2.0, help="memory of a step, in multiples of the weights"
+    )
+    options.add_argument("--kv-gib", type=float, default=20.0, help="size of the KV cache")
+    options.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile")
+    options.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
+    options.add_argument(
+        "--start-s", type=float, default=200.0, help="deadline of a server's start"
+    )
+    options.add_argument("--port", type=int, default=19123)
+    options.add_argument("--on-cpu", action="store_true", help="test run on a CPU")
+    options.add_argument(
+        "--engine-path", default="", help="further folders of the engine's modules, for a test run"
+    )
+    options.add_argument(
+        "--python", default=sys.executable, help="interpreter of the engine's environment"
+    )
+    parsed = options.parse_args(words)
+    if parsed.turns % 2:
+        options.error(f"--turns must be even, got {parsed.turns}")
+    parsed.transports, parsed.kv_nbytes = ["pull"], int(parsed.kv_gib * GIB)
+    parsed.compiles = parsed.cuda_graphs = not parsed.eager and not parsed.on_cpu
+    parsed.logs.mkdir(parents=True, exist_ok=True)
+    if parsed.engine_path:
+        path = (parsed.engine_path, os.environ.get("PYTHONPATH", ""))
+        os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    return parsed
+
+
+async def main(options: argparse.Namespace) -> int:
+    """Run the case; print the figures. Return 1 after a failure."""
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    status = 0
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(options, Path(folder))
+        try:
+            await run.prove()
+        except Exception as error:  # noqa: BLE001 - the figures until then are shown
+            status = 1
+            run.told["outcomes"]["failed"] = f"{type(error).__name__}: {error}"[:3000]
+            run.say(f"failed: {type(error).__name__}: {error}"[:3000])
+            for what, log in run.logs.items():
+                for line in reasons(log) or tail(log):
+                    print(f"    {what}: {line}", flush=True)
+        run.write()
+    report(run.rows, None, "turns")
+    for name, outcome in run.told["outcomes"].items():
+        print(f"{name}: {outcome[:600]}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(options_of(sys.argv[1:]))))

@@ -1,0 +1,41 @@
+"""Sleep of one rank of a third-party engine: the engine's own sleep mode frees and maps the memory of the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from windlass.config import PauseMode
+
+
+@final
+class RankSleep:
+    """State of the engine's sleep mode in one rank.
+
+    The engine's main loop, which sleeps and wakes, writes `asleep` and `is_lost`. The agent's thread reads them.
+
+    Attributes:
+        is_enabled: whether the engine was started with its sleep mode.
+        asleep: kinds of memory that have no pages now, by the engine's names.
+        is_lost: whether the values of the weights are lost, and no round has filled the weights since.
+        ask: function of a pause mode and a deadline that makes every rank of the engine sleep; None if another rank or
+            only the trainer can do so.
+    """
+
+    WEIGHTS = "weights"
+    """Name of the memory of the weights in `asleep`; both engines use it."""
+
+    def __init__(self) -> None:
+        self.is_enabled = self.is_lost = False
+        self.asleep: frozenset[str] = frozenset()
+        self.ask: Callable[[PauseMode, float], None] | None = None
+
+    @property
+    def is_at_rest(self) -> bool:
+        """True if the engine's scheduler is paused, because memory sleeps or the weights are lost."""
+        return bool(self.asleep) or self.is_lost
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the weights have no values: they sleep or are lost."""
+        return self.WEIGHTS in self.asleep or self.is_lost

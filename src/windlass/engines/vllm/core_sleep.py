@@ -1,0 +1,138 @@
+"""Sleep mode in vLLM's EngineCore: the scheduler stays paused until a round has filled the weights.
+
+vLLM's `/sleep` pauses the scheduler and frees memory in all workers. `/wake_up` maps the memory again by tag, and resumes
+the scheduler when all memory is back. A round of Windlass can come at any time in between:
+
+- `begin` wakes the weights, before a round writes into them.
+- `go_on` wakes the KV cache if `begin` woke the weights, and resumes the scheduler. If the framework woke the weights
+  itself, it also wakes the KV cache, before or after `go_on`.
+
+While the weights are lost, or a round writes them, the patched `resume_scheduler` only records that the scheduler shall
+resume, and `go_on` resumes it. All functions run in the core's loop, between two steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from windlass.engines.rank_sleep import RankSleep
+
+WEIGHTS = RankSleep.WEIGHTS
+GO_ON = "windlass_go_on"
+"""Method of `/collective_rpc` and `CoreCalls` that the core carries out itself: `go_on`."""
+RESTS = "rests"
+"""Third argument of `windlass_quiesce` for a server whose scheduler is paused by vLLM's sleep mode."""
+_SHORTAGE, _IS_EMPTY, _REFUSES = "windlass_shortage", "windlass_is_empty", "windlass_refuse"
+"""Worker methods."""
+
+
+class _Turn:
+    """State of the turn of this process's EngineCore.
+
+    Attributes:
+        may_be_lost: whether the engine has slept at level 2, and no round has ended since.
+        is_in_round: whether a round writes the weights.
+        resumes: whether the scheduler shall resume as soon as it may.
+        woke: whether a round woke the weights, so that `go_on` also wakes the KV cache.
+    """
+
+    may_be_lost = is_in_round = resumes = woke = False
+
+
+_turn = _Turn()
+
+
+@functools.cache
+def keep_lost_weights_paused() -> None:
+    """Patch the EngineCore of this process as the module docstring describes. Idempotent."""
+    from vllm.v1.engine.core import EngineCore
+
+    fall_asleep, resume = EngineCore.sleep, EngineCore.resume_scheduler
+
+    def sleep(core: Any, level: int = 1, mode: str = "abort") -> Any:
+        if level >= 1 and may_sleep(core):
+            if core.model_executor.is_sleeping and WEIGHTS not in core.model_executor.sleeping_tags:
+                # vLLM 0.24 ignores this call while the KV cache sleeps.
+                core.model_executor.wake_up(None)
+            _turn.may_be_lost |= level > 1
+            _turn.resumes = _turn.woke = _turn.is_in_round = False
+        return fall_asleep(core, level, mode)
+
+    def resume_scheduler(core: Any) -> None:
+        if _turn.is_in_round or _is_empty(core):
+            _turn.resumes = True
+        else:
+            resume(core)
+
+    EngineCore.sleep, EngineCore.resume_scheduler = sleep, resume_scheduler
+
+
+def may_sleep(core: Any) -> bool:
+    """Return whether the server of an EngineCore was started with vLLM's sleep mode and our weight-transfer backend."""
+    from windlass.engines.vllm.engine_core import is_backend_of
+
+    config = core.vllm_config
+    return is_backend_of(config) and bool(config.model_config.enable_sleep_mode)
+
+
+def is_at_rest(core: Any) -> bool:
+    """Return whether memory sleeps, or weights are lost."""
+    return may_sleep(core) and (bool(core.model_executor.is_sleeping) or _is_empty(core))
+
+
+def begin(core: Any, pause_id: str) -> None:
+    """Wake the weights before a round, and keep the scheduler paused until `go_on`.
+
+    `pause_id` is the pause that the agents wait for; if it is empty, the pause that they ask for now.
+
+    Raises:
+        RuntimeError: a rank has too little memory, or the engine has woken since its agent asked for the pause. The
+            agents of all ranks get the reason.
+    """
+    try:
+        _require_paused(core)
+        if WEIGHTS in core.model_executor.sleeping_tags:
+            _wake(core, [WEIGHTS])
+            _turn.woke = True
+    except Exception as error:
+        core.collective_rpc(_REFUSES, args=(pause_id, f"{error}"))
+        raise
+    _turn.is_in_round = True
+
+
+def _require_paused(core: Any) -> None:
+    if not core.is_scheduler_paused():
+        raise RuntimeError("the engine woke while the round began; the next round updates it")
+
+
+def go_on(core: Any) -> None:
+    """Wake the KV cache and resume the scheduler after a round, if nothing else has to come first. Idempotent.
+
+    Raises:
+        RuntimeError: a rank has too little memory. The caller may repeat the call.
+    """
+    if _is_empty(core):
+        return
+    if _turn.woke and core.model_executor.is_sleeping:
+        _wake(core, sorted(core.model_executor.sleeping_tags))
+    resumes = _turn.woke or _turn.resumes
+    _turn.may_be_lost = _turn.is_in_round = _turn.woke = _turn.resumes = False
+    if resumes:
+        core.resume_scheduler()
+
+
+def _is_empty(core: Any) -> bool:
+    return _turn.may_be_lost and any(core.collective_rpc(_IS_EMPTY))
+
+
+def _wake(core: Any, tags: Sequence[str]) -> None:
+    """Wake memory on all ranks, if all ranks have enough.
+
+    A worker that raises would leave the answers of the other workers unread, so ask all workers first.
+    """
+    reasons = [reason for reason in core.collective_rpc(_SHORTAGE, args=(tags,)) if reason]
+    if reasons:
+        raise RuntimeError(reasons[0])
+    core.model_executor.wake_up(list(tags))

@@ -1,0 +1,135 @@
+"""vLLM's sleep mode in a worker: what sleeps, which values are lost, and which values Windlass restores.
+
+vLLM frees the memory of the weights and of the KV cache, and keeps the addresses. At level 1 it copies the weights to host
+memory and back. At level 2 it restores only the buffers of the served model. Updates write the weights, and compute
+derived values again. All other tensors of the models (plain attributes, models that no update reaches) would be lost, so
+`WorkerSleep` copies them to host memory and back.
+
+vLLM calls all methods in the worker's main loop, between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import chain
+from typing import Any, NamedTuple, final
+
+import torch
+
+from windlass.engines.capture.memory import Holding, held_by
+from windlass.engines.engine_rank import EngineRank
+from windlass.engines.rank_sleep import RankSleep
+from windlass.engines.vllm.rank import Worker, cache_storages, models_of
+
+WEIGHTS, CACHES = RankSleep.WEIGHTS, "kv_cache"
+"""Tags of vLLM (0.24, 0.32) for memory that it frees at every level, and maps again by tag."""
+
+
+class Allocation(NamedTuple):
+    """Memory that sleeps. `tag` is `WEIGHTS` or `CACHES`, or another tag of vLLM 0.32."""
+
+    address: int
+    nbytes: int
+    tag: str
+
+
+def allocations() -> list[Allocation]:
+    """Return the memory of this process that vLLM's allocator frees when it sleeps; none for vLLM on a CPU."""
+    if not torch.cuda.is_available():
+        return []
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    known = CuMemAllocator.get_instance().pointer_to_data
+    return [Allocation(address, data.handle[1], data.tag) for address, data in known.items()]
+
+
+@final
+class WorkerSleep:
+    """Wraps `sleep` and `wake_up` of one worker of a server with `--enable-sleep-mode`.
+
+    Args:
+        worker: vLLM's worker.
+        rank: the worker's rank; its `sleep` gets the state.
+    """
+
+    def __init__(self, worker: Worker, rank: EngineRank) -> None:
+        self._worker, self._rank = worker, rank
+        self._sleep, self._wake_up = worker.sleep, worker.wake_up
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        rank.sleep.is_enabled = True
+        worker.sleep, worker.wake_up = self.sleep, self.wake_up
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory; see vLLM's `Worker.sleep`. At level 2, the values of the weights are lost."""
+        state = self._rank.sleep
+        if level > 1:
+            # Set this first: vLLM may fail after it has freed memory.
+            state.is_lost = True
+            self._saved = [(memory, memory.to("cpu", copy=True)) for memory in self._others()]
+        state.asleep = frozenset({WEIGHTS, CACHES})
+        self._sleep(level)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Map memory again; see vLLM's `Worker.wake_up`. Memory that is awake stays as it is."""
+        state, worker = self._rank.sleep, self._worker
+        woken = state.asleep if tags is None else state.asleep & {*tags}
+        if not woken:
+            return
+        buffers = worker._sleep_saved_buffers
+        if WEIGHTS in state.asleep - woken:
+            # vLLM 0.24 restores these buffers in every call, also while they sleep.
+            worker._sleep_saved_buffers = {}
+        try:
+            self._wake_up(sorted(woken))
+        finally:
+            if WEIGHTS in state.asleep - woken:
+                worker._sleep_saved_buffers = buffers
+        if WEIGHTS in woken:
+            with torch.inference_mode():
+                for memory, value in self._saved:
+                    memory.copy_(value)
+            self._saved = []
+        state.asleep -= woken
+
+    def shortage(self, tags: Collection[str]) -> str:
+        """Return why there is too little memory to wake `tags`; empty if there is enough."""
+        woken = self._rank.sleep.asleep & {*tags}
+        needed = sum(found.nbytes for found in allocations() if found.tag in woken)
+        if not needed:
+            return ""
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        if needed <= free:
+            return ""
+        return (
+            f"wake: {' and '.join(sorted(woken))} need {needed} bytes, and the GPU has {free} bytes free; free the "
+            "trainer's memory first, for example in connect_trainer(release=...)"
+        )
+
+    def _others(self) -> Iterator[torch.Tensor]:
+        """Yield the memory that sleeps and that neither an update nor a calculation after it fills."""
+        captured = self._rank.captured
+        sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
+        received = {*zip(captured.addresses, sizes, strict=True)}
+        written = {*captured.repacked, *captured.recomputed}
+        pages = [found for found in allocations() if found.tag == WEIGHTS]
+        caches = cache_storages(self._worker)
+        held = (held_by(model, caches).values() for model in models_of(self._worker))
+        for holding in chain.from_iterable(held):
+            is_received = (holding.address, holding.nbytes) in received
+            if is_received or holding.name in written or not _sleeps(holding, pages):
+                continue
+            yield holding.memory()
+
+
+def _sleeps(holding: Holding, pages: list[Allocation]) -> bool:
+    """Return whether a tensor is in memory that sleeps. Without a list of this memory, every tensor may sleep."""
+    return not pages or any(
+        found.address <= holding.address < found.address + found.nbytes for found in pages
+    )
+
+
+def install(worker: Any, rank: EngineRank) -> None:
+    """Wrap the worker's sleep mode, if the server was started with it. Idempotent."""
+    if worker.vllm_config.model_config.enable_sleep_mode and not rank.sleep.is_enabled:
+        worker.windlass_sleep = WorkerSleep(worker, rank)
