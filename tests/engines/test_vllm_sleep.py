@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from fresh_servers import SUPPORT
+from live_updates import metric
 from rows import Record, of_setting
 from servers import (
     HTTP_S,
@@ -33,12 +34,12 @@ from servers import (
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, Reaction
-from windlass.errors import RoundAborted, WindlassError
+from windlass.errors import RoundAborted
 from windlass.trainers.client import TrainerClient
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
-KIND, DEADLINE_S, NUM_TOKENS = "dense", 120.0, 8
+KIND, DEADLINE_S, NUM_TOKENS, LONG = "dense", 120.0, 8, 60
 PROMPT = [(i * i * 7 + i * 3) % 240 + 5 for i in range(64)]
 """Prompt of two blocks of the prefix cache."""
 SLEEPS = str(SUPPORT / "cpu_sleep")
@@ -86,6 +87,18 @@ class Turns:
         assert live == await asyncio.to_thread(self.server.digests_of_fresh_load, checkpoint)
         assert (await self.ask()).tokens == answer.tokens
 
+    async def publish_again(self) -> None:
+        """Publish the present weights under a new number."""
+        self.version += 1
+        self.model.save_pretrained(self.folder / str(self.version))
+        await self.publish()
+
+    async def until_running(self) -> None:
+        """Wait until a request runs."""
+        async with asyncio.timeout(HTTP_S):
+            while not await asyncio.to_thread(metric, self.server, "num_requests_running"):
+                pass
+
     async def must_wait(self, task: asyncio.Task[Sample], seconds: float = 3.0) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(task), seconds)
@@ -105,7 +118,6 @@ def sleeping_server(folder: Path, tp: int) -> Iterator[Server]:
 @asynccontextmanager
 async def taking_turns(server: Server, folder: Path, **config: Any) -> AsyncIterator[Turns]:
     """Let the server join a new fleet and serve version 0."""
-    folder.mkdir()
     told = ControlConfig(pause_mode=PauseMode.ABORT, deadlines=PhaseDeadlines(pause_s=60), **config)
     async with windlass.Controller(token=TOKEN, config=told) as controller:
         await asyncio.to_thread(server.join, controller.url, "pull")
@@ -125,19 +137,28 @@ async def taking_turns(server: Server, folder: Path, **config: Any) -> AsyncIter
 @pytest.mark.parametrize("tp", [1, 2])
 async def test_vllm_takes_turns_with_its_trainer(tp: int, tmp_path: Path, shown: Record) -> None:
     with sleeping_server(tmp_path, tp) as server:
-        await take_all_turns(server, tmp_path / "fleet")
+        await take_turns(server, tmp_path / "turns")
+        await fail_turns(server, tmp_path / "faults")
+    detail = f"the server sleeps and reads, with {tp} ranks; the test gives vLLM on CPUs memory that sleeps"
+    setting = f"--enable-sleep-mode with pull, TP{tp}"
+    shown(of_setting("vllm", engine_version("vllm"), setting, detail=detail))
 
 
-async def take_all_turns(server: Server, folder: Path) -> None:
+async def take_turns(server: Server, folder: Path) -> None:
     async with taking_turns(server, folder) as turns:
         for level in (1, 2):
             await turns.post(f"/sleep?level={level}")
             turns.step()
             await turns.publish()
             await turns.check()
-        await turns.controller.sleep_engines(mode=PauseMode.ABORT)
+        running = asyncio.create_task(asyncio.to_thread(server.sample, PROMPT, LONG))
+        await turns.until_running()
+        await turns.controller.sleep_engines(mode=PauseMode.RETRACT)
         turns.step()
         await turns.publish()
+        answer = await running
+        assert set(answer.versions) <= {turns.version - 1, turns.version}
+        assert answer.versions[-1] == turns.version
         await turns.check()
         # The framework wakes the weights before the update and the KV cache after it.
         await turns.post("/sleep?level=2")
@@ -149,10 +170,68 @@ async def take_all_turns(server: Server, folder: Path) -> None:
         await turns.post("/wake_up?tags=kv_cache")
         await turns.check(await waiting)
         # The framework wakes everything before the update.
+        for order in (["weights", "kv_cache"], ["kv_cache", "weights"], []):
+            await turns.post("/sleep?level=2")
+            turns.step()
+            for tag in order or [""]:
+                await turns.post(f"/wake_up?tags={tag}" if tag else "/wake_up")
+            waiting = turns.ask()
+            await turns.must_wait(waiting)
+            await turns.publish()
+            await turns.check(await waiting)
+
+
+async def fail_turns(server: Server, folder: Path) -> None:
+    async with taking_turns(server, folder, non_finite=Reaction.REFUSE) as turns:
         await turns.post("/sleep?level=2")
         turns.step()
-        await turns.post("/wake_up")
         waiting = turns.ask()
+        weight = turns.model.lm_head.weight
+        saved = weight[0, 0].item()
+        with torch.no_grad():
+            weight[0, 0] = torch.nan
+        with pytest.raises(RoundAborted, match="lm_head"):
+            await turns.publish()
+        with torch.no_grad():
+            weight[0, 0] = saved
+        # The round has woken the weights and has not filled them.
+        await turns.post("/resume")
+        await turns.post("/wake_up")
         await turns.must_wait(waiting)
-        await turns.publish()
+        # A trainer that needs its memory again makes the server sleep once more.
+        await turns.post("/sleep?level=2")
+        await turns.publish_again()
         await turns.check(await waiting)
+        # A rank has too little memory.
+        await turns.post("/sleep?level=2")
+        waiting = turns.ask()
+        turns.step()
+        with no_more_memory(server):
+            update = turns.trainer.publish(turns.version, deadline_s=DEADLINE_S)
+            with pytest.raises(RoundAborted, match=r"must be mapped again: Cannot allocate memory"):
+                await asyncio.to_thread(update.result)
+        await turns.must_wait(waiting)
+        await turns.publish_again()
+        await turns.check(await waiting)
+        # The controller ends while the weights are lost. The next trainer fills all of them.
+        await turns.post("/sleep?level=2")
+        waiting = turns.ask()
+        await turns.post("/wake_up")
+    async with taking_turns(server, folder / "next") as turns:
+        await turns.check(await waiting)
+
+
+@contextmanager
+def no_more_memory(server: Server) -> Iterator[None]:
+    """Let no process of the server get more private memory than it has."""
+    pids = family(server.process.pid)
+    before = {pid: resource.prlimit(pid, resource.RLIMIT_DATA) for pid in pids}
+    for pid, (_, hard) in before.items():
+        status = Path(f"/proc/{pid}/status").read_text()
+        used = int(status.partition("VmData:")[2].split()[0]) << 10
+        resource.prlimit(pid, resource.RLIMIT_DATA, (used, hard))
+    try:
+        yield
+    finally:
+        for pid, limits in before.items():
+            resource.prlimit(pid, resource.RLIMIT_DATA, limits)
