@@ -33,6 +33,7 @@ from servers import (
 )
 
 import windlass
+from windlass import UpdateReport
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, Reaction
 from windlass.errors import RoundAborted
 from windlass.trainers.client import TrainerClient
@@ -75,8 +76,10 @@ class Turns:
         self.model.save_pretrained(self.folder / str(self.version))
 
     async def publish(self) -> None:
-        update = self.trainer.publish(self.version, deadline_s=DEADLINE_S)
-        assert (await asyncio.to_thread(update.result)).left_out == {}
+        def publish() -> UpdateReport:
+            return self.trainer.publish(self.version, deadline_s=DEADLINE_S).result()
+
+        assert (await asyncio.to_thread(publish)).left_out == {}
 
     async def check(self, answer: Sample | None = None) -> None:
         """Require every tensor of the newest version, and that version on every token of an answer."""
@@ -199,17 +202,16 @@ async def fail_turns(server: Server, folder: Path) -> None:
         await turns.post("/wake_up")
         await turns.must_wait(waiting)
         # A trainer that needs its memory again makes the server sleep once more.
-        await turns.post("/sleep?level=2")
+        await turns.post("/sleep?level=2&mode=keep")
         await turns.publish_again()
         await turns.check(await waiting)
         # A rank has too little memory.
         await turns.post("/sleep?level=2")
         waiting = turns.ask()
         turns.step()
-        with no_more_memory(server):
-            update = turns.trainer.publish(turns.version, deadline_s=DEADLINE_S)
-            with pytest.raises(RoundAborted, match=r"must be mapped again: Cannot allocate memory"):
-                await asyncio.to_thread(update.result)
+        why = r"must be mapped again: Cannot allocate memory"
+        with no_more_memory(server), pytest.raises(RoundAborted, match=why):
+            await turns.publish()
         await turns.must_wait(waiting)
         await turns.publish_again()
         await turns.check(await waiting)

@@ -245,6 +245,11 @@ class EngineRank:
         """Settings of the capture; raises UnsupportedLayout if `capture` has not been called."""
         return self.required()[0]
 
+    @property
+    def in_round(self) -> bool:
+        """True while a round may fill the weights of this rank, so that the rank must not sleep."""
+        return self._first is not None and self._first[2].in_round
+
     def required(self) -> tuple[AgentSettings, Captured, RankHooks]:
         """Return the settings, the layout and the hooks of the capture that this rank uses.
 

@@ -25,6 +25,7 @@ GO_ON = "windlass_go_on"
 RESTS = "rests"
 """Third argument of `windlass_quiesce` for a server whose scheduler is paused by vLLM's sleep mode."""
 _SHORTAGE, _IS_EMPTY, _REFUSES = "windlass_shortage", "windlass_is_empty", "windlass_refuse"
+_IN_ROUND = "windlass_in_round"
 """Worker methods."""
 
 
@@ -53,6 +54,8 @@ def keep_lost_weights_paused() -> None:
 
     def sleep(core: Any, level: int = 1, mode: str = "abort") -> Any:
         if level >= 1 and may_sleep(core):
+            if any(core.collective_rpc(_IN_ROUND)):
+                raise RuntimeError("sleep: an update runs; call again after its end")
             if core.model_executor.is_sleeping and WEIGHTS not in core.model_executor.sleeping_tags:
                 # vLLM 0.24 ignores this call while the KV cache sleeps.
                 core.model_executor.wake_up(None)

@@ -258,6 +258,10 @@ class WorkerMethods:
         """Return whether the weights of this rank sleep or are lost."""
         return self.windlass_engine_rank.sleep.is_empty
 
+    def windlass_in_round(self) -> bool:
+        """Return whether an update of this rank runs."""
+        return self.windlass_engine_rank.in_round
+
     def windlass_shortage(self, tags: list[str]) -> str:
         """Return why this rank has too little memory to wake `tags`; empty if it has enough."""
         worker: Worker = self
