@@ -19,6 +19,8 @@ from windlass.engines.capture.memory import held_by
 from windlass.memory.sleeping import SleepingMemory
 
 TAGS = ("weights", "kv_cache")
+SAVED = "_sleep_saved_buffers"
+"""Attribute of vLLM's worker with the buffers that it restores."""
 
 
 class Piece:
@@ -87,7 +89,7 @@ def install() -> None:
             return
         if level == 2:
             buffers = worker.model_runner.model.named_buffers()
-            worker._sleep_saved_buffers = {name: buffer.clone() for name, buffer in buffers}
+            vars(worker)[SAVED] = {name: buffer.clone() for name, buffer in buffers}
         worker.pool.sleep(("weights",) if level == 1 else ())
 
     def wake_up(worker: Any, tags: list[str] | None = None) -> None:
@@ -95,11 +97,11 @@ def install() -> None:
             awaken(worker, tags)
             return
         worker.pool.wake(TAGS if tags is None else tags)
-        saved = worker._sleep_saved_buffers
+        saved = vars(worker)[SAVED]
         for name, buffer in worker.model_runner.model.named_buffers():
             if name in saved:
                 buffer.data.copy_(saved[name])
-        worker._sleep_saved_buffers = {}
+        vars(worker)[SAVED] = {}
 
     CpuPlatform.is_sleep_mode_available = lambda _platform: True
     CPUWorker.load_model, CPUWorker.initialize_from_config = load_model, initialize_from_config
