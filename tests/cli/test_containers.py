@@ -16,7 +16,7 @@ import pytest
 from windlass import envs
 from windlass.cli.main import full_parser
 from windlass.engines.sglang.spec import RELEASES as SGLANG
-from windlass.engines.vllm.engine_core import BACKEND
+from windlass.engines.vllm.backend import BACKEND
 from windlass.engines.vllm.spec import RELEASES as VLLM
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,8 @@ from windlass.engines.adapters import adapter_of
 from windlass.engines.join_route import JoinOrder
 from windlass.engines.rank_reports import check_layouts, reason_of
 from windlass.engines.spec import AgentSettings, CapturedLayout, RankStep, join_deadline_s
-from windlass.engines.vllm.engine_core import ORDERS, is_backend_of
+from windlass.engines.vllm.backend import is_backend_of
+from windlass.engines.vllm.engine_core import ORDERS
 from windlass.engines.vllm.spec import refuse_runtime_adapters
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 

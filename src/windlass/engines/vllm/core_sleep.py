@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from windlass.engines.rank_sleep import RankSleep
+from windlass.engines.vllm.backend import is_backend_of
 
 WEIGHTS = RankSleep.WEIGHTS
 GO_ON = "windlass_go_on"
@@ -74,8 +75,6 @@ def keep_lost_weights_paused() -> None:
 
 def may_sleep(core: Any) -> bool:
     """Return whether the server of an EngineCore was started with vLLM's sleep mode and our weight-transfer backend."""
-    from windlass.engines.vllm.engine_core import is_backend_of
-
     config = core.vllm_config
     return is_backend_of(config) and bool(config.model_config.enable_sleep_mode)
 

@@ -61,6 +61,7 @@ from pathlib import Path
 from typing import Any, final
 
 from windlass.engines.spec import RankStep
+from windlass.engines.vllm.backend import is_backend_of
 from windlass.engines.vllm.core_sleep import (
     GO_ON,
     RESTS,
@@ -72,8 +73,6 @@ from windlass.envs import environment_value
 from windlass.errors import PeerTimeout, PeerUnreachable
 
 _log = logging.getLogger(__name__)
-BACKEND = "windlass"
-"""Value for `--weight-transfer-config`."""
 SCHEDULER = "windlass.engines.vllm.engine_core._scheduler"
 """Value for `--scheduler-cls`, for releases that do not report the versions of tokens."""
 STORES = ("OffloadingConnector", "MooncakeStoreConnector", "SimpleCPUOffloadConnector")
@@ -253,12 +252,6 @@ def stamps_tokens() -> bool:
     from vllm.v1.engine.core import EngineCore
 
     return "set_weight_version" not in vars(EngineCore) or bool(environment_value(OWN_VERSIONS))
-
-
-def is_backend_of(config: Any) -> bool:
-    """Return whether vLLM's `VllmConfig` selects our weight-transfer backend."""
-    transfer = vars(config).get("weight_transfer_config")
-    return transfer is not None and bool(transfer.backend == BACKEND)
 
 
 def _scheduler(**made_with: Any) -> object:

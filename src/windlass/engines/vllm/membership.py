@@ -29,7 +29,8 @@ from windlass.engines.private_routes import (
 from windlass.engines.spec import refuse_expandable_segments
 from windlass.engines.versions import check_installed
 from windlass.engines.vllm.api_server import join_ranks, settings_of
-from windlass.engines.vllm.engine_core import BACKEND, SCHEDULER, stamps_tokens
+from windlass.engines.vllm.backend import BACKEND
+from windlass.engines.vllm.engine_core import SCHEDULER, stamps_tokens
 from windlass.engines.vllm.spec import RELEASES, generate_route, require_backend
 from windlass.envs import (
     CONTROLLER_VARIABLE,

@@ -15,7 +15,8 @@ from windlass.engines.options import Rule, options_of, refuse_settings
 from windlass.engines.quantised import require_followed
 from windlass.engines.spec import EngineSpec, ServerCommand
 from windlass.engines.versions import EngineReleases, Feature
-from windlass.engines.vllm.engine_core import BACKEND, HANDOVERS, OWN_VERSIONS, SCHEDULER, STORES
+from windlass.engines.vllm.backend import BACKEND
+from windlass.engines.vllm.engine_core import HANDOVERS, OWN_VERSIONS, SCHEDULER, STORES
 from windlass.engines.vllm.sampling import PROCESSED
 from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError

@@ -10,9 +10,10 @@ import contextlib
 import functools
 from typing import Any
 
+from windlass.engines.vllm.backend import BACKEND, is_backend_of
 from windlass.engines.vllm.core_sleep import keep_lost_weights_paused
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
-from windlass.engines.vllm.engine_core import BACKEND, is_backend_of, keep_caches_apart
+from windlass.engines.vllm.engine_core import keep_caches_apart
 from windlass.engines.vllm.sampling import set_defaults
 from windlass.engines.vllm.spec import follow_quantised, refuse_unsafe_config
 from windlass.envs import CONTROLLER_VARIABLE, environment_value

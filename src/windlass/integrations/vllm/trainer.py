@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer import (
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 from windlass.config import ControlConfig
-from windlass.engines.vllm.engine_core import BACKEND
+from windlass.engines.vllm.backend import BACKEND
 from windlass.errors import ConfigError
 from windlass.integrations.fleet_sync import SentWeights
 from windlass.integrations.hosted import TrainerRanks
