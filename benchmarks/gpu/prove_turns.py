@@ -55,6 +55,8 @@ from windlass.config import ControlConfig, PauseMode, PhaseDeadlines
 
 LAST_SEED, OTHER_SEED = 7, 11
 GIB = 1 << 30
+FEW = 4
+"""Largest number of turns of a series that is not one of the engine's kinds of sleep."""
 PORTS = 500
 """Distance of the ports of two servers, because engines use further ports above their own."""
 Sleep = Callable[[], Awaitable[None]]
@@ -151,15 +153,15 @@ class Run:
                     async def by_framework(level: str = level) -> None:
                         await self.engine.sleep(server, level)
 
-                    await self._series(
-                        f"level {level}", by_framework, self._publish, server, trainers, wanted
-                    )
+                    name = f"level {level}"
+                    await self._series(name, by_framework, self._publish, server, trainers, wanted)
 
                 async def by_controller() -> None:
                     await controller.sleep_engines(mode=PauseMode.ABORT)
 
                 await self._series(
-                    "controller", by_controller, self._publish, server, trainers, wanted
+                    *("controller", by_controller, self._publish, server, trainers, wanted),
+                    at_most=FEW,
                 )
                 await trainers.all("disconnect")
             finally:
@@ -199,6 +201,9 @@ class Run:
             used = (await trainers.all("points"))[0][1]
             return Published(seconds, seconds, used=used)
 
+        if self.options.own_path:
+            path = (os.environ.get("PYTHONPATH", ""), self.options.own_path)
+            os.environ["PYTHONPATH"] = os.pathsep.join(path)
         try:
             server.process = await start(server.engine.settings, words, self.logs["own"], own)
             async with asyncio.timeout(self.options.start_s):
@@ -206,7 +211,9 @@ class Run:
                     assert server.process.returncode is None, "the plain server ended"
                     await asyncio.sleep(0.5)
             self.say("the plain server is up")
-            await self._series(self.engine.own, sleep, update, server, trainers, wanted)
+            await self._series(
+                self.engine.own, sleep, update, server, trainers, wanted, at_most=FEW
+            )
         except Exception as error:  # noqa: BLE001 - the rows of Windlass stay
             self.told["outcomes"][self.engine.own] = f"{type(error).__name__}: {error}"[:2000]
             self.say(f"{self.engine.own}: {type(error).__name__}: {error}"[:1500])
@@ -223,10 +230,12 @@ class Run:
         server: ProofServer,
         trainers: ProofTrainers,
         wanted: Held,
+        *,
+        at_most: int = 1 << 30,
     ) -> None:
         """Take all turns of a series, an even number, and add its rows."""
         turns: list[dict[str, Any]] = []
-        for number in range(self.options.turns):
+        for number in range(min(self.options.turns, at_most)):
             last = number % 2 == 1
             began = time.perf_counter()
             await sleep()
@@ -341,6 +350,11 @@ def options_of(words: list[str]) -> argparse.Namespace:
     options.add_argument("--on-cpu", action="store_true", help="test run on a CPU")
     options.add_argument(
         "--engine-path", default="", help="further folders of the engine's modules, for a test run"
+    )
+    options.add_argument(
+        "--own-path",
+        default="",
+        help="further folder of modules that only the engine's own path needs",
     )
     options.add_argument(
         "--python", default=sys.executable, help="interpreter of the engine's environment"

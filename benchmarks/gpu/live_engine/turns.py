@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -128,8 +129,10 @@ class TurnsRank(FsdpProof):
         self.empty_cache()
         return sorted(seconds)[2]
 
-    def send_ipc(self, url: str) -> None:
+    def send_ipc(self, url: str, own_path: str) -> None:
         """Send whole tensors by vLLM's backend `ipc` (0.24, `examples/rl/rlhf_http_ipc.py`), then free the memory."""
+        if own_path and own_path not in sys.path:
+            sys.path.append(own_path)
         from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
         def whole() -> Iterator[tuple[str, torch.Tensor]]:
@@ -221,7 +224,7 @@ class VllmTurns:
     async def own_update(self, server: ProofServer, trainers: Any) -> None:
         await server.engine.call("/wake_up?tags=weights")
         await server.engine.post("/start_weight_update", {})
-        await trainers.all("send_ipc", server.engine.url)
+        await trainers.all("send_ipc", server.engine.url, server.options.own_path)
         await server.engine.post("/finish_weight_update", {})
         await server.engine.call("/wake_up?tags=kv_cache")
 
