@@ -116,7 +116,11 @@ class Controller:
 
     @asynccontextmanager
     async def evaluation(
-        self, workflows: Mapping[str, Workflow] | None = None, *, max_concurrent: int = 64
+        self,
+        workflows: Mapping[str, Workflow] | None = None,
+        *,
+        max_concurrent: int = 64,
+        tokenizer: str = "",
     ) -> AsyncIterator[RolloutController]:
         """Yield a second rollout controller for the same engines, for evaluation. Its rollouts run in this event loop.
 
@@ -126,10 +130,11 @@ class Controller:
         Args:
             workflows: name -> workflow (user code).
             max_concurrent: maximum number of concurrent rollouts.
+            tokenizer: folder of the model's tokenizer, for prompts of text and messages; empty for none.
         """
         policy = StalenessPolicy.unbounded(max_concurrent)
         async with RolloutController(self.coordinator, policy, token=self._token) as evaluation:
-            evaluation.run_here(workflows or {}, max_concurrent=max_concurrent)
+            evaluation.run_here(workflows or {}, max_concurrent=max_concurrent, tokenizer=tokenizer)
             yield evaluation
 
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:

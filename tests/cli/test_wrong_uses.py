@@ -224,7 +224,7 @@ async def test_a_prompt_without_plain_integers_is_refused() -> None:
             (rollout,) = await rollouts.wait([handle], deadline_s=60)
             assert rollout.prompt_ids == (1, 2)
             assert {type(token) for token in rollout.prompt_ids} == {int}
-        for wrong in ("a text", [1.5], [[1, 2]], [1 << 63]):
+        for wrong in ([1.5], ["a text"], [[1, 2]], [1 << 63]):
             with pytest.raises(ConfigError, match="prompt_ids must be integers"):
                 rollouts.submit_group(wrong, 2, SAMPLING)  # type: ignore[arg-type]
         for empty in ((), np.array([], np.int64)):

@@ -879,7 +879,7 @@ async def test_strangers_and_nonsense_are_refused(rig: Rig) -> None:
         (((1, 5), 4, {"max_new_tokens": 1}), "sampling must be SamplingParams, got {'max_new"),
         (((1, 5), 4, None), "sampling must be SamplingParams, got None"),
         ((5, 4, SAMPLING), "prompt_ids must be integers"),
-        (("ab", 4, SAMPLING), "prompt_ids must be integers"),
+        ((["ab"], 4, SAMPLING), "prompt_ids must be integers"),
         ((None, 4, SAMPLING), "prompt_ids must be integers"),
     ],
 )

@@ -22,7 +22,7 @@ def turn(prompt: Tokens, output: Tokens, first: int, reason: str = "stop") -> Tu
 
 @st.composite
 def dialogues(draw: st.DrawFn) -> tuple[Turn, ...]:
-    """Draw calls that continue any earlier state, or begin anew, over an alphabet so small that prefixes collide."""
+    """Draw calls that continue an earlier state or start again, with so few tokens that prefixes are often equal."""
     tokens = st.lists(st.integers(0, 1), max_size=3).map(tuple)
     states: list[Tokens] = [()]
     numbers, turns = count(), []
@@ -123,7 +123,7 @@ def test_turns_with_inserted_tokens_are_one_trajectory_and_other_prompts_are_bra
 def test_a_call_continues_the_longest_of_several_trajectories() -> None:
     short, long = turn((1,), (2,), 0), turn((1, 2, 3), (4,), 1)
     again = turn((1,), (2,), 2)
-    # `long` continues `short`, so the repeated call begins a trajectory of its own, which the last call continues.
+    # `long` continues `short`. The repeated call starts a new trajectory, which the last call continues.
     last = turn((1, 2), (9,), 3)
     found = merge_turns([short, long, again, last])
     assert [each.output_ids for each in found] == [(2, 3, 4), (2, 9)]

@@ -222,6 +222,7 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         num_workers: number of worker processes; 0 runs rollouts in the controller's event loop.
         worker_script: script that calls `run_rollout_worker`; empty for the default worker.
         worker_arguments: arguments added to the worker's command line.
+        tokenizer: folder of the model's tokenizer, for prompts of text and messages; empty for none.
         python: interpreter of the worker processes; empty for the interpreter of this process.
         max_worker_restarts: largest number of restarts of each worker between two steps, after it died or stopped
             answering; the job fails if the worker does so once more.
@@ -242,6 +243,7 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
     num_workers: int = 1
     worker_script: str = ""
     worker_arguments: tuple[str, ...] = ()
+    tokenizer: str = ""
     python: str = ""
     max_worker_restarts: int = 3
     batch_deadline_s: float = 600.0

@@ -48,7 +48,9 @@ async def evaluate(
         workflows = recipe.workflows()
     sampling = settings.sampling_of(config.rollout.sampling)
     async with controller.evaluation(
-        workflows, max_concurrent=settings.max_concurrent
+        workflows,
+        max_concurrent=settings.max_concurrent,
+        tokenizer=config.rollout.tokenizer,
     ) as evaluation:
         handles = []
         for task in tasks:
@@ -57,7 +59,7 @@ async def evaluate(
             submit = (
                 partial(evaluation.submit_workflow, task.workflow, task.arguments)
                 if task.workflow
-                else partial(evaluation.submit, task.prompt_ids)
+                else partial(evaluation.submit, task.prompt or task.prompt_ids)
             )
             handles += [
                 submit(sampling, metadata=task.metadata) for _ in range(settings.samples_per_task)
@@ -68,7 +70,10 @@ async def evaluate(
     size = settings.samples_per_task
     groups = [
         RolloutGroup(
-            number, task.prompt_ids, rollouts[number * size : (number + 1) * size], task.metadata
+            number,
+            rollouts[number * size].prompt_ids,
+            rollouts[number * size : (number + 1) * size],
+            task.metadata,
         )
         for number, task in enumerate(tasks)
     ]

@@ -76,6 +76,7 @@ from windlass.rollout.messages import TrainingSample
 from windlass.rollout.reward_server import RewardServer, ServerRewards
 from windlass.rollout.rewards import RewardPool, Scorer
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.rollout.text import load_text
 from windlass.sampling import SamplingParams
 from windlass.transports.registry import parse_transport
 from windlass.wording import counted, shortest_path
@@ -603,10 +604,13 @@ class Job:
     async def _start(self) -> None:
         config, controller, progress = self._config, self.controller, self._progress
         deadline_s = config.start_deadline_s
+        if config.rollout.tokenizer:
+            # Load it in a thread: transformers would block the loop when a local worker begins.
+            await asyncio.to_thread(load_text, config.rollout.tokenizer)
         if not config.rollout.num_workers:
             with recipe_code("workflows"):
                 workflows = self._recipe.workflows()
-            controller.rollouts.run_here(workflows)
+            controller.rollouts.run_here(workflows, tokenizer=config.rollout.tokenizer)
         world_size, engines = config.trainer.world_size, [e.name for e in config.engines]
         coordinator = controller.coordinator
 
@@ -886,7 +890,7 @@ class Job:
         if task.workflow:
             submit = partial(rollouts.submit_workflow_group, task.workflow, task.arguments)
         else:
-            submit = partial(rollouts.submit_group, task.prompt_ids)
+            submit = partial(rollouts.submit_group, task.prompt or task.prompt_ids)
         handle = submit(rollout.samples_per_group, rollout.sampling, metadata=task.metadata)
         self._drawn = None
         self._open[handle.group_id] = task, handle
@@ -1241,6 +1245,8 @@ def _worker(config: LaunchConfig, number: int, url: str) -> ProcessSpec:
     python = config.rollout.python or sys.executable
     command = (python, *program, "--controller", url, "--name", name)
     command += ("--shutdown-s", f"{config.shutdown_s:g}")
+    if config.rollout.tokenizer:
+        command += ("--tokenizer", config.rollout.tokenizer)
     return ProcessSpec(name=name, command=(*command, *config.rollout.worker_arguments))
 
 

@@ -31,6 +31,7 @@ from windlass.net.logs import TRACEBACK_EVERY_S, LineLimit
 from windlass.rollout.batches import check_groups, training_samples
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.text import Chat, Message
 from windlass.rollout.values import encode_value
 from windlass.rollout.workflows import Workflow
 
@@ -55,12 +56,14 @@ class Task:
     Attributes:
         prompt_ids: tokens of a plain prompt. workflow: name of a workflow; empty for a plain prompt.
         arguments: arguments of the workflow. metadata: value returned with the group.
+        prompt: text, messages or a `Chat` in place of `prompt_ids`. The job needs `rollout.tokenizer`.
     """
 
     prompt_ids: tuple[int, ...] = ()
     workflow: str = ""
     arguments: object = None
     metadata: object = None
+    prompt: str | Sequence[Message] | Chat = ""
 
 
 class Recipe(ABC):
@@ -403,10 +406,15 @@ def encode_tasks(tasks: Iterable[Task]) -> bytes:
     return encode_value("tasks", [dataclasses.astuple(task) for task in tasks])
 
 
+def _decoded_prompt(prompt: Any) -> str | Sequence[Message] | Chat:
+    """Return the prompt of a task, of which msgpack has made a text, a list of messages or a mapping."""
+    return msgspec.convert(prompt, Chat) if isinstance(prompt, dict) else prompt
+
+
 def decode_tasks(encoded: bytes) -> list[Task]:
     """Decode the result of `encode_tasks`. Tuples in arguments and metadata become lists."""
     found = msgspec.msgpack.decode(encoded) if encoded else []
     return [
-        Task(tuple(prompt), workflow, arguments, metadata)
-        for prompt, workflow, arguments, metadata in found
+        Task(tuple(prompt_ids), workflow, arguments, metadata, *map(_decoded_prompt, prompt))
+        for prompt_ids, workflow, arguments, metadata, *prompt in found
     ]

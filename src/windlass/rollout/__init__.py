@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from windlass.rollout.staleness import OnStale as OnStale
     from windlass.rollout.staleness import StalenessPolicy as StalenessPolicy
     from windlass.rollout.tensors import SampleTensor as SampleTensor
+    from windlass.rollout.text import Chat as Chat
     from windlass.rollout.trajectories import Trajectory as Trajectory
     from windlass.rollout.trajectories import merge_turns as merge_turns
     from windlass.rollout.worker import run_rollout_worker as run_rollout_worker

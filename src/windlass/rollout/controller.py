@@ -12,7 +12,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Self, final
+from typing import Any, Self, final
 
 import msgspec
 from aiohttp import web
@@ -50,6 +50,7 @@ from windlass.rollout.messages import (
 from windlass.rollout.pool import LocalWorker, RemoteWorker, WorkerPool
 from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.table import Record, State
+from windlass.rollout.text import Prompt, encode_prompt
 from windlass.rollout.values import LARGEST_INTEGER, encode_value
 from windlass.rollout.workflows import Workflow, check_workflows
 from windlass.sampling import SamplingParams, is_count
@@ -194,7 +195,7 @@ class RolloutController:
 
     def submit(
         self,
-        prompt_ids: Sequence[int],
+        prompt: Prompt,
         sampling: SamplingParams,
         *,
         metadata: object = None,
@@ -205,18 +206,19 @@ class RolloutController:
         The staleness policy counts the rollout as consumed as soon as its answer is accepted.
 
         Args:
-            prompt_ids: token ids of the prompt.
+            prompt: token ids, or a text, or messages (also as a `Chat` with tools). Text and messages need workers with a
+                tokenizer: `--tokenizer`, or `run_here(..., tokenizer=...)`.
             sampling: sampling parameters.
             metadata: any object; the result contains it. With a journal, `metadata` must be msgpack-plain
                 (numbers, text, bytes, lists, maps, None).
             deadline_s: seconds from the first dispatch of the rollout until it fails; None for no deadline.
 
         Raises:
-            ConfigError: the prompt is empty or contains an invalid token id, `sampling` has wrong types, the
+            ConfigError: the prompt is empty, or contains an invalid token id or message, `sampling` has wrong types, the
                 deadline is not positive, the journal cannot store the metadata, or the controller is closed.
             RolloutError: the journal cannot be written.
         """
-        work = self._work(sampling, deadline_s, _token_ids(prompt_ids))
+        work = self._work(sampling, deadline_s, prompt)
         return self._life.submit(work, metadata=metadata)
 
     def submit_workflow(
@@ -267,7 +269,7 @@ class RolloutController:
 
     def submit_group(
         self,
-        prompt_ids: Sequence[int],
+        prompt: Prompt,
         n: int,
         sampling: SamplingParams,
         *,
@@ -281,7 +283,7 @@ class RolloutController:
         Raises:
             ConfigError: as in `submit`, or n < 1.
         """
-        work = self._work(sampling, deadline_s, _token_ids(prompt_ids))
+        work = self._work(sampling, deadline_s, prompt)
         return self._life.submit_group(work, n, metadata=metadata)
 
     def decline(self, result: RolloutGroup | Rollout) -> None:
@@ -337,12 +339,12 @@ class RolloutController:
                 )
         return tuple([await handle for handle in handles])
 
-    def _work(
-        self, sampling: SamplingParams, deadline_s: float | None, prompt_ids: tuple[int, ...]
-    ) -> Work:
+    def _work(self, sampling: SamplingParams, deadline_s: float | None, prompt: Prompt) -> Work:
         """Return the work of a plain prompt; raise `ConfigError` as `submit` does."""
         self._check_open("submit")
-        return Work(prompt_ids=prompt_ids, sampling=sampling, deadline_s=deadline_s)
+        if text := encode_prompt(prompt):
+            return Work(prompt=text, sampling=sampling, deadline_s=deadline_s)
+        return Work(prompt_ids=_token_ids(prompt), sampling=sampling, deadline_s=deadline_s)
 
     def _workflow(
         self, workflow: str, arguments: object, sampling: SamplingParams, deadline_s: float | None
@@ -376,6 +378,7 @@ class RolloutController:
         *,
         max_concurrent: int = 256,
         chat: ChatSettings | None = None,
+        tokenizer: str = "",
     ) -> None:
         """Start a local worker, which runs these workflows and plain prompts in the controller's event loop.
 
@@ -383,10 +386,11 @@ class RolloutController:
             workflows: name used in submissions -> workflow.
             max_concurrent: largest number of attempts at a time.
             chat: settings of the endpoint for agents, see `WorkflowContext.chat_endpoint`.
+            tokenizer: folder of the model's tokenizer, for prompts of text and messages, and for agents; empty for none.
 
         Raises:
             ConfigError: a local worker exists already, a workflow's name is empty, `max_concurrent` is below
-                1, or the controller is not open.
+                1, there is no such tokenizer, or the controller is not open.
         """
         known = check_workflows(workflows)
         if self._closed or not self._is_open or LOCAL_WORKER in self._workers:
@@ -400,9 +404,10 @@ class RolloutController:
             max_concurrent=max_concurrent,
             workflows=tuple(sorted(known)),
         )
-        worker = LocalWorker(
-            hello, known, self._use, self._pool.note_end, self._token, chat or ChatSettings()
-        )
+        settings = chat or ChatSettings()
+        if tokenizer:
+            settings = msgspec.structs.replace(settings, tokenizer=tokenizer)
+        worker = LocalWorker(hello, known, self._use, self._pool.note_end, self._token, settings)
         self._journal.on_change(worker.deliver)
         self._pool.add(worker)
 
@@ -732,7 +737,7 @@ class RolloutController:
         if not workers:
             return False
         work = record.work
-        plain = work.prompt_ids[:PREFIX_TOKENS]
+        plain = work.prompt or work.prompt_ids[:PREFIX_TOKENS]
         prefix = (work.workflow, work.arguments) if work.workflow else plain
         engine = self._choice.choose(
             engines, self._table.engine_load, hash(prefix), record.avoid_engine
@@ -744,7 +749,7 @@ class RolloutController:
             RolloutTask(
                 task_id=record.task_id,
                 attempt=record.attempt,
-                prompt_ids=work.prompt_ids,
+                prompt_ids=record.prompt_ids or work.prompt_ids,
                 sampling=work.sampling,
                 engine=engine,
                 deadline_s=deadline_s,
@@ -752,13 +757,14 @@ class RolloutController:
                 partial=record.partial,
                 workflow=work.workflow,
                 arguments=work.arguments,
+                prompt=work.prompt,
                 max_staleness=None if trains_on_stale else self._policy.max_staleness,
             )
         )
         return True
 
 
-def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
+def _token_ids(prompt_ids: Any) -> tuple[int, ...]:
     """Return token ids as Python integers; raise `ConfigError` for ids that a worker could not decode.
 
     A worker that cannot decode a task does not report the task as received, so the controller would send it for ever.

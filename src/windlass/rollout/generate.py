@@ -33,12 +33,13 @@ class AttemptError(RolloutError):
 
 
 class AttemptResult(msgspec.Struct, frozen=True):
-    """Result of a successful attempt: tokens of a plain prompt, or turns and value of a workflow."""
+    """Result of a successful attempt: tokens of a plain prompt (and their text), or turns and value of a workflow."""
 
     tokens: Partial = Partial()
     finish_reason: str = ""
     turns: tuple[Turn, ...] = ()
     value: bytes = b""
+    text: str = ""
 
 
 class _FinishReason(msgspec.Struct, frozen=True):

@@ -92,6 +92,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
     Attributes:
         group_id: group of the rollout; -1 if it was submitted alone.
+        prompt_ids: tokens of the prompt, also if text or messages were submitted.
         output_ids, logprobs, versions: one entry per generated token.
         engine: name of the engine that made the last token.
         attempts: number of times that the controller assigned the rollout to a worker.
@@ -102,6 +103,7 @@ class Rollout(msgspec.Struct, frozen=True):
             `output_ids` and `logprobs` are empty.
         value: return value of the workflow.
         reward: reward from a `Scorer`, in a job with `[rewards]`; None for a rollout that no scorer has scored.
+        text: decoded answer if text or messages were submitted, without special tokens; otherwise empty.
     """
 
     task_id: str
@@ -120,6 +122,7 @@ class Rollout(msgspec.Struct, frozen=True):
     turns: tuple[Turn, ...] = ()
     value: object = None
     reward: float | None = None
+    text: str = ""
 
 
 class RolloutGroup(msgspec.Struct, frozen=True):

@@ -303,6 +303,9 @@ class Lifecycle:
 
     def end_attempt(self, record: Record, outcome: RolloutOutcome) -> None:
         """Accept, discard or reject the answer of a running attempt, or retry the rollout, as the outcome demands."""
+        if outcome.prompt_ids:
+            # Another attempt continues with the same tokens: a chat template may contain the time.
+            record.prompt_ids = outcome.prompt_ids
         match outcome.status:
             case OutcomeStatus.ACCEPTED:
                 if self._policy.throws_away(outcome.versions()):
@@ -537,7 +540,7 @@ class Lifecycle:
         group = self.table.ready[group_id]
         first = group.records[0]
         rollouts = tuple([record.rollout() for record in group.records])
-        return RolloutGroup(group_id, first.work.prompt_ids, rollouts, first.metadata)
+        return RolloutGroup(group_id, rollouts[0].prompt_ids, rollouts, first.metadata)
 
     def hand_out(self, group_id: int | None = None) -> RolloutGroup:
         """Deliver a ready group, by default the oldest; its samples count as consumed.
@@ -549,7 +552,7 @@ class Lifecycle:
         first = group.records[0]
         rollouts = self._rollouts(group)
         self._policy.consume(len(rollouts))
-        delivered = RolloutGroup(group.group_id, first.work.prompt_ids, rollouts, first.metadata)
+        delivered = RolloutGroup(group.group_id, rollouts[0].prompt_ids, rollouts, first.metadata)
         if not group.future.done():
             group.future.set_result(delivered)
         self._work_changed()

@@ -126,20 +126,25 @@ class Partial(msgspec.Struct, frozen=True, gc=False):
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
-    """One call of an engine by a workflow: the prompt, and the engine's answer."""
+    """One call of an engine by a workflow: the prompt, and the engine's answer.
+
+    `text` is the decoded answer of `WorkflowContext.chat`, and empty after `WorkflowContext.generate`.
+    """
 
     prompt_ids: TokenIds
     output: Partial
     finish_reason: str
+    text: str = ""
 
 
 class Work(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Content of a rollout: a prompt, or a workflow with its arguments.
 
     Attributes:
-        prompt_ids: token ids; empty for a workflow.
+        prompt_ids: token ids; empty for a workflow, text or messages.
         sampling: sampling parameters.
         deadline_s: seconds from the first dispatch after which the rollout fails; None for no deadline.
+        prompt: encoded text or messages, see `text.encode_prompt`; empty for token ids.
         workflow: name of the workflow; empty for a plain prompt.
         arguments: arguments of the workflow, encoded as msgpack.
     """
@@ -149,6 +154,7 @@ class Work(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     deadline_s: float | None = None
     workflow: str = ""
     arguments: bytes = b""
+    prompt: bytes = b""
 
     def __post_init__(self) -> None:
         if self.deadline_s is None:
@@ -162,12 +168,14 @@ class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defa
     """One attempt, as sent to a worker.
 
     Attributes:
+        prompt_ids: token ids. Empty for a workflow, and in the first attempts of a rollout of text or messages.
         deadline_s: seconds that the worker may take after it has received the task.
         partial: tokens that an earlier attempt generated; the engine continues after these tokens.
         workflow: name of the workflow; empty for a plain prompt.
         arguments: arguments of the workflow, encoded as msgpack.
         max_staleness: largest difference between the versions of a workflow's oldest and newest token. The
             worker stops a workflow above this limit. None for no limit.
+        prompt: encoded text or messages, see `text.encode_prompt`. If `prompt_ids` is empty, the worker tokenises it.
     """
 
     task_id: str
@@ -181,10 +189,11 @@ class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defa
     workflow: str = ""
     arguments: bytes = b""
     max_staleness: int | None = None
+    prompt: bytes = b""
 
 
 class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """Outcome of one attempt, without the prompt, because the controller has it.
+    """Outcome of one attempt, without a prompt of token ids, because the controller has it.
 
     Attributes:
         result: generated tokens; after an error, the tokens from which another attempt may continue.
@@ -195,6 +204,8 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         finished_at: Unix time in seconds on the worker's clock.
         turns: engine calls of a workflow.
         value: return value of a workflow, encoded as msgpack.
+        prompt_ids: token ids of a prompt of text or messages.
+        text: decoded answer to a prompt of text or messages.
     """
 
     task_id: str
@@ -209,6 +220,8 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     error_kind: ErrorKind = ErrorKind.PASSING
     turns: tuple[Turn, ...] = ()
     value: bytes = b""
+    prompt_ids: TokenIds = ()
+    text: str = ""
 
     def __post_init__(self) -> None:
         if self.value:

@@ -46,6 +46,7 @@ from windlass.rollout.messages import (
     WorkerWelcome,
     decode_outcomes,
 )
+from windlass.rollout.text import load_text
 from windlass.rollout.workflows import Attempts, Workflow
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class LocalWorker(Worker):
             `deliver` passes them again.
         on_end: called when an attempt has ended.
         token: secret of the job; the worker derives the tokens for engines and of agents from this secret.
-        chat: settings of the endpoint for agents.
+        chat: settings of the endpoint for agents, and the tokenizer for prompts of text and messages.
     """
 
     def __init__(
@@ -150,8 +151,9 @@ class LocalWorker(Worker):
         self._session = open_http(
             role_token(token, Access.CLIENT), to_controller=False, many_connections=True
         )
-        server = ChatServer(chat, role_token(token, Access.AGENT))
-        self._attempts = Attempts(self._session, workflows, hello, self._ended, server)
+        codec = load_text(chat.tokenizer) if chat.tokenizer else None
+        server = ChatServer(chat, role_token(token, Access.AGENT), text=codec)
+        self._attempts = Attempts(self._session, workflows, hello, self._ended, server, codec)
 
     def enqueue(self, task: RolloutTask) -> None:
         self.assigned[task.task_id] = task.attempt
@@ -322,6 +324,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
         ):
             _, task = self._outbox.popitem(last=False)
             num_tokens += len(task.prompt_ids) + len(task.partial.output_ids) + len(task.arguments)
+            num_tokens += len(task.prompt)
             tasks.append(task)
         self._num_sent += 1
         batch = TaskBatch(self._num_sent, tuple(tasks), tuple(self._cancelled), self._acknowledged)

@@ -160,6 +160,7 @@ class Record(msgspec.Struct, eq=False):
         oldest_version: version of the oldest token that the running attempt can have; None if unknown.
         engine: engine of the last attempt.
         load_key: name of the engine under which `RolloutTable.by_engine` contains the record.
+        prompt_ids: tokens of a prompt of text or messages, once a worker has tokenised it.
         queue: queue of the table that contains the record; None after the end of the rollout.
         timer: timer that ends the backoff.
         expiry: timer of the rollout's overall deadline, started at the first dispatch.
@@ -184,6 +185,7 @@ class Record(msgspec.Struct, eq=False):
     engine: str = ""
     load_key: str = ""
     worker: str = ""
+    prompt_ids: tuple[int, ...] = ()
     partial: Partial = NOTHING
     outcome: RolloutOutcome | None = None
     finished_at: float = 0.0
@@ -210,7 +212,7 @@ class Record(msgspec.Struct, eq=False):
         return Rollout(
             task_id=self.task_id,
             group_id=self.group.group_id,
-            prompt_ids=self.work.prompt_ids,
+            prompt_ids=self.outcome.prompt_ids or self.work.prompt_ids,
             output_ids=result.output_ids,
             logprobs=result.logprobs,
             versions=self.outcome.versions(),
@@ -223,6 +225,7 @@ class Record(msgspec.Struct, eq=False):
             seconds=self.finished_at - self.submitted_at,
             turns=self.outcome.turns,
             value=msgspec.msgpack.decode(self.outcome.value) if self.outcome.value else None,
+            text=self.outcome.text,
         )
 
 

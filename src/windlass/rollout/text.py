@@ -1,39 +1,155 @@
-"""Text as token ids: the only place where rollouts use a tokenizer and a chat template."""
+"""Prompts as text: strings and chat messages, which a worker turns into token ids with the model's own tokenizer."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, final
+from functools import lru_cache
+from typing import Any, Protocol, TypeAlias, final
+
+import msgspec
 
 from windlass.errors import ConfigError
+from windlass.rollout.values import encode_value, plain_map
 
-TemplateMessage = Mapping[str, Any]
-"""Message or tool schema, in the form that chat templates of transformers take."""
+Message: TypeAlias = Mapping[str, object]
+"""One message of a chat, as in OpenAI's API: `role`, `content`, and other keys that the chat template reads."""
+
+MAX_CACHED_PROMPTS = 1024
+"""Number of prompts whose token ids a worker keeps, so that it tokenises the prompt of a group once."""
+_END = "WindlassAnswerEndsHere"
+_RESERVED = [
+    "conversation",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+]
+_LONGEST_END = 4
+"""Largest number of tokens after an answer in which its end token is searched."""
+
+
+class Chat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Chat messages as a prompt, with tools and other arguments of the chat template.
+
+    Attributes:
+        messages: messages with `role` and `content`, as in OpenAI's API. The content is text, a list of text parts,
+            or None.
+        tools: JSON schemas of tools.
+        template_arguments: further arguments of the model's chat template, such as `{"enable_thinking": False}`.
+
+    Raises:
+        ConfigError: a value has another type, or a message has images, audio or video.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, object], ...] = ()
+    template_arguments: Mapping[str, object] = {}
+
+    def __post_init__(self) -> None:
+        where = "chat: "
+        for name in ("messages", "tools"):
+            values: object = getattr(self, name)
+            if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+                raise ConfigError(f"{where}{name} must be a sequence of mappings, got {values!r}")
+            found = tuple(plain_map(f"{where}{name}[{n}]", each) for n, each in enumerate(values))
+            msgspec.structs.force_setattr(self, name, found)
+        if not self.messages:
+            raise ConfigError(f"{where}messages must not be empty")
+        for number, message in enumerate(self.messages):
+            _check_message(f"{where}messages[{number}]", message)
+        arguments = plain_map(f"{where}template_arguments", self.template_arguments)
+        msgspec.structs.force_setattr(self, "template_arguments", arguments)
+        if reserved := [name for name in arguments if name in _RESERVED]:
+            raise ConfigError(
+                f"{where}template_arguments must be arguments of the template itself, got {reserved[0]!r}"
+            )
+
+
+def _check_message(where: str, message: Message) -> None:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise ConfigError(f"{where}: role must be text, got {role!r}")
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise ConfigError(
+            f"{where}: content must be text, a list of text parts or None, got {content!r}"
+        )
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ConfigError(
+                f"{where}: content must be text parts, got a part of type {kind!r}; images, audio and video are not "
+                "supported: Windlass sends token ids to engines"
+            )
+
+
+Prompt: TypeAlias = Sequence[int] | str | Sequence[Message] | Chat
+"""A prompt: token ids, a text, messages, or a `Chat`."""
+
+
+def encode_prompt(prompt: Prompt) -> bytes:
+    """Encode a prompt of text or messages as msgpack. Return b"" for token ids, which the caller must check.
+
+    Raises:
+        ConfigError: the text is empty, or the messages are no valid `Chat`.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ConfigError("rollout: prompt must not be empty, got ''")
+        return encode_value("rollout: prompt", prompt)
+    if not isinstance(prompt, Chat):
+        if not (isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping)):
+            return b""
+        prompt = Chat(tuple(prompt))
+    return encode_value("rollout: prompt", prompt)
+
+
+_DECODER = msgspec.msgpack.Decoder(str | Chat)
 
 
 class TextCodec(Protocol):
-    """Tokenizer and chat template of a model."""
+    """Tokenizer and chat template of a model. Its methods may be called in several threads."""
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a text, without tokens that the tokenizer adds at its ends."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
+        """Return the token ids of a text, with the tokens that the model expects around a whole text if asked to."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
         ...
 
     def render(
         self,
-        messages: Sequence[TemplateMessage],
-        tools: Sequence[TemplateMessage] = (),
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
         *,
         add_generation_prompt: bool = True,
     ) -> tuple[int, ...]:
-        """Return the token ids of a conversation.
+        """Return the token ids of a conversation, with the beginning of an answer if asked to.
 
         Raises:
             ConfigError: the chat template refuses the conversation.
         """
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
+    def template_text(self, chat: Chat, *, add_generation_prompt: bool) -> str:
+        """Return the text that the chat template makes of a conversation; see `render`."""
+        ...
+
+    def is_special(self, token_id: int) -> bool:
+        """Return whether a token is special, such as the end of an answer."""
         ...
 
 
@@ -54,39 +170,171 @@ class ModelText:
         except ModuleNotFoundError as error:
             raise ConfigError("tokenizer: needs transformers; install windlass-rl[text]") from error
         self._folder = folder
+        # Tokenizers of transformers fail if two threads use them at the same time.
+        self._lock = threading.Lock()
         try:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True
             )
+            found = self.encode("0")
         # transformers raises errors of many types for a folder without a tokenizer.
         except Exception as error:
-            raise ConfigError(
-                f"tokenizer: must be a folder with a tokenizer, got {folder!r}: {error}"
-            ) from error
+            raise self._refusal(str(error)) from error
+        if not found:
+            # Without tokenizer files, transformers makes an empty tokenizer.
+            raise self._refusal("it has no tokens")
+        added = self._tokenizer.added_tokens_decoder
+        self._special = {*self._tokenizer.all_special_ids}
+        self._special.update(number for number, token in added.items() if token.special)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+    def _refusal(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"tokenizer: must be a folder with a tokenizer, got {self._folder!r}: {reason}"
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        with self._lock:
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def render(
         self,
-        messages: Sequence[TemplateMessage],
-        tools: Sequence[TemplateMessage] = (),
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
         *,
         add_generation_prompt: bool = True,
     ) -> tuple[int, ...]:
+        return self.encode(self._rendered(messages, tools, add_generation_prompt, {}))
+
+    def template_text(self, chat: Chat, *, add_generation_prompt: bool) -> str:
+        return self._rendered(
+            chat.messages, chat.tools, add_generation_prompt, chat.template_arguments
+        )
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        add_generation_prompt: bool,
+        arguments: Mapping[str, object],
+    ) -> str:
+        if self._tokenizer.chat_template is None:
+            raise ConfigError(
+                f"tokenizer: {self._folder} must have a chat template for messages, and has none; submit text or token ids"
+            )
         try:
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                **arguments,
             )
         # A template can raise any error of Jinja and Python.
         except Exception as error:
             raise ConfigError(
                 f"messages: the chat template of {self._folder} refuses them: {error}"
             ) from error
+        return text
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+
+@lru_cache(maxsize=4)
+def load_text(folder: str) -> ModelText:
+    """Return the tokenizer and chat template in a folder; a process loads each folder once. See `ModelText`."""
+    return ModelText(folder)
+
+
+@final
+class TextPrompts:
+    """Turns text and messages into token ids. Its methods may be called in several threads.
+
+    Args:
+        codec: tokenizer of the model that the engines serve.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self.encode, self.decode = codec.encode, codec.decode
+        self.token_ids = lru_cache(MAX_CACHED_PROMPTS)(self._token_ids)
+        """Return the token ids of an encoded prompt, see `encode_prompt`; raise ConfigError if there are none."""
+
+    def _token_ids(self, encoded: bytes) -> tuple[int, ...]:
+        prompt = _DECODER.decode(encoded)
+        if isinstance(prompt, Chat):
+            found = self.render(prompt)
+        else:
+            found = self.encode(prompt, add_special_tokens=True)
+        if not found:
+            raise ConfigError("rollout: prompt must have at least one token, got none")
+        return found
+
+    def render(self, chat: Chat) -> tuple[int, ...]:
+        """Return the token ids of messages in the model's chat template, with the beginning of an answer."""
+        text = self._codec.template_text(_plain(chat), add_generation_prompt=True)
         return self.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    def continued(self, token_ids: Sequence[int], chat: Chat, num_known: int) -> tuple[int, ...]:
+        """Return a prompt that continues a conversation: the earlier tokens, and the tokens of the new messages.
+
+        The earlier tokens do not change. The engine generated some of them, and the tokenizer might split their text in
+        another way.
+
+        Args:
+            token_ids: tokens of the first messages, up to and including the last token of the last answer.
+            chat: the whole conversation.
+            num_known: number of messages that `token_ids` contain. The last one of them is the last answer.
+
+        Raises:
+            ConfigError: the chat template does not put the last answer as it is into the text, so the tokens after the
+                answer are unknown.
+        """
+        answer = {"role": chat.messages[num_known - 1]["role"], "content": _END}
+        messages = (*chat.messages[: num_known - 1], answer, *chat.messages[num_known:])
+        marked = msgspec.structs.replace(chat, messages=messages)
+        text = self._codec.template_text(_plain(marked), add_generation_prompt=True)
+        _, found, after = text.partition(_END)
+        if not found or _END in after:
+            raise ConfigError(
+                "chat: the model's chat template cannot be continued, because it does not contain the last answer exactly "
+                "once; call generate with token ids"
+            )
+        added = self.encode(after)
+        last = token_ids[-1]
+        # The template repeats the end token of the answer, which the engine has generated.
+        if self._codec.is_special(last) and last in added[:_LONGEST_END]:
+            added = added[added.index(last) + 1 :]
+        return (*token_ids, *added)
+
+
+def _plain(chat: Chat) -> Chat:
+    """Return messages as chat templates expect them: contents as text, arguments of tool calls as mappings."""
+    return msgspec.structs.replace(chat, messages=tuple(map(_plain_message, chat.messages)))
+
+
+def _plain_message(message: Message) -> Message:
+    content: Any = message.get("content")
+    plain = dict(message)
+    if isinstance(content, list):
+        plain["content"] = "\n".join(part["text"] for part in content)
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: Any) -> Any:
+    """Return a tool call with its arguments as a mapping. In OpenAI's API they are a text, which may not be JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        decoded = msgspec.json.decode(function["arguments"])
+    except msgspec.DecodeError:
+        return call
+    return {**call, "function": {**function, "arguments": decoded}}

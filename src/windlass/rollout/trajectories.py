@@ -1,10 +1,9 @@
 """Trajectories: the engine calls of one conversation as one sequence of tokens, without tokenising text again.
 
-A call whose prompt begins with all tokens of an earlier trajectory (its prompt and its output) continues this
-trajectory. The tokens that the caller inserted between both calls (an answer of a tool, tokens of a chat template) become
-output tokens that are not trained. Any other call begins a branch: a trajectory of its own, whose `prompt_ids` contain
-the tokens that it shares with an earlier trajectory. So each generated token is an output token of exactly one
-trajectory, and no token is trained twice.
+A call continues an earlier trajectory if its prompt begins with all tokens of the trajectory (prompt and output). Tokens
+between both calls (an answer of a tool, tokens of a chat template) become output tokens that are not trained. Any other
+call begins a branch, which is a new trajectory; its `prompt_ids` contain the tokens shared with an earlier trajectory. So
+each generated token is an output token of exactly one trajectory, and no token is trained twice.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ from windlass.rollout.messages import (
     WorkerWelcome,
     decode_outcome,
 )
+from windlass.rollout.text import load_text
 from windlass.rollout.workflows import Attempts, Workflow, check_workflows
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         call_deadline_s: seconds after which the worker sends unacknowledged outcomes again.
         controller_gone_s: seconds without a reachable controller after which the worker exits.
         shutdown_s: seconds that workflows have to clean up after SIGTERM or SIGINT.
-        tokenizer: folder with the model's tokenizer and chat template; empty for a worker without text.
+        tokenizer: folder with the model's tokenizer and chat template, for prompts of text and messages, and for agents;
+            empty for a worker without text.
         chat_host, chat_port, chat_advertise_host: address of the endpoint for agents, see `ChatSettings`.
         tool_format: format in which the model writes tool calls, see `ChatSettings`.
         max_context: number of tokens of prompt and answer together that the engines accept, see `ChatSettings`.
@@ -121,7 +123,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         agent_token: token with which agents claim rollouts, besides the one derived from `token`.
 
     Raises:
-        ConfigError, ProtocolError: an address, token, number or name is invalid.
+        ConfigError, ProtocolError: an address, token, number or name is invalid, or there is no such tokenizer.
     """
 
     def __init__(
@@ -156,8 +158,13 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
             max_concurrent=settings.max_concurrent,
             workflows=tuple(sorted(known)),
         )
-        self._chat = ChatServer(settings.chat, agent_token, role_token(token, Access.AGENT))
-        self._attempts = Attempts(engine_session, known, self._hello, self._ended, self._chat)
+        codec = load_text(settings.tokenizer) if settings.tokenizer else None
+        self._chat = ChatServer(
+            settings.chat, agent_token, role_token(token, Access.AGENT), text=codec
+        )
+        self._attempts = Attempts(
+            engine_session, known, self._hello, self._ended, self._chat, codec
+        )
         self._controller = ""
         self._remembered: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._kept: OrderedDict[int, tuple[tuple[str, int], bytes]] = OrderedDict()

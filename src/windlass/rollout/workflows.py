@@ -32,10 +32,15 @@ from windlass.rollout.messages import (
     Turn,
     WorkerHello,
 )
+from windlass.rollout.text import Chat, Message, TextCodec, TextPrompts
 from windlass.rollout.values import encode_value, plain_integers
 from windlass.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
+NO_TOKENIZER = (
+    "text and messages need a worker with a tokenizer; start workers with --tokenizer FOLDER, a job with "
+    "rollout.tokenizer, or a local worker with run_here(..., tokenizer=FOLDER)"
+)
 
 
 class Reject(RolloutError):
@@ -60,12 +65,19 @@ class WorkflowContext:
     """
 
     __slots__ = (
-        *("_chat", "_num_calls", "_session", "_task", "_versions"),
+        *("_answers", "_chat", "_num_calls", "_prompts", "_session", "_task", "_versions"),
         *("arguments", "attempt", "sampling", "task_id", "turns"),
     )
 
-    def __init__(self, session: aiohttp.ClientSession, task: RolloutTask, chat: ChatServer) -> None:
-        self._session = session
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        task: RolloutTask,
+        chat: ChatServer,
+        prompts: TextPrompts | None,
+    ) -> None:
+        self._session, self._prompts = session, prompts
+        self._answers: list[tuple[Chat, Turn]] = []
         self._task = task
         self._chat = chat
         self._num_calls = 0
@@ -137,6 +149,89 @@ class WorkflowContext:
         """Offer a session of `chat_endpoint` to agents outside this process, and wait until an agent claims it."""
         await self._chat.offer(session)
 
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
+        """Return the token ids of a text.
+
+        Args:
+            text: for example the answer of a tool, to append to the tokens so far.
+            add_special_tokens: whether to add the tokens that the model expects around a whole text.
+
+        Raises:
+            ConfigError: the worker has no tokenizer.
+        """
+        return self._tokenizer().encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens.
+
+        Raises:
+            ConfigError: the worker has no tokenizer.
+        """
+        return self._tokenizer().decode(token_ids)
+
+    def render(
+        self, messages: Sequence[Message] | Chat, *, tools: Sequence[Mapping[str, object]] = ()
+    ) -> tuple[int, ...]:
+        """Return the token ids of messages in the model's chat template, with the beginning of an answer.
+
+        Raises:
+            ConfigError: the messages are invalid, the chat template refuses them, or the worker has no tokenizer.
+        """
+        return self._tokenizer().render(_chat(messages, tools))
+
+    async def chat(
+        self,
+        messages: Sequence[Message] | Chat,
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        sampling: SamplingParams | None = None,
+    ) -> Turn:
+        """Generate an answer to messages, and return the `Turn` with the answer's `text`.
+
+        If the messages begin with those of an earlier call, followed by a message with the role `assistant` and the text
+        of its answer, the prompt continues that call's tokens. Nothing is tokenised again, and the calls are one sample.
+
+        Args:
+            messages: the whole conversation.
+            tools: JSON schemas of tools, for the chat template.
+            sampling: sampling parameters of this call; by default the submitter's.
+
+        Raises:
+            ConfigError: as for `render`, or the chat template cannot be continued.
+            RolloutError: as for `generate`.
+        """
+        chat, prompts = _chat(messages, tools), self._tokenizer()
+        continued = self._continued(chat)
+        if continued is None:
+            prompt_ids = await asyncio.to_thread(prompts.render, chat)
+        else:
+            before, turn = continued
+            tokens = turn.prompt_ids + turn.output.output_ids
+            num_known = len(before.messages) + 1
+            prompt_ids = await asyncio.to_thread(prompts.continued, tokens, chat, num_known)
+        turn = await self.generate(prompt_ids, sampling)
+        text = await asyncio.to_thread(prompts.decode, turn.output.output_ids)
+        with_text = msgspec.structs.replace(turn, text=text)
+        self.turns[self.turns.index(turn)] = with_text
+        if turn.output.output_ids:
+            self._answers.append((chat, with_text))
+        return with_text
+
+    def _continued(self, chat: Chat) -> tuple[Chat, Turn] | None:
+        """Return the longest earlier call of `chat` that these messages continue, or None."""
+        found = [
+            (before, turn)
+            for before, turn in self._answers
+            if (before.tools, before.template_arguments) == (chat.tools, chat.template_arguments)
+            and _is_continued(before.messages, turn.text, chat.messages)
+        ]
+        return max(found, key=lambda each: len(each[0].messages), default=None)
+
+    def _tokenizer(self) -> TextPrompts:
+        if self._prompts is None:
+            raise ConfigError(f"workflow {self._task.workflow}: {NO_TOKENIZER}")
+        return self._prompts
+
     def _check_age(self, versions: Sequence[int]) -> None:
         """Add the versions of new tokens; raise `TooOld` if the oldest and the newest version differ too much."""
         known, limit = (*self._versions, *versions), self._task.max_staleness
@@ -146,6 +241,22 @@ class WorkflowContext:
                 f"workflow {self._task.workflow}: versions {oldest} to {newest} in one rollout "
                 f"(max_staleness={limit})"
             )
+
+
+def _chat(messages: Sequence[Message] | Chat, tools: Sequence[Mapping[str, object]]) -> Chat:
+    """Return messages and tools as a `Chat`."""
+    if not isinstance(messages, Chat):
+        return Chat(tuple(messages), tuple(tools))
+    return msgspec.structs.replace(messages, tools=tuple(tools)) if tools else messages
+
+
+def _is_continued(before: Sequence[Message], answer: str, messages: Sequence[Message]) -> bool:
+    """Return whether messages begin with those of an earlier call and with its answer."""
+    length = len(before)
+    if len(messages) <= length or tuple(messages[:length]) != tuple(before):
+        return False
+    said = messages[length]
+    return said["role"] == "assistant" and said.get("content") == answer
 
 
 Workflow = Callable[[WorkflowContext], Awaitable[object]]
@@ -189,6 +300,7 @@ class Attempts:
         session: HTTP session for requests to engines, with no limit on connections.
         ended: called with the outcome of every attempt.
         chat: endpoint for agents.
+        codec: tokenizer for text and messages; None if there is none.
 
     Attributes:
         running: (task_id, attempt) -> asyncio task that runs the attempt.
@@ -201,10 +313,13 @@ class Attempts:
         hello: WorkerHello,
         ended: Callable[[RolloutOutcome], None],
         chat: ChatServer,
+        codec: TextCodec | None,
     ) -> None:
         self._chat = chat
         self.running: dict[tuple[str, int], asyncio.Task[AttemptResult]] = {}
         self._session, self._workflows = session, workflows
+        self._prompts = None if codec is None else TextPrompts(codec)
+        self._prompt_ids: dict[tuple[str, int], tuple[int, ...]] = {}
         self._worker = hello.name
         self._slots = asyncio.Semaphore(hello.max_concurrent)
         self._on_end = ended
@@ -261,6 +376,8 @@ class Attempts:
         # Each attempt runs in an asyncio task of its own, so these fields appear only in log lines of this attempt.
         log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name)
         async with self._slots:
+            if task.prompt:
+                return await self._answer_text(task)
             if not task.workflow:
                 return await generate(self._session, task)
             workflow = self._workflows.get(task.workflow)
@@ -269,7 +386,7 @@ class Attempts:
                     f"workflow must be one of {sorted(self._workflows)}, got {task.workflow!r}",
                     Partial(),
                 )
-            context = WorkflowContext(self._session, task, self._chat)
+            context = WorkflowContext(self._session, task, self._chat, self._prompts)
             key = task.task_id, task.attempt
             deadline = asyncio.get_running_loop().call_later(
                 task.deadline_s, self._cancel, key, _Cause.DEADLINE
@@ -282,6 +399,26 @@ class Attempts:
             turns=tuple(context.turns),
             value=encode_value(f"workflow {task.workflow}: value", value),
         )
+
+    async def _answer_text(self, task: RolloutTask) -> AttemptResult:
+        """Tokenise text or messages, and generate and decode the answer.
+
+        Raises:
+            AttemptError: there is no tokenizer, it refuses the messages, or as `generate`.
+        """
+        prompts = self._prompts
+        if prompts is None:
+            raise AttemptError(f"prompt: {NO_TOKENIZER}", Partial(), ErrorKind.REFUSED)
+        if not task.prompt_ids:
+            try:
+                found = await asyncio.to_thread(prompts.token_ids, task.prompt)
+            except ConfigError as error:
+                raise AttemptError(str(error), Partial(), ErrorKind.REFUSED) from error
+            task = msgspec.structs.replace(task, prompt_ids=found)
+        self._prompt_ids[task.task_id, task.attempt] = task.prompt_ids
+        answer = await generate(self._session, task)
+        text = await asyncio.to_thread(prompts.decode, answer.tokens.output_ids)
+        return msgspec.structs.replace(answer, text=text)
 
     async def _call(self, workflow: Workflow, context: WorkflowContext) -> object:
         """Run a workflow and return its value.
@@ -363,6 +500,8 @@ class Attempts:
             error_kind=kind,
             turns=result.turns,
             value=result.value,
+            prompt_ids=self._prompt_ids.pop((task.task_id, task.attempt), ()),
+            text=result.text,
         )
         if logger.isEnabledFor(logging.DEBUG):
             version = max(outcome.versions(), default=None)
