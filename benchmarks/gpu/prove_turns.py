@@ -204,8 +204,12 @@ class Run:
         if self.options.own_path:
             path = (os.environ.get("PYTHONPATH", ""), self.options.own_path)
             os.environ["PYTHONPATH"] = os.pathsep.join(path)
+        kept: list[asyncio.Task[None]] = []
         try:
             server.process = await start(server.engine.settings, words, self.logs["own"], own)
+            # vLLM logs to stdout.
+            assert server.process.stdout is not None
+            kept.append(asyncio.create_task(keep(server.process.stdout, self.logs["own"])))
             async with asyncio.timeout(self.options.start_s):
                 while not await serves(server):
                     assert server.process.returncode is None, "the plain server ended"
@@ -221,6 +225,7 @@ class Run:
                 print(f"    own: {line}", flush=True)
         finally:
             await server.end()
+            await asyncio.gather(*kept)
 
     async def _series(
         self,
@@ -315,6 +320,14 @@ class Run:
         }  # fmt: skip
         told = {"where": where, **self.told, "rows": [asdict(row) for row in self.rows]}
         self.options.json.write_text(json.dumps(told, indent=2) + "\n")
+
+
+async def keep(stream: asyncio.StreamReader, log: Path) -> None:
+    """Add everything that a process writes to its log."""
+    with log.open("ab") as sink:
+        while data := await stream.read(1 << 16):
+            sink.write(data)
+            sink.flush()
 
 
 async def serves(server: ProofServer) -> bool:

@@ -56,6 +56,17 @@ def test_refusal_rules_apply_to_an_engines_settings() -> None:
         refuse_settings("engine", RULES, {**settings, "moves": True}.__getitem__)
 
 
+def test_a_rule_may_depend_on_the_transport() -> None:
+    sleeps = (Rule("--sleeps", (False,), "use pull", ("sleeps",), transports=("pull",)),)
+    refuse_options(["--sleeps"], sleeps, "pull")
+    refuse_settings("engine", sleeps, {"sleeps": True}.__getitem__, "pull")
+    for transport in ("", "auto"):
+        with pytest.raises(ConfigError, match="--sleeps must not be given: use pull"):
+            refuse_options(["--sleeps"], sleeps, transport)
+        with pytest.raises(ConfigError, match="sleeps must be False, got True: use pull"):
+            refuse_settings("engine", sleeps, {"sleeps": True}.__getitem__, transport)
+
+
 @pytest.mark.parametrize("name", ENGINES.names())
 def test_an_engine_plugin_gives_its_command_and_may_require_a_port(name: str) -> None:
     engine = ENGINES.find(name)

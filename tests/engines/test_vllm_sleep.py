@@ -16,8 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from fresh_servers import SUPPORT
+from fresh_servers import (
+    SUPPORT,
+    checksums,
+    require_equal_answers,
+    require_equal_parameters,
+    serving_fresh,
+)
 from live_updates import metric
+from plain_vllm import checkpoint, serving_plain, syncing
 from rows import Record, of_setting
 from servers import (
     HTTP_S,
@@ -237,3 +244,34 @@ def no_more_memory(server: Server) -> Iterator[None]:
     finally:
         for pid, limits in before.items():
             resource.prlimit(pid, resource.RLIMIT_DATA, limits)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_plain_server_takes_turns_by_vllms_own_routes(tp: int, tmp_path: Path) -> None:
+    """With one rank the agent wakes the server, in the core's process as on GPUs. With two, `/update_weights` does."""
+    source = checkpoint(1, tmp_path / "source")
+    with (
+        serving_plain(
+            source, tmp_path / "live.log", tp=tp, in_core=tp == 1, flags=FLAGS, path=SLEEPS
+        ) as server,
+        syncing(
+            tmp_path / "trainers", 2, source=str(source), servers=[server.url], transport="pull"
+        ) as trainers,
+    ):
+        assert [joined.error for joined in trainers.answers()] == ["", ""]
+        version, answers = 0, list[tuple[list[int], list[float]]]()
+        for calls in (["/sleep?level=1"], ["/sleep?level=2"], ["/sleep?level=2", "/wake_up"]):
+            for call in calls:
+                server.http.post(call, {}, HTTP_S)
+            version += 1
+            for sent in trainers.send(version, tmp_path / str(version)):
+                assert (sent.version, sent.error, sent.left_out) == (version, "", {})
+            assert not server.is_paused()
+            assert server.version() == str(version)
+            answers = [server.answer(PROMPT, NUM_TOKENS)]
+        updated = server.checksums()
+    with serving_fresh(
+        "vllm", tmp_path / str(version), tmp_path / "fresh.log", layout=Layout(tp), dtype="bfloat16"
+    ) as fresh:
+        require_equal_parameters(updated, checksums("vllm", fresh.post))
+        require_equal_answers(answers, [fresh.answer(PROMPT, NUM_TOKENS)], dtype="bfloat16")

@@ -160,6 +160,7 @@ def serving_plain(
     in_core: bool = False,
     program: Sequence[str] = API_SERVER,
     variables: Mapping[str, str] | None = None,
+    path: str = "",
 ) -> Iterator[PlainServer]:
     """Run a server as its user starts it, on this machine or on a host of a `Network`.
 
@@ -168,6 +169,7 @@ def serving_plain(
         program: arguments of Python that start the server.
         variables: additional variables of the server's environment. If WINDLASS_CONTROLLER is one of them, the server
             gets no flag of the plugin.
+        path: folder of a further plugin's distribution.
     """
     if not (python := VENVS["vllm"] / "bin/python").exists():
         pytest.skip(f"no {python}: make engines installs vllm")
@@ -185,7 +187,7 @@ def serving_plain(
         *FLAGS,
         *flags,
     )
-    inherited = environment("vllm", tp, f"{ROOT / 'src'}:{installed}:{filled_gaps(log)}")
+    inherited = environment("vllm", tp, f"{ROOT / 'src'}:{installed}:{filled_gaps(log)}:{path}")
     if variables is None:
         variables = {"VLLM_SERVER_DEV_MODE": "1"}
     process = subprocess.Popen(
