@@ -329,7 +329,9 @@ class EngineRank:
         begun = time.perf_counter()
         sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
         spans = zip(captured.addresses, sizes, strict=True)
-        regions = transport.register_all(stretches(spans, allocation_of))
+        # Memory that sleeps has no allocation in the driver's sense, and `pull` needs none.
+        allocation = None if self.sleep.is_enabled else allocation_of
+        regions = transport.register_all(stretches(spans, allocation))
         # For a repacked parameter, `captured.addresses` has the address of the buffer that updates write.
         self._client = EngineClient(
             EngineWeights(
