@@ -9,7 +9,8 @@ import pytest
 from http_answers import answering
 
 from windlass.engines.http import EngineHttp
-from windlass.engines.sglang.spec import RULES, check_server
+from windlass.engines.launch import checked_arguments
+from windlass.engines.sglang.spec import ENGINE, RULES, check_server, require_pull
 from windlass.errors import ConfigError, PeerUnreachable
 
 PLAIN = {
@@ -90,6 +91,37 @@ def test_a_refused_setting_without_an_option_is_found(
         check_server(EngineHttp(url), 2)
     (rule,) = (rule for rule in RULES if rule.option == option)
     assert str(refused.value).endswith(rule.why)
+
+
+def test_a_server_whose_weights_may_sleep_needs_the_transport_pull() -> None:
+    words = ("--name", "e", "--model", "m", "--enable-memory-saver")
+    for transport in ("pull", '{"type": "pull", "num_threads": 4}'):
+        require_pull(transport)
+        checked_arguments(ENGINE, [*words, "--transport", transport])
+    for transport in ("auto", "cma", '{"type": "cma"}'):
+        for check in (
+            lambda name=transport: require_pull(name),
+            lambda name=transport: checked_arguments(ENGINE, [*words, "--transport", name]),
+        ):
+            with pytest.raises(ConfigError, match=r"^--enable-memory-saver.*transport.* pull"):
+                check()
+    with server(json.dumps({**PLAIN, "enable_memory_saver": True}).encode()) as url:
+        check_server(EngineHttp(url), 2, "pull")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("pp_size", 2), ("speculative_algorithm", "EAGLE"), ("weight_cache_mode", "client")],
+)
+def test_a_server_whose_weights_may_sleep_has_further_rules(setting: str, value: object) -> None:
+    told = {**PLAIN, setting: value}
+    with server(json.dumps(told).encode()) as url:
+        check_server(EngineHttp(url), 2 * (2 if setting == "pp_size" else 1), "pull")
+    with (
+        server(json.dumps({**told, "enable_memory_saver": True}).encode()) as url,
+        pytest.raises(ConfigError, match=rf"{setting} must be .*, got {value}: "),
+    ):
+        check_server(EngineHttp(url), 2, "pull")
 
 
 def test_stored_entries_need_keys_with_the_version_of_the_weights() -> None:

@@ -241,7 +241,7 @@ def test_a_server_without_settings_of_windlass_is_unchanged(tmp_path: Path, inst
 
 
 REFUSED = {
-    "memory saver": (["--enable-memory-saver"], {}, "enable_memory_saver must be False, got True"),
+    "offloaded weights": (["--cpu-offload-gb", "4"], {}, "cpu_offload_gb must be 0, got 4"),
     "quantisation": (["--quantization", "fp8"], {}, "--quantization must not be given"),
     "token file": (
         [],

@@ -52,6 +52,7 @@ GAPS = """[vllm.general_plugins]
 cpu_experts = vllm_cpu_experts:install
 [sglang.srt.plugins]
 cpu_gaps = sglang_cpu_gaps:install
+cpu_sleep = sglang_cpu_sleep:install
 """
 """Entry points of a plugin that supplies the parts that the engines lack on CPUs."""
 CHECKSUMS = {"vllm": "/weight_checker", "sglang": "/weights_checker"}

@@ -29,6 +29,7 @@ from windlass.engines.rank_reports import Secrets, carry_out, reason_of
 from windlass.engines.sglang.aborts import can_end_requests, end_at_resume
 from windlass.engines.sglang.orders import Describe, Digests, Order, Quiesce, SglangApi, Step
 from windlass.engines.sglang.sampling import return_sampled_logprobs, seed_replica
+from windlass.engines.sglang.sleep import RankSaver, ServerSleep, install, is_enabled
 from windlass.engines.sglang.table import Parameter, RankLayout
 from windlass.engines.spec import RankStep
 from windlass.envs import environment_value
@@ -49,12 +50,14 @@ class SglangRank:
 
     Attributes:
         engine_rank: captured layout and fleet of this rank.
+        saver: sleep of this rank; None without SGLang's memory saver.
         can_block: whether a pause may block the main loop. This is False with pipeline stages (later stages would not
             get the order) and with replicas (not tested), or if an order changes weights or an update writes buffers.
         namespace: prefix-cache namespace of the current weights; empty before the first update.
     """
 
     engine_rank: EngineRank = field(default_factory=partial(EngineRank, looks=False))
+    saver: RankSaver | None = None
     can_block: bool = False
     namespace: str = ""
 
@@ -186,6 +189,8 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
     The body is a `CapturedLayout` in JSON for a capture, and empty for a join.
     """
     settings = order.settings
+    if this_rank.saver is not None:
+        this_rank.saver.check_awake()
     if order.step is RankStep.JOIN:
         this_rank.engine_rank.join(settings, rank, secrets.token)
         return b""
@@ -203,19 +208,26 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
         return found
 
     def api() -> SglangApi:
+        server, sleep = secrets.server(settings.url), None
+        if is_enabled():
+            sleep = ServerSleep(server, this_rank.engine_rank.sleep)
+            this_rank.engine_rank.sleep.ask = sleep.fall_asleep
         return SglangApi(
-            secrets.server(settings.url),
+            server,
             settings.world_size,
             this_rank.engine_rank.gate,
             blocks=this_rank.can_block,
             num_stages=order.num_stages,
             can_end_requests=ends,
+            sleep=sleep,
         )
 
     ends = can_end_requests()
     separate_caches()
     return_sampled_logprobs()
-    return msgspec.json.encode(this_rank.engine_rank.capture(settings, rank, captured, api))
+    found = this_rank.engine_rank.capture(settings, rank, captured, api)
+    this_rank.saver = install(this_rank.engine_rank, model, _outdate_own_caches)
+    return msgspec.json.encode(found)
 
 
 def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured, bool]:
@@ -346,6 +358,11 @@ def _outdate_caches(namespace: str) -> None:
             embeddings.clear()
 
 
+def _outdate_own_caches() -> None:
+    """Make later requests use no existing cache entries: their memory is freed. All ranks get the same namespace."""
+    _outdate_caches(f"{this_rank.namespace}'")
+
+
 def _quiesce(order: Quiesce) -> None:
     """Set a new cache namespace, search for new derived values, and wait for the GPU.
 
@@ -354,10 +371,15 @@ def _quiesce(order: Quiesce) -> None:
     Raises:
         UnsupportedLayout: an update cannot refill a value that the engine has computed from weights, or the engine has
             moved a tensor into which updates write.
+        TransferFailed: see `RankSaver.check_awake`.
     """
     end_at_resume(ends_requests=order.ends_requests)
     _outdate_caches(order.namespace)
-    this_rank.engine_rank.captured.look()
+    if this_rank.saver is not None:
+        this_rank.saver.check_awake()
+    # The search compares values with weights. `RankSaver` has made it before the weights were lost.
+    if not this_rank.engine_rank.sleep.is_lost:
+        this_rank.engine_rank.captured.look()
     if torch.cuda.is_available():
         # The last step may still run on the GPU.
         torch.cuda.synchronize()

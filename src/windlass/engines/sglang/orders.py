@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import rebuild_tensor
 from windlass.config import PauseMode
 from windlass.engines.http import EngineHttp, NoSuchRoute
 from windlass.engines.quiesce_gate import QuiesceGate
+from windlass.engines.sglang.sleep import ServerSleep
 from windlass.engines.spec import AgentSettings, RankStep
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 
@@ -177,6 +178,7 @@ class SglangApi:
         blocks: whether updates may write weights while an order blocks the main loops.
         num_stages: number of pipeline stages.
         can_end_requests: whether every rank can end requests itself; see `windlass.engines.sglang.aborts`.
+        sleep: calls that make the ranks sleep and wake; None without SGLang's memory saver.
     """
 
     def __init__(
@@ -188,7 +190,9 @@ class SglangApi:
         blocks: bool,
         num_stages: int = 1,
         can_end_requests: bool = False,
+        sleep: ServerSleep | None = None,
     ) -> None:
+        self._sleep = sleep
         self._server, self._world_size, self._num_stages = server, world_size, num_stages
         self._gate, self._blocks = gate, blocks
         self._can_end_requests = can_end_requests and num_stages == 1
@@ -212,6 +216,9 @@ class SglangApi:
                 f"SGLang: pause_mode must be abort with pipeline stages, whose main loops ignore other modes, "
                 f"got {mode}"
             )
+        if self._sleep is not None and self._sleep.is_at_rest:
+            # No request runs. Requests that wait begin after the update.
+            mode = PauseMode.IN_PLACE
         self._ends_requests = self._can_end_requests and mode is PauseMode.ABORT
         own_mode = PauseMode.RETRACT if self._ends_requests else mode
         self._server.post("/pause_generation", {"mode": str(own_mode)}, deadline_s)
@@ -222,10 +229,12 @@ class SglangApi:
         return self._blocks
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
-        """Send the order `Quiesce` to every rank, and return when the ranks have carried it out.
+        """Wake the weights, send the order `Quiesce` to every rank, and return when the ranks have carried it out.
 
         With pipeline stages, also wait until every stage has noticed that no request is left.
         """
+        if self._sleep is not None:
+            self._sleep.wake_weights(pause_id, deadline_s)
         blocked_s = deadline_s if block else None
         order = Quiesce(pause_id, uuid.uuid4().hex, blocked_s, self._ends_requests)
         with session(self._server, deadline_s) as selector:
@@ -240,6 +249,8 @@ class SglangApi:
             self._server.post(f"/flush_cache?timeout={waits_s}", {}, deadline_s)
 
     def resume(self, deadline_s: float) -> None:
+        if self._sleep is not None:
+            self._sleep.wake_caches(deadline_s)
         self._server.post("/continue_generation", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:

@@ -39,12 +39,15 @@ from windlass.engines.quantised import require_followed
 from windlass.engines.rank_reports import OTHER_NODES_VARIABLE, Secrets, join_fleet
 from windlass.engines.report_route import ReportRoute
 from windlass.engines.sglang.orders import HOOK
+from windlass.engines.sglang.sleep import report_refusals
 from windlass.engines.sglang.spec import (
     ORIGINAL,
     RELEASES,
     SAMPLED,
+    SLEEPING,
     is_set,
     num_replicas,
+    require_pull,
     rules_for,
     send_step,
 )
@@ -131,7 +134,11 @@ def _prepare(server_args: Any) -> None:
         except AttributeError as error:
             raise LookupError(name) from error
 
-    refuse_settings("SGLang", rules_for(installed_version(RELEASES)), setting)
+    version = installed_version(RELEASES)
+    # The transport is known when the ranks join; `_have_ranks_join` checks it.
+    refuse_settings(
+        "SGLang", rules_for(version, sleeps=settings.enable_memory_saver), setting, SLEEPING
+    )
     if Path(settings.model_path).is_dir():
         _require_followed(settings, Path(settings.model_path))
     _set_loader(server_args, [*settings.custom_weight_loader])
@@ -147,6 +154,8 @@ def _prepare(server_args: Any) -> None:
     member = SglangMember(settings)
     reach_replicas(TokenizerControlMixin)
     pause_at_once(TokenizerManager)
+    if settings.enable_memory_saver:
+        report_refusals(TokenizerControlMixin)
     _stand_in_front(http_server, member, member.token if settings.nnodes > 1 else "")
     if member.controller != WAIT:
         _call_when_warm(member.join_at_start)
@@ -342,7 +351,13 @@ class SglangMember(Member):
     def __init__(self, settings: Any) -> None:
         self._settings = settings
         port = settings.port
-        super().__init__(settings.host, port, key=keep_key(port), spans_hosts=settings.nnodes > 1)
+        super().__init__(
+            settings.host,
+            port,
+            key=keep_key(port),
+            spans_hosts=settings.nnodes > 1,
+            transport=SLEEPING if settings.enable_memory_saver else "auto",
+        )
         if self._spans_hosts and not self.token:
             raise ConfigError(
                 "--nnodes must be 1 without a token, because ranks on other hosts authenticate with the token, "
@@ -357,6 +372,8 @@ class SglangMember(Member):
 
     def _have_ranks_join(self, order: JoinOrder) -> None:
         given = self._settings
+        if given.enable_memory_saver:
+            require_pull(order.transport)
         from windlass.engines.capture.checkpoint import checkpoint_folder
 
         model = given.model_path, given.revision, given.download_dir

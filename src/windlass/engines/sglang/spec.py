@@ -19,6 +19,7 @@ from windlass.engines.versions import EngineReleases, Feature, has, installed_ve
 from windlass.envs import environment_value
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
 from windlass.net.addresses import free_port
+from windlass.transports.registry import transport_name
 
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Environment variable that makes SGLang return log-probabilities before temperature, `top_k` and `top_p`."""
@@ -124,6 +125,12 @@ _EMBEDDED = (
 )
 _OWN_TREE = f"Windlass separates versions in SGLang's own tree; {_HICACHE}"
 _SLOTS = "a session passes the KV cache of old weights to its next request without the prefix cache"
+SLEEPING = "pull"
+"""Transport of a server whose weights may sleep."""
+_SLEEPS = (
+    "weights that sleep lose the memory into which trainers write; use the transport pull, with which the engine reads "
+    "them after it has woken"
+)
 _OTHER_LISTENER = "Windlass protects private routes on the HTTP server only; let clients use HTTP"
 _ENCODERS = "its encoders are in other processes, whose weights are not updated"
 
@@ -147,10 +154,8 @@ _CACHES = (
 """Rules against caches of old weights that neither a new namespace nor a flush makes unused."""
 RULES = (
     *_CACHES,
-    _rule(
-        "enable_memory_saver",
-        (False,),
-        "weights move and lose their registration when memory is released",
+    Rule(
+        "--enable-memory-saver", (False,), _SLEEPS, ("enable_memory_saver",), transports=(SLEEPING,)
     ),
     _rule("enable_dp_attention_local_control_broadcast", (False,), _APART_CONTROL),
     _rule("torchao_config", ("",), "SGLang would quantise weights while it loads them"),
@@ -174,6 +179,18 @@ _TOKEN_KEYS = _rule(
     "hicache_storage_backend", (None,), f"this release finds stored {_STORED.removeprefix('its ')}"
 )
 """Rule for releases without `STORED_KEYS`."""
+_OF_SLEEP = (
+    _rule("pp_size", (1,), "the first pipeline stage answers while later stages still free memory"),
+    _rule(
+        "speculative_algorithm",
+        (None,),
+        "the weights of the draft model would be lost, and no update writes them",
+    ),
+    _rule(
+        "weight_cache_mode", ("off",), "SGLang ends when it frees weights that other servers share"
+    ),
+)
+"""Further rules for a server with the memory saver."""
 _DP_ATTENTION = "--enable-dp-attention"
 _SIZES = ("tp_size", "pp_size", "dp_size")
 
@@ -217,9 +234,22 @@ class SglangServer:
         )
 
 
-def rules_for(version: str) -> tuple[Rule, ...]:
-    """Return the rules for a server of a release of SGLang."""
-    return RULES if has(STORED_KEYS, version) else (*RULES, _TOKEN_KEYS)
+def rules_for(version: str, *, sleeps: bool = False) -> tuple[Rule, ...]:
+    """Return the rules for a server of a release of SGLang. `sleeps` is whether it has the memory saver."""
+    rules = RULES if has(STORED_KEYS, version) else (*RULES, _TOKEN_KEYS)
+    return (*rules, *_OF_SLEEP) if sleeps else rules
+
+
+def require_pull(transport: str) -> None:
+    """Check the transport of a server with the memory saver; `transport` is its name or its configuration in JSON.
+
+    Raises:
+        ConfigError: it is another transport than `pull`.
+    """
+    if transport_name(transport) != SLEEPING:
+        raise ConfigError(
+            f"--enable-memory-saver: transport must be {SLEEPING}, got {transport!r}: {_SLEEPS}"
+        )
 
 
 def send_step(server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str) -> None:
@@ -228,7 +258,7 @@ def send_step(server: EngineHttp, step: RankStep, settings: AgentSettings, folde
 
     stages = 1
     if step is RankStep.CAPTURE:
-        stages = check_server(server, settings.world_size)
+        stages = check_server(server, settings.world_size, transport_name(settings.transport))
     order = Step(step, settings, folder, stages)
     order_ranks(server, order, settings.world_size, settings.join_deadline_s)
 
@@ -238,7 +268,7 @@ def is_set(variable: str) -> bool:
     return environment_value(variable).lower() in ("1", "true", "yes", "y")
 
 
-def check_server(server: EngineHttp, world_size: int) -> int:
+def check_server(server: EngineHttp, world_size: int, transport: str = "") -> int:
     """Check the settings that a running server reports, and return its number of pipeline stages.
 
     Return 1 without a check if the server's release has no route `/server_info`.
@@ -246,6 +276,7 @@ def check_server(server: EngineHttp, world_size: int) -> int:
     Args:
         server: the running server.
         world_size: number of ranks according to the launcher's options.
+        transport: name of the transport that receives weights.
 
     Raises:
         ConfigError: a setting breaks a rule, or the server has another number of ranks.
@@ -258,7 +289,9 @@ def check_server(server: EngineHttp, world_size: int) -> int:
         return 1
     except DECODE_ERRORS as error:
         raise PeerUnreachable(f"{server.url}/server_info: not SGLang's answer: {error}") from error
-    refuse_settings(server.url, rules_for(str(told.get("version", ""))), told.__getitem__)
+    sleeps = bool(told.get("enable_memory_saver"))
+    rules = rules_for(str(told.get("version", "")), sleeps=sleeps)
+    refuse_settings(server.url, rules, told.__getitem__, transport)
     sizes = {name: size if isinstance(size := told.get(name), int) else 1 for name in _SIZES}
     sizes["dp_size"] = num_replicas(told, sizes["dp_size"])
     if told.keys() >= set(_SIZES) and math.prod(sizes.values()) != world_size:

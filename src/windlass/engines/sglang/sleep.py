@@ -1,0 +1,375 @@
+"""SGLang's memory saver in a rank: what sleeps, which values are lost, and when the scheduler may run.
+
+SGLang frees memory by tag (`weights`, `kv_cache`, `cuda_graph`) at `/release_memory_occupation`, and maps it again at
+`/resume_memory_occupation`. Every rank carries out these requests in its main loop, between two steps. `RankSaver` adds:
+
+- A rank that updates now refuses to sleep, and so do all other ranks.
+- Running requests return to the queue, and are computed again after the engine has woken. SGLang would end instead.
+- The answer is sent when all ranks have freed their memory.
+- Wrong or repeated tags change nothing. SGLang, or its memory saver, would end.
+- Memory is mapped only if every rank has enough of it. The memory saver would end the process instead.
+- The scheduler stays paused until all memory is mapped and a round has filled the weights.
+- Tensors that neither an update nor SGLang fills again are copied to host memory and back.
+- With `--enable-weights-cpu-backup`, the weights count as lost unless every byte has come back.
+
+A refusal is the field `rid` of SGLang's answer, which is empty otherwise (`report_refusals`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from windlass.config import PauseMode
+from windlass.engines.capture.memory import held_by, prints_of
+from windlass.engines.engine_rank import EngineRank
+from windlass.engines.http import EngineHttp
+from windlass.engines.rank_sleep import RankSleep
+from windlass.errors import ConfigError, TransferFailed, WindlassError
+
+WEIGHTS = RankSleep.WEIGHTS
+CACHES = ("kv_cache", "cuda_graph")
+_ORDER = (CACHES[0], WEIGHTS, CACHES[1])
+"""Order in which SGLang itself frees memory if a request names no tags."""
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+_PAUSE = "windlass_pause="
+"""Beginning of a tag with the id of the pause that ends with an error if the weights do not wake."""
+
+
+def is_enabled() -> bool:
+    """Return whether this rank's server was started with `--enable-memory-saver`."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return bool(get_server_args().enable_memory_saver)
+
+
+def _free_nbytes() -> int | None:
+    """Return the free bytes of this rank's GPU; None without a GPU, where the system decides when memory is mapped."""
+    if not torch.cuda.is_available():
+        return None
+    # Cached blocks of this process would not be used by the memory saver.
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+@final
+class RankSaver:
+    """Sleep of one rank. SGLang's main loop calls all methods.
+
+    Args:
+        rank: the rank; its `sleep` gets the state.
+        model: the rank's model.
+        outdate: function that makes later requests use no existing entries of the prefix cache.
+    """
+
+    def __init__(
+        self, rank: EngineRank, model: torch.nn.Module, outdate: Callable[[], None]
+    ) -> None:
+        self._rank, self._state, self._model, self._outdate = rank, rank.sleep, model, outdate
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._addresses: Mapping[str, int] = {}
+        # Fingerprints of the weights, if SGLang keeps a copy of them.
+        self._prints: Mapping[str, object] | None = None
+        # Tag -> bytes that its memory had.
+        self._nbytes: dict[str, int] = {}
+        # Whether the scheduler shall run as soon as it may.
+        self._runs = False
+        self._state.is_enabled = True
+
+    # --- messages of SGLang --------------------------------------------------------------------
+
+    def release(self, message: Any, updater: Any, carry_out: Callable[[], object]) -> str:
+        """Free the memory of a request's tags; return why the rank refuses, or an empty string.
+
+        Args:
+            message: SGLang's request.
+            updater: SGLang's object that carries out the request.
+            carry_out: function that calls SGLang's own handler.
+        """
+        tags = self._tags_of(message) - self._state.asleep
+        if not tags:
+            return ""
+        hooks, scheduler = self._rank.required()[2], updater.scheduler
+        with hooks.turn:
+            if refusal := _agreed(updater, self._refusal(hooks.in_round, tags)):
+                return refusal
+            if not self._state.is_at_rest:
+                self._runs = not scheduler._engine_paused
+            retract(scheduler)
+            if WEIGHTS in tags:
+                self._before_loss()
+            waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+            try:
+                for tag in (tag for tag in _ORDER if tag in tags):
+                    self._state.asleep |= {tag}
+                    before, message.tags = _free_nbytes(), [tag]
+                    carry_out()
+                    self._nbytes[tag] = max((_free_nbytes() or 0) - (before or 0), 0)
+            finally:
+                scheduler.waiting_queue = waiting
+            self._outdate()
+            # SGLang waits for all ranks before it frees weights, and not after.
+            dist.barrier(updater.tp_cpu_group)
+        return ""
+
+    def resume(self, message: Any, updater: Any, carry_out: Callable[[], object]) -> str:
+        """Map the memory of a request's tags again; arguments and result as in `release`."""
+        pause_id = next(
+            (t.removeprefix(_PAUSE) for t in message.tags or () if t.startswith(_PAUSE)), ""
+        )
+        if tags := self._tags_of(message) & self._state.asleep:
+            if refusal := _agreed(updater, self._shortage(tags)):
+                if pause_id:
+                    self._rank.gate.fail(pause_id, TransferFailed(refusal))
+                return refusal
+            message.tags = sorted(tags)
+            carry_out()
+            if WEIGHTS in tags:
+                self._after_wake()
+            self._state.asleep -= tags
+            dist.barrier(updater.tp_cpu_group)
+            self._go_on(updater.scheduler)
+        return ""
+
+    def paused(self) -> None:
+        """Record that the scheduler shall stay paused: it got a request to pause."""
+        self._runs = False
+
+    def continued(self, scheduler: Any) -> None:
+        """Pause the scheduler again after a request to continue, if memory sleeps or the weights are lost."""
+        self._runs = True
+        if self._state.is_at_rest:
+            scheduler._engine_paused = True
+
+    # --- pauses of Windlass --------------------------------------------------------------------
+
+    def check_awake(self) -> None:
+        """Check that the weights have memory, at the addresses that they had before they slept.
+
+        Raises:
+            TransferFailed: they sleep, or a tensor has moved. A round would fill other memory than the engine reads.
+        """
+        if WEIGHTS in self._state.asleep:
+            raise TransferFailed("the engine fell asleep while the pause began")
+        if not self._state.is_lost:
+            return
+        found = {name: holding.address for name, holding in held_by(self._model).items()}
+        moved = [name for name, at in self._addresses.items() if found.get(name) != at]
+        if moved:
+            raise TransferFailed(
+                f"wake: every tensor must keep its address, got {len(moved)} that have moved ({moved[0]}); start the "
+                "engine again"
+            )
+
+    # --- parts ---------------------------------------------------------------------------------
+
+    def _tags_of(self, message: Any) -> frozenset[str]:
+        given = [tag for tag in message.tags or () if not tag.startswith(_PAUSE)]
+        return frozenset(given or _ORDER) & {*_ORDER}
+
+    def _refusal(self, in_round: bool, tags: Collection[str]) -> str:
+        """Return why this rank must not sleep; empty if it may."""
+        if in_round:
+            return "an update runs; ask again after its end"
+        if WEIGHTS in tags and not self._state.is_lost:
+            try:
+                # The search compares values with weights, so it cannot be made when they are lost.
+                self._rank.captured.look()
+            except WindlassError as error:
+                return str(error)
+        return ""
+
+    def _before_loss(self) -> None:
+        """Save what neither an update nor SGLang restores, and record what the weights are."""
+        held = held_by(self._model)
+        self._addresses = {name: holding.address for name, holding in held.items()}
+        self._prints = None
+        if _has_backup():
+            self._prints = None if self._state.is_lost else prints_of(held)
+            return
+        captured = self._rank.captured
+        sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
+        received = {*zip(captured.addresses, sizes, strict=True)}
+        written = {*captured.repacked, *captured.recomputed}
+        if not self._state.is_lost:
+            self._saved = [
+                (memory := holding.memory(), memory.to("cpu", copy=True))
+                for name, holding in held.items()
+                if name not in written and (holding.address, holding.nbytes) not in received
+            ]
+        self._state.is_lost = True
+
+    def _after_wake(self) -> None:
+        """Restore the saved tensors, and find out whether SGLang has restored the weights."""
+        with torch.inference_mode():
+            for memory, value in self._saved:
+                memory.copy_(value)
+        if _has_backup() and self._prints != prints_of(held_by(self._model)):
+            self._state.is_lost = True
+
+    def _shortage(self, tags: Collection[str]) -> str:
+        """Return why there is too little memory to map `tags` again; empty if there is enough."""
+        free, needed = _free_nbytes(), sum(self._nbytes[tag] for tag in tags)
+        if free is None or needed <= free:
+            return ""
+        return (
+            f"wake: {' and '.join(sorted(tags))} need {needed} bytes, and the GPU has {free} bytes free; free the "
+            "trainer's memory first, for example in connect_trainer(release=...)"
+        )
+
+    def _go_on(self, scheduler: Any) -> None:
+        if self._runs and not self._state.is_at_rest:
+            go_on(scheduler)
+
+
+def retract(scheduler: Any) -> None:
+    """Pause a scheduler; its running requests return to the queue without their KV cache."""
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+    scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+
+
+def go_on(scheduler: Any) -> None:
+    """Let a paused scheduler run again."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+    scheduler.continue_generation(ContinueGenerationReqInput())
+
+
+def _has_backup() -> bool:
+    from sglang.srt.runtime_context import get_server_args
+
+    return bool(get_server_args().enable_weights_cpu_backup)
+
+
+def _agreed(updater: Any, refusal: str) -> str:
+    """Return the refusal of this rank, or of any other rank; empty if no rank refuses. Collective."""
+    refuses = torch.tensor([bool(refusal)], dtype=torch.int32)
+    dist.all_reduce(refuses, dist.ReduceOp.MAX, updater.tp_cpu_group)
+    if not refuses.item():
+        return ""
+    return refusal or "another rank of the engine refuses; see its log"
+
+
+@functools.cache
+def install(
+    rank: EngineRank, model: torch.nn.Module, outdate: Callable[[], None]
+) -> RankSaver | None:
+    """Let a `RankSaver` carry out the requests of this process's scheduler. Idempotent.
+
+    Return None if the server was started without the memory saver.
+    """
+    if not is_enabled():
+        return None
+    from sglang.srt.managers import io_struct
+    from sglang.utils import TypeBasedDispatcher
+
+    saver = RankSaver(rank, model, outdate)
+    dispatch: Callable[[Any, Any], Any] = TypeBasedDispatcher.__call__
+    release, resume = (
+        io_struct.ReleaseMemoryOccupationReqInput,
+        io_struct.ResumeMemoryOccupationReqInput,
+    )
+
+    # The scheduler keeps references to its handlers, and looks up only this method of its dispatcher's class.
+    def call(dispatcher: Any, message: Any) -> Any:
+        carry_out = functools.partial(dispatch, dispatcher, message)
+        if isinstance(message, release):
+            updater = dispatcher._mapping[release].__self__
+            refusal = saver.release(message, updater, carry_out)
+            return io_struct.ReleaseMemoryOccupationReqOutput(rid=refusal or None)
+        if isinstance(message, resume):
+            updater = dispatcher._mapping[release].__self__
+            refusal = saver.resume(message, updater, carry_out)
+            return io_struct.ResumeMemoryOccupationReqOutput(rid=refusal or None)
+        answer = carry_out()
+        if isinstance(message, io_struct.PauseGenerationReqInput):
+            saver.paused()
+        elif isinstance(message, io_struct.ContinueGenerationReqInput):
+            saver.continued(dispatcher._mapping[release].__self__.scheduler)
+        return answer
+
+    TypeBasedDispatcher.__call__ = call
+    return saver
+
+
+def report_refusals(mixin: Any) -> None:
+    """Patch SGLang's tokenizer manager so that it raises ConfigError if a rank refuses to sleep or to wake.
+
+    `mixin` is SGLang's class `TokenizerControlMixin`.
+    """
+
+    def asking(name: str) -> Callable[..., Awaitable[None]]:
+        async def ask(manager: Any, request: Any, received: object = None) -> None:  # noqa: ARG001
+            manager.auto_create_handle_loop()
+            answers = await getattr(manager, f"{name}_communicator")(request)
+            if refusals := [answer.rid for answer in answers if answer.rid]:
+                raise ConfigError(f"{name}: {refusals[0]}")
+
+        return ask
+
+    for name in (RELEASE[1:], RESUME[1:]):
+        setattr(mixin, name, asking(name))
+
+
+@final
+class ServerSleep:
+    """Calls of rank 0's agent to make all ranks sleep and wake.
+
+    Args:
+        server: the server.
+        state: state of rank 0, which all ranks share between two requests.
+    """
+
+    def __init__(self, server: EngineHttp, state: RankSleep) -> None:
+        self._server, self._state = server, state
+        # Whether a round woke the weights. Otherwise the framework wakes the caches as it has woken the weights.
+        self._woke = False
+
+    @property
+    def is_at_rest(self) -> bool:
+        """True if the scheduler is paused, because memory sleeps or the weights are lost."""
+        return self._state.is_at_rest
+
+    def fall_asleep(self, mode: PauseMode, deadline_s: float) -> None:
+        """Pause, and make all ranks sleep; see `Sleeper.sleep`.
+
+        Raises:
+            ConfigError: `mode` keeps the KV cache.
+            PeerUnreachable, PeerTimeout: the server did not pause, or a rank refused. The server generates again.
+        """
+        if mode is PauseMode.IN_PLACE:
+            raise ConfigError(
+                "SGLang: sleep: mode must be abort or retract, because the KV cache is freed"
+            )
+        if not self._state.is_at_rest:
+            self._server.post("/pause_generation", {"mode": str(mode)}, deadline_s)
+        try:
+            self._server.post(RELEASE, {}, deadline_s)
+        except WindlassError:
+            self._server.post("/continue_generation", {}, deadline_s)
+            raise
+
+    def wake_weights(self, pause_id: str, deadline_s: float) -> None:
+        """Make all ranks map their weights, if they sleep. If a rank cannot, the pause fails on all ranks.
+
+        Raises:
+            PeerUnreachable, PeerTimeout: the weights still sleep.
+        """
+        if WEIGHTS in self._state.asleep:
+            self._server.post(RESUME, {"tags": [WEIGHTS, f"{_PAUSE}{pause_id}"]}, deadline_s)
+            self._woke = True
+
+    def wake_caches(self, deadline_s: float) -> None:
+        """Make all ranks map the rest of their memory, if a round woke the weights. Idempotent.
+
+        Raises:
+            PeerUnreachable, PeerTimeout: a rank has too little memory, or the server did not answer.
+        """
+        if self._woke and self._state.asleep:
+            self._server.post(RESUME, {"tags": sorted(self._state.asleep)}, deadline_s)
+        self._woke = False
