@@ -7,6 +7,12 @@ shift
 export PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+# SGLang preloads torch_memory_saver into its ranks, which needs the CUDA runtime before torch loads it.
+CUDART=$(python3 -c 'import pathlib, sys
+roots = [pathlib.Path(p) / "nvidia" for p in sys.path if p] + [pathlib.Path("/usr/local/cuda")]
+found = [f.parent for root in roots if root.is_dir() for f in sorted(root.rglob("libcudart.so.1*"))]
+print(found[0] if found else "")')
+export LD_LIBRARY_PATH="$CUDART${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 LOGS=$(mktemp -d)
 timeout -k 10 "${DEADLINE_S:-560}" python3 benchmarks/gpu/prove_turns.py --json "$OUT/prove_turns.json" \
   --logs "$LOGS" "$@" 2>&1 | tee "$OUT/prove_turns.txt"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.rank_sleep import RankSleep
@@ -37,7 +38,7 @@ class Gpu:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -125,7 +126,7 @@ def test_tensors_that_no_update_fills_come_back(monkeypatch: pytest.MonkeyPatch)
             tensor.fill_(-1.0)
     assert rank.ask("resume", "weights") == ""
     assert torch.equal(rank.model.bias, bias)
-    assert torch.equal(rank.model.constant, torch.arange(4.0))
+    assert torch.equal(rank.model.get_buffer("constant"), torch.arange(4.0))
     assert bool((rank.model.weight == -1).all()), "the update fills the weight"
     rank.saver.check_awake()
     rank.model.weight.data = rank.model.weight.data.clone()

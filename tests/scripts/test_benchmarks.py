@@ -109,6 +109,13 @@ REHEARSALS = (
         *("--engine-path", f"{ROOT}/tests/support/cpu_sleep:{ROOT}/tests/support"),
         engine="vllm",
     ),
+    row(
+        "gpu/prove_turns.py",
+        *("--on-cpu", "--python", SGLANG, "--engine", "sglang", "--case", "dense", "--turns", "2"),
+        *("--logs", f"{OUT}/logs", "--port", "31123", "--start-s", "300"),
+        *("--engine-path", f"{ROOT}/tests/support/cpu_sleep:{ROOT}/tests/support"),
+        engine="sglang",
+    ),
     Rehearsal(
         "gpu/run_live_engine.sh",
         (OUT, *LIVE_BENCH, "--in-place-only", "--port", "24123"),

@@ -16,7 +16,13 @@ from live_engine.proof_servers import ProofServer
 from live_engine.servers import Vllm
 from live_engine.surroundings import TOKEN
 from live_engine.trainers import transport_of, unstack
+from windlass.engines.http import EngineHttp
+from windlass.engines.sglang.orders import HOOK
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS
+
+BUCKET_NBYTES = 1 << 30
+KV_NBYTES = 147456
+"""Bytes of the KV cache per token of Qwen3-4B; SGLang's option counts tokens."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,42 @@ class TurnsRank(FsdpProof):
         torch.cuda.synchronize()
         self.release()
 
+    def send_buckets(self, url: str, tp: int) -> None:
+        """Send whole tensors by CUDA IPC as SGLang's flattened buckets of 1 GiB, then free the memory."""
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        monkey_patch_torch_reductions()
+        server, bucket, size = EngineHttp(url), list[tuple[str, torch.Tensor]](), 0
+
+        def send() -> None:
+            flat = FlattenedTensorBucket(named_tensors=bucket)
+            told = {
+                "flattened_tensor": flat.get_flattened_tensor(),
+                "metadata": flat.get_metadata(),
+            }
+            if self.rank == 0:
+                encoded = MultiprocessingSerializer.serialize(told, output_str=True)
+                body = {
+                    "serialized_named_tensors": [encoded] * tp,
+                    "load_format": "flattened_bucket",
+                    "flush_cache": False,
+                }
+                server.post("/update_weights_from_tensor", body, 120.0)
+            bucket.clear()
+
+        for stacked, parameter in self.module.named_parameters():
+            for name, tensor in unstack(stacked, parameter.full_tensor().detach()):
+                if size + tensor.nbytes > BUCKET_NBYTES and bucket:
+                    send()
+                    size = 0
+                bucket.append((name, tensor))
+                size += tensor.nbytes
+        send()
+        torch.cuda.synchronize()
+        self.release()
+
     def points(self) -> dict[str, int]:
         """Return the memory in use at each point of this turn, the present included."""
         self.used["served"] = self.in_use()
@@ -229,5 +271,41 @@ class VllmTurns:
         await server.engine.call("/wake_up?tags=kv_cache")
 
 
-TURN_ENGINES: dict[str, TurnEngine] = {"vllm": VllmTurns()}
+class SglangTurns:
+    """`TurnEngine` of SGLang 0.5.16 with its memory saver."""
+
+    levels: tuple[str, ...] = ("all tags",)
+    own = "SGLang flattened bucket"
+
+    def flags(self, *, kv_nbytes: int, on_cpu: bool) -> tuple[str, ...]:
+        if on_cpu:
+            return ("--enable-memory-saver",)
+        return ("--enable-memory-saver", "--max-total-tokens", str(kv_nbytes // KV_NBYTES))
+
+    def own_command(self, server: ProofServer, folder: str) -> list[str]:
+        words = server.engine.command(folder, "")
+        # Its fingerprints come from Windlass's custom weight loader.
+        launcher = {"--name", "--controller", "--transport", "--tp", "--model"}
+        kept = [
+            word
+            for place, word in enumerate(words[1:], 1)
+            if word not in launcher and words[place - 1] not in launcher
+        ]
+        return [
+            *("sglang.launch_server", *kept, "--model-path", folder),
+            *("--tp-size", str(server.options.tp), "--mem-fraction-static", "0.85"),
+            *("--custom-weight-loader", HOOK),
+        ]
+
+    async def sleep(self, server: ProofServer, level: str) -> None:  # noqa: ARG002
+        # SGLang demands an idle server, as frameworks do before they call this route.
+        await server.engine.post("/release_memory_occupation", {})
+
+    async def own_update(self, server: ProofServer, trainers: Any) -> None:
+        await server.engine.post("/resume_memory_occupation", {"tags": ["weights"]})
+        await trainers.all("send_buckets", server.engine.url, server.options.tp)
+        await server.engine.post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+
+
+TURN_ENGINES: dict[str, TurnEngine] = {"vllm": VllmTurns(), "sglang": SglangTurns()}
 """Engines that take turns, by name."""

@@ -369,7 +369,7 @@ class ResumeRetries:
         self._run.fleet.note_not_resumed(agent, result.not_resumed)
         if not agent.not_resumed:
             self.forget(agent.identity)
-        elif agent.not_resumed == SLEEPS:
+        elif SLEEPS in agent.not_resumed:
             # No command but a round can wake it.
             self.forget(agent.identity)
         elif agent.identity not in self._retrying:
