@@ -64,8 +64,8 @@ class Rank:
             _engine_paused=True, waiting_queue=["a", "b"],
         )  # fmt: skip
         self.updater = SimpleNamespace(scheduler=self.scheduler, tp_cpu_group=None)
-        monkeypatch.setattr(sleep, "_free_nbytes", lambda: self.gpu.free)
-        monkeypatch.setattr(sleep, "_has_backup", lambda: False)
+        monkeypatch.setattr(sleep, "free_nbytes", lambda: self.gpu.free)
+        monkeypatch.setattr(sleep, "has_backup", lambda: False)
         monkeypatch.setattr(sleep, "retract", lambda _scheduler: None)
         self.saver = RankSaver(rank, self.model, self.outdate)
 
@@ -102,7 +102,7 @@ def test_memory_is_mapped_only_if_the_gpu_has_enough(monkeypatch: pytest.MonkeyP
         ["weights"],
         ["cuda_graph", "kv_cache"],
     ]
-    assert rank.scheduler._engine_paused
+    assert vars(rank.scheduler)["_engine_paused"]
     assert rank.state.is_lost
 
 

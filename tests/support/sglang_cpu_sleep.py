@@ -58,10 +58,15 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tag, self._backed_up = tag, backed_up
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        is_view = any(r.alias_info is not None for r in func._schema.returns)
-        is_strided = isinstance(out, torch.Tensor) and out.layout is torch.strided
-        if is_view or not is_strided or out.device.type != "cpu" or not out.numel():
+        named = kwargs or {}
+        out = func(*args, **named)
+        if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
+            return out
+        given = (*args, *named.values())
+        tensors = [t for t in given if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+        storage = out.untyped_storage().data_ptr()
+        is_view = any(t.untyped_storage().data_ptr() == storage for t in tensors)
+        if is_view or out.device.type != "cpu" or not out.numel():
             return out
         return moved(out, self._tag, backed_up=self._backed_up)
 

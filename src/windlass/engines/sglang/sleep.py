@@ -47,7 +47,7 @@ def is_enabled() -> bool:
     return bool(get_server_args().enable_memory_saver)
 
 
-def _free_nbytes() -> int | None:
+def free_nbytes() -> int | None:
     """Return the free bytes of this rank's GPU; None without a GPU, where the system decides when memory is mapped."""
     if not torch.cuda.is_available():
         return None
@@ -106,9 +106,9 @@ class RankSaver:
             try:
                 for tag in (tag for tag in _ORDER if tag in tags):
                     self._state.asleep |= {tag}
-                    before, message.tags = _free_nbytes(), [tag]
+                    before, message.tags = free_nbytes(), [tag]
                     carry_out()
-                    self._nbytes[tag] = max((_free_nbytes() or 0) - (before or 0), 0)
+                    self._nbytes[tag] = max((free_nbytes() or 0) - (before or 0), 0)
             finally:
                 scheduler.waiting_queue = waiting
             self._outdate()
@@ -188,7 +188,7 @@ class RankSaver:
         held = held_by(self._model)
         self._addresses = {name: holding.address for name, holding in held.items()}
         self._prints = None
-        if _has_backup():
+        if has_backup():
             self._prints = None if self._state.is_lost else prints_of(held)
             return
         captured = self._rank.captured
@@ -208,12 +208,12 @@ class RankSaver:
         with torch.inference_mode():
             for memory, value in self._saved:
                 memory.copy_(value)
-        if _has_backup() and self._prints != prints_of(held_by(self._model)):
+        if has_backup() and self._prints != prints_of(held_by(self._model)):
             self._state.is_lost = True
 
     def _shortage(self, tags: Collection[str]) -> str:
         """Return why there is too little memory to map `tags` again; empty if there is enough."""
-        free, needed = _free_nbytes(), sum(self._nbytes[tag] for tag in tags)
+        free, needed = free_nbytes(), sum(self._nbytes[tag] for tag in tags)
         if free is None or needed <= free:
             return ""
         return (
@@ -240,7 +240,8 @@ def go_on(scheduler: Any) -> None:
     scheduler.continue_generation(ContinueGenerationReqInput())
 
 
-def _has_backup() -> bool:
+def has_backup() -> bool:
+    """Return whether SGLang copies weights to host memory when they sleep (`--enable-weights-cpu-backup`)."""
     from sglang.srt.runtime_context import get_server_args
 
     return bool(get_server_args().enable_weights_cpu_backup)
