@@ -135,6 +135,7 @@ class VllmApi:
     def resume(self, deadline_s: float) -> None:
         if self._rests:
             self._call(GO_ON, [], deadline_s)
+            self._rests = False
         elif self._server is not None:
             self._server.post("/resume", {}, deadline_s)
 
