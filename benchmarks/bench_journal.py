@@ -35,6 +35,7 @@ from windlass.rollout import RolloutConfig, SamplingParams, StalenessPolicy
 from windlass.rollout.journal import Accepted, Entry, RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, Work
+from windlass.rollout.table import GroupSize
 
 NUM_ROLLOUTS, GROUP_SIZE, CALLBACK, NUM_TOKENS = 4096, 8, 64, 128
 NUM_RUNS = 7
@@ -62,7 +63,7 @@ async def one_run(path: Path | None, *, sync_each: bool) -> tuple[float, float, 
     descriptor = None if path is None else os.open(path, os.O_RDWR)
     began, began_cpu = time.perf_counter(), time.thread_time()
     for _ in range(NUM_ROLLOUTS // GROUP_SIZE):
-        life.submit_group(WORK, GROUP_SIZE)
+        life.submit_group(WORK, GroupSize.of(GROUP_SIZE))
     for record in list(life.table.waiting.values()):
         life.start_attempt(record, "engine", "worker")
     journal.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import textwrap
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,17 +15,20 @@ from fake_engine import FakeEngine
 from small_job import launch, write_job
 
 from windlass.errors import RolloutError
-from windlass.jobs import Recipe, Task
+from windlass.jobs import Recipe, Task, rewards_differ
 from windlass.jobs.config import RolloutSection
 from windlass.jobs.scoring import Scoring
 from windlass.rollout import (
     ProcessRewards,
     RewardPool,
+    Rollout,
     RolloutConfig,
     RolloutController,
+    RolloutGroup,
     SamplingParams,
     StalenessPolicy,
     StaticEngines,
+    TrainingSample,
 )
 
 SAMPLING = SamplingParams(max_new_tokens=2)
@@ -166,3 +169,48 @@ def test_job_with_rewards_in_processes_names_the_failures_in_its_summary(tmp_pat
     assert re.search(r"the reward function raised line \d+: ValueError: no number", printed)
     evaluation = (tmp_path / "out" / "evaluations.jsonl").read_text()
     assert msgspec.json.decode(evaluation)["reward"] == 7.0
+
+
+class Filtering(Recipe):
+    """Accepts every second answer at first, and groups with different rewards."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def tasks(self) -> Iterator[Task]:
+        return iter(())
+
+    def accepts_group(self, group: RolloutGroup) -> bool:
+        return group.metadata != "declined before"
+
+    def accepts(self, rollout: Rollout) -> bool:
+        return not (rollout.task_id.endswith("-2") and rollout.attempts < 3)
+
+    def rewards(self, group: RolloutGroup) -> list[float]:
+        self.asked.append(str(group.metadata))
+        equal = group.metadata == "equal"
+        return [0.0 if equal else float(n) for n, _ in enumerate(group.rollouts)]
+
+    def accepts_scored(self, group: RolloutGroup, samples: Sequence[TrainingSample]) -> bool:
+        return rewards_differ(samples)
+
+
+async def test_filters_decline_groups_and_replace_answers_before_and_after_rewards() -> None:
+    section = RolloutSection(sampling=SAMPLING, groups_per_step=1, samples_per_group=3)
+    policy = StalenessPolicy(max_staleness=9, batch_size=3, max_concurrent=64)
+    recipe, declined = Filtering(), list[int]()
+    async with (
+        FakeEngine("engine") as engine,
+        RolloutController(StaticEngines([engine.entry]), policy) as rollouts,
+    ):
+        rollouts.run_here({})
+        made = Scoring(rollouts, recipe, section, declined=declined.append)
+        for number, name in enumerate(["fine", "declined before", "equal", "fine too"]):
+            rollouts.submit_group((1, number + 2), 3, SAMPLING, metadata=name)
+        batches = [await next_batch(made) for _ in range(2)]
+        made.close()
+        stats = rollouts.stats()
+    assert batches == [[[0.0, 1.0, 2.0]]] * 2
+    assert sorted(recipe.asked) == ["equal", "fine", "fine too"]
+    assert sorted(declined) == [1, 2]
+    assert (stats.rejected, stats.declined, stats.completed, stats.lost) == (2, 6, 12, 0)

@@ -1,4 +1,4 @@
-"""Rewards from a server: what the requests carry, what is repeated, and what each fault costs."""
+"""Rewards from a server: the content of requests, their repetition, and the cost of each fault."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def until_gone(file: Path) -> None:
-    """Wait until the processes in a file have ended; a zombie that nobody has waited for has ended."""
+    """Wait until the processes in a file have ended; a zombie counts as ended."""
     for pid in file.read_text().split():
         until(partial(has_ended, int(pid)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import itertools
 import os
@@ -11,6 +12,7 @@ import threading
 from pathlib import Path
 from stat import S_ISDIR
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -31,8 +33,8 @@ from windlass.rollout import (
 )
 from windlass.rollout.journal import Entry, PersistedState, RolloutJournal, VersionReached
 from windlass.rollout.lifecycle import Lifecycle
-from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, Work
-from windlass.rollout.table import Record, State
+from windlass.rollout.messages import ErrorKind, OutcomeStatus, Partial, RolloutOutcome, Work
+from windlass.rollout.table import GroupSize, Record, State
 from windlass.rollout.values import encode_value
 
 SAMPLING = SamplingParams(max_new_tokens=1)
@@ -76,7 +78,9 @@ class Process:
         self.run = self.life.first_attempt >> 20
         self.table = self.life.table
         for handle in self.recovered.groups.values():
-            self.watch(handle)
+            # The handle lacks the rollouts that had ended before.
+            whole = world.groups.get(handle.task_ids[0], handle.task_ids)
+            self.watch(dataclasses.replace(handle, task_ids=tuple(whole)))
         # Workers report the attempts that they still have. Lost attempts are retried.
         for record in self.running():
             if (record.task_id, record.attempt) not in world.at_workers:
@@ -84,8 +88,10 @@ class Process:
 
     def watch(self, handle: GroupHandle) -> None:
         def ended(done: asyncio.Future[RolloutGroup]) -> None:
-            if not done.cancelled() and "dropped" in str(done.exception()):
-                self.world.dropped.add(frozenset(handle.task_ids))
+            if done.cancelled() or (error := done.exception()) is None:
+                return
+            ended = self.world.dropped if "dropped" in str(error) else self.world.failed
+            ended.add(frozenset(handle.task_ids))
 
         handle.future.add_done_callback(ended)
 
@@ -109,14 +115,29 @@ class Process:
             self.world.sent.add(key)
             self.world.at_workers[key] = -1
 
-    def finish(self, pick: int, status: OutcomeStatus, version: int) -> None:
+    def replace(self, pick: int) -> None:
+        """Replace one answer of a complete group."""
+        if self.table.ready:
+            groups = list(self.table.ready.values())
+            records = groups[pick % len(groups)].records
+            self.life.replace({records[pick % len(records)].task_id: "cannot be scored"})
+            self.journal.flush()
+
+    def finish(
+        self,
+        pick: int,
+        status: OutcomeStatus,
+        version: int,
+        kind: ErrorKind = ErrorKind.PASSING,
+    ) -> None:
         """Deliver a worker's outcome. The worker drops only acknowledged outcomes."""
         if not self.world.at_workers:
             return
         key = sorted(self.world.at_workers)[pick % len(self.world.at_workers)]
         record = self.life.find_running(*key)
         if record is not None:
-            self.life.end_attempt(record, outcome(*key, status, version))
+            found = outcome(*key, status, version)
+            self.life.end_attempt(record, msgspec.structs.replace(found, error_kind=kind))
         self.journal.flush()
         self.world.at_workers.pop(key, None)
 
@@ -129,13 +150,17 @@ class Process:
                 young = self.policy.version - min(rollout.versions) <= MAX_STALENESS
                 assert young or self.policy.on_stale is OnStale.TRAIN
             handed.append([rollout.task_id for rollout in group.rollouts])
-            ids = frozenset(handed[-1])
+            delivered = frozenset(handed[-1])
+            ids = self.world.groups.get(handed[-1][0], delivered)
+            size = self.world.sizes.get(ids) or GroupSize.of(len(ids))
+            assert ids.issuperset(handed[-1])
+            assert size.min_samples <= len(set(handed[-1])) == len(handed[-1]) <= size.num_wanted
             if acknowledge:
                 # The owner has stored the group and acknowledges it.
                 assert ids not in self.world.stored
-                assert not any(ids & other for other in self.world.stored)
                 self.world.stored.append(ids)
-                self.life.acknowledge(next(iter(ids)))
+                self.world.delivered.append(handed[-1][0])
+                self.life.acknowledge(handed[-1][0])
                 self.journal.flush()
         return handed
 
@@ -164,6 +189,12 @@ class World:
         self.wanted: list[frozenset[str]] = []
         self.cancelled: set[frozenset[str]] = set()
         self.dropped: set[frozenset[str]] = set()
+        self.failed: set[frozenset[str]] = set()
+        self.delivered: list[str] = []
+        """One delivered rollout of each stored group."""
+        self.groups: dict[str, frozenset[str]] = {}
+        """Task id -> ids of all rollouts that were submitted with it."""
+        self.sizes: dict[frozenset[str], GroupSize] = {}
 
     async def restarted(self, old: Process, torn: int) -> Process:
         """Restart after a kill, or after a power cut that lost the last `torn` bytes of the file."""
@@ -197,6 +228,8 @@ STEPS = st.lists(
                 "old",
                 "error",
                 "reject",
+                "refuse",
+                "replace",
                 "out",
                 "keep",
                 "decline",
@@ -226,10 +259,13 @@ def test_every_rollout_is_delivered_once_within_the_bound_after_any_kills(
             version = process.policy.version
             match step:
                 case "add":
-                    handle = process.life.submit_group(
-                        prompt((1,)), 1 + number % 4, metadata=number
-                    )
-                    world.wanted.append(frozenset(handle.task_ids))
+                    n = 1 + number % 4
+                    size = GroupSize.of(n, number // 4 % 3, 1 + number // 12 % n)
+                    handle = process.life.submit_group(prompt((1,)), size, metadata=number)
+                    together = frozenset(handle.task_ids)
+                    world.wanted.append(together)
+                    world.groups.update(dict.fromkeys(together, together))
+                    world.sizes[together] = size
                     process.watch(handle)
                 case "go":
                     process.dispatch()
@@ -241,14 +277,18 @@ def test_every_rollout_is_delivered_once_within_the_bound_after_any_kills(
                     process.finish(number, OutcomeStatus.ERROR, version)
                 case "reject":
                     process.finish(number, OutcomeStatus.REJECTED, version)
+                case "refuse":
+                    process.finish(number, OutcomeStatus.ERROR, version, ErrorKind.REFUSED)
+                case "replace":
+                    process.replace(number)
                 case "out":
                     process.hand_out(acknowledge=True)
                 case "keep":
                     process.hand_out(acknowledge=False)
                 case "decline":
-                    for together in process.hand_out(acknowledge=False):
-                        process.life.decline(together)
-                        world.cancelled.add(frozenset(together))
+                    for ids in process.hand_out(acknowledge=False):
+                        process.life.decline(ids)
+                        world.cancelled.add(world.groups[ids[0]])
                 case "up":
                     process.life.set_version(version + 1 + number % 2)
                 case "kill":
@@ -258,11 +298,11 @@ def test_every_rollout_is_delivered_once_within_the_bound_after_any_kills(
                     # again.
                     process = await world.restarted(process, number * 40)
                     cut = True
-                    for ids in world.stored:
-                        process.life.acknowledge(next(iter(ids)))
+                    for task_id in world.delivered:
+                        process.life.acknowledge(task_id)
                 case "cancel" if process.table.records:
                     record = next(iter(process.table.records.values()))
-                    world.cancelled.add(frozenset(r.task_id for r in record.group.records))
+                    world.cancelled.add(world.groups[record.task_id])
                     process.life.cancel(record.group)
                 case _:
                     pass
@@ -283,7 +323,8 @@ def test_every_rollout_is_delivered_once_within_the_bound_after_any_kills(
         assert not process.table.records
         assert process.policy.running == 0
         if not cut:
-            assert set(world.wanted) == set(world.stored) | world.cancelled | world.dropped
+            ended = world.cancelled | world.dropped | world.failed
+            assert set(world.wanted) == set(world.stored) | ended
             assert not world.dropped or on_stale is not OnStale.TRAIN
         assert len(set(world.stored)) == len(world.stored)
         await process.journal.close()
@@ -299,7 +340,7 @@ async def test_a_restarted_process_recovers_prompts_groups_and_metadata(
 ) -> None:
     world = World(tmp_path / "journal")
     first = Process(world.path, world)
-    first.life.submit_group(prompt((1, 2)), 3, metadata={"row": 7})
+    first.life.submit_group(prompt((1, 2)), GroupSize.of(3), metadata={"row": 7})
     single = first.life.submit(
         Work(
             prompt_ids=(5,),
@@ -344,7 +385,7 @@ async def test_a_rollouts_resubmits_and_first_version_survive_a_kill(
 ) -> None:
     world = World(tmp_path / "journal")
     process = Process(world.path, world)
-    handle = process.life.submit_group(prompt((1,)), 1)
+    handle = process.life.submit_group(prompt((1,)), GroupSize.of(1))
     process.watch(handle)
     (task_id,) = handle.task_ids
     for life in range(MAX_RESUBMITS + 1):
@@ -373,7 +414,7 @@ async def test_a_restarted_controller_handles_rollouts_that_became_too_old(
     first.dispatch()
     # The owner got this outcome and did not acknowledge it.
     first.finish(0, OutcomeStatus.ACCEPTED, 0)
-    first.life.submit_group(prompt((1,)), 2)
+    first.life.submit_group(prompt((1,)), GroupSize.of(2))
     running = first.life.submit(prompt((3,)))
     for _ in range(3):
         first.dispatch()
@@ -444,7 +485,7 @@ async def test_a_full_disk_stops_admission_and_delivery_until_there_is_room(
     monkeypatch.setattr(journal, "WRITE_AGAIN_S", 0.01)
     world = World(tmp_path / "journal")
     process = Process(world.path, world)
-    handle = process.life.submit_group(prompt((1,)), 1)
+    handle = process.life.submit_group(prompt((1,)), GroupSize.of(1))
     process.journal.flush()
     process.dispatch()
     has_room, changes = asyncio.Event(), 0

@@ -14,7 +14,7 @@ from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, Work
 from windlass.rollout.staleness import OnStale, StalenessPolicy
-from windlass.rollout.table import Group, Record, State
+from windlass.rollout.table import Group, GroupSize, Record, State
 from windlass.sampling import SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=1)
@@ -302,7 +302,7 @@ async def test_cancelling_the_future_cancels_the_whole_group_at_once() -> None:
     """Any cancellation works, for example by `asyncio.wait_for`, which has no handle."""
     bench = Bench()
     work = Work(prompt_ids=(1,), sampling=SAMPLING)
-    single, group = bench.life.submit(work), bench.life.submit_group(work, 3)
+    single, group = bench.life.submit(work), bench.life.submit_group(work, GroupSize.of(3))
     bench.dispatch()
     assert list(bench.at_worker) == [single.task_id]
     assert single.future.cancel()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from windlass.jobs.megatron_engine import MegatronEngine as MegatronEngine
     from windlass.jobs.recipe import Recipe as Recipe
     from windlass.jobs.recipe import Task as Task
+    from windlass.jobs.recipe import rewards_differ as rewards_differ
     from windlass.jobs.results import JobSummary as JobSummary
     from windlass.jobs.results import StepResult as StepResult
     from windlass.jobs.schedulers.base import ClusterBackend as ClusterBackend

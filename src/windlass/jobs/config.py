@@ -216,6 +216,10 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         sampling: sampling parameters of every prompt.
         groups_per_step: number of prompts or tasks that one step trains on.
         samples_per_group: number of answers per prompt or task.
+        extra_samples: number of answers per prompt or task that are generated in addition. The first `samples_per_group`
+            finished ones are used, and the others are cancelled.
+        min_samples: smallest number of answers with which a group is used if its other answers have failed, were rejected
+            too often or were dropped as too old; 0 for `samples_per_group`.
         max_staleness: largest difference between the trainer's version and the version of an answer's oldest token.
         on_stale: treatment of answers above `max_staleness`. max_resubmits: limit for `OnStale.RESUBMIT`.
         max_concurrent: number of samples that may run at a time.
@@ -236,6 +240,8 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
     sampling: SamplingParams
     groups_per_step: int
     samples_per_group: int
+    extra_samples: int = 0
+    min_samples: int = 0
     max_staleness: int = 1
     on_stale: OnStale = OnStale.RESUBMIT
     max_resubmits: int = 3
@@ -256,7 +262,12 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         none = dict.fromkeys(
             ("max_staleness", "max_resubmits", "num_workers", "max_worker_restarts"), 0
         )
+        none |= {"extra_samples": 0, "min_samples": 0}
         check_numbers(self, one | none, ("batch_deadline_s",), where="rollout.")
+        if self.min_samples > self.samples_per_group:
+            raise ConfigError(
+                f"rollout.min_samples must be <= {self.samples_per_group} (samples_per_group), got {self.min_samples}"
+            )
 
     def limits(self) -> RolloutConfig:
         """Return only the settings that `RolloutConfig` defines, for the rollout controller."""

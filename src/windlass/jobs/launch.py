@@ -790,7 +790,8 @@ class Job:
             self._num_trained += 1
             for group_id in {sample.group_id for sample in samples}:
                 if (group := self._open.pop(group_id, None)) is not None:
-                    self._trained += group[1].task_ids[:1]
+                    # A rollout of the handle may have ended without a sample.
+                    self._trained.append(group[1].future.result().rollouts[0].task_id)
             if not trainer.save_every:
                 self._acknowledge(self._trained)
                 self._trained = []
@@ -891,7 +892,13 @@ class Job:
             submit = partial(rollouts.submit_workflow_group, task.workflow, task.arguments)
         else:
             submit = partial(rollouts.submit_group, task.prompt or task.prompt_ids)
-        handle = submit(rollout.samples_per_group, rollout.sampling, metadata=task.metadata)
+        handle = submit(
+            rollout.samples_per_group,
+            rollout.sampling,
+            metadata=task.metadata,
+            num_extra=rollout.extra_samples,
+            min_samples=rollout.min_samples or None,
+        )
         self._drawn = None
         self._open[handle.group_id] = task, handle
         handle.add_done_callback(partial(self._group_ended, handle.group_id))

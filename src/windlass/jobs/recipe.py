@@ -29,7 +29,7 @@ from windlass.jobs.config import LaunchConfig
 from windlass.jobs.schedulers.base import Scheduler
 from windlass.net.logs import TRACEBACK_EVERY_S, LineLimit
 from windlass.rollout.batches import check_groups, training_samples
-from windlass.rollout.handles import RolloutGroup
+from windlass.rollout.handles import Rollout, RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.text import Chat, Message
 from windlass.rollout.values import encode_value
@@ -99,6 +99,29 @@ class Recipe(ABC):
         another group.
         """
         return training_samples(group, self.rewards(group))
+
+    def accepts_group(self, group: RolloutGroup) -> bool:  # noqa: ARG002 - overriding it is a choice
+        """Return whether to score a finished group. A group that is not accepted is declined. Runs in a thread."""
+        return True
+
+    def accepts(self, rollout: Rollout) -> bool:  # noqa: ARG002 - as above
+        """Return whether to score an answer of a group, for example whether it has an end. Runs in a thread.
+
+        Another answer is generated in place of one that is not accepted, at most `rollout.max_rejections` times.
+        """
+        return True
+
+    def accepts_scored(
+        self,
+        group: RolloutGroup,  # noqa: ARG002 - as above
+        samples: Sequence[TrainingSample],  # noqa: ARG002 - as above
+    ) -> bool:
+        """Return whether to train on the samples of a scored group. Runs in a thread.
+
+        A group that is not accepted is declined, and the step waits for another one. For DAPO's dynamic sampling return
+        `rewards_differ(samples)`.
+        """
+        return True
 
     def evaluation_tasks(self) -> Iterable[Task]:
         """Return the tasks of each evaluation, if the job has `evaluation.every`. Runs in a thread.
@@ -253,8 +276,28 @@ def raised_at(error: BaseException, file: Path) -> str:
     return f"{where}{type(error).__name__}: {error}"
 
 
+def rewards_differ(samples: Sequence[TrainingSample]) -> bool:
+    """Return whether the samples have at least two different rewards. Equal rewards give no gradient in GRPO."""
+    return len({sample.reward for sample in samples}) > 1
+
+
+def has_filters(recipe: Recipe) -> bool:
+    """Return whether the recipe has a filter before rewards."""
+    kind = type(recipe)
+    return kind.accepts is not Recipe.accepts or kind.accepts_group is not Recipe.accepts_group
+
+
+def refused_by(recipe: Recipe, group: RolloutGroup) -> list[str] | None:
+    """Return the ids of a group's rollouts that the recipe does not accept; None if it does not accept the group."""
+    if not recipe.accepts_group(group):
+        return None
+    return [each.task_id for each in group.rollouts if not recipe.accepts(each)]
+
+
 def score(recipe: Recipe, group: RolloutGroup) -> list[TrainingSample]:
     """Call `recipe.samples` for a group and check the result. May block, and raises every error of the recipe.
+
+    Return no samples if the recipe's filter after rewards does not accept them.
 
     Raises:
         ConfigError: the recipe returned a value that is not a sequence of `TrainingSample`.
@@ -265,7 +308,7 @@ def score(recipe: Recipe, group: RolloutGroup) -> list[TrainingSample]:
             f"recipe: samples of group {group.group_id} must be a sequence of TrainingSample, got {samples!r}"
         )
     (found,) = check_groups(f"recipe: samples of group {group.group_id}", [samples])
-    return list(found)
+    return list(found) if found and recipe.accepts_scored(group, found) else []
 
 
 @final

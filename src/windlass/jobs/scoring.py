@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import final
 
@@ -12,7 +12,7 @@ import msgspec
 
 from windlass.errors import PeerTimeout, RolloutError
 from windlass.jobs.config import RolloutSection
-from windlass.jobs.recipe import Recipe, in_thread, score
+from windlass.jobs.recipe import Recipe, has_filters, in_thread, refused_by, score
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.handles import Rollout, RolloutGroup
 from windlass.rollout.messages import TrainingSample
@@ -106,8 +106,7 @@ class Scoring:
                 is_short = len(self._scores) < num_groups
                 if producer.done():
                     producer.result()
-                    num_left = self._rollouts.stats().outstanding
-                    if num_left < num_groups * self._config.samples_per_group:
+                    if self._rollouts.num_open_groups() < num_groups:
                         return None
                 began_s = loop.time()
                 try:
@@ -175,7 +174,8 @@ class Scoring:
         """Return the samples of a group. If a rollout could not be scored, replace it and return no samples."""
         deadline_s = self._config.batch_deadline_s
         async with self._slots:
-            rewarded = await self._rewarded(group)
+            usable = await self._usable(group)
+            rewarded = None if usable is None else await self._rewarded(usable)
             if rewarded is None:
                 return []
             try:
@@ -186,6 +186,30 @@ class Scoring:
                 raise PeerTimeout(
                     f"recipe: group {group.group_id} was not scored within {deadline_s:g} s"
                 ) from error
+
+    async def _usable(self, group: RolloutGroup) -> RolloutGroup | None:
+        """Return a group that the recipe's filters before rewards accept; None for a group without samples for now.
+
+        A group that the recipe does not accept is declined. Rollouts that it does not accept are replaced.
+        """
+        if not has_filters(self._recipe):
+            return group
+        what = f"accepts_group or accepts of group {group.group_id}"
+        refused = await in_thread(what, partial(refused_by, self._recipe, group))
+        if refused is None:
+            return None
+        if refused:
+            self._replace(group.group_id, dict.fromkeys(refused, "not accepted by the recipe"))
+            return None
+        return group
+
+    def _replace(self, group_id: int, reasons: Mapping[str, str]) -> None:
+        """Replace rollouts of a group that is being scored."""
+        # The group leaves the ready groups, and its task must not count as one that has declined the group.
+        self._scores.pop(group_id, None)
+        # The group may have become too old in this iteration of the event loop.
+        if group_id in self._rollouts.ready_ids():
+            self._rollouts.replace(reasons)
 
     async def _rewarded(self, group: RolloutGroup) -> RolloutGroup | None:
         """Return the group with the rewards of the scorer; None if rollouts could not be scored and are replaced."""
@@ -202,14 +226,10 @@ class Scoring:
                 known[_answer(rollout)] = reward
                 self._num_unscored = 0
         if failed:
-            # The group leaves the ready groups, and its task must not count as one that has declined the group.
-            self._scores.pop(group.group_id, None)
             self._rewards[group.group_id] = known
             if len(self._rewards) > MAX_REPLACED:
                 self._rewards.popitem(last=False)
-            # The group may have become too old in this iteration of the event loop.
-            if group.group_id in self._rollouts.ready_ids():
-                self._rollouts.replace(failed)
+            self._replace(group.group_id, failed)
             return None
         rollouts = tuple(
             msgspec.structs.replace(each, reward=known[_answer(each)]) for each in group.rollouts

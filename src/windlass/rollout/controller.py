@@ -49,7 +49,7 @@ from windlass.rollout.messages import (
 )
 from windlass.rollout.pool import LocalWorker, RemoteWorker, WorkerPool
 from windlass.rollout.staleness import OnStale, StalenessPolicy
-from windlass.rollout.table import Record, State
+from windlass.rollout.table import GroupSize, Record, State
 from windlass.rollout.text import Prompt, encode_prompt
 from windlass.rollout.values import LARGEST_INTEGER, encode_value
 from windlass.rollout.workflows import Workflow, check_workflows
@@ -256,16 +256,19 @@ class RolloutController:
         *,
         metadata: object = None,
         deadline_s: float | None = None,
+        num_extra: int = 0,
+        min_samples: int | None = None,
     ) -> GroupHandle:
         """Submit a group of `n` rollouts that run a workflow with the same arguments; see `submit_workflow`.
 
-        `next_batch` delivers the group when all its rollouts are finished.
+        For arguments and delivery see `submit_group`.
 
         Raises:
-            ConfigError: as in `submit_workflow`, or n < 1.
+            ConfigError: as in `submit_workflow` and `submit_group`.
         """
         work = self._workflow(workflow, arguments, sampling, deadline_s)
-        return self._life.submit_group(work, n, metadata=metadata)
+        size = GroupSize.of(n, num_extra, min_samples)
+        return self._life.submit_group(work, size, metadata=metadata)
 
     def submit_group(
         self,
@@ -275,16 +278,30 @@ class RolloutController:
         *,
         metadata: object = None,
         deadline_s: float | None = None,
+        num_extra: int = 0,
+        min_samples: int | None = None,
     ) -> GroupHandle:
         """Submit a group of `n` rollouts of the same prompt; see `submit`.
 
-        `next_batch` delivers the group when all its rollouts are finished.
+        `next_batch` delivers the group when `n` of its rollouts are finished.
+
+        Args:
+            prompt: as in `submit`.
+            n: number of samples that the group needs.
+            sampling: as in `submit`.
+            metadata: as in `submit`.
+            deadline_s: as in `submit`.
+            num_extra: number of rollouts to submit in addition. The first `n` finished ones are delivered, and the others
+                are cancelled.
+            min_samples: smallest number of samples of a delivered group; None for `n`. Rollouts that fail, or are dropped
+                as too old, leave a smaller group. If fewer samples are left, the group fails.
 
         Raises:
-            ConfigError: as in `submit`, or n < 1.
+            ConfigError: as in `submit`, or a number of samples is out of its range.
         """
         work = self._work(sampling, deadline_s, prompt)
-        return self._life.submit_group(work, n, metadata=metadata)
+        size = GroupSize.of(n, num_extra, min_samples)
+        return self._life.submit_group(work, size, metadata=metadata)
 
     def decline(self, result: RolloutGroup | Rollout) -> None:
         """Uncount a delivered result that the trainer will not use, for example because all rewards are equal.
@@ -439,6 +456,10 @@ class RolloutController:
                 f"next_batch: {len(self._table.ready)} of {num_groups} groups were complete within "
                 f"{deadline_s:g} s {self.describe()}"
             ) from error
+
+    def num_open_groups(self) -> int:
+        """Return the number of groups that are not delivered and have not ended."""
+        return len({r.group.group_id for r in self._table.records.values()} - {-1})
 
     def ready_ids(self) -> list[int]:
         """Return the ids of complete groups that wait for delivery, in the order of their completion."""

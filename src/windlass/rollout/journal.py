@@ -27,7 +27,7 @@ from windlass.errors import ConfigError, RolloutError
 from windlass.net.journal_file import JournalFile
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import RolloutOutcome, Work
-from windlass.rollout.table import Record
+from windlass.rollout.table import GroupSize, Record
 from windlass.rollout.values import encode_value
 
 logger = logging.getLogger(__name__)
@@ -58,16 +58,28 @@ class Started(msgspec.Struct, kw_only=True, tag="started"):
     num_groups: int = 0
 
 
-class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
+class Submitted(msgspec.Struct, frozen=True, tag="submitted", omit_defaults=True):
     """Submission of a group of rollouts with the same work, or of a single rollout with a `group_id` of -1.
 
-    `task_ids` has the id of each rollout.
+    Attributes:
+        task_ids: id of each rollout.
+        num_wanted, min_samples: see `table.Group`; 0 for the number of `task_ids`.
     """
 
     task_ids: tuple[str, ...]
     group_id: int
     work: Work
     metadata: bytes
+    num_wanted: int = 0
+    min_samples: int = 0
+
+    @property
+    def size(self) -> GroupSize:
+        """Numbers of samples of the group."""
+        num_rollouts = len(self.task_ids)
+        return GroupSize(
+            num_rollouts, self.num_wanted or num_rollouts, self.min_samples or num_rollouts
+        )
 
 
 class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
@@ -191,16 +203,33 @@ class PersistedState:
             )
 
     def _drop_broken_groups(self) -> None:
-        """Drop all rollouts of a group if one of them has ended, because a group can only be delivered as a whole."""
+        """Drop all rollouts of a group if fewer than its `min_samples` have not ended, because it cannot be delivered."""
         for task in list(self.tasks.values()):
-            if any(other not in self.tasks for other in task.submission.task_ids):
-                self.tasks.pop(task.task_id, None)
+            submitted = task.submission
+            if len(self._left(submitted)) < submitted.size.min_samples:
+                for task_id in submitted.task_ids:
+                    self.tasks.pop(task_id, None)
+
+    def _left(self, submitted: Submitted) -> tuple[str, ...]:
+        """Return the ids of a submission's rollouts that have not ended."""
+        return tuple([task_id for task_id in submitted.task_ids if task_id in self.tasks])
 
     def submissions(self) -> Iterator[Submitted]:
-        """Yield each submission with rollouts that have not ended, in the order of the submissions."""
+        """Yield each submission with its rollouts that have not ended, in the order of the submissions."""
         for task in self.tasks.values():
-            if task.task_id == task.submission.task_ids[0]:
-                yield task.submission
+            submitted = task.submission
+            left, size = self._left(submitted), submitted.size
+            if task.task_id == left[0]:
+                yield (
+                    submitted
+                    if len(left) == size.num_rollouts
+                    else msgspec.structs.replace(
+                        submitted,
+                        task_ids=left,
+                        num_wanted=size.num_wanted,
+                        min_samples=size.min_samples,
+                    )
+                )
 
     def entries(self) -> Iterator[Entry]:
         """Yield the smallest number of entries that describe this state."""
@@ -302,7 +331,12 @@ class RolloutJournal:
     # --- transitions -------------------------------------------------------------------------
 
     def submitted(
-        self, task_ids: Sequence[str], group_id: int, work: Work, metadata: object
+        self,
+        task_ids: Sequence[str],
+        group_id: int,
+        work: Work,
+        metadata: object,
+        size: GroupSize,
     ) -> None:
         """Record the submission of a group, or of a single rollout with a `group_id` of -1.
 
@@ -313,7 +347,11 @@ class RolloutJournal:
         if self.on:
             self.check()
             encoded = encode_value("journal: metadata", metadata)
-            self.add(Submitted(tuple(task_ids), group_id, work, encoded))
+            wanted, least = size.num_wanted, size.min_samples
+            if least == size.num_rollouts:
+                # The defaults of `Submitted`, for a shorter line.
+                wanted = least = 0
+            self.add(Submitted(tuple(task_ids), group_id, work, encoded, wanted, least))
 
     def attempted(self, record: Record) -> None:
         """Record the last attempt of a rollout, and the rollout's number of failures."""

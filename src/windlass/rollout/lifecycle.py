@@ -48,8 +48,16 @@ from windlass.rollout.messages import (
     Work,
 )
 from windlass.rollout.staleness import StalenessPolicy
-from windlass.rollout.table import NOTHING, Deadlines, Group, Record, RolloutTable, State
-from windlass.sampling import SamplingParams, is_count
+from windlass.rollout.table import (
+    NOTHING,
+    Deadlines,
+    Group,
+    GroupSize,
+    Record,
+    RolloutTable,
+    State,
+)
+from windlass.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 2.0
@@ -58,6 +66,7 @@ WASTE_EVERY_S = 600.0
 WASTE_SHARE = 0.5
 """Smallest ratio of discarded to delivered answers at which the controller warns. A lower ratio is normal if a
 rollout takes longer than a training step."""
+_SINGLE = GroupSize.of(1)
 DECLINABLE = 4096
 """Number of newest delivered results that the caller may still decline."""
 
@@ -149,26 +158,24 @@ class Lifecycle:
 
     def submit(self, work: Work, *, metadata: object = None) -> RolloutHandle:
         """Submit one rollout with a prompt or arguments that the caller has checked; see `RolloutController.submit`."""
-        return self._single_handle(self._submit(work, 1, -1, metadata))
+        return self._single_handle(self._submit(work, _SINGLE, -1, metadata))
 
-    def submit_group(self, work: Work, n: int, *, metadata: object = None) -> GroupHandle:
+    def submit_group(self, work: Work, size: GroupSize, *, metadata: object = None) -> GroupHandle:
         """Submit a group with a prompt or arguments that the caller has checked; see `RolloutController.submit_group`."""
-        if not is_count(n):
-            raise ConfigError(f"rollout: n must be an integer >= 1, got {n!r}")
-        group = self._submit(work, n, self._next_group, metadata)
+        group = self._submit(work, size, self._next_group, metadata)
         self._next_group += 1
         self.num_groups += 1
         return self._group_handle(group)
 
-    def _submit(self, work: Work, n: int, group_id: int, metadata: object) -> Group:
-        """Record a submission in the journal, and add its `n` rollouts to the WAITING queue."""
+    def _submit(self, work: Work, size: GroupSize, group_id: int, metadata: object) -> Group:
+        """Record a submission in the journal, and add its rollouts to the WAITING queue."""
         if self._sampling is None or work.sampling is not self._sampling:
             self._sampling = _checked(work.sampling)
-        first = self._next_task + 1
+        first, n = self._next_task + 1, size.num_rollouts
         task_ids = [f"{self._prefix}-{number}" for number in range(first, first + n)]
-        self.journal.submitted(task_ids, group_id, work, metadata)
+        self.journal.submitted(task_ids, group_id, work, metadata, size)
         self._next_task += n
-        group = Group.of(group_id, task_ids, work, metadata, self.give_up_group)
+        group = Group.of(group_id, task_ids, work, metadata, self.give_up_group, size)
         for record in group.records:
             self.add(record)
         self._work_changed()
@@ -211,6 +218,7 @@ class Lifecycle:
                 each.work,
                 msgspec.msgpack.decode(each.metadata),
                 self.give_up_group,
+                each.size,
             )
             for each in persisted.submissions()
         ]
@@ -347,6 +355,9 @@ class Lifecycle:
                 raise RolloutError(
                     f"replace: rollout {task_id} must be finished and not delivered, but it is {state}"
                 )
+        for record in records.values():
+            if record is not None:
+                self.table.ready.pop(record.group.group_id, None)
         for task_id, record in records.items():
             # An earlier iteration may have ended the whole group.
             if record is not None and record.state is State.BUFFERED:
@@ -430,8 +441,13 @@ class Lifecycle:
         self.ready_if_complete(record.group)
 
     def ready_if_complete(self, group: Group) -> None:
-        """Mark a group as ready if all its samples are finished."""
+        """Mark a group as ready if it is complete, and cancel its rollouts that are not needed any more."""
         if group.complete():
+            extra = [record for record in group.records if record.state is not State.BUFFERED]
+            self.table.counts.cancelled += len(extra)
+            self._end_all(extra)
+            for record in extra:
+                group.remove(record)
             self.table.ready[group.group_id] = group
             self.ready.set()
 
@@ -464,7 +480,10 @@ class Lifecycle:
         self._warn_of_waste()
 
     def _drop(self, record: Record) -> None:
-        """End a rollout that is too old and all rollouts of its group; the group's handle raises `RolloutError`."""
+        """End a rollout that is too old and all rollouts of its group; the group's handle raises `RolloutError`.
+
+        An incomplete group that can lose a rollout continues without it.
+        """
         policy, group = self._policy, record.group
         error = RolloutError(
             f"rollout {record.task_id}: dropped because it is too old for version {policy.version} "
@@ -472,6 +491,11 @@ class Lifecycle:
             f"(on_stale={policy.on_stale}, max_resubmits={policy.max_resubmits})"
         )
         logger.info("%s", error)
+        # The caller may use the samples of a complete group, so a complete group loses none.
+        if group.can_lose_one() and group.group_id not in self.table.ready:
+            self.table.counts.dropped += 1
+            self._lose(record)
+            return
         self._end(record)
         self.journal.add(Ended((record.task_id,)))
         others = self._take_back(group)
@@ -614,15 +638,16 @@ class Lifecycle:
         if self.journal.acknowledged(task_id) or record is None:
             return
         self.table.ready.pop(record.group.group_id, None)
-        for member in record.group.records:
-            buffered = member.state is State.BUFFERED
-            if buffered:
+        members, num_buffered = record.group.records, 0
+        for member in members:
+            if member.state is State.BUFFERED:
+                num_buffered += 1
                 self._policy.consume(1)
             elif member.state is State.RUNNING:
                 self._withdraw(member)
             self._end(member)
             self.table.counts.completed += 1
-            self.journal.add(Ended((member.task_id,), int(buffered)))
+        self.journal.add(Ended(tuple([member.task_id for member in members]), num_buffered))
         record.group.future.cancel()
         self._work_changed()
 
@@ -643,13 +668,29 @@ class Lifecycle:
         """End all unfinished records of a group; return these records."""
         self.table.ready.pop(group.group_id, None)
         records = [record for record in group.records if record.state is not State.ENDED]
+        self._end_all(records)
+        return records
+
+    def _end_all(self, records: Sequence[Record]) -> None:
+        """End these records of a group, and stop their attempts.
+
+        One entry of the journal contains all of them, so that a group which was cancelled is never continued with a part
+        of its rollouts.
+        """
         for record in records:
             self._give_up(record)
             self._end(record)
-            self.journal.add(Ended((record.task_id,)))
         if records:
+            self.journal.add(Ended(tuple([record.task_id for record in records])))
             self._work_changed()
-        return records
+
+    def _lose(self, record: Record) -> None:
+        """End a rollout that has failed or is too old, and continue its group without it."""
+        self._end(record)
+        self.journal.add(Ended((record.task_id,)))
+        record.group.remove(record)
+        self.ready_if_complete(record.group)
+        self._work_changed()
 
     def _give_up(self, record: Record) -> None:
         """Cancel the attempt of a RUNNING record; uncount the accepted sample of a BUFFERED record."""
@@ -678,16 +719,22 @@ class Lifecycle:
         self.retry(record, f"engine {record.engine}: no answer in {limit} s", Partial())
 
     def _fail(self, record: Record, error: Exception) -> None:
-        """End a rollout with an error, which its handle raises, and cancel the other rollouts of its group."""
+        """End a rollout with an error, which its handle raises, and cancel the other rollouts of its group.
+
+        A group that can lose a rollout continues without it.
+        """
         self.newest_failure = str(error)
         said = record.last_error or type(error).__name__
         if num_alike := self._failures.count(said):
             more = f" ({num_alike} rollouts failed in this way)" if num_alike > 1 else ""
             with log_fields(task=record.task_id, attempt=record.attempt, engine=record.engine):
                 logger.warning("%s%s", error, more)
+        self.table.counts.failed += 1
+        if record.group.can_lose_one():
+            self._lose(record)
+            return
         self._end(record)
         self.journal.add(Ended((record.task_id,)))
-        self.table.counts.failed += 1
         if not record.group.future.done():
             record.group.future.set_exception(error)
         self.cancel(record.group)

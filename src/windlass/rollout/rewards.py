@@ -404,7 +404,7 @@ class RewardPool:
         ending.add_done_callback(self._ends.discard)
 
     async def _start(self) -> RewardProcess:
-        """Start a process in place of one that has ended; raise `RewardError` if that fails."""
+        """Start a process to replace an ended process; raise `RewardError` if it does not start."""
         try:
             started = await RewardProcess.start(self._config)
         except (ConfigError, OSError) as error:

@@ -15,8 +15,10 @@ from typing import Any, final
 
 import msgspec
 
+from windlass.errors import ConfigError
 from windlass.rollout.handles import Counts, Rollout
 from windlass.rollout.messages import AttemptKey, Partial, RolloutOutcome, Work
+from windlass.sampling import is_count
 
 NOTHING = Partial()
 
@@ -95,12 +97,46 @@ class GroupFuture(asyncio.Future[Any]):
         super().__init__()
         self._task_id, self._give_up = task_id, give_up
 
+    def names(self, task_id: str) -> None:
+        """Set the id that `give_up` gets, because the record of the earlier id has ended."""
+        self._task_id = task_id
+
     def cancel(self, msg: Any | None = None) -> bool:
         """Cancel the future, and call `give_up` if the future was not done; see `asyncio.Future.cancel`."""
         if not super().cancel(msg):
             return False
         self._give_up(self._task_id)
         return True
+
+
+class GroupSize(msgspec.Struct, frozen=True):
+    """Numbers of samples of a group.
+
+    Attributes:
+        num_rollouts: number of rollouts that are submitted.
+        num_wanted: number of samples that complete the group. Its other rollouts are then cancelled.
+        min_samples: smallest number of samples of a complete group. A group has fewer than `num_wanted` if rollouts fail.
+    """
+
+    num_rollouts: int
+    num_wanted: int
+    min_samples: int
+
+    @classmethod
+    def of(cls, n: int, num_extra: int = 0, min_samples: int | None = None) -> GroupSize:
+        """Return the size of a group of `n` wanted samples; `min_samples` is `n` by default.
+
+        Raises:
+            ConfigError: a number is not an integer, or out of its range.
+        """
+        if not is_count(n):
+            raise ConfigError(f"rollout: n must be an integer >= 1, got {n!r}")
+        if not (is_count(num_extra) or num_extra == 0):
+            raise ConfigError(f"rollout: num_extra must be an integer >= 0, got {num_extra!r}")
+        least = n if min_samples is None else min_samples
+        if not is_count(least) or least > n:
+            raise ConfigError(f"rollout: min_samples must be an integer in [1, {n}], got {least!r}")
+        return cls(n + num_extra, n, least)
 
 
 class Group(msgspec.Struct, eq=False):
@@ -110,11 +146,14 @@ class Group(msgspec.Struct, eq=False):
         group_id: id of the group; -1 for a rollout that was submitted alone.
         future: resolves to the `RolloutGroup`, or to the `Rollout` if it was submitted alone. The future is
             done after delivery, failure or cancellation.
-        records: records in the order of submission.
+        num_wanted, min_samples: see `GroupSize`.
+        records: records in the order of submission, without those that have ended.
     """
 
     group_id: int
     future: GroupFuture
+    num_wanted: int
+    min_samples: int
     records: list[Record] = []
 
     @classmethod
@@ -125,12 +164,16 @@ class Group(msgspec.Struct, eq=False):
         work: Work,
         metadata: object,
         give_up: Callable[[str], None],
+        size: GroupSize | None = None,
     ) -> Group:
         """Create a group with a record for each id; call this in the event loop.
 
-        `give_up` is called with the first id when the group's future is cancelled.
+        `give_up` is called with the id of one of the records when the group's future is cancelled. By default, the group
+        needs all its records.
         """
-        group = cls(group_id, GroupFuture(task_ids[0], give_up))
+        size = size or GroupSize.of(len(task_ids))
+        future = GroupFuture(task_ids[0], give_up)
+        group = cls(group_id, future, size.num_wanted, size.min_samples)
         now = asyncio.get_running_loop().time()
         group.records += [Record(task_id, group, work, metadata, now) for task_id in task_ids]
         return group
@@ -141,8 +184,18 @@ class Group(msgspec.Struct, eq=False):
         return self.group_id < 0
 
     def complete(self) -> bool:
-        """Return whether every sample is finished."""
-        return all(record.state is State.BUFFERED for record in self.records)
+        """Return whether enough samples are finished, or all that are left."""
+        num_finished = sum(record.state is State.BUFFERED for record in self.records)
+        return num_finished >= min(self.num_wanted, len(self.records))
+
+    def can_lose_one(self) -> bool:
+        """Return whether the group can still be complete without one of its records."""
+        return len(self.records) > self.min_samples
+
+    def remove(self, record: Record) -> None:
+        """Remove a record that has ended; another record must be left."""
+        self.records.remove(record)
+        self.future.names(self.records[0].task_id)
 
 
 class Record(msgspec.Struct, eq=False):

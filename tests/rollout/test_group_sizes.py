@@ -1,0 +1,257 @@
+"""Groups with rollouts to spare, groups that may end with fewer samples, and replaced answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine
+
+from windlass.errors import ConfigError, RolloutError
+from windlass.rollout import (
+    Recovered,
+    Reject,
+    RolloutConfig,
+    RolloutController,
+    RolloutGroup,
+    SamplingParams,
+    StalenessPolicy,
+    StaticEngines,
+    WorkflowContext,
+)
+
+SAMPLING = SamplingParams(max_new_tokens=2)
+DEADLINE_S = 20.0
+
+
+class Rig:
+    """A controller with a workflow; the test ends its rollouts.
+
+    Attributes:
+        started: task ids of started attempts, in the order of their starts.
+        cancelled: task ids of attempts that were cancelled.
+    """
+
+    def __init__(self, rollouts: RolloutController, engine: FakeEngine) -> None:
+        self.rollouts, self.engine = rollouts, engine
+        self._rollouts_changed = asyncio.Event()
+        rollouts.on_change(self._rollouts_changed.set)
+        self.started: list[str] = []
+        self.cancelled: list[str] = []
+        self._ends: dict[str, asyncio.Future[str]] = {}
+        self._changed = asyncio.Condition()
+
+    async def workflow(self, context: WorkflowContext) -> str:
+        end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ends[context.task_id] = end
+        async with self._changed:
+            self.started.append(context.task_id)
+            self._changed.notify_all()
+        try:
+            result = await end
+        except asyncio.CancelledError:
+            async with self._changed:
+                self.cancelled.append(context.task_id)
+                self._changed.notify_all()
+            raise
+        if result == "reject":
+            raise Reject("no answer")
+        await context.generate((1, 2))
+        return result
+
+    async def wait_for_starts(self, num_starts: int) -> None:
+        async with asyncio.timeout(DEADLINE_S), self._changed:
+            await self._changed.wait_for(lambda: len(self.started) >= num_starts)
+
+    async def wait_for_cancels(self, num_cancels: int) -> None:
+        async with asyncio.timeout(DEADLINE_S), self._changed:
+            await self._changed.wait_for(lambda: len(self.cancelled) >= num_cancels)
+
+    async def wait_until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not holds():
+                self._rollouts_changed.clear()
+                await self._rollouts_changed.wait()
+
+    def end(self, *task_ids: str, result: str = "done") -> None:
+        for task_id in task_ids:
+            self._ends[task_id].set_result(result)
+
+    async def next_group(self) -> RolloutGroup:
+        (group,) = await self.rollouts.next_batch(1, deadline_s=DEADLINE_S)
+        return group
+
+
+@asynccontextmanager
+async def rig(
+    *,
+    journal: Path | None = None,
+    max_rejections: int = 1,
+    max_staleness: int = 9,
+    max_resubmits: int = 3,
+) -> AsyncIterator[Rig]:
+    policy = StalenessPolicy(
+        max_staleness=max_staleness,
+        batch_size=8,
+        max_concurrent=64,
+        max_resubmits=max_resubmits,
+    )
+    config = RolloutConfig(
+        journal=journal, acknowledge=journal is not None, max_rejections=max_rejections
+    )
+    async with (
+        FakeEngine("engine") as engine,
+        RolloutController(StaticEngines([engine.entry]), policy, config=config) as rollouts,
+    ):
+        made = Rig(rollouts, engine)
+        rollouts.run_here({"w": made.workflow})
+        yield made
+        stats = rollouts.stats()
+        assert stats.lost == 0
+        assert policy.running == stats.outstanding - stats.buffered
+        assert policy.accepted - policy.consumed == stats.buffered
+
+
+def ids(group: RolloutGroup) -> list[str]:
+    return [rollout.task_id for rollout in group.rollouts]
+
+
+async def test_first_finished_rollouts_are_delivered_and_the_others_are_cancelled() -> None:
+    async with rig() as made:
+        handle = made.rollouts.submit_workflow_group("w", None, 2, SAMPLING, num_extra=2)
+        a, b, c, d = handle.task_ids
+        await made.wait_for_starts(4)
+        made.end(c, a)
+        group = await made.next_group()
+        await made.wait_for_cancels(2)
+        assert ids(group) == [a, c]
+        assert await handle == group
+        assert sorted(made.cancelled) == sorted((b, d))
+        stats = made.rollouts.stats()
+        assert (stats.completed, stats.cancelled, stats.outstanding) == (2, 2, 0)
+
+
+async def test_replaced_answer_leaves_the_other_answers_of_its_group() -> None:
+    async with rig(max_rejections=3) as made:
+        handle = made.rollouts.submit_workflow_group("w", None, 3, SAMPLING, num_extra=1)
+        a, b, c, d = handle.task_ids
+        await made.wait_for_starts(4)
+        made.end(a, b, c)
+        await made.wait_for_cancels(1)
+        before = made.rollouts.peek(handle.group_id)
+        made.rollouts.replace({b: "cannot be scored"})
+        assert made.rollouts.ready_ids() == []
+        with pytest.raises(RolloutError, match=f"{b} must be finished and not delivered, but it"):
+            made.rollouts.replace({b: "again"})
+        with pytest.raises(RolloutError, match=f"{d} .* it is unknown or ended"):
+            made.rollouts.replace({d: "cancelled before"})
+        await made.wait_for_starts(5)
+        assert made.started[4:] == [b]
+        made.end(b, result="better")
+        group = await made.next_group()
+    assert ids(group) == [a, b, c]
+    assert (group.rollouts[0], group.rollouts[2]) == (before.rollouts[0], before.rollouts[2])
+    assert [rollout.value for rollout in group.rollouts] == ["done", "better", "done"]
+    assert [rollout.attempts for rollout in group.rollouts] == [1, 2, 1]
+
+
+async def test_failed_rollout_ends_its_group_only_below_the_smallest_size() -> None:
+    async with rig() as made:
+        handle = made.rollouts.submit_workflow_group("w", None, 3, SAMPLING, min_samples=2)
+        a, b, c = handle.task_ids
+        await made.wait_for_starts(3)
+        # The first rollout gives the group's future its id, and has ended before the others.
+        made.end(a, result="reject")
+        made.end(b)
+        made.end(c)
+        group = await made.next_group()
+        assert ids(group) == [b, c]
+
+        handle = made.rollouts.submit_workflow_group("w", None, 3, SAMPLING, min_samples=2)
+        a, b, c = handle.task_ids
+        await made.wait_for_starts(6)
+        made.end(a, b, result="reject")
+        with pytest.raises(RolloutError, match="rejected 1 times"):
+            await handle
+        await made.wait_for_cancels(1)
+        assert made.cancelled == [c]
+
+
+async def test_cancelled_handle_cancels_a_group_whose_first_rollout_has_ended() -> None:
+    async with rig() as made:
+        handle = made.rollouts.submit_workflow_group("w", None, 3, SAMPLING, min_samples=1)
+        a, b, c = handle.task_ids
+        await made.wait_for_starts(3)
+        made.end(a, result="reject")
+        await made.wait_until(lambda: made.rollouts.stats().failed == 1)
+        handle.cancel()
+        await made.wait_for_cancels(2)
+        assert sorted(made.cancelled) == sorted((b, c))
+        assert made.rollouts.stats().outstanding == 0
+
+
+async def test_restarted_controller_continues_groups_without_their_ended_rollouts(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "journal"
+    async with rig(journal=file) as made:
+        spare = made.rollouts.submit_workflow_group("w", 0, 2, SAMPLING, num_extra=1)
+        small = made.rollouts.submit_workflow_group("w", 1, 3, SAMPLING, min_samples=2)
+        whole = made.rollouts.submit_workflow_group("w", 2, 2, SAMPLING, min_samples=1)
+        await made.wait_for_starts(8)
+        made.end(*spare.task_ids[1:])
+        await made.wait_for_cancels(1)
+        made.end(small.task_ids[0], result="reject")
+        made.end(small.task_ids[2])
+        made.end(*whole.task_ids)
+        delivered = [await made.next_group() for _ in range(2)]
+        assert [ids(group) for group in delivered] == [
+            list(spare.task_ids[1:]),
+            list(whole.task_ids),
+        ]
+        made.rollouts.acknowledge(ids(delivered[1])[:1])
+    async with rig(journal=file) as made:
+        recovered = made.rollouts.recovered
+        assert tasks_of(recovered) == [spare.task_ids[1:], small.task_ids[1:]]
+        # The unacknowledged group is delivered again, without its cancelled rollout.
+        assert ids(await made.next_group()) == list(spare.task_ids[1:])
+        await made.wait_for_starts(1)
+        assert made.started == [small.task_ids[1]]
+        made.end(*made.started)
+        assert ids(await made.next_group()) == list(small.task_ids[1:])
+
+
+def tasks_of(recovered: Recovered) -> list[Sequence[str]]:
+    return [handle.task_ids for handle in recovered.groups.values()]
+
+
+async def test_dropped_rollout_leaves_a_group_that_may_be_smaller() -> None:
+    async with rig(max_staleness=0, max_resubmits=0) as made:
+        handle = made.rollouts.submit_workflow_group("w", None, 2, SAMPLING, min_samples=1)
+        a, b = handle.task_ids
+        await made.wait_for_starts(2)
+        made.end(a)
+        await made.wait_until(lambda: made.rollouts.stats().buffered == 1)
+        made.engine.version = 1
+        made.rollouts.set_version(1)
+        assert made.rollouts.stats().dropped == 1
+        made.end(b)
+        assert ids(await made.next_group()) == [b]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        ({"num_extra": -1}, "num_extra must be an integer >= 0, got -1"),
+        ({"num_extra": 1.5}, "num_extra must be an integer >= 0, got 1.5"),
+        ({"min_samples": 0}, r"min_samples must be an integer in \[1, 4\], got 0"),
+        ({"min_samples": 5}, r"min_samples must be an integer in \[1, 4\], got 5"),
+    ],
+)
+async def test_sizes_that_cannot_be_are_refused(sizes: dict[str, int], error: str) -> None:
+    async with rig() as made:
+        with pytest.raises(ConfigError, match=error):
+            made.rollouts.submit_group((1,), 4, SAMPLING, **sizes)
