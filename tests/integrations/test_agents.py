@@ -1,0 +1,225 @@
+"""The `openai` client and frameworks for agents, in an environment of their own, against real engines.
+
+`agent_run.py` has the agents. Each runs in a process of its own, knows only OPENAI_BASE_URL and OPENAI_API_KEY, and really
+calls its tool. The same agents run with the embedded engine, and with live vLLM and SGLang on CPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import transformers
+from agent_checkpoint import ANSWER, CALL, END, write_agent_checkpoint
+from agent_run import AGENTS
+from chat_fleet import TOKEN, serving
+from servers import TOKEN, Layout
+from servers import serving as serving_live
+
+import windlass
+from windlass.rollout import (
+    ChatSettings,
+    Rollout,
+    RolloutController,
+    SamplingParams,
+    StalenessPolicy,
+    StaticEngines,
+    Workflow,
+    WorkflowContext,
+    merge_turns,
+)
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = Path(os.environ.get("WINDLASS_AGENTS_VENV", ROOT / ".venv-agents")) / "bin/python"
+WITHIN_S = 120.0
+SAMPLING = SamplingParams(max_new_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_agent_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def embedded(folder: Path) -> Iterator[str]:
+    with serving(folder) as (url, _):
+        yield url
+
+
+async def run_agent(context: WorkflowContext) -> Any:
+    """Run the agent that the arguments name, in a process of its own."""
+    async with context.chat_endpoint() as session:
+        process = await asyncio.create_subprocess_exec(
+            *(str(PYTHON), str(ROOT / "tests/integrations/agent_run.py"), str(context.arguments)),
+            env={"PATH": os.environ["PATH"], **session.environment},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            printed, errors = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    assert process.returncode == 0, errors.decode()[-3000:]
+    return {"answer": printed.decode().strip(), **session.result()}
+
+
+async def rollouts(
+    engine: tuple[str, str, int], folder: Path, workflow: Workflow, *arguments: str
+) -> tuple[Rollout, ...]:
+    policy = StalenessPolicy.unbounded(100)
+    async with RolloutController(
+        StaticEngines([engine]), policy, token=EMBEDDED_TOKEN
+    ) as controller:
+        settings = ChatSettings(tokenizer=str(folder))
+        controller.run_here({"agent": workflow}, chat=settings, max_concurrent=2)
+        handles = [controller.submit_workflow("agent", each, SAMPLING) for each in arguments]
+        found = await controller.wait(handles, deadline_s=WITHIN_S * len(arguments))
+        assert controller.stats().lost == 0
+        return found
+
+
+def require_one_trajectory(rollout: Rollout, folder: Path, version: int) -> None:
+    """Check that an agent's two turns are one sequence, with the ids and masks as generated."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert isinstance(rollout.value, dict)
+    assert (rollout.value["answer"], rollout.value["branches"]) == ("".join(ANSWER), [])
+    (trajectory,) = merge_turns(rollout.turns)
+    tokens = [tokenizer.decode([token]) for token in trajectory.output_ids]
+    generated = [t for t, own in zip(tokens, trajectory.loss_mask, strict=True) if own]
+    assert generated == [*CALL, END, *ANSWER, END]
+    inserted = [t for t, own in zip(tokens, trajectory.loss_mask, strict=True) if not own]
+    assert "<tool_response>" in "".join(inserted)
+    assert rollout.versions == (version,) * len(generated)
+    assert all(-0.01 < logprob <= 0 for logprob in trajectory.logprobs)
+
+
+def require_frameworks() -> None:
+    if not PYTHON.exists():
+        pytest.skip(f"no {PYTHON}: tools/integrations/install_agents.sh installs the frameworks")
+
+
+@pytest.mark.parametrize("name", sorted(AGENTS))
+async def test_an_unchanged_agent_is_one_trajectory(name: str, embedded: str, folder: Path) -> None:
+    require_frameworks()
+    (rollout,) = await rollouts(("engine", embedded, 0), folder, run_agent, name)
+    require_one_trajectory(rollout, folder, 0)
+
+
+@asynccontextmanager
+async def live(engine: str, folder: Path, log: Path) -> AsyncIterator[tuple[Any, Any]]:
+    """Serve the checkpoint by a live server that a trainer updates; yield the controller and the trainer's client."""
+    policy = StalenessPolicy.unbounded(100)
+    async with (
+        windlass.Controller(token=TOKEN, staleness=policy) as controller,
+        AsyncExitStack() as stack,
+    ):
+        started = serving_live(
+            engine, folder, log, layout=Layout(1), controller=controller.url, tokenizes=True
+        )
+        servers = stack.enter_context(ExitStack())
+        await asyncio.to_thread(servers.enter_context, started)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        trainer = await asyncio.to_thread(
+            windlass.connect_trainer, model, controller=controller.url, token=TOKEN
+        )
+        stack.callback(trainer.close)
+        await publish(trainer, 1)
+        yield controller, trainer
+
+
+async def publish(trainer: Any, version: int) -> None:
+    await asyncio.to_thread(lambda: trainer.publish(version).result())
+
+
+async def loop_over_an_update(context: WorkflowContext) -> Any:
+    """Call the tool, wait until the test has published the next version, and answer."""
+    async with aiohttp.ClientSession() as http, context.chat_endpoint() as session:
+        client = Client(http, session.base_url, session.api_key)
+        called = await client.chat([QUESTION])
+        await UPDATES[str(context.arguments)].wait()
+        (call,) = called["tool_calls"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "42"}
+        said = await client.chat([QUESTION, called, result])
+    return {"answer": said["content"], **session.result()}
+
+
+async def demand_a_call(context: WorkflowContext) -> Any:
+    """Demand a call of the tool, which the engine's guided decoding enforces; the prompt alone leads to an answer."""
+    arguments = {"a": {"type": "integer", "enum": [3]}, "b": {"type": "integer", "enum": [4]}}
+    parameters = {
+        "type": "object",
+        "properties": arguments,
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    async with aiohttp.ClientSession() as http, context.chat_endpoint() as session:
+        client = Client(http, session.base_url, session.api_key)
+        result = {"role": "tool", "tool_call_id": "x", "content": "42"}
+        message = await client.chat([QUESTION, result], tools=[tool], tool_choice="required")
+    return message["tool_calls"][0]["function"]
+
+
+UPDATES: dict[str, asyncio.Event] = {}
+"""Name of a test's update -> event that the test sets after the update."""
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+async def test_agents_on_a_live_engine_that_is_updated(
+    engine: str, folder: Path, tmp_path: Path
+) -> None:
+    require_frameworks()
+    names = ("openai_chat", "agents_responses", "pydantic_ai")
+    async with live(engine, folder, tmp_path / "log") as (controller, trainer):
+        rollouts = controller.rollouts
+        workflows = {
+            "agent": run_agent,
+            "update": loop_over_an_update,
+            "demand": demand_a_call,
+            "long": long_answer,
+        }
+        rollouts.run_here(workflows, chat=ChatSettings(tokenizer=str(folder)))
+        handles = [rollouts.submit_workflow("agent", name, SAMPLING) for name in names]
+        for rollout in await rollouts.wait(handles, deadline_s=WITHIN_S * 3):
+            require_one_trajectory(rollout, folder, 1)
+        demand = rollouts.submit_workflow("demand", None, SamplingParams(max_new_tokens=400))
+        (rollout,) = await rollouts.wait([demand], deadline_s=WITHIN_S)
+        assert isinstance(rollout.value, dict)
+        assert rollout.value["name"] == "add"
+        assert json.loads(str(rollout.value["arguments"])) == {"a": 3, "b": 4}
+
+        UPDATES[engine] = asyncio.Event()
+        handles = [
+            rollouts.submit_workflow("update", engine, SAMPLING),
+            rollouts.submit_workflow(
+                "long", None, SamplingParams(max_new_tokens=1500, ignore_eos=True)
+            ),
+        ]
+        await asyncio.sleep(3.0)
+        await publish(trainer, 2)
+        UPDATES[engine].set()
+        loop, long = await rollouts.wait(handles, deadline_s=WITHIN_S)
+        assert isinstance(loop.value, dict)
+        assert (loop.value["answer"], loop.value["branches"]) == ("".join(ANSWER), [])
+        assert loop.versions == (1,) * (len(CALL) + 1) + (2,) * (len(ANSWER) + 1)
+        assert list(long.versions) == sorted(long.versions)
+        assert set(long.versions) == {1, 2}
+        assert len(merge_turns(loop.turns)) == 1
+        assert rollouts.stats().lost == 0
+
+
+async def long_answer(context: WorkflowContext) -> None:
+    """Ask for an answer that is so long that an update happens in it."""
+    async with aiohttp.ClientSession() as http, context.chat_endpoint() as session:
+        await Client(http, session.base_url, session.api_key).chat([QUESTION])

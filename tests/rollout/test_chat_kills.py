@@ -1,0 +1,250 @@
+"""Workers, engines, agents and controllers end in the middle of sessions: nothing is lost, nothing is doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import transformers
+from agent_checkpoint import ANSWER, CALL, END, write_agent_checkpoint
+from chat_fleet import QUESTION, TOKEN, Client, serving, tool_loop
+from fake_engine import FakeEngine
+
+from windlass.errors import AuthenticationError, PeerTimeout
+from windlass.net.access import Access, role_token
+from windlass.net.addresses import free_port
+from windlass.net.server import ControlServer
+from windlass.rollout import (
+    BatchQueue,
+    ChatSettings,
+    Claimed,
+    RolloutConfig,
+    RolloutController,
+    SamplingParams,
+    StalenessPolicy,
+    StaticEngines,
+    WorkflowContext,
+    agent_workflow,
+    claim_rollout,
+    mount_rollout_routes,
+    set_reward,
+)
+
+SAMPLING = SamplingParams(max_new_tokens=32)
+WITHIN_S = 90.0
+ROOT = Path(__file__).resolve().parents[2]
+AGENT_TOKEN = role_token(TOKEN, Access.AGENT)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_agent_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[str]:
+    with serving(folder) as (url, _):
+        yield url
+
+
+class Rig:
+    """Controllers and workers, in processes of their own where the test kills them."""
+
+    def __init__(self, stack: AsyncExitStack, folder: Path) -> None:
+        self.stack, self.folder = stack, folder
+        self.http: aiohttp.ClientSession
+
+    async def controller(self, *engines: tuple[str, str, int]) -> RolloutController:
+        config = RolloutConfig(retry_backoff_s=0.01, worker_grace_s=0.5, engine_grace_s=0.5)
+        policy = StalenessPolicy.unbounded(100)
+        return await self.stack.enter_async_context(
+            RolloutController(StaticEngines(engines), policy, token=TOKEN, config=config)
+        )
+
+    async def serve(self, controller: RolloutController) -> str:
+        server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+        mount_rollout_routes(server, controller, BatchQueue())
+        await server.start()
+        self.stack.push_async_callback(server.close)
+        return server.url
+
+    async def process(self, *command: str) -> asyncio.subprocess.Process:
+        paths = f"{ROOT / 'src'}:{ROOT / 'tests/support'}"
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, *command),
+            env={**os.environ, "PYTHONPATH": paths, "WINDLASS_TOKEN": TOKEN},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        self.stack.push_async_callback(kill, process)
+        return process
+
+    async def worker(self, name: str, controller: str) -> tuple[asyncio.subprocess.Process, str]:
+        """Start a worker; return it, and the base URL of its endpoint."""
+        port = free_port()
+        process = await self.process(
+            *("-m", "windlass.rollout.worker", "--name", name, "--controller", controller),
+            *("--tokenizer", str(self.folder), "--chat-port", str(port), "--max-concurrent", "4"),
+        )
+        return process, f"http://127.0.0.1:{port}/v1"
+
+    def client(self, claimed: Claimed) -> Client:
+        return Client(self.http, claimed.base_url, claimed.api_key)
+
+
+async def kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.send_signal(signal.SIGKILL)
+    await process.wait()
+
+
+async def claim(base_url: str, deadline_s: float = WITHIN_S) -> Claimed:
+    return await asyncio.to_thread(claim_rollout, base_url, AGENT_TOKEN, deadline_s=deadline_s)
+
+
+async def reward(claimed: Claimed, value: float) -> None:
+    await asyncio.to_thread(set_reward, claimed.base_url, claimed.api_key, value)
+
+
+@pytest.fixture
+async def rig(folder: Path) -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        found = Rig(stack, folder)
+        found.http = await stack.enter_async_context(aiohttp.ClientSession())
+        yield found
+
+
+def texts(folder: Path, outputs: Any) -> list[str]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return [tokenizer.decode(output) for output in outputs]
+
+
+WHOLE = ["".join([*CALL, END]), "".join([*ANSWER, END])]
+
+
+async def test_a_session_of_a_killed_worker_starts_again_at_another_worker(
+    rig: Rig, engine: str
+) -> None:
+    controller = await rig.controller(("engine", engine, 0))
+    url = await rig.serve(controller)
+    first, at_first = await rig.worker("first", url)
+    handle = controller.submit_workflow("agent", {"a": 17}, SAMPLING)
+    lost = await claim(at_first)
+    assert lost.arguments == {"a": 17}
+    await rig.client(lost).chat([QUESTION])
+    await kill(first)
+    _, at_second = await rig.worker("second", url)
+    claimed = await claim(at_second)
+    assert (claimed.task_id, claimed.attempt) == (lost.task_id, lost.attempt + 1)
+    with pytest.raises(AuthenticationError):
+        await asyncio.to_thread(set_reward, at_second, lost.api_key, 0.25)
+    await tool_loop(rig.client(claimed), [QUESTION])
+    await reward(claimed, 0.5)
+    (rollout,) = await controller.wait([handle], deadline_s=WITHIN_S)
+    assert rollout.value == {"reward": 0.5, "metadata": None, "branches": []}
+    assert texts(rig.folder, [turn.output.output_ids for turn in rollout.turns]) == WHOLE
+    stats = controller.stats()
+    assert (stats.completed, stats.lost, stats.outstanding, stats.failed) == (1, 0, 0, 0)
+
+
+async def test_an_agent_that_is_lost_fails_its_attempt_and_its_key(rig: Rig, engine: str) -> None:
+    controller = await rig.controller(("engine", engine, 0))
+    port = free_port()
+    settings = ChatSettings(tokenizer=str(rig.folder), port=port)
+    controller.run_here({"agent": agent_workflow(idle_s=0.5)}, chat=settings)
+    handle = controller.submit_workflow("agent", None, SAMPLING)
+    base_url = f"http://127.0.0.1:{port}/v1"
+    lost = await claim(base_url)
+    await rig.client(lost).chat([QUESTION])
+    # The agent sends nothing more.
+    claimed = await claim(base_url)
+    assert claimed.attempt == lost.attempt + 1
+    body = {"messages": [QUESTION]}
+    await rig.client(lost).ask("/chat/completions", body, 401)
+    with pytest.raises(AuthenticationError):
+        await reward(lost, 1.0)
+    await rig.client(claimed).chat([QUESTION])
+    await reward(claimed, 0.5)
+    # An agent that did not get the reply sends its reward again.
+    await reward(claimed, 0.5)
+    (rollout,) = await controller.wait([handle], deadline_s=WITHIN_S)
+    assert len(rollout.turns) == 1
+    stats = controller.stats()
+    assert (stats.completed, stats.lost, stats.retried) == (1, 0, 1)
+    with pytest.raises(PeerTimeout, match="no rollout to claim"):
+        await claim(base_url, deadline_s=0.3)
+
+
+async def test_an_engine_that_dies_in_a_turn_costs_only_its_attempt(rig: Rig) -> None:
+    engines = [await rig.stack.enter_async_context(FakeEngine(f"engine-{n}")) for n in range(2)]
+    controller = await rig.controller(*(engine.entry for engine in engines))
+    attempts: list[int] = []
+
+    async def agent(context: WorkflowContext) -> int:
+        attempts.append(context.attempt)
+        async with context.chat_endpoint() as session:
+            client = Client(rig.http, session.base_url, session.api_key)
+            await client.chat([QUESTION], max_tokens=4)
+            if context.attempt == 1:
+                busy = next(engine for engine in engines if engine.num_requests)
+                busy.hold(2)
+                asking = asyncio.create_task(client.chat([QUESTION, QUESTION]))
+                await busy.until_held(1)
+                await busy.die()
+                await asking
+            await client.chat([QUESTION, QUESTION], max_tokens=4)
+        return context.attempt
+
+    controller.run_here({"agent": agent}, chat=ChatSettings(tokenizer=str(rig.folder)))
+    handle = controller.submit_workflow("agent", None, SAMPLING)
+    (rollout,) = await controller.wait([handle], deadline_s=WITHIN_S)
+    assert (rollout.value, attempts) == (2, [1, 2])
+    assert [len(turn.output.output_ids) for turn in rollout.turns] == [4, 4]
+    stats = controller.stats()
+    assert (stats.completed, stats.lost, stats.retried, stats.failed) == (1, 0, 1, 0)
+
+
+async def test_sessions_continue_while_the_controller_is_killed_and_restarted(
+    rig: Rig, engine: str, tmp_path: Path
+) -> None:
+    port, store = str(free_port()), tmp_path / "store"
+    script = str(ROOT / "tests/support/agent_controller.py")
+    command = (script, port, str(tmp_path / "journal"), str(store), engine, "2")
+    controller = await rig.process(*command)
+    assert controller.stdout is not None
+    url = (await controller.stdout.readline()).decode().strip()
+    _, base_url = await rig.worker("worker", url)
+    claims = [await claim(base_url), await claim(base_url)]
+    messages = [QUESTION, await rig.client(claims[0]).chat([QUESTION])]
+    await kill(controller)
+    # The first session ends while there is no controller, the second one begins.
+    result = {
+        "role": "tool",
+        "tool_call_id": messages[-1]["tool_calls"][0]["id"],
+        "content": "42",
+    }
+    await rig.client(claims[0]).chat([*messages, result])
+    await reward(claims[0], 0.25)
+    begun = await rig.client(claims[1]).chat([QUESTION])
+    controller = await rig.process(*command)
+    result["tool_call_id"] = begun["tool_calls"][0]["id"]
+    await rig.client(claims[1]).chat([QUESTION, begun, result])
+    await reward(claims[1], 0.75)
+    printed, _ = await asyncio.wait_for(controller.communicate(), WITHIN_S)
+    assert printed.decode().splitlines()[-1] == "done 0 0 0"
+    lines = [json.loads(line) for line in store.read_text().splitlines()]
+    assert sorted(line["number"] for line in lines) == [0, 1]
+    assert {line["value"]["reward"] for line in lines} == {0.25, 0.75}
+    for line in lines:
+        assert texts(rig.folder, line["outputs"]) == WHOLE
+        first = line["prompts"][0] + line["outputs"][0]
+        assert line["prompts"][1][: len(first)] == first
+        assert set(line["versions"]) == {0}
