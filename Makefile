@@ -117,11 +117,12 @@ test-engines: engines
 
 # Engines and frameworks that the user starts, in environments that also contain Windlass. About 31 minutes on two cores,
 # including 4 for the installation.
-# To use existing environments, set WINDLASS_TRL_VENV, WINDLASS_VERL_VENV and WINDLASS_AREAL_VENV. WINDLASS_NEMO_RL names
+# To use existing environments, set WINDLASS_TRL_VENV, WINDLASS_VERL_VENV, WINDLASS_AREAL_VENV and WINDLASS_AGENTS_VENV. WINDLASS_NEMO_RL names
 # a checkout of NVIDIA-NeMo/RL; without it the test of NeMo-RL is skipped.
 test-integrations: engines
 	test -n "$(WINDLASS_VERL_VENV)" || bash tools/engines/install.sh verl .venv-verl $(VENV) $(or $(WINDLASS_VLLM_VENV),.venv-vllm)
 	test -n "$(WINDLASS_TRL_VENV)" || bash tools/integrations/install_trl.sh .venv-trl $(VENV) $(or $(WINDLASS_VLLM_VENV),.venv-vllm)
+	test -n "$(WINDLASS_AGENTS_VENV)" || bash tools/integrations/install_agents.sh .venv-agents
 	test -n "$(WINDLASS_AREAL_VENV)" || bash tools/integrations/install_areal.sh .venv-areal $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target build/routers sglang-router==0.3.2 vllm-router==0.1.17
 	WINDLASS_ROUTERS=build/routers $(RUN) -n 2 --dist loadfile -m "engines and not cluster" \

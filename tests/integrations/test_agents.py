@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,8 +20,10 @@ import pytest
 import transformers
 from agent_checkpoint import ANSWER, CALL, END, write_agent_checkpoint
 from agent_run import AGENTS
-from chat_fleet import TOKEN, serving
-from servers import TOKEN, Layout
+from chat_fleet import QUESTION, TOKEN, Client, serving
+from pages import blocks
+from servers import TOKEN as LIVE_TOKEN
+from servers import Layout
 from servers import serving as serving_live
 
 import windlass
@@ -40,7 +43,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("WINDLASS_AGENTS_VENV", ROOT / ".venv-agents")) / "bin/python"
-WITHIN_S = 120.0
+WITHIN_S = 240.0
+CONTEXT = {"vllm": ("--max-model-len", "4096"), "sglang": ("--context-length", "4096")}
 SAMPLING = SamplingParams(max_new_tokens=64)
 
 
@@ -78,9 +82,7 @@ async def rollouts(
     engine: tuple[str, str, int], folder: Path, workflow: Workflow, *arguments: str
 ) -> tuple[Rollout, ...]:
     policy = StalenessPolicy.unbounded(100)
-    async with RolloutController(
-        StaticEngines([engine]), policy, token=EMBEDDED_TOKEN
-    ) as controller:
+    async with RolloutController(StaticEngines([engine]), policy, token=TOKEN) as controller:
         settings = ChatSettings(tokenizer=str(folder))
         controller.run_here({"agent": workflow}, chat=settings, max_concurrent=2)
         handles = [controller.submit_workflow("agent", each, SAMPLING) for each in arguments]
@@ -121,17 +123,21 @@ async def live(engine: str, folder: Path, log: Path) -> AsyncIterator[tuple[Any,
     """Serve the checkpoint by a live server that a trainer updates; yield the controller and the trainer's client."""
     policy = StalenessPolicy.unbounded(100)
     async with (
-        windlass.Controller(token=TOKEN, staleness=policy) as controller,
+        windlass.Controller(token=LIVE_TOKEN, staleness=policy) as controller,
         AsyncExitStack() as stack,
     ):
         started = serving_live(
-            engine, folder, log, layout=Layout(1), controller=controller.url, tokenizes=True
+            *(engine, folder, log),
+            layout=Layout(1),
+            controller=controller.url,
+            flags=CONTEXT[engine],
+            tokenizes=True,
         )
         servers = stack.enter_context(ExitStack())
         await asyncio.to_thread(servers.enter_context, started)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         trainer = await asyncio.to_thread(
-            windlass.connect_trainer, model, controller=controller.url, token=TOKEN
+            windlass.connect_trainer, model, controller=controller.url, token=LIVE_TOKEN
         )
         stack.callback(trainer.close)
         await publish(trainer, 1)
@@ -223,3 +229,40 @@ async def long_answer(context: WorkflowContext) -> None:
     """Ask for an answer that is so long that an update happens in it."""
     async with aiohttp.ClientSession() as http, context.chat_endpoint() as session:
         await Client(http, session.base_url, session.api_key).chat([QUESTION])
+
+
+async def test_the_page_and_the_example_run_unchanged(
+    embedded: str, folder: Path, tmp_path: Path
+) -> None:
+    require_frameworks()
+    (code,) = (block for block in blocks(ROOT / "docs/agents.md") if block.startswith("import "))
+    for old, new in (("http://127.0.0.1:8100", embedded), ("/models/policy", str(folder))):
+        assert old in code
+        code = code.replace(old, new)
+    script = tmp_path / "page.py"
+    script.write_text(code)
+    num_generated = len(CALL) + len(ANSWER) + 2
+    expected = [f"reward 1.0: {num_generated} generated tokens"] * 4
+    # The script imports `openai` and Windlass in one process.
+    (packages,) = PYTHON.parents[1].glob("lib/python*/site-packages")
+    assert await printed(str(script), packages=packages) == expected
+    example = await printed(
+        *(str(ROOT / "examples/agent_openai.py"), "run", "--engine", embedded),
+        *("--model", str(folder), "--python", str(PYTHON)),
+    )
+    assert example[:4] == ["".join(ANSWER)] * 4
+    assert [line.split(": ")[0] for line in example[4:]] == ["reward 1.0"] * 4
+    assert all(f"{num_generated} generated" in line for line in example[4:])
+
+
+async def printed(*command: str, packages: Path | None = None) -> list[str]:
+    """Run a script of Python, and return its lines."""
+    path = ":".join(filter(None, (str(ROOT / "src"), str(packages or ""))))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, *command),
+        env={**os.environ, "PYTHONPATH": path, "WINDLASS_TOKEN": TOKEN},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    said, _ = await asyncio.wait_for(process.communicate(), WITHIN_S)
+    assert process.returncode == 0
+    return said.decode().splitlines()
