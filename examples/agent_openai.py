@@ -17,6 +17,7 @@ import asyncio
 import json
 import os
 import sys
+from typing import Any
 
 TOOL = {
     "type": "function",
@@ -65,7 +66,8 @@ async def run(engine: str, model: str, version: int, python: str, num_samples: i
 
     async def solve(context: WorkflowContext) -> float:
         """Run the agent's process, and return its reward."""
-        first, second = context.arguments
+        given: Any = context.arguments
+        first, second = given
         async with context.chat_endpoint() as session:
             process = await asyncio.create_subprocess_exec(
                 *(python, __file__, "agent", f"What is {first} + {second}?"),

@@ -225,7 +225,7 @@ async def test_sessions_continue_while_the_controller_is_killed_and_restarted(
     claims = [await claim(base_url), await claim(base_url)]
     messages = [QUESTION, await rig.client(claims[0]).chat([QUESTION])]
     await kill(controller)
-    # The first session ends while there is no controller, the second one begins.
+    # While no controller runs, the first session ends and the second begins.
     result = {
         "role": "tool",
         "tool_call_id": messages[-1]["tool_calls"][0]["id"],
