@@ -42,7 +42,7 @@ from windlass.rollout.chat.session import (
     session_ended,
 )
 from windlass.rollout.chat.tool_calls import parser_of
-from windlass.rollout.text import ModelText, TextCodec
+from windlass.rollout.text import TextCodec
 
 logger = logging.getLogger(__name__)
 BODY_DEADLINE_S = 30.0
@@ -108,12 +108,10 @@ class ChatServer:
     Args:
         settings: settings.
         agent_tokens: tokens with which external agents may claim a rollout.
-        text: tokenizer; by default that of `settings.tokenizer`, loaded at the first session.
+        text: tokenizer and chat template of `settings.tokenizer`; None if there is none.
     """
 
-    def __init__(
-        self, settings: ChatSettings, *agent_tokens: str, text: TextCodec | None = None
-    ) -> None:
+    def __init__(self, settings: ChatSettings, *agent_tokens: str, text: TextCodec | None) -> None:
         self.settings = settings
         self._gate = AccessGate("", *((token, Access.AGENT) for token in agent_tokens))
         self._text = text
@@ -171,19 +169,17 @@ class ChatServer:
             self._offers.pop(session.session_id, None)
 
     async def start(self) -> TextCodec:
-        """Load the tokenizer and listen. Idempotent.
+        """Listen, and return the tokenizer. Idempotent.
 
         Raises:
             ConfigError: there is no tokenizer, or the address cannot be bound.
         """
         async with self._lock:
             if self._text is None:
-                if not self.settings.tokenizer:
-                    raise ConfigError(
-                        "chat: tokenizer must be the folder of the model's tokenizer, got ''; start the worker with "
-                        "--tokenizer FOLDER"
-                    )
-                self._text = await asyncio.to_thread(ModelText, self.settings.tokenizer)
+                raise ConfigError(
+                    "chat: tokenizer must be the folder of the model's tokenizer, got ''; start the worker with "
+                    "--tokenizer FOLDER"
+                )
             if self._runner is None:
                 await self._listen()
             return self._text

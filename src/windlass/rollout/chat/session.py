@@ -62,6 +62,7 @@ class Choice:
 
     Attributes:
         turn: prompt and output as token ids.
+        whole_text: generated text without special tokens.
         text: generated text without stop texts and special tokens.
         message: the answer as a message of the conversation.
         finish_reason: OpenAI's reason (`stop`, `length`, `tool_calls`).
@@ -69,6 +70,7 @@ class Choice:
     """
 
     turn: Turn
+    whole_text: str
     text: str
     message: Message
     finish_reason: str
@@ -282,13 +284,15 @@ class ChatSession:
         ]
         try:
             turns = await asyncio.gather(*jobs)
+            # In a thread: the tokenizer has a lock, which a long prompt may hold.
+            found = [await asyncio.to_thread(self._choice, call, turn) for turn in turns]
             self.check_open()
         except BaseException as error:
             for job in jobs:
                 job.cancel()
-            for found in await asyncio.gather(*jobs, return_exceptions=True):
-                if isinstance(found, Turn):
-                    self._withdraw(found)
+            for ended in await asyncio.gather(*jobs, return_exceptions=True):
+                if isinstance(ended, Turn):
+                    self._withdraw(ended)
             if isinstance(error, AttemptError) and error.kind is ErrorKind.REFUSED:
                 raise ApiError(400, str(error), "engine_refused") from error
             if isinstance(error, RolloutError):
@@ -297,7 +301,18 @@ class ChatSession:
         if prompt.branch:
             self.branches.append(Branch(self._num_turns, prompt.branch))
         self._num_turns += len(turns)
-        return [self._choice(call, prompt, turn) for turn in turns]
+        for choice in found:
+            self._record(call, prompt, choice)
+        return found
+
+    def _record(self, call: Call, prompt: Prompt, choice: Choice) -> None:
+        """Record an answer, so that later prompts of the session can continue it."""
+        ids = choice.turn.output.output_ids
+        if isinstance(call.prompt, str):
+            # With its stop text: an agent that continues the answer must include the text, as the engine did.
+            self._conversations.text_answered(call.prompt + choice.whole_text, prompt, ids)
+        elif call.prompt is None:
+            self._conversations.answered(prompt, call.tools, choice.message, ids)
 
     def check_open(self) -> None:
         """Raise `ApiError` if the session has ended."""
@@ -342,20 +357,17 @@ class ChatSession:
             self._guard.reschedule(asyncio.get_running_loop().time())
         return ApiError(503, f"the rollout's attempt has failed: {error}", "attempt_failed")
 
-    def _choice(self, call: Call, prompt: Prompt, turn: Turn) -> Choice:
+    def _choice(self, call: Call, turn: Turn) -> Choice:
+        """Decode an answer, and find its reasoning and its tool calls."""
         ids = turn.output.output_ids
-        text = self._text.decode(ids)
+        text = whole = self._text.decode(ids)
         if turn.finish_reason == "stop":
             at = [text.find(stop) for stop in call.sampling.stop if stop in text]
             text = text[: min(at, default=len(text))]
         tokens = tuple(self._text.decode([each]) for each in ids) if call.logprobs else ()
         finish = "length" if turn.finish_reason == "length" else "stop"
-        if isinstance(call.prompt, str):
-            # With its stop text: an agent that continues the answer must include the text, as the engine did.
-            whole = call.prompt + self._text.decode(ids)
-            self._conversations.text_answered(whole, prompt, ids)
         if call.prompt is not None:
-            return Choice(turn, text, Message("assistant", text), finish, tokens)
+            return Choice(turn, whole, text, Message("assistant", text), finish, tokens)
         reasoning, content = split_reasoning(text)
         calls: list[ToolCall] = []
         if call.forced:
@@ -365,8 +377,7 @@ class ChatSession:
         message = Message("assistant", content.strip(), reasoning, tuple(calls))
         if calls and finish == "stop":
             finish = "tool_calls"
-        self._conversations.answered(prompt, call.tools, message, ids)
-        return Choice(turn, text, message, finish, tokens)
+        return Choice(turn, whole, text, message, finish, tokens)
 
     def keep_reply(self, key: bytes, reply: Reply) -> None:
         """Keep the reply to a request, see `kept_reply`."""
