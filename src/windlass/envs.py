@@ -7,7 +7,7 @@ import ctypes
 import os
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from windlass.errors import ConfigError
 
@@ -163,6 +163,12 @@ def set_defaults(values: Mapping[str, str]) -> dict[str, str]:
 def set_values(values: Mapping[str, str]) -> None:
     """Set environment variables of this process."""
     os.environ.update(values)
+
+
+def remove_values(names: Iterable[str]) -> None:
+    """Remove environment variables of this process. Ignore names that are not set."""
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def environment_value(name: str) -> str:

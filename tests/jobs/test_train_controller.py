@@ -15,6 +15,7 @@ import torch
 from windlass.errors import ConfigError, TrainerError
 from windlass.jobs.schedulers.local import LocalScheduler
 from windlass.jobs.train_controller import TrainController
+from windlass.net.addresses import free_port
 from windlass.net.server import ControlServer
 from windlass.rollout.messages import TrainingSample
 
@@ -76,6 +77,7 @@ async def test_groups_are_distributed_to_ranks_until_one_raises(tmp_path: Path) 
         assert losses[1]["loss"] < losses[0]["loss"] < first.metrics["loss"]
         await check_checkpoint(controller, str(tmp_path / "saved"))
         await check_operations(controller)
+        await check_store_of_another_group(controller)
         await check_tensors(controller)
         await check_failure(controller, 30.0, r"trainer-1: ValueError: bad sample")
 
@@ -98,13 +100,19 @@ async def check_operations(controller: TrainController) -> None:
     assert [(await controller.map("outputs", [row, row], deadline_s=30))[0] for row in rows] == list(found)  # fmt: skip
     with pytest.raises(
         ConfigError,
-        match=r"got 'os.system', .*known operations: \['outputs', 'too few', 'twice', 'who'\]",
+        match=r"got 'os.system', .*known operations: \['outputs', 'own store', 'too few', 'twice', 'who'\]",
     ):
         await controller.call("os.system", "true", deadline_s=30)
     with pytest.raises(ConfigError, match="argument: must be msgpack-plain, got object"):
         await controller.call("who", object(), deadline_s=30)
     with pytest.raises(TrainerError, match=r"trainer-1: operation too few must return a list of 2"):
         await controller.map("too few", rows, deadline_s=30)
+
+
+async def check_store_of_another_group(controller: TrainController) -> None:
+    """Check that rank 0 starts the store of a group that is not the ranks' own, as SGLang's transfer over NCCL asks."""
+    found = await controller.call("own store", free_port(), deadline_s=30)
+    assert found == ("another group", "")
 
 
 async def check_tensors(controller: TrainController) -> None:

@@ -6,8 +6,10 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 import torch
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from windlass.jobs.fsdp_engine import FsdpEngine, Samples
@@ -57,6 +59,16 @@ def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
     return found
 
 
+def own_store(port: int) -> str:
+    """Rank 0 starts the store of another group, and reads a value back from it."""
+    if torch.distributed.get_rank():
+        return ""
+    deadline = timedelta(seconds=10)
+    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}?rank=0&world_size=1", timeout=deadline))
+    store.set("name", "another group")
+    return str(store.get("name").decode())
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     fsdp = FsdpEngine(
@@ -73,6 +85,7 @@ if __name__ == "__main__":
                 torch.stack([torch.as_tensor(row) for row in rows])
             ).tolist(),
             "who": lambda suffix: f"rank {torch.distributed.get_rank()}{suffix}",
+            "own store": own_store,
             "too few": lambda rows: [],
             "twice": lambda given: {name: given[name] + given[name] for name in given},
         },

@@ -20,7 +20,7 @@ import msgspec
 
 from windlass.backends.collective_group import Rendezvous
 from windlass.control.connect_messages import JOB_VARIABLE
-from windlass.envs import control_token, environment_value, set_values
+from windlass.envs import control_token, environment_value, remove_values, set_values
 from windlass.errors import ConfigError
 from windlass.jobs.call_values import decode_call_value, encode_call_value
 from windlass.net.addresses import own_address
@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 RECONNECT_DEADLINE_S = 30.0
 STORE_DEADLINE_S = 300.0
+JOINS_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+"""Environment variables that make torch join the job's store. The restart count is a prefix of the store's keys."""
 LOGPROB_DIFFERENCE = "logprob_difference"
 """Name of a metric of the first step, in nats; see `TrainEngine.train_step`."""
 LARGEST_DIFFERENCE = 0.1
@@ -164,7 +166,7 @@ class TrainContext:
     """Argument of `TrainEngine.setup`.
 
     The environment has the same variables as under `torchrun` (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR, MASTER_PORT), so `torch.distributed.init_process_group` needs no argument.
+    MASTER_ADDR, MASTER_PORT). In `setup`, `torch.distributed.init_process_group` needs no argument.
 
     Attributes:
         rank, world_size: rank of this process and number of ranks in the job.
@@ -382,16 +384,13 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
                     deadline_s=deadline_s,
                     sampling=sampling,
                 )
-                set_values(
-                    {
-                        "MASTER_ADDR": host,
-                        "MASTER_PORT": str(port),
-                        # These make torch join the existing store. The restart count is a prefix of the store's keys.
-                        "TORCHELASTIC_USE_AGENT_STORE": "True",
-                        "TORCHELASTIC_RESTART_COUNT": "0",
-                    }
-                )
-                place = plain_integers("setup: the returned ranks", engine.setup(context))
+                set_values({"MASTER_ADDR": host, "MASTER_PORT": str(port), **JOINS_STORE})
+                try:
+                    found = engine.setup(context)
+                finally:
+                    # With these variables, rank 0 of a later group would not start that group's own store.
+                    remove_values(JOINS_STORE)
+                place = plain_integers("setup: the returned ranks", found)
                 if len(place) != 2:
                     raise ConfigError(
                         f"setup must return (data-parallel rank, data-parallel size), got {place}"
