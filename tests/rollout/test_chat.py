@@ -30,7 +30,7 @@ from windlass.rollout import (
     WorkflowContext,
 )
 from windlass.rollout.chat.conversations import Conversations
-from windlass.rollout.chat.messages import Message, ToolCall
+from windlass.rollout.chat.messages import NO_TOOLS, Message, Template, ToolCall
 from windlass.rollout.chat.requests import ChatRequest, Policy, chat_call
 from windlass.rollout.chat.tool_calls import PARSERS
 from windlass.rollout.text import ModelText
@@ -235,14 +235,14 @@ async def test_clients_may_write_arguments_in_another_way_and_drop_reasoning(
 ) -> None:
     conversations = Conversations(ModelText(str(folder)))
     question = Message("user", "x")
-    prompt = await conversations.prompt([question], [])
+    prompt = await conversations.prompt([question], NO_TOOLS)
     call = ToolCall("call_1", "add", '{"a":1,"b":2}')
     generated = (400, 401)
     answer = Message("assistant", "", "Hm.", (call,))
-    conversations.answered(prompt, [], answer, generated)
+    conversations.answered(prompt, NO_TOOLS, answer, generated)
     echoed = Message("assistant", "", tool_calls=(ToolCall("call_1", "add", '{"b": 2, "a": 1}'),))
     result = Message("tool", "3", tool_call_id="call_1")
-    continued = await conversations.prompt([question, echoed, result], [])
+    continued = await conversations.prompt([question, echoed, result], NO_TOOLS)
     assert continued.ids[: len(prompt.ids) + 2] == prompt.ids + generated
     assert continued.branch == ""
 
@@ -250,13 +250,37 @@ async def test_clients_may_write_arguments_in_another_way_and_drop_reasoning(
 async def test_a_template_that_drops_reasoning_begins_a_branch(folder: Path) -> None:
     conversations = Conversations(ModelText(str(folder)))
     question = Message("user", "x")
-    prompt = await conversations.prompt([question], [])
-    conversations.answered(prompt, [], Message("assistant", "y", "Hm."), (400, 401))
+    prompt = await conversations.prompt([question], NO_TOOLS)
+    conversations.answered(prompt, NO_TOOLS, Message("assistant", "y", "Hm."), (400, 401))
     echoed = Message("assistant", "y")
     # The template shows reasoning only after the last question.
-    branch = await conversations.prompt([question, echoed, question], [])
+    branch = await conversations.prompt([question, echoed, question], NO_TOOLS)
     assert "template" in branch.branch
     assert branch.ids[: len(prompt.ids) + 2] != (*prompt.ids, 400, 401)
+
+
+async def test_a_template_with_a_special_last_answer_continues_the_conversation(
+    folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    plain = "{{ message.content }}\n"
+    assert tokenizer.chat_template.count(plain) == 1
+    special = "{% if loop.last %}{{ '<think></think>' }}{% endif %}" + plain
+    tokenizer.chat_template = tokenizer.chat_template.replace(plain, special)
+    tokenizer.save_pretrained(tmp_path)
+    text = ModelText(str(tmp_path))
+    conversations = Conversations(text)
+    question, template = Message("user", "x"), Template((TOOL,))
+    prompt = await conversations.prompt([question], template)
+    answer = Message("assistant", "", tool_calls=(ToolCall("call_1", "add", '{"a":"}}"}'),))
+    end = text.encode(END)
+    conversations.answered(prompt, template, answer, (260, 261, *end))
+    result = Message("tool", "3", tool_call_id="call_1")
+    continued = await conversations.prompt([question, answer, result], template)
+    assert continued.branch == ""
+    added = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+    added += "<|im_start|>assistant\n<|say|>"
+    assert continued.ids == (*prompt.ids, 260, 261, *end, *text.encode(added))
 
 
 async def test_text_that_continues_a_completion_keeps_its_ids(folder: Path) -> None:

@@ -7,12 +7,15 @@ next prompt is the earlier prompt, the earlier output, and the rendered tokens o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
-from windlass.rollout.chat.messages import Message, fingerprints
-from windlass.rollout.text import TextCodec
+from windlass.rollout.chat.messages import NO_TOOLS, Message, Template, ToolCall, fingerprints
+from windlass.rollout.text import Chat, TextCodec
+
+MAX_END_TOKENS = 16
+"""Largest number of tokens at the end of an answer that the model may have generated."""
 
 REWRITES = "the chat template renders earlier messages in another way after the new messages"
 OTHER_HISTORY = "the messages do not continue an earlier answer of this session"
@@ -48,31 +51,30 @@ class Conversations:
 
     def __init__(self, text: TextCodec) -> None:
         self._text = text
+        self._ends: tuple[str, str] | None = None
         self._answered: dict[bytes, _Answered] = {}
         self._texts: list[tuple[str, tuple[int, ...]]] = []
 
-    async def prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> Prompt:
+    async def prompt(self, messages: Sequence[Message], template: Template) -> Prompt:
         """Return the prompt of a conversation.
 
         Raises:
             ConfigError: the chat template refuses the conversation.
         """
         # In a thread: the rendering of a long conversation would block the event loop.
-        return await asyncio.to_thread(self._prompt, tuple(messages), tools)
+        return await asyncio.to_thread(self._prompt, tuple(messages), template)
 
     def answered(
         self,
         prompt: Prompt,
-        tools: Sequence[Mapping[str, Any]],
+        template: Template,
         answer: Message,
         output_ids: tuple[int, ...],
     ) -> None:
         """Record an answer of the engine, so that later prompts can continue it."""
         messages = (*prompt.messages, answer)
         known = _Answered(messages, prompt.ids, output_ids)
-        self._answered[fingerprints(messages, tools)[-1]] = known
+        self._answered[fingerprints(messages, template)[-1]] = known
 
     async def text_prompt(self, text: str) -> Prompt:
         """Return the prompt of a text. It continues the longest earlier prompt and answer with which `text` begins."""
@@ -85,63 +87,113 @@ class Conversations:
         """Record an answer to a text prompt; `text` is prompt and answer."""
         self._texts.append((text, prompt.ids + output_ids))
 
-    def _prompt(self, messages: tuple[Message, ...], tools: Sequence[Mapping[str, Any]]) -> Prompt:
-        for digest in reversed(fingerprints(messages, tools)):
+    def _prompt(self, messages: tuple[Message, ...], template: Template) -> Prompt:
+        for digest in reversed(fingerprints(messages, template)):
             if (known := self._answered.get(digest)) is not None:
                 # Render the reasoning of earlier answers too, which clients may drop.
                 whole = (*known.messages, *messages[len(known.messages) :])
-                return self._continued(known, whole, tools)
-        ids = self._rendered(messages, tools, True)
+                return self._continued(known, whole, template)
+        ids = self._text.encode(self._rendered(messages, template))
         return Prompt(ids, messages, OTHER_HISTORY if self._answered else "")
 
     def _rendered(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-    ) -> tuple[int, ...]:
-        return self._text.render(
-            [message.for_template() for message in messages],
-            tools,
-            add_generation_prompt=add_generation_prompt,
+        template: Template,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        chat = Chat(
+            tuple(message.for_template() for message in messages),
+            template.tools,
+            template.arguments,
         )
+        return self._text.template_text(chat, add_generation_prompt=add_generation_prompt)
 
     def _continued(
-        self,
-        known: _Answered,
-        messages: tuple[Message, ...],
-        tools: Sequence[Mapping[str, Any]],
+        self, known: _Answered, messages: tuple[Message, ...], template: Template
     ) -> Prompt:
-        """Return a prompt that continues an earlier answer, or a branch if the chat template rewrites the answer."""
-        whole = self._rendered(messages, tools, True)
-        earlier = self._rendered(known.messages, tools, False)
-        end = self._end_of_answer()
-        if not end or earlier[-len(end) :] != end or whole[: len(earlier)] != earlier:
-            return Prompt(whole, messages, REWRITES)
-        known_ids = known.prompt_ids + _ended(known.output_ids, end)
-        return Prompt(known_ids + whole[len(earlier) :], messages)
+        """Return a prompt that continues an earlier answer, or a branch if the chat template rewrites what came before."""
+        whole = self._rendered(messages, template)
+        after = self._after_last(known, whole, template)
+        after = after or self._after_any(known, messages, whole, template)
+        if not after:
+            return Prompt(self._text.encode(whole), messages, REWRITES)
+        ids = _joined(known.output_ids, self._text.encode(after))
+        return Prompt(known.prompt_ids + ids, messages)
 
-    def _end_of_answer(self) -> tuple[int, ...]:
-        """Return the tokens that the chat template adds after an answer.
+    def _after_last(self, known: _Answered, whole: str, template: Template) -> str:
+        """Return the text after an answer, if the template renders the conversation up to the answer as before.
 
-        Two conversations that differ only in their answers end with the same tokens after the answer.
+        Return "" if it does not.
         """
-        question = Message("user", "x")
-        one, other = (
-            self._rendered((question, Message("assistant", content)), (), False)
-            for content in ("0", "1")
-        )
-        if one == other:
-            return ()
-        length = 0
-        while one[len(one) - length - 1] == other[len(other) - length - 1]:
-            length += 1
-        return one[len(one) - length :]
+        last, _ = self._ends_of_answers()
+        earlier = self._rendered(known.messages, template, add_generation_prompt=False)
+        is_kept = last and earlier.endswith(last) and whole.startswith(earlier)
+        return last + whole[len(earlier) :] if is_kept else ""
+
+    def _after_any(
+        self, known: _Answered, messages: tuple[Message, ...], whole: str, template: Template
+    ) -> str:
+        """Return the text after an answer, if the template renders the prompt as before and all parts of the answer.
+
+        Return "" if it does not. Some templates render the last answer of a conversation in a special way, so
+        `_after_last` finds no text. Conversations that differ only in one answer have the same text after this answer.
+        """
+        *before, answer = known.messages
+        new = messages[len(known.messages) :]
+        changed = [(*before, _changed(answer, mark), *new) for mark in "01"]
+        common = _common_end(*(self._rendered(each, template) for each in changed))
+        _, end = self._ends_of_answers()
+        if not end or end not in common:
+            return ""
+        # The common text may begin with the end of a tool call, which is part of the answer.
+        after = common[common.index(end) :]
+        prompt = self._rendered(before, template)
+        written = whole[len(prompt) : len(whole) - len(after)]
+        parts = [part for part in (answer.reasoning, answer.content) if part]
+        is_kept = whole.startswith(prompt) and whole.endswith(after)
+        return after if is_kept and all(part in written for part in parts) else ""
+
+    def _ends_of_answers(self) -> tuple[str, str]:
+        """Return the text that the chat template puts after the last answer of a conversation, and after every answer."""
+        if self._ends is None:
+            question = Message("user", "x")
+            ends = []
+            for new in ((), (question,)):
+                changed = ((question, Message("assistant", mark), *new) for mark in "01")
+                one, other = (
+                    self._rendered(each, NO_TOOLS, add_generation_prompt=False) for each in changed
+                )
+                ends.append(_common_end(one, other))
+            self._ends = ends[0], _common_begin(*ends)
+        return self._ends
 
 
-def _ended(ids: tuple[int, ...], end: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ids with the tokens of `end` that they do not contain yet. The model may have generated the first ones."""
-    for length in range(len(end), 0, -1):
-        if ids[-length:] == end[:length]:
-            return ids + end[length:]
-    return ids + end
+def _changed(answer: Message, mark: str) -> Message:
+    """Return an answer of the same form with other text; only the ids and names of its calls stay."""
+    calls = tuple(
+        ToolCall(call.id, call.name, f'{{"{mark}": "{mark}"}}') for call in answer.tool_calls
+    )
+    reasoning = answer.reasoning and mark
+    return Message("assistant", answer.content and mark, reasoning, calls)
+
+
+def _common_begin(one: str, other: str) -> str:
+    """Return the longest common beginning of two texts."""
+    pairs = enumerate(zip(one, other, strict=False))
+    length = next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return one[:length]
+
+
+def _common_end(one: str, other: str) -> str:
+    """Return the longest common end of two texts; "" for equal texts, whose answers are not rendered."""
+    return "" if one == other else _common_begin(one[::-1], other[::-1])[::-1]
+
+
+def _joined(ids: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ids of an answer and of the text after it. The model may have generated the first ids after it."""
+    for length in range(min(len(after), MAX_END_TOKENS), 0, -1):
+        if ids[-length:] == after[:length]:
+            return ids + after[length:]
+    return ids + after

@@ -64,9 +64,24 @@ class Message(msgspec.Struct, frozen=True):
         )
 
 
-def fingerprints(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """Return for each message a digest of the tools and of all messages up to this message."""
-    digest = hashlib.sha256(msgspec.json.encode(tools, order="sorted"))
+class Template(msgspec.Struct, frozen=True):
+    """Arguments of the chat template besides the messages.
+
+    Attributes:
+        tools: functions, in the form of chat completions.
+        arguments: further arguments, such as `{"enable_thinking": False}`.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    arguments: Mapping[str, Any] = {}
+
+
+NO_TOOLS = Template()
+
+
+def fingerprints(messages: Sequence[Message], template: Template) -> list[bytes]:
+    """Return for each message a digest of the template's arguments and of all messages up to this message."""
+    digest = hashlib.sha256(msgspec.json.encode(template, order="sorted"))
     found = []
     for message in messages:
         identity = message.identity()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from windlass.errors import ConfigError
-from windlass.rollout.chat.messages import Message, ToolCall
+from windlass.rollout.chat.messages import NO_TOOLS, Message, Template, ToolCall
 from windlass.sampling import SamplingParams
 
 MAX_MESSAGES = 8192
@@ -149,6 +149,8 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True, forbid_unknown_field
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
+    # Extension of vLLM and SGLang.
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(CommonRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -213,7 +215,7 @@ class Call:
     Attributes:
         messages: conversation; empty for a text prompt.
         prompt: text or token ids; None for a conversation.
-        tools: functions, in the form of chat completions.
+        template: tools and other arguments of the chat template.
         parses_tools: whether calls in the answer are parsed.
         sampling: sampling parameters of the engine's calls.
         num_choices: number of answers.
@@ -225,7 +227,7 @@ class Call:
     messages: tuple[Message, ...]
     sampling: SamplingParams
     prompt: str | tuple[int, ...] | None = None
-    tools: tuple[Mapping[str, Any], ...] = ()
+    template: Template = NO_TOOLS
     parses_tools: bool = False
     num_choices: int = 1
     forced: bool = False
@@ -298,7 +300,7 @@ def chat_call(request: ChatRequest, policy: Policy) -> Call:
         Call(
             messages,
             sampling,
-            tools=tools,
+            template=Template(tools, request.chat_template_kwargs or {}),
             parses_tools=bool(tools) and request.tool_choice != "none",
             num_choices=1 if request.n is None else request.n,
             forced=call_schema is not None,
@@ -352,7 +354,7 @@ def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[M
         Call(
             (*begin, *previous, *new),
             sampling,
-            tools=tuple(tools),
+            template=Template(tuple(tools)),
             parses_tools=bool(tools) and request.tool_choice != "none",
             forced=call_schema is not None,
             new_messages=(*previous, *new),
@@ -367,7 +369,7 @@ def _checked(call: Call) -> Call:
         raise ConfigError(f"prompt: must not be empty, got {call.prompt!r}")
     sizes = {
         "messages": (len(call.messages), MAX_MESSAGES),
-        "tools": (len(call.tools), MAX_TOOLS),
+        "tools": (len(call.template.tools), MAX_TOOLS),
         "n": (call.num_choices, MAX_CHOICES),
     }
     for name, (size, most) in sizes.items():

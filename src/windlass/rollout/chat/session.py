@@ -312,7 +312,7 @@ class ChatSession:
             # With its stop text: an agent that continues the answer must include the text, as the engine did.
             self._conversations.text_answered(call.prompt + choice.whole_text, prompt, ids)
         elif call.prompt is None:
-            self._conversations.answered(prompt, call.tools, choice.message, ids)
+            self._conversations.answered(prompt, call.template, choice.message, ids)
 
     def check_open(self) -> None:
         """Raise `ApiError` if the session has ended."""
@@ -331,7 +331,7 @@ class ChatSession:
             return Prompt(call.prompt)
         if isinstance(call.prompt, str):
             return await self._conversations.text_prompt(call.prompt)
-        return await self._conversations.prompt(call.messages, call.tools)
+        return await self._conversations.prompt(call.messages, call.template)
 
     def _within_context(self, sampling: SamplingParams, num_tokens: int) -> SamplingParams:
         """Return `sampling` with at most as many new tokens as the engine's context has room for."""
