@@ -46,6 +46,8 @@ RUN: Mapping[str, str] = {
     r"windlass launch examples/launch/slurm.toml": "tests/jobs/test_launch.py::test_the_example_of_several_nodes_runs_on_slurm",
     r"windlass launch examples/launch/job.toml": "tests/jobs/test_launch.py::test_the_example_trains_publishes_saves_and_leaves_nothing_behind",
     r"windlass demo --engine sglang --trainer megatron .* --compare": "tests/jobs/test_live_demo.py::test_a_checkpoint_and_the_engines_own_transfer",
+    r"windlass audit .* --replay .*": "tests/jobs/test_audit.py::test_greedy_sample_is_replayed_bit_for_bit",
+    r"windlass audit .*": "tests/jobs/test_audit.py::test_command_shows_versions_rewards_and_tokens",
     r"windlass report .*": 'tests/observability/test_operations.py::"report", controller.url',
     r"windlass status .*": "tests/cli/test_terminal.py::test_status_watch_shows_each_change_until_the_controller_ends",
     r"WINDLASS_TOKEN=\.\.\. windlass serve .* --advertise-host controller.example": TLS,

@@ -310,6 +310,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         output_dir: folder of logs, checkpoints, `metrics.jsonl`, `summary.json` and `report.html`.
         training: settings of the stock trainer, which runs in place of a trainer's script.
         resume: whether the job continues from checkpoints in `output_dir`.
+        audit: whether to record the samples that each version was trained on, in `output_dir/audit.sqlite3`.
         rewards: the function or the server that scores rollouts; None if `Recipe.rewards` scores them.
         transport: transport of trainers and engines; trainers read the name from WINDLASS_TRANSPORT.
         replica: name of a `ReplicaPlace`; `connect_trainer` reads the name from WINDLASS_REPLICA.
@@ -331,6 +332,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: EvaluationSection = EvaluationSection()
     output_dir: str
     resume: Resume = Resume.NEVER
+    audit: bool = False
     transport: str = "auto"
     replica: str = ReplicaPlace.OFF.value
     scheduler: KnownScheduler = LocalSchedulerConfig()

@@ -8,6 +8,7 @@ import math
 import secrets
 import shutil
 import signal
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,6 +34,7 @@ from windlass.envs import (
 )
 from windlass.errors import ConfigError, PeerTimeout, TrainerError, WindlassError
 from windlass.files import write_file
+from windlass.jobs.audit import AUDIT, AuditRecord
 from windlass.jobs.config import (
     CHECKPOINT_RECORD,
     Checkpoint,
@@ -241,6 +243,9 @@ class Job:
         self._output = OutputFolder(output_dir)
         self._scheduler, self._notify, self._progress = scheduler, notify, progress
         self._token, self._scorer = token, scorer
+        self._audit_record = (
+            AuditRecord(output_dir / AUDIT, config.rollout.sampling) if config.audit else None
+        )
         self._newest = start
         """Folder and checkpoint that the ranks start from; None if they start with their initial weights."""
         self._first_steps = start[1].steps if start else 0
@@ -785,7 +790,9 @@ class Job:
                     step, batch, deadline_s=trainer.step_deadline_s
                 )
             _check_metrics(step + 1, result)
+            await self._audit(lambda audit: audit.add(self.version + 1, step + 1, samples))
             await self._publish()
+            await self._audit(lambda audit: audit.note_published(self.version))
             self._steps = step + 1
             self._num_trained += 1
             for group_id in {sample.group_id for sample in samples}:
@@ -821,6 +828,15 @@ class Job:
         every = self._config.evaluation.every
         if every and self._steps % every == 0:
             await self._evaluate()
+
+    async def _audit(self, write: Callable[[AuditRecord], None]) -> None:
+        """Write to the audit record in a thread, if the job has one. Log an error of the file and continue."""
+        if self._audit_record is None:
+            return
+        try:
+            await asyncio.to_thread(write, self._audit_record)
+        except sqlite3.Error as error:
+            _log.error("%s: version %d is not recorded: %s", AUDIT, self.version, error)
 
     async def _evaluate(self) -> None:
         """Evaluate the newest version. The next step begins afterwards, so engines do not change their version."""

@@ -1,0 +1,150 @@
+"""Record of a job: the samples that each version was trained on, in an SQLite file of the output folder.
+
+The job writes the samples of a step in one transaction, before it publishes the version of the step. So a published
+version is never without a record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import final
+
+import msgspec
+
+from windlass.errors import DECODE_ERRORS, ConfigError
+from windlass.rollout.messages import TrainingSample
+from windlass.sampling import SamplingParams
+
+AUDIT = "audit.sqlite3"
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS versions (
+    version INTEGER PRIMARY KEY, step INTEGER, time REAL, sampling TEXT, is_published INTEGER
+);
+CREATE TABLE IF NOT EXISTS samples (
+    version INTEGER, number INTEGER, content BLOB, PRIMARY KEY (version, number)
+);
+"""
+
+
+class AuditedVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """The training step that led to one version.
+
+    Attributes:
+        version: the version. step: number of the step, from 1.
+        time: Unix time of the record.
+        sampling: sampling parameters of the job. A workflow may have used others.
+        is_published: whether the job has published the version.
+        samples: samples of the step, without their tensors. Each has the version of every token.
+    """
+
+    version: int
+    step: int
+    time: float
+    sampling: SamplingParams
+    is_published: bool
+    samples: tuple[TrainingSample, ...]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open the file for one transaction, which is committed at the end of the block."""
+    connection = sqlite3.connect(path, timeout=60.0)
+    try:
+        with connection:
+            yield connection
+    finally:
+        connection.close()
+
+
+@final
+class AuditRecord:
+    """Writer of the record. The methods block until the file is synced, so call them in a thread.
+
+    Args:
+        path: the file; created if it is missing.
+        sampling: sampling parameters of the job.
+    """
+
+    def __init__(self, path: Path, sampling: SamplingParams) -> None:
+        self._path, self._sampling = path, msgspec.json.encode(sampling).decode()
+
+    def add(self, version: int, step: int, samples: Sequence[TrainingSample]) -> None:
+        """Write the samples of the step that leads to `version`.
+
+        Replace an earlier record of this version: a step is repeated under the same version if the job ended before it
+        published the version.
+
+        Raises:
+            sqlite3.Error: the file cannot be written.
+        """
+        rows = [
+            (version, number, zlib.compress(_encoded(sample), level=1))
+            for number, sample in enumerate(samples)
+        ]
+        with _opened(self._path) as connection:
+            connection.executescript(_SCHEMA)
+            connection.execute("DELETE FROM samples WHERE version = ?", (version,))
+            connection.execute(
+                "INSERT OR REPLACE INTO versions VALUES (?, ?, ?, ?, 0)",
+                (version, step, time.time(), self._sampling),
+            )
+            connection.executemany("INSERT INTO samples VALUES (?, ?, ?)", rows)
+
+    def note_published(self, version: int) -> None:
+        """Record that the job has published `version`.
+
+        Raises:
+            sqlite3.Error: the file cannot be written.
+        """
+        with _opened(self._path) as connection:
+            connection.execute("UPDATE versions SET is_published = 1 WHERE version = ?", (version,))
+
+
+def _encoded(sample: TrainingSample) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(sample, tensors={}))
+
+
+def read_audit(path: Path, version: int) -> AuditedVersion:
+    """Read the record of one version.
+
+    Raises:
+        ConfigError: there is no such file, it has no record of this version, or it cannot be read.
+    """
+    if not path.is_file():
+        raise ConfigError(
+            f"audit: {path} does not exist; set `audit = true` in the job's file to write the record"
+        )
+    try:
+        with _opened(path) as connection:
+            row = connection.execute(
+                "SELECT step, time, sampling, is_published FROM versions WHERE version = ?",
+                (version,),
+            ).fetchone()
+            if row is None:
+                bounds = connection.execute(
+                    "SELECT min(version), max(version) FROM versions"
+                ).fetchone()
+                raise ConfigError(
+                    f"audit: version must be a trained version in {path} ({bounds[0]} to {bounds[1]}), got {version}"
+                )
+            contents = connection.execute(
+                "SELECT content FROM samples WHERE version = ? ORDER BY number", (version,)
+            ).fetchall()
+        return AuditedVersion(
+            version=version,
+            step=row[0],
+            time=row[1],
+            sampling=msgspec.json.decode(row[2], type=SamplingParams),
+            is_published=bool(row[3]),
+            samples=tuple(
+                msgspec.msgpack.decode(zlib.decompress(content), type=TrainingSample)
+                for (content,) in contents
+            ),
+        )
+    except (sqlite3.Error, zlib.error, *DECODE_ERRORS) as error:
+        raise ConfigError(f"audit: {path} cannot be read: {error}") from error

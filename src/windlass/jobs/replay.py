@@ -1,0 +1,178 @@
+"""Replay of a trained sample on an engine: generate its answers again and compare the tokens and log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from windlass.errors import ConfigError
+from windlass.rollout.generate import generate
+from windlass.rollout.messages import EngineTarget, Partial, RolloutTask, TrainingSample
+from windlass.sampling import SamplingParams
+
+MAX_REQUESTS = 16
+"""Number of requests at a time to the engine."""
+REQUEST_DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Comparison of a sample with an engine.
+
+    Attributes:
+        num_generated: number of tokens of the sample that an engine generated.
+        num_compared: number of tokens whose log-probabilities are compared.
+        num_other_version: number of generated tokens with another version than the engine has now.
+        engine_version: version that the engine has now.
+        is_exact: whether sampling is greedy, so that all tokens must be equal.
+        first_difference: index in `output_ids` of the first token that differs, of those that are generated again; None
+            if there is none.
+        largest_distance: largest difference of two log-probabilities. mean_distance: mean difference.
+    """
+
+    num_generated: int
+    num_compared: int
+    num_other_version: int
+    engine_version: int
+    is_exact: bool
+    first_difference: int | None
+    largest_distance: float
+    mean_distance: float
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether the engine has generated the same tokens with the same log-probabilities, bit for bit."""
+        return self.is_exact and self.first_difference is None and self.largest_distance == 0.0
+
+    def agrees(self, tolerance: float) -> bool:
+        """Return whether all tokens are equal, and no two log-probabilities differ by more than `tolerance`."""
+        return self.first_difference is None and self.largest_distance <= tolerance
+
+    def text(self) -> str:
+        """Return the comparison as one line."""
+        if self.is_identical:
+            said = f"identical: {self.num_compared} tokens and their log-probabilities"
+        else:
+            said = (
+                f"{self.num_compared} of {self.num_generated} tokens compared, log-probabilities differ by at most "
+                f"{self.largest_distance:.3g} (mean {self.mean_distance:.3g})"
+            )
+            if self.first_difference is not None:
+                said += f"; the tokens differ from output token {self.first_difference} on"
+        if self.num_other_version:
+            said += (
+                f"; the engine serves version {self.engine_version}, and {self.num_other_version} tokens have another "
+                "version"
+            )
+        return said
+
+
+async def replay(
+    http: aiohttp.ClientSession, url: str, sample: TrainingSample, sampling: SamplingParams
+) -> Replay:
+    """Compare a sample with an engine.
+
+    Greedy answers are generated again as a whole. For any other answer, the engine is asked for its most probable token
+    at each position. Where the sample has this token, the log-probabilities are compared.
+
+    Args:
+        http: session with the engine's token.
+        url: address of the engine. It should serve the version of the sample's tokens.
+        sample: the sample.
+        sampling: sampling parameters of the sample.
+
+    Raises:
+        ConfigError: the sample has no generated token, or `sampling` changes log-probabilities (`temperature` other than
+            1, `top_p`, `top_k`, `min_p` or `repetition_penalty`) and is not greedy.
+        AttemptError: the engine failed.
+    """
+    is_exact = sampling.temperature == 0
+    neutral = SamplingParams(max_new_tokens=1)
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        found, wanted = (msgspec.structs.asdict(each)[name] for each in (sampling, neutral))
+        if not is_exact and found != wanted:
+            raise ConfigError(
+                f"replay: sampling: {name} must be {wanted} or the sampling greedy, got {found}: the log-probabilities "
+                "of the sample are those after this setting, which an engine returns only for its own samples"
+            )
+    spans = list(_spans(sample))
+    if not spans:
+        raise ConfigError("replay: the sample must have a token that an engine generated, got none")
+    # Engines round differently in larger batches, so greedy answers are generated one after another.
+    slots = asyncio.Semaphore(1 if is_exact else MAX_REQUESTS)
+
+    async def ask(first: int, last: int) -> Partial:
+        settings = msgspec.structs.replace(
+            sampling,
+            max_new_tokens=last - first,
+            min_new_tokens=min(sampling.min_new_tokens, last - first),
+            temperature=0.0,
+            # The recorded tokens contain the end of the answer, and the number of tokens is given.
+            ignore_eos=sampling.ignore_eos or not is_exact,
+            stop=sampling.stop if is_exact else (),
+            stop_token_ids=sampling.stop_token_ids if is_exact else (),
+        )
+        task = RolloutTask(
+            task_id=f"replay-{first}",
+            attempt=1,
+            prompt_ids=(*sample.prompt_ids, *sample.output_ids[:first]),
+            sampling=settings,
+            engine=EngineTarget("replay", url),
+            deadline_s=REQUEST_DEADLINE_S,
+        )
+        async with slots:
+            return (await generate(http, task)).tokens
+
+    asked = spans if is_exact else [(n, n + 1) for span in spans for n in range(*span)]
+    answers = await asyncio.gather(*(ask(*each) for each in asked))
+    return _compared(sample, spans, asked, answers, is_exact=is_exact)
+
+
+def _spans(sample: TrainingSample) -> Iterator[tuple[int, int]]:
+    """Yield [first, last) of each run of generated tokens in the output of a sample."""
+    first: int | None = None
+    # An engine without a controller gives its tokens the version -1, like tokens that are not generated.
+    pairs = zip(sample.versions, sample.loss_mask, strict=True)
+    for number, is_generated in enumerate([*(v >= 0 or used for v, used in pairs), False]):
+        if is_generated and first is None:
+            first = number
+        elif not is_generated and first is not None:
+            yield first, number
+            first = None
+
+
+def _compared(
+    sample: TrainingSample,
+    spans: list[tuple[int, int]],
+    asked: list[tuple[int, int]],
+    answers: list[Partial],
+    *,
+    is_exact: bool,
+) -> Replay:
+    """Compare the engine's answers for the output tokens `asked` with the sample."""
+    distances: list[float] = []
+    differences: list[int] = []
+    for (first, last), answer in zip(asked, answers, strict=True):
+        for number in range(first, last):
+            index = number - first
+            is_there = index < len(answer.output_ids)
+            if not is_there or answer.output_ids[index] != sample.output_ids[number]:
+                differences.append(number)
+                break
+            distances.append(abs(answer.logprobs[index] - sample.logprobs[number]))
+    version = max(answer.versions[-1] for answer in answers if answer.versions)
+    generated = [n for span in spans for n in range(*span)]
+    return Replay(
+        num_generated=len(generated),
+        num_compared=len(distances),
+        num_other_version=sum(sample.versions[n] != version for n in generated),
+        engine_version=version,
+        is_exact=is_exact,
+        first_difference=min(differences, default=None) if is_exact else None,
+        largest_distance=max(distances, default=0.0),
+        mean_distance=sum(distances) / max(len(distances), 1),
+    )
