@@ -20,7 +20,7 @@ from chat_fleet import QUESTION, TOKEN, Client, serving, tool_loop
 from fake_engine import FakeEngine
 
 from windlass.errors import AuthenticationError, PeerTimeout
-from windlass.net.access import Access, role_token
+from windlass.net.access import Access, role_environment, role_token
 from windlass.net.addresses import free_port
 from windlass.net.server import ControlServer
 from windlass.rollout import (
@@ -77,11 +77,13 @@ class Rig:
         self.stack.push_async_callback(server.close)
         return server.url
 
-    async def process(self, *command: str) -> asyncio.subprocess.Process:
+    async def process(
+        self, *command: str, role: Access = Access.OWNER
+    ) -> asyncio.subprocess.Process:
         paths = f"{ROOT / 'src'}:{ROOT / 'tests/support'}"
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, *command),
-            env={**os.environ, "PYTHONPATH": paths, "WINDLASS_TOKEN": TOKEN},
+            env={**os.environ, "PYTHONPATH": paths, **role_environment(TOKEN, role)},
             stdout=asyncio.subprocess.PIPE,
         )
         self.stack.push_async_callback(kill, process)
@@ -93,6 +95,7 @@ class Rig:
         process = await self.process(
             *("-m", "windlass.rollout.worker", "--name", name, "--controller", controller),
             *("--tokenizer", str(self.folder), "--chat-port", str(port), "--max-concurrent", "4"),
+            role=Access.WORKER,
         )
         return process, f"http://127.0.0.1:{port}/v1"
 

@@ -27,6 +27,7 @@ from windlass.rollout import (
     WorkflowContext,
 )
 from windlass.rollout.chat import server
+from windlass.rollout.chat import session as session_module
 
 BODY = {"messages": [QUESTION], "max_tokens": 2}
 WITHIN_S = 60.0
@@ -194,6 +195,17 @@ async def test_too_many_requests_of_a_session_are_refused_and_of_others_answered
     await rig.engine.release()
     await rig.client(other).ask("/chat/completions", BODY)
     await asyncio.gather(*asking)
+
+
+async def test_a_session_with_too_many_tokens_is_refused_more(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "MAX_SESSION_TOKENS", 100)
+    (session,) = await rig.sessions(1)
+    await rig.client(session).ask("/chat/completions", BODY)
+    await rig.client(session).ask("/chat/completions", BODY)
+    answer = await rig.client(session).ask("/chat/completions", BODY, 400)
+    assert answer["error"]["code"] == "session_full"
 
 
 async def test_idle_strangers_do_not_keep_agents_out(rig: Rig) -> None:

@@ -27,6 +27,9 @@ from windlass.sampling import SamplingParams
 
 MAX_REQUESTS = 32
 """Largest number of concurrent requests of one session."""
+MAX_SESSION_TOKENS = 8 << 20
+"""Largest number of tokens of all prompts and answers of a session. A worker can deliver the outcome of an attempt with
+this number of tokens, see `worker.MAX_OUTCOME_NBYTES`."""
 KEPT_ANSWERS = 64
 """Number of newest answers that a session keeps, so that a client that repeats a request gets the same answer."""
 
@@ -152,7 +155,7 @@ class ChatSession:
         self._replies: OrderedDict[bytes, Reply] = OrderedDict()
         self._context, self._text, self._parser, self._limits = context, text, parser, limits
         self._conversations = Conversations(text)
-        self._num_turns = 0
+        self._num_turns = self._num_tokens = 0
         self._num_requests = 0
         self._jobs: set[asyncio.Task[list[Choice]]] = set()
         self._rewarded = asyncio.Event()
@@ -278,6 +281,10 @@ class ChatSession:
     async def _answer(self, call: Call) -> list[Choice]:
         prompt = await self._prompt(call)
         sampling = self._within_context(call.sampling, len(prompt.ids))
+        num_new = call.num_choices * (len(prompt.ids) + sampling.max_new_tokens)
+        if self._num_tokens + num_new > MAX_SESSION_TOKENS:
+            text = f"a session may have {MAX_SESSION_TOKENS} tokens in all prompts and answers"
+            raise ApiError(400, f"{text}, and has {self._num_tokens}", "session_full")
         jobs = [
             asyncio.create_task(self._context.generate(prompt.ids, sampling))
             for _ in range(call.num_choices)
@@ -301,6 +308,7 @@ class ChatSession:
         if prompt.branch:
             self.branches.append(Branch(self._num_turns, prompt.branch))
         self._num_turns += len(turns)
+        self._num_tokens += sum(len(t.prompt_ids) + len(t.output.output_ids) for t in turns)
         for choice in found:
             self._record(call, prompt, choice)
         return found
