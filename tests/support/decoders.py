@@ -43,6 +43,17 @@ from windlass.planning.planner import plan_transfer
 from windlass.planning.replicated import HELD, decode_digested, decode_held
 from windlass.rollout import generate
 from windlass.rollout import messages as rollout
+from windlass.rollout.chat.messages import fingerprints
+from windlass.rollout.chat.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Policy,
+    ResponseRequest,
+    chat_call,
+    completion_call,
+    response_call,
+)
+from windlass.rollout.chat.tool_calls import PARSERS, split_reasoning
 from windlass.rollout.journal import Entry as RolloutEntry
 from windlass.rollout.journal import PersistedState, Started
 from windlass.sampling import SamplingParams
@@ -78,6 +89,16 @@ ANSWER = (
     b'{"output_ids":[7],"meta_info":{"finish_reason":{"type":"stop"},'
     b'"output_token_logprobs":[[-0.5,7,null]],%s}}'
 )
+POLICY = Policy(SamplingParams(max_new_tokens=4), request_sampling=True)
+CHAT = (
+    b'{"messages":[{"role":"user","content":[{"type":"text","text":"x"}]},{"role":"assistant","tool_calls":[{"id":"1",'
+    b'"type":"function","function":{"name":"f","arguments":"{}"}}]},{"role":"tool","tool_call_id":"1","content":"y"}],'
+    b'"tools":[{"type":"function","function":{"name":"f","parameters":{}}}],"tool_choice":"required","temperature":0.5}'
+)
+RESPONSE = (
+    b'{"input":[{"role":"user","content":"x"},{"type":"function_call","call_id":"1","name":"f","arguments":"{}"},'
+    b'{"type":"function_call_output","call_id":"1","output":"y"}],"text":{"format":{"type":"json_object"}},"top_p":0.5}'
+)
 PAUSE = CallbackRequest("r", "l", PauseCall(1.0), 1.0)
 STARTED = Started(identity="i", run=0, start_version=0, version=0, consumed=0)
 
@@ -103,6 +124,25 @@ class Decoder:
         except Exception as error:
             if not isinstance(error, (WindlassError, *self.raises)):
                 raise
+
+
+def _use_chat(data: bytes) -> object:
+    call = chat_call(msgspec.json.decode(data, type=ChatRequest), POLICY)
+    return fingerprints(call.messages, call.template)
+
+
+def _use_response(data: bytes) -> object:
+    call = response_call(msgspec.json.decode(data, type=ResponseRequest), POLICY, ())
+    return fingerprints(call.messages, call.template)
+
+
+def _use_completion(data: bytes) -> object:
+    return completion_call(msgspec.json.decode(data, type=CompletionRequest), POLICY)
+
+
+def _parse_calls(data: bytes) -> object:
+    text = data.decode(errors="replace")
+    return [parse(split_reasoning(text)[1]) for parse in PARSERS.values()]
 
 
 def _read_index(data: bytes) -> object:
@@ -262,6 +302,18 @@ DECODERS = {
             ANSWER % b'"weight_versions":[{"version":"3","start":0,"end":1}]',
         ),
         (*DECODE_ERRORS, generate.AttemptError),
+    ),
+    "chat completion": Decoder(_use_chat, (CHAT,), DECODE_ERRORS),
+    "completion": Decoder(_use_completion, (b'{"prompt":"x","n":2,"stop":["y"]}',), DECODE_ERRORS),
+    "response": Decoder(_use_response, (RESPONSE,), DECODE_ERRORS),
+    "tool calls in text": Decoder(
+        _parse_calls,
+        (
+            b'<think>x</think><tool_call>{"name":"f","arguments":{"a":1}}</tool_call>',
+            b"<tool_call><function=f><parameter=a>1</parameter></function></tool_call>",
+            b'[TOOL_CALLS][{"name":"f","arguments":{}}]',
+            b'<|python_tag|>{"name":"f","parameters":{}};{"name":"f","parameters":{}}',
+        ),
     ),
     "callback": Decoder(
         lambda data: msgspec.msgpack.decode(data, type=CallbackRequest),
