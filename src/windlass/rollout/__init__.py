@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from windlass.rollout.messages import TrainingBatch as TrainingBatch
     from windlass.rollout.messages import TrainingSample as TrainingSample
     from windlass.rollout.messages import Turn as Turn
+    from windlass.rollout.packing import Pack as Pack
+    from windlass.rollout.packing import pack as pack
     from windlass.rollout.reward_server import RewardServer as RewardServer
     from windlass.rollout.reward_server import ServerRewards as ServerRewards
     from windlass.rollout.rewards import ProcessRewards as ProcessRewards

@@ -1,4 +1,4 @@
-"""Named tensors of training samples: element type, shape and bytes, without a dependency on torch or NumPy."""
+"""Named tensors of training samples: element type, shape and bytes, without a dependency on torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from windlass.errors import ConfigError
 from windlass.layout.dtypes import DType
@@ -34,12 +35,7 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True):
     per_token: bool = True
 
     def __post_init__(self) -> None:
-        try:
-            msgspec.structs.force_setattr(self, "dtype", DType(self.dtype))
-        except ValueError:
-            raise ConfigError(
-                f"tensor: dtype must be one of {', '.join(DType)}, got {self.dtype!r}"
-            ) from None
+        msgspec.structs.force_setattr(self, "dtype", _dtype_of(self.dtype))
         if not all(type(size) is int and size >= 0 for size in self.shape):
             raise ConfigError(f"tensor: shape must be integers >= 0, got {self.shape}")
         if not self.per_token <= len(self.shape) <= MAX_DIMS:
@@ -65,21 +61,26 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: the values are not numbers, or their element type is not in `DType`.
         """
-        torch, numpy = sys.modules.get("torch"), importlib.import_module("numpy")
+        torch = sys.modules.get("torch")
         if torch is not None and isinstance(values, torch.Tensor):
             whole = values.detach().cpu().contiguous()
             data = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
             name = str(whole.dtype).removeprefix("torch.")
-            return cls(dtype=name, shape=tuple(whole.shape), data=data, per_token=per_token)  # type: ignore[arg-type]
+            return cls(
+                dtype=_dtype_of(name), shape=tuple(whole.shape), data=data, per_token=per_token
+            )
         try:
-            array = numpy.asarray(values)
+            array = np.asarray(values)
         except ValueError as error:
             raise ConfigError(f"tensor: values must be numbers in one shape: {error}") from error
-        if array.dtype == numpy.float64 and not isinstance(values, numpy.ndarray | numpy.generic):
-            array = array.astype(numpy.float32)
+        if array.dtype == np.float64 and not isinstance(values, np.ndarray | np.generic):
+            array = array.astype(np.float32)
         little = array.astype(array.dtype.newbyteorder("<"), copy=False)
         return cls(
-            dtype=array.dtype.name, shape=array.shape, data=little.tobytes(), per_token=per_token
+            dtype=_dtype_of(array.dtype.name),
+            shape=array.shape,
+            data=little.tobytes(),
+            per_token=per_token,
         )
 
     def to_numpy(self) -> Any:
@@ -90,8 +91,7 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.dtype in {DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2}:
             raise ConfigError(f"tensor: NumPy has no dtype {self.dtype}; use to_torch")
-        numpy = importlib.import_module("numpy")
-        return numpy.frombuffer(self.data, numpy.dtype(self.dtype.value)).reshape(self.shape)
+        return np.frombuffer(self.data, np.dtype(self.dtype.value)).reshape(self.shape)
 
     def to_torch(self) -> Any:
         """Return a torch tensor of the elements, on the CPU."""
@@ -100,3 +100,13 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True):
         if not self.data:
             return torch.empty(self.shape, dtype=dtype)
         return torch.frombuffer(bytearray(self.data), dtype=dtype).reshape(self.shape)
+
+
+def _dtype_of(name: str) -> DType:
+    """Return the element type with a name; raise `ConfigError` if there is none."""
+    try:
+        return DType(name)
+    except ValueError:
+        raise ConfigError(
+            f"tensor: dtype must be one of {', '.join(DType)}, got {name!r}"
+        ) from None

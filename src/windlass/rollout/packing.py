@@ -1,0 +1,196 @@
+"""Packs of training samples: sequences one after the other, without padding, balanced over trainer ranks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.errors import ConfigError
+from windlass.rollout.messages import TrainingSample
+from windlass.rollout.tensors import SampleTensor
+from windlass.sampling import is_count
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack:
+    """Samples of one forward pass, one after the other; T tokens and S sequences.
+
+    Attention must not cross the limits of `cu_seqlens`. The logits of token i - 1 predict token i: the first token of each
+    sequence has `loss_mask` False, so `loss_mask[1:]` fits to `logits[:-1]` without further limits.
+
+    Attributes:
+        token_ids: (T,) prompt and output of each sequence.
+        position_ids: (T,) position of each token in its sequence.
+        cu_seqlens: (S + 1,) index of the first token of each sequence, and T; int32, as flash attention takes it.
+        loss_mask: (T,) whether to train on a token; False for prompts.
+        logprobs, versions: (T,) those of the samples; 0 and -1 for prompts.
+        rewards, group_ids: (S,) those of the samples.
+        indices: (S,) index of each sequence's sample among the packed samples; -1 for a filler.
+        tensors: name -> (T, ...) per-token tensors of the samples; 0 for prompts, and for samples without the tensor.
+        max_seqlen: length of the longest sequence.
+    """
+
+    token_ids: Array
+    position_ids: Array
+    cu_seqlens: Array
+    loss_mask: Array
+    logprobs: Array
+    versions: Array
+    rewards: Array
+    group_ids: Array
+    indices: Array
+    tensors: Mapping[str, Array]
+    max_seqlen: int
+
+    @property
+    def num_trained(self) -> int:
+        """Number of tokens that `loss_mask` selects."""
+        return int(self.loss_mask.sum())
+
+    def to_torch(self, device: str = "cpu") -> Any:
+        """Return the same pack with torch tensors on a device in place of arrays."""
+        torch = importlib.import_module("torch")
+        moved: dict[str, Any] = {
+            field.name: torch.from_numpy(value).to(device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), np.ndarray)
+        }
+        tensors: Any = {name: torch.from_numpy(a).to(device) for name, a in self.tensors.items()}
+        return replace(self, tensors=tensors, **moved)
+
+
+def pack(
+    samples: Sequence[TrainingSample], *, num_ranks: int = 1, max_tokens: int
+) -> tuple[tuple[Pack, ...], ...]:
+    """Pack samples for trainer ranks. Return one tuple of packs per rank, the same number of packs for every rank.
+
+    The function uses as few packs as the greedy rule "longest sample first, into the shortest pack" allows. If there are
+    fewer samples than packs, a pack without a sample gets a filler: a copy of the shortest sample with `loss_mask` False,
+    so that every rank takes part in collectives. A group may be split over ranks; compute advantages before.
+
+    Args:
+        samples: samples of one step.
+        num_ranks: number of data-parallel trainer ranks.
+        max_tokens: largest number of tokens in a pack.
+
+    Raises:
+        ConfigError: there is no sample, a sample is longer than `max_tokens` or has no prompt, tensors of one name
+            differ in dtype or shape, or a number is below 1.
+    """
+    for name, number in (("num_ranks", num_ranks), ("max_tokens", max_tokens)):
+        if not is_count(number):
+            raise ConfigError(f"pack: {name} must be an integer >= 1, got {number!r}")
+    if not samples:
+        raise ConfigError("pack: samples must not be empty")
+    lengths = [len(sample.prompt_ids) + len(sample.output_ids) for sample in samples]
+    for index, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        if length > max_tokens:
+            raise ConfigError(
+                f"pack: samples[{index}] must have at most max_tokens={max_tokens} tokens, got {length}"
+            )
+        if not sample.prompt_ids:
+            raise ConfigError(f"pack: samples[{index}] must have a prompt, got none")
+    kinds = _kinds(samples)
+    bins = _bins(lengths, num_ranks, max_tokens)
+    shortest = lengths.index(min(lengths))
+    packs = [_pack(samples, indices, shortest, kinds) for indices in bins]
+    return tuple(tuple(packs[n] for n in of_rank) for of_rank in _ranks(packs, num_ranks))
+
+
+def _bins(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[int]]:
+    """Divide samples into bins of at most `max_tokens` tokens; their number is a multiple of `num_ranks`."""
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    num_bins = num_ranks * max(1, -(-sum(lengths) // (num_ranks * max_tokens)))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(num_bins)]
+        filled = [0] * num_bins
+        for index in longest_first:
+            emptiest = filled.index(min(filled))
+            if filled[emptiest] + lengths[index] > max_tokens:
+                break
+            bins[emptiest].append(index)
+            filled[emptiest] += lengths[index]
+        else:
+            return bins
+        num_bins += num_ranks
+
+
+def _ranks(packs: Sequence[Pack], num_ranks: int) -> list[list[int]]:
+    """Give each rank the same number of packs, and about the same number of tokens; return the packs' indices."""
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    num_tokens, room = [0] * num_ranks, len(packs) // num_ranks
+    for index in sorted(range(len(packs)), key=lambda n: -len(packs[n].token_ids)):
+        rank = min(
+            (n for n in range(num_ranks) if len(ranks[n]) < room), key=num_tokens.__getitem__
+        )
+        ranks[rank].append(index)
+        num_tokens[rank] += len(packs[index].token_ids)
+    return ranks
+
+
+def _kinds(samples: Sequence[TrainingSample]) -> dict[str, tuple[Array, SampleTensor]]:
+    """Return the element (an array without tokens) of each per-token tensor; check that it is equal in all samples."""
+    kinds: dict[str, tuple[Array, SampleTensor]] = {}
+    for sample in samples:
+        for name, tensor in sample.tensors.items():
+            if not tensor.per_token:
+                continue
+            _, known = kinds.setdefault(name, (tensor.to_numpy()[:0], tensor))
+            if (tensor.dtype, tensor.shape[1:]) != (known.dtype, known.shape[1:]):
+                raise ConfigError(
+                    f"pack: tensor {name!r} must have one dtype and shape per token in all samples, got {known.dtype} of "
+                    f"{known.shape[1:]} and {tensor.dtype} of {tensor.shape[1:]}"
+                )
+    return kinds
+
+
+def _pack(
+    samples: Sequence[TrainingSample],
+    indices: Sequence[int],
+    shortest: int,
+    kinds: Mapping[str, tuple[Array, SampleTensor]],
+) -> Pack:
+    """Concatenate samples; use a filler if there are none."""
+    chosen = [samples[index] for index in indices] or [samples[shortest]]
+    lengths = [len(s.prompt_ids) + len(s.output_ids) for s in chosen]
+
+    def joined(dtype: str, before: float, of: Any) -> Array:
+        parts = [([before] * len(s.prompt_ids), of(s)) for s in chosen]
+        return np.concatenate([np.asarray(part, dtype) for pair in parts for part in pair])
+
+    mask = joined("bool", False, lambda s: s.loss_mask)
+    return Pack(
+        token_ids=np.concatenate(
+            [np.asarray(s.prompt_ids + s.output_ids, "int64") for s in chosen]
+        ),
+        position_ids=np.concatenate([np.arange(length) for length in lengths]),
+        cu_seqlens=np.cumsum([0, *lengths], dtype="int32"),
+        loss_mask=mask if indices else np.zeros_like(mask),
+        logprobs=joined("float32", 0.0, lambda s: s.logprobs),
+        versions=joined("int64", -1, lambda s: s.versions),
+        rewards=np.asarray([s.reward for s in chosen], "float32"),
+        group_ids=np.asarray([s.group_id for s in chosen], "int64"),
+        indices=np.asarray(indices or [-1], "int64"),
+        tensors={name: _tensor(chosen, name, none) for name, (none, _) in kinds.items()},
+        max_seqlen=max(lengths),
+    )
+
+
+def _tensor(chosen: Sequence[TrainingSample], name: str, none: Array) -> Array:
+    """Concatenate a per-token tensor of samples, with 0 for prompts and for samples without the tensor."""
+    parts = []
+    for sample in chosen:
+        parts.append(np.zeros((len(sample.prompt_ids), *none.shape[1:]), none.dtype))
+        found = sample.tensors.get(name)
+        if found is None or not found.per_token:
+            parts.append(np.zeros((len(sample.output_ids), *none.shape[1:]), none.dtype))
+        else:
+            parts.append(found.to_numpy())
+    return np.concatenate(parts)
