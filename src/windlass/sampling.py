@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 
 import msgspec
 
 from windlass.config import check_numbers
 from windlass.errors import ConfigError
+
+NUM_SEEDS = 1 << 31
+"""Number of seeds; every engine accepts seeds in [0, `NUM_SEEDS`)."""
+_LARGEST_BIAS = 100.0
+_REGEX_SIGNS = re.compile(r"([\\^$.|?*+()\[\]{}])")
 
 
 def is_count(value: object) -> bool:
@@ -36,10 +43,19 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
             apply it after `top_k` to the renormalised distribution; SGLang applies both to the same distribution.
         min_p: in [0, 1]. Tokens are sampled only if their probability is at least this share of the largest one.
         repetition_penalty: > 0. A value above 1 makes tokens of the prompt and of the answer less probable.
+        frequency_penalty, presence_penalty: in [-2, 2]. Subtracted from the logit of a token: the first one for each time
+            that the answer contains the token, the second one once. If an update aborts the answer, the answer is
+            generated again from the prompt, because engines count the tokens of one request.
+        logit_bias: token id -> number in [-100, 100] that is added to the token's logit.
+        sampling_seed: seed of the answer, in [0, 2**31); None for a random one. In a group, sample i has this seed plus i.
+            SGLang needs `--enable-deterministic-inference`.
+        priority: priority of the request; 0 if the engine does not schedule by priority. vLLM (`--scheduling-policy priority`)
+            handles lower numbers first. SGLang (`--enable-priority-scheduling`) handles higher numbers first.
         min_new_tokens: number of tokens before which no end token or stop token is sampled.
         stop: generation ends after any of these texts. The engine needs a tokenizer.
-        json_schema, regex: JSON schema as text, or regular expression, that the answer must match. Only one of them, and
-            only with vLLM and SGLang. If an update aborts the answer, the answer is generated again from the prompt.
+        json_schema, regex, ebnf, choice: JSON schema as text, regular expression, grammar in EBNF, or texts, one of which the
+            answer must match. Only one of them, and only with vLLM and SGLang. If an update aborts the answer, the
+            answer is generated again from the prompt.
         stop_token_ids: ids of tokens after which generation ends.
         ignore_eos: whether to continue after the model's end token.
         adapter: name of the served LoRA adapter; empty for the base model.
@@ -51,17 +67,25 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     top_k: int = -1
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = {}
+    sampling_seed: int | None = None
+    priority: int = 0
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
     json_schema: str = ""
     regex: str = ""
+    ebnf: str = ""
+    choice: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     adapter: str = ""
 
     def __post_init__(self) -> None:
         check_numbers(self, {"max_new_tokens": 1, "min_new_tokens": 0}, where="sampling: ")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        for name in ("temperature", "top_p", "min_p", *penalties):
             if not is_number(value := getattr(self, name)):
                 raise ConfigError(f"sampling: {name} must be a number of Python, got {value!r}")
         is_all = self.top_k == -1 and not isinstance(self.top_k, bool)
@@ -71,6 +95,14 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
             "top_k": (is_count(self.top_k) or is_all, ">= 1, or -1 for all"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
             "repetition_penalty": (0 < self.repetition_penalty < math.inf, "> 0 and finite"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            "logit_bias": (_is_bias(self.logit_bias), "token ids with numbers in [-100, 100]"),
+            "sampling_seed": (
+                _is_seed(self.sampling_seed),
+                f"an integer in [0, {NUM_SEEDS}), or None",
+            ),
+            "priority": (type(self.priority) is int, "an integer"),
             "min_new_tokens": (
                 self.min_new_tokens <= self.max_new_tokens,
                 f"<= max_new_tokens={self.max_new_tokens}",
@@ -84,14 +116,56 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
             "adapter": (isinstance(self.adapter, str), "text"),
             "json_schema": (isinstance(self.json_schema, str), "text"),
             "regex": (isinstance(self.regex, str), "text"),
+            "ebnf": (isinstance(self.ebnf, str), "text"),
+            "choice": (
+                _are_all(self.choice, str) and all(self.choice),
+                "a tuple of texts, none of them empty",
+            ),
         }
         for name, (is_met, rule) in rules.items():
             if not is_met:
                 raise ConfigError(f"sampling: {name} must be {rule}, got {getattr(self, name)!r}")
-        if self.json_schema and self.regex:
-            raise ConfigError(f"sampling: regex must be empty with json_schema, got {self.regex!r}")
+        structures = [name for name in _STRUCTURES if getattr(self, name)]
+        if len(structures) > 1:
+            first, second = structures[:2]
+            raise ConfigError(
+                f"sampling: {second} must be empty with {first}, got {getattr(self, second)!r}"
+            )
 
     @property
     def has_structure(self) -> bool:
-        """Whether answers must match a JSON schema or a regular expression."""
-        return bool(self.json_schema or self.regex)
+        """Whether answers must match a JSON schema, a regular expression, a grammar or one of several texts."""
+        return bool(self.json_schema or self.regex or self.ebnf or self.choice)
+
+    @property
+    def needs_whole_answer(self) -> bool:
+        """Whether an engine must generate the whole answer in one request, because it looks at the tokens of the request."""
+        return self.has_structure or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def expression(self) -> str:
+        """Regular expression that answers must match: `regex`, or an expression for `choice`."""
+        return self.regex or "|".join(_REGEX_SIGNS.sub(r"\\\1", text) for text in self.choice)
+
+    def seeded(self, offset: int) -> SamplingParams:
+        """Return these parameters with the seed plus `offset`; unchanged without a seed."""
+        if self.sampling_seed is None or not offset:
+            return self
+        seed = (self.sampling_seed + offset) % NUM_SEEDS
+        return msgspec.structs.replace(self, sampling_seed=seed)
+
+
+_STRUCTURES = ("json_schema", "regex", "ebnf", "choice")
+
+
+def _is_seed(value: object) -> bool:
+    """Return whether a value is a seed or None."""
+    return value is None or (type(value) is int and 0 <= value < NUM_SEEDS)
+
+
+def _is_bias(bias: object) -> bool:
+    """Return whether a value maps token ids to numbers in the range of `logit_bias`."""
+    return isinstance(bias, Mapping) and all(
+        type(token) is int and token >= 0 and is_number(value) and abs(value) <= _LARGEST_BIAS
+        for token, value in bias.items()
+    )

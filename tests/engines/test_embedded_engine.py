@@ -159,13 +159,41 @@ def test_log_probabilities_match_the_sampled_distribution(engine: Engine, refere
         assert torch.allclose(served, expected, atol=1e-4), sampling
 
 
-@pytest.mark.parametrize("sampling", [{"json_schema": "{}"}, {"regex": "a"}, {"stop": ["w7"]}])
+@pytest.mark.parametrize(
+    "sampling",
+    [{"json_schema": "{}"}, {"regex": "a"}, {"ebnf": "a"}, {"choice": ["a"]}, {"stop": ["w7"]}],
+)
 def test_what_this_engine_cannot_match_is_refused(engine: Engine, sampling: dict[str, Any]) -> None:
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4, **sampling}}
     status, error = engine.status_of("/generate", body)
     assert status == 400
     assert next(iter(sampling)) in error
     assert "must be empty" in error
+
+
+def test_a_priority_and_a_bias_outside_the_vocabulary_are_refused(engine: Engine) -> None:
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4}, "priority": 1}
+    assert engine.status_of("/generate", body) == (
+        400,
+        "priority must be 0 for the embedded engine, got 1; use vLLM or SGLang",
+    )
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4, "logit_bias": {"64": 1.0}}}
+    status, error = engine.status_of("/generate", body)
+    assert status == 400
+    assert "logit_bias must have token ids below 64, got 64" in error
+
+
+def test_equal_seeds_give_equal_answers_next_to_other_requests(engine: Engine) -> None:
+    def ask(seed: int | None) -> tuple[int, ...]:
+        sampling = {"max_new_tokens": 24, "ignore_eos": True, "sampling_seed": seed}
+        answer = engine.call("/generate", {"input_ids": PROMPTS[0], "sampling_params": sampling})
+        return tuple(answer["output_ids"])
+
+    seeds = (3, None, 4, 3, None, 4)
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        one, free, other, again, free_again, other_again = pool.map(ask, seeds)
+    assert (one, other) == (again, other_again) == (ask(3), ask(4))
+    assert len({one, other, free, free_again}) == 4
 
 
 def test_answers_end_after_a_stop_text(tmp_path: Path, reference: Any) -> None:

@@ -55,6 +55,7 @@ async def ask(
     route: type[CompletionsRoute] | type[GenerateRoute] = GenerateRoute,
     *,
     has_tokenizer: bool = True,
+    policy: str = "fcfs",
 ) -> tuple[int, bytes]:
     parts = [
         {"type": "http.request", "body": body[:4], "more_body": True},
@@ -69,7 +70,8 @@ async def ask(
         sent.append(message)
 
     model = SimpleNamespace(skip_tokenizer_init=not has_tokenizer)
-    engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model))
+    config = SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(policy=policy))
+    engine = SimpleNamespace(vllm_config=config)
     scope = {
         "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
         "type": "http",
@@ -262,6 +264,11 @@ class Answering:
         ({"stop": ("a long stop text", ".")}, [1], (8,)),
         ({"json_schema": "{}"}, [1], (8,)),
         ({"regex": "a+"}, [1], (8,)),
+        ({"ebnf": 'root ::= "a"'}, [1], (8,)),
+        ({"choice": ("a", "b")}, [1], (8,)),
+        ({"frequency_penalty": 0.5}, [1], (8,)),
+        ({"presence_penalty": -0.5}, [1], (8,)),
+        ({"sampling_seed": 3}, [1, 4, 5, 6, 7], (4, 5, 6, 7, 8)),
     ],
     ids=str,
 )
@@ -272,6 +279,8 @@ async def test_an_aborted_answer_continues_where_the_engine_can_still_match_it(
     assert await engine.answer(SamplingParams(max_new_tokens=9, **sampling)) == tokens
     first, second = engine.asked
     assert (first["input_ids"], second["input_ids"]) == ([1], continued)
+    seeds = [each["sampling_params"].get("sampling_seed") for each in (first, second)]
+    assert seeds == ([3, 7] if "sampling_seed" in sampling else [None, None])
     num_left = 9 - (len(continued) - 1)
     assert second["sampling_params"]["max_new_tokens"] == num_left
     least = sampling.get("min_new_tokens", 0)
@@ -289,12 +298,22 @@ async def test_all_sampling_parameters_reach_vllm_under_its_names(
             min_p=0.25,
             repetition_penalty=1.5,
             min_new_tokens=2,
+            frequency_penalty=0.5,
+            presence_penalty=-0.5,
+            logit_bias={7: 1.5},
+            sampling_seed=5,
+            priority=2,
             stop=("end", "."),
-            regex="a+",
+            choice=("a+", "[b]"),
         )
     )
     inner = Vllm(400, {})
-    await ask(inner, json.dumps(engine.asked[0]).encode(), route=route)
+    asked = json.dumps(engine.asked[0]).encode()
+    assert await ask(inner, asked, route=route) == (
+        422,
+        b"priority must be 0 without --scheduling-policy priority, got 2",
+    )
+    await ask(inner, asked, route=route, policy="priority")
     body = inner.asked[0][1]
     given = body["sampling_params"] if route is GenerateRoute else body
     expected = {
@@ -303,8 +322,14 @@ async def test_all_sampling_parameters_reach_vllm_under_its_names(
         "min_p": 0.25,
         "repetition_penalty": 1.5,
         "stop": ["end", "."],
-        "structured_outputs": {"regex": "a+"},
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": {"7": 1.5},
+        "seed": 5,
+        # No engine but vLLM knows a choice, so the worker sends an expression.
+        "structured_outputs": {"regex": r"a\+|\[b\]"},
     }
+    assert body["priority"] == 2
     assert {name: given[name] for name in expected} == expected
     assert given.get("detokenize", True) is True
 
@@ -325,4 +350,7 @@ async def test_parameters_that_are_not_given_replace_the_servers_own_defaults() 
     await engine.answer(SamplingParams(max_new_tokens=1))
     given = engine.asked[0]["sampling_params"]
     assert (given["min_p"], given["repetition_penalty"], given["min_new_tokens"]) == (0.0, 1.0, 0)
-    assert not {"stop", "json_schema", "regex"} & set(given)
+    more = {"ebnf", "logit_bias", "sampling_seed"}
+    assert not ({"stop", "json_schema", "regex"} | more) & set(given)
+    assert "priority" not in engine.asked[0]
+    assert (given["frequency_penalty"], given["presence_penalty"]) == (0.0, 0.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.error
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -40,6 +41,13 @@ PROMPTS = [[5, 9, 33, 101 + number] for number in range(16)]
 NUM_TOKENS = 8
 FLOAT32 = ("--dtype", "float32")
 CUTS = {"vllm": top_k_then_top_p, "sglang": top_k_and_top_p}
+REFUSED = {
+    "vllm": [("priority", 1, "priority must be 0 without --scheduling-policy priority, got 1")],
+    "sglang": [
+        ("priority", 1, "priority must be 0 without --enable-priority-scheduling"),
+        ("sampling_seed", 3, "sampling_seed must be None without --enable-deterministic-inference"),
+    ],
+}
 Answer = tuple[list[int], list[float]]
 Ask = Callable[[list[int], dict[str, Any]], Answer]
 
@@ -155,6 +163,21 @@ def test_launched_engines_follow_stop_texts_penalties_and_structures(
             assert len(tokens) == NUM_TOKENS
             expected = expected_logprobs(model, PROMPTS[0], tokens, sampling, CUTS[engine])
             assert torch.allclose(torch.tensor(served), expected, atol=1e-3), (sampling, served)
+        if engine == "vllm":
+            seeded = [ask(PROMPTS[0], {"sampling_seed": seed})[0] for seed in (3, 4, 3, 4)]
+            assert seeded[:2] == seeded[2:]
+            assert seeded[0] != seeded[1]
+        for name, value, says in REFUSED[engine]:
+            body: dict[str, Any] = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+            (body if name == "priority" else body["sampling_params"])[name] = value
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                server.post("/generate", body)
+            assert refused.value.code in {400, 422}
+            assert says in refused.value.read().decode()
+        grammar = "root ::= " + ' ("w1" | "w2")' * NUM_TOKENS
+        tokens, _ = ask(PROMPTS[0], {"ebnf": grammar})
+        assert len(tokens) == NUM_TOKENS
+        assert set(tokens) <= {1, 2}
         greedy = {"temperature": 0.0}
         whole, _ = ask(PROMPTS[0], greedy)
         last = whole[-2:]

@@ -310,9 +310,28 @@ def test_a_sampling_key_may_be_given_with_its_default(tmp_path: Path, given: str
 @pytest.mark.parametrize(
     ("sampling", "arguments", "says"),
     [
-        ('json_schema = "{}"', "[]", "kind must be vllm or sglang with json_schema or regex"),
-        ('regex = "a+"', "[]", "kind must be vllm or sglang with json_schema or regex"),
+        (
+            'json_schema = "{}"',
+            "[]",
+            "kind must be vllm or sglang with json_schema, regex, ebnf or choice",
+        ),
+        (
+            'regex = "a+"',
+            "[]",
+            "kind must be vllm or sglang with json_schema, regex, ebnf or choice",
+        ),
         ('stop = ["."]', '["--skip-tokenizer-init"]', "must not contain --skip-tokenizer-init"),
+        ("priority = 1", "[]", "kind must be vllm or sglang with rollout.sampling.priority"),
+        (
+            "sampling_seed = 3",
+            '[]\nkind = "sglang"\nport = 30001',
+            "arguments must contain --enable-deterministic-inference with rollout.sampling.sampling_seed",
+        ),
+        (
+            "priority = 3",
+            '["--seed", "1"]\nkind = "vllm"\nport = 30001',
+            "must contain --scheduling-policy with rollout.sampling.priority, got ['--seed', '1']",
+        ),
     ],
 )
 def test_sampling_that_an_engine_cannot_follow_is_refused(

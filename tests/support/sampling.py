@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ SPECIAL_SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.5, "repetition_penalty": 0.8, "min_p": 0.05, "top_p": 0.9},
     {"temperature": 0.0, "repetition_penalty": 1.5},
     {"min_new_tokens": 8, "stop_token_ids": [0, 1, 2]},
+    {"temperature": 0.5, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"temperature": 0.0, "frequency_penalty": -1.5},
+    {"logit_bias": {7: 5.0, 8: 6.0, 9: -100.0}, "presence_penalty": 2.0, "top_k": 3},
 )
 """Further values, for engines that apply them to prompt and answer as vLLM does."""
 
@@ -77,11 +81,17 @@ def distributions(
     tokens = torch.tensor([[*prompt, *output[:-1]]])
     logits: torch.Tensor = model(tokens).logits[0].float()
     logits = logits[len(prompt) - 1 :]
+    for token, bias in sampling.get("logit_bias", {}).items():
+        logits[:, token] += bias
     if "repetition_penalty" in sampling:
         penalise = RepetitionPenaltyLogitsProcessor(sampling["repetition_penalty"])
         seen = [tokens[:, : len(prompt) + number] for number in range(len(output))]
         rows = zip(seen, logits, strict=True)
         logits = torch.cat([penalise(ids, row[None]) for ids, row in rows])
+    for number, row in enumerate(logits):
+        for token, count in Counter(output[:number]).items():
+            row[token] -= count * sampling.get("frequency_penalty", 0.0)
+            row[token] -= sampling.get("presence_penalty", 0.0)
     for number in range(sampling.get("min_new_tokens", 0)):
         logits[number, sampling["stop_token_ids"]] = -torch.inf
     if temperature := sampling.get("temperature", 1.0):

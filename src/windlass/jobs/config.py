@@ -498,7 +498,9 @@ def _convert(raw: dict[str, Any], meant: Collection[str]) -> tuple[LaunchConfig 
     current = copy.deepcopy(raw)
     while True:
         try:
-            config = msgspec.convert(current, type=LaunchConfig, dec_hook=_convert_path)
+            config = msgspec.convert(
+                current, type=LaunchConfig, dec_hook=_convert_path, str_keys=True
+            )
         except msgspec.ValidationError as error:
             said, place = _explain(error, current), _place_of(error)
             is_missing = "Object missing required field" in str(error)

@@ -1103,13 +1103,32 @@ def _samplings(config: LaunchConfig) -> list[tuple[str, SamplingParams]]:
     return given
 
 
+_OPTIONS = {
+    ("sglang", "sampling_seed"): "--enable-deterministic-inference",
+    ("sglang", "priority"): "--enable-priority-scheduling",
+    ("vllm", "priority"): "--scheduling-policy",
+}
+"""(kind of engine, sampling parameter) -> option without which the engine ignores or refuses the parameter."""
+
+
 def _check_sampling(config: LaunchConfig, engine: EngineSection) -> None:
     """Check that an engine supports the sampling parameters of the job."""
     where = f"engines {engine.name!r}"
     for table, sampling in _samplings(config):
         if sampling.has_structure and engine.kind == "embedded":
             raise ConfigError(
-                f"{where}: kind must be vllm or sglang with json_schema or regex in {table}, got 'embedded'"
+                f"{where}: kind must be vllm or sglang with json_schema, regex, ebnf or choice in {table}, got 'embedded'"
+            )
+        options = dict(options_of(engine.arguments))
+        for name in ("sampling_seed", "priority"):
+            value, option = getattr(sampling, name), _OPTIONS.get((engine.kind, name))
+            if value and option is not None and option not in options:
+                raise ConfigError(
+                    f"{where}: arguments must contain {option} with {table}.{name}, got {list(engine.arguments)}"
+                )
+        if sampling.priority and engine.kind == "embedded":
+            raise ConfigError(
+                f"{where}: kind must be vllm or sglang with {table}.priority, got 'embedded'"
             )
         if sampling.stop and "--skip-tokenizer-init" in dict(options_of(engine.arguments)):
             raise ConfigError(

@@ -89,9 +89,10 @@ def _can_compute(sampling: SamplingParams) -> bool:
     Return False if it also depends on earlier tokens, on a grammar, or on the kind of the engine.
     """
     depends_on_tokens = sampling.repetition_penalty != 1.0 or sampling.min_new_tokens > 0
+    is_changed = sampling.needs_whole_answer or bool(sampling.logit_bias)
     # vLLM applies `top_p` to the tokens that `min_p` leaves, and SGLang to all tokens.
     differs = sampling.min_p > 0 and sampling.top_p < 1
-    return not (depends_on_tokens or sampling.has_structure or differs)
+    return not (depends_on_tokens or is_changed or differs)
 
 
 def _whole(tensor: object, num_dims: int) -> torch.Tensor | None:

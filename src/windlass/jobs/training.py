@@ -126,7 +126,8 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True):
         uses = config.old_policy is OldPolicy.ROLLOUT or config.correction is not Correction.NONE
         neutral = {
             "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0,
-            "json_schema": "", "regex": "",
+            "json_schema": "", "regex": "", "ebnf": "", "choice": (), "frequency_penalty": 0.0,
+            "presence_penalty": 0.0, "logit_bias": {},
         }  # fmt: skip
         for name, value in neutral.items():
             if uses and getattr(sampling, name) != value:

@@ -771,7 +771,7 @@ class RolloutController:
                 task_id=record.task_id,
                 attempt=record.attempt,
                 prompt_ids=record.prompt_ids or work.prompt_ids,
-                sampling=work.sampling,
+                sampling=record.sampling(),
                 engine=engine,
                 deadline_s=deadline_s,
                 on_abort=self._config.on_abort,

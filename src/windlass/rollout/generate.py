@@ -162,11 +162,16 @@ class AttemptProgress:
     def _request(self) -> dict[str, Any]:
         """Return the body of the next request: the prompt and the tokens so far, with the limits that are left."""
         task, sampling, num_done = self.task, self.task.sampling, len(self.tokens.output_ids)
-        texts = {
+        given: dict[str, Any] = {
             "stop": sampling.stop,
             "json_schema": sampling.json_schema,
-            "regex": sampling.regex,
+            "regex": sampling.expression,
+            "ebnf": sampling.ebnf,
+            "logit_bias": sampling.logit_bias,
         }
+        # A request that continues an answer must not repeat the random numbers of the earlier requests.
+        if (seed := sampling.seeded(num_done).sampling_seed) is not None:
+            given["sampling_seed"] = seed
         request = {
             "rid": f"{task.task_id}-{task.attempt}-{self.num_calls}",
             "input_ids": task.prompt_ids + self.tokens.output_ids,
@@ -180,12 +185,15 @@ class AttemptProgress:
                 "top_k": sampling.top_k,
                 "min_p": sampling.min_p,
                 "repetition_penalty": sampling.repetition_penalty,
+                "frequency_penalty": sampling.frequency_penalty,
+                "presence_penalty": sampling.presence_penalty,
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": sampling.ignore_eos,
-                **{name: value for name, value in texts.items() if value},
+                **{name: value for name, value in given.items() if value not in ("", (), {})},
             },
         }
-        return {**request, "lora_path": sampling.adapter} if sampling.adapter else request
+        named = {"lora_path": sampling.adapter, "priority": sampling.priority}
+        return {**request, **{name: value for name, value in named.items() if value}}
 
     def tokens_of(self, answer: GenerateAnswer) -> Partial:
         """Return the tokens of an answer, each with its log-probability and its weight version.
@@ -238,11 +246,11 @@ class AttemptProgress:
 def _continued(tokens: Partial, sampling: SamplingParams) -> Partial:
     """Return the first tokens of an unfinished answer; the next request continues after these tokens.
 
-    An engine applies a structure (JSON schema or regex) to the output of one request, so an answer with a structure
-    starts again without tokens. An engine also finds a stop text only in the output of one request. A stop text may
+    An engine applies a structure (such as a JSON schema) and some penalties to the output of one request, so an answer
+    with them starts again without tokens. An engine also finds a stop text only in the output of one request. A stop text may
     begin in the last tokens of the answer, so the next request generates these tokens again.
     """
-    if sampling.has_structure:
+    if sampling.needs_whole_answer:
         return Partial()
     # An unfinished stop text of n bytes has at most n - 1 tokens, because each token has at least one byte.
     num_again = max((len(text.encode()) for text in sampling.stop), default=1) - 1

@@ -30,8 +30,8 @@ class Pack:
         position_ids: (T,) position of each token in its sequence.
         cu_seqlens: (S + 1,) index of the first token of each sequence, and T; int32, as flash attention takes it.
         loss_mask: (T,) whether to train on a token; False for prompts.
-        logprobs, versions: (T,) those of the samples; 0 and -1 for prompts.
-        rewards, group_ids: (S,) those of the samples.
+        logprobs, versions: (T,) values of the samples; 0 and -1 for prompts.
+        rewards, group_ids: (S,) values of the samples.
         indices: (S,) index of each sequence's sample among the packed samples; -1 for a filler.
         tensors: name -> (T, ...) per-token tensors of the samples; 0 for prompts, and for samples without the tensor.
         max_seqlen: length of the longest sequence.
@@ -81,7 +81,7 @@ def pack(
         max_tokens: largest number of tokens in a pack.
 
     Raises:
-        ConfigError: there is no sample, a sample is longer than `max_tokens` or has no prompt, tensors of one name
+        ConfigError: `samples` is empty, a sample is longer than `max_tokens` or has no prompt, tensors of one name
             differ in dtype or shape, or a number is below 1.
     """
     for name, number in (("num_ranks", num_ranks), ("max_tokens", max_tokens)):

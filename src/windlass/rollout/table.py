@@ -18,7 +18,7 @@ import msgspec
 from windlass.errors import ConfigError
 from windlass.rollout.handles import Counts, Rollout
 from windlass.rollout.messages import AttemptKey, Partial, RolloutOutcome, Work
-from windlass.sampling import is_count
+from windlass.sampling import SamplingParams, is_count
 
 NOTHING = Partial()
 
@@ -250,6 +250,17 @@ class Record(msgspec.Struct, eq=False):
     def key(self) -> AttemptKey:
         """Identity of the last attempt."""
         return AttemptKey(self.task_id, self.attempt)
+
+    def sampling(self) -> SamplingParams:
+        """Return the sampling parameters of the next attempt. With a seed, each sample of a group has its own seed.
+
+        An answer in place of a rejected or too old one has another seed, because the same seed could give the same answer.
+        """
+        sampling, records = self.work.sampling, self.group.records
+        if sampling.sampling_seed is None:
+            return sampling
+        index = next(n for n, record in enumerate(records) if record is self)
+        return sampling.seeded(index + len(records) * (self.rejections + self.resubmits))
 
     def stop_expiry(self) -> None:
         """Cancel the timer of the rollout's overall deadline, if it runs."""

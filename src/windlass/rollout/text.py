@@ -16,7 +16,7 @@ Message: TypeAlias = Mapping[str, object]
 """One message of a chat, as in OpenAI's API: `role`, `content`, and other keys that the chat template reads."""
 
 MAX_CACHED_PROMPTS = 1024
-"""Number of prompts whose token ids a worker keeps, so that it tokenises the prompt of a group once."""
+"""Number of prompts for which a worker keeps the token ids, so that it tokenises the prompt of a group once."""
 _END = "WindlassAnswerEndsHere"
 _RESERVED = [
     "conversation",
@@ -103,7 +103,7 @@ def encode_prompt(prompt: Prompt) -> bytes:
     """Encode a prompt of text or messages as msgpack. Return b"" for token ids, which the caller must check.
 
     Raises:
-        ConfigError: the text is empty, or the messages are no valid `Chat`.
+        ConfigError: the text is empty, or the messages are not a valid `Chat`.
     """
     if isinstance(prompt, str):
         if not prompt:

@@ -37,6 +37,8 @@ from windlass.rollout.values import encode_value, plain_integers
 from windlass.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
+SEEDS_PER_CALL = 1_000_003
+"""Difference between the seeds of two engine calls of a workflow; a prime number, so that seeds of a group stay distinct."""
 NO_TOKENIZER = (
     "text and messages need a worker with a tokenizer; start workers with --tokenizer FOLDER, a job with "
     "rollout.tokenizer, or a local worker with run_here(..., tokenizer=FOLDER)"
@@ -117,7 +119,7 @@ class WorkflowContext:
             self._task,
             task_id=f"{self._task.task_id}.{self._num_calls}",
             prompt_ids=tokens,
-            sampling=sampling or self.sampling,
+            sampling=(sampling or self.sampling).seeded(SEEDS_PER_CALL * (self._num_calls - 1)),
         )
         answer = await generate(self._session, call)
         turn = Turn(call.prompt_ids, answer.tokens, answer.finish_reason)
@@ -188,7 +190,7 @@ class WorkflowContext:
     ) -> Turn:
         """Generate an answer to messages, and return the `Turn` with the answer's `text`.
 
-        If the messages begin with those of an earlier call, followed by a message with the role `assistant` and the text
+        If the messages begin with the messages of an earlier call, followed by a message with the role `assistant` and the text
         of its answer, the prompt continues that call's tokens. Nothing is tokenised again, and the calls are one sample.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -31,6 +31,14 @@ def sampled_logprobs(
     top_k = [s.top_k if s and s.top_k > 0 else scaled.shape[-1] for s in drawn]
     top_p = [s.top_p if s else 1.0 for s in drawn]
     return _nucleus(_highest(scaled, top_k), top_p).log_softmax(-1)
+
+
+def biased(logits: torch.Tensor, bias: Mapping[int, float]) -> torch.Tensor:
+    """Return logits (V) plus the number that `bias` has for a token id."""
+    if not bias:
+        return logits
+    added = torch.tensor([*bias.values()], dtype=logits.dtype)
+    return logits.index_add(0, torch.tensor([*bias]), added)
 
 
 def penalised(logits: torch.Tensor, seen: Sequence[int], penalty: float) -> torch.Tensor:

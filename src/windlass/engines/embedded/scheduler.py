@@ -6,7 +6,7 @@ Rank 0 broadcasts each forward pass or pause as a `Step`, and every rank carries
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +15,7 @@ from typing import final
 import torch
 
 from windlass.config import PauseMode
-from windlass.engines.embedded.sampling import GREEDY, penalised, sampled_logprobs
+from windlass.engines.embedded.sampling import GREEDY, biased, penalised, sampled_logprobs
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.sampling import SamplingParams
 
@@ -64,6 +64,7 @@ class Request:
             that computed the token.
         finish: reason why the generation ended; None until then.
         failure: error message if a token could not be sampled; else empty.
+        generator: generator of a request with a seed; None for the engine's own.
     """
 
     rid: str
@@ -77,6 +78,11 @@ class Request:
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     failure: str = ""
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if (seed := self.sampling.sampling_seed) is not None:
+            self.generator = torch.Generator().manual_seed(seed)
 
     @property
     def num_tokens(self) -> int:
@@ -288,7 +294,11 @@ class Scheduler:
         ]
         logits = torch.stack(rows)
         logprobs = sampled_logprobs(logits, samplings)
-        drawn = torch.multinomial(logprobs.exp(), 1, generator=self._generator)[:, 0]
+        weights = logprobs.exp()
+        drawn = torch.multinomial(weights, 1, generator=self._generator)[:, 0]
+        for row, request in enumerate(requests):
+            if request is not None and request.generator is not None:
+                drawn[row] = torch.multinomial(weights[row], 1, generator=request.generator)
         greedy = torch.tensor([s is None or s.temperature < GREEDY for s in samplings])
         tokens = torch.where(greedy, logits.argmax(-1), drawn)
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
@@ -319,9 +329,16 @@ class Scheduler:
 
 
 def _adjusted(logits: torch.Tensor, request: Request) -> torch.Tensor:
-    """Return the logits (V) after `repetition_penalty` and `min_new_tokens` of a request."""
+    """Return the logits (V) after the bias, the penalties and `min_new_tokens` of a request."""
     sampling, output = request.sampling, request.output_ids
+    logits = biased(logits, sampling.logit_bias)
     logits = penalised(logits, request.input_ids + output, sampling.repetition_penalty)
+    if output and (sampling.frequency_penalty or sampling.presence_penalty):
+        frequency, presence = sampling.frequency_penalty, sampling.presence_penalty
+        counts = Counter(output)
+        logits = biased(
+            logits, {token: -frequency * count - presence for token, count in counts.items()}
+        )
     ends = [token for token in request.stop_token_ids if 0 <= token < len(logits)]
     if ends and len(output) < sampling.min_new_tokens:
         logits = logits.index_fill(0, torch.tensor(ends), -torch.inf)

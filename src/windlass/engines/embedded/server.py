@@ -33,6 +33,7 @@ class _Generate(msgspec.Struct, frozen=True):
     rid: str = ""
     stream: bool = False
     lora_path: str = ""
+    priority: int = 0
 
 
 class _Pause(msgspec.Struct, frozen=True):
@@ -151,6 +152,10 @@ class EngineServer:
             raise ConfigError("stream must be false, got true")
         if body.lora_path:
             raise ConfigError(f"lora_path must be empty, got {body.lora_path!r}: no adapter here")
+        if body.priority:
+            raise ConfigError(
+                f"priority must be 0 for the embedded engine, got {body.priority}; use vLLM or SGLang"
+            )
         if not body.input_ids:
             raise ConfigError("input_ids must not be empty, got []")
         if bad := [token for token in body.input_ids if not 0 <= token < self._vocab_size]:
@@ -158,7 +163,12 @@ class EngineServer:
         sampling = body.sampling_params
         if sampling.has_structure:
             raise ConfigError(
-                "sampling_params: json_schema and regex must be empty for the embedded engine; use vLLM or SGLang"
+                "sampling_params: json_schema, regex, ebnf and choice must be empty for the embedded engine; use vLLM or "
+                "SGLang"
+            )
+        if bad := [token for token in sampling.logit_bias if token >= self._vocab_size]:
+            raise ConfigError(
+                f"sampling_params: logit_bias must have token ids below {self._vocab_size}, got {bad[0]}"
             )
         find_stop = await self._stop_finder(sampling.stop)
         stops = set(sampling.stop_token_ids)

@@ -25,7 +25,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -156,6 +156,7 @@ def _prepare(server_args: Any) -> None:
     pause_at_once(TokenizerManager)
     if settings.enable_memory_saver:
         report_refusals(TokenizerControlMixin)
+    refuse_ignored(TokenizerManager)
     _stand_in_front(http_server, member, member.token if settings.nnodes > 1 else "")
     if member.controller != WAIT:
         _call_when_warm(member.join_at_start)
@@ -296,6 +297,32 @@ def pause_at_once(manager_class: Any) -> None:
                     return
 
     manager_class.pause_generation = pause_generation
+
+
+def refuse_ignored(manager_class: Any) -> None:
+    """Patch SGLang's `TokenizerManager` to refuse a seed or priority that SGLang would ignore.
+
+    SGLang (0.5.23) answers a ValueError of this method with HTTP status 400.
+    """
+    generate: Callable[..., AsyncIterator[Any]] = manager_class.generate_request
+
+    async def generate_request(manager: Any, asked: Any, request: Any = None) -> AsyncIterator[Any]:
+        settings = manager.server_args
+        given = vars(asked).get("sampling_params")
+        each = given if isinstance(given, list) else [given]
+        has_seed = any(
+            one.get("sampling_seed") is not None for one in each if isinstance(one, dict)
+        )
+        if has_seed and not settings.enable_deterministic_inference:
+            raise ValueError(
+                "sampling_params: sampling_seed must be None without --enable-deterministic-inference"
+            )
+        if vars(asked).get("priority") is not None and not settings.enable_priority_scheduling:
+            raise ValueError("priority must be 0 without --enable-priority-scheduling")
+        async for answer in generate(manager, asked, request):
+            yield answer
+
+    manager_class.generate_request = generate_request
 
 
 def _stand_in_front(http_server: ModuleType, member: SglangMember, token: str) -> None:

@@ -37,6 +37,7 @@ class _Request(msgspec.Struct, frozen=True):
     rid: str = ""
     lora_path: str = ""
     """Name of a served LoRA adapter; empty for the base model. SGLang uses this name for the field."""
+    priority: int = 0
 
 
 class _Candidate(msgspec.Struct, frozen=True):
@@ -102,7 +103,7 @@ class GenerateRoute:
             return
         try:
             request = msgspec.json.decode(body, type=_Request)
-            _check_stop(request, scope)
+            _check(request, scope)
             body = msgspec.json.encode(self.to_inner(request))
         except (ConfigError, *DECODE_ERRORS) as error:
             await answer(send, HTTPStatus.UNPROCESSABLE_ENTITY, str(error).encode())
@@ -158,17 +159,21 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _check_stop(request: _Request, scope: Message) -> None:
-    """Check that the server can find the stop texts of a request. vLLM ignores them if it has no tokenizer.
+def _check(request: _Request, scope: Message) -> None:
+    """Check that the server does not ignore stop texts, because it has no tokenizer, or a priority.
 
     Raises:
-        ConfigError: the server has no tokenizer.
+        ConfigError: the server would ignore one of them.
     """
-    if not request.sampling_params.stop:
+    if not request.sampling_params.stop and not request.priority:
         return
     # vLLM has set this state before the server starts.
-    model: Any = scope["app"].state.engine_client.vllm_config.model_config
-    if model.skip_tokenizer_init:
+    config: Any = scope["app"].state.engine_client.vllm_config
+    if request.priority and config.scheduler_config.policy != "priority":
+        raise ConfigError(
+            f"priority must be 0 without --scheduling-policy priority, got {request.priority}"
+        )
+    if request.sampling_params.stop and config.model_config.skip_tokenizer_init:
         raise ConfigError(
             "sampling_params: stop must be empty, because the server was started with --skip-tokenizer-init; remove "
             "this option, or use stop_token_ids"
@@ -178,13 +183,20 @@ def _check_stop(request: _Request, scope: Message) -> None:
 def _sampling(request: _Request) -> dict[str, object]:
     """Return the sampling parameters under vLLM's names, which are the same in both of vLLM's routes."""
     sampling = request.sampling_params
-    structure = {"json": sampling.json_schema, "regex": sampling.regex}
+    structure = {
+        "json": sampling.json_schema,
+        "regex": sampling.regex,
+        "grammar": sampling.ebnf,
+        "choice": sampling.choice,
+    }
     given = {
+        "logit_bias": sampling.logit_bias,
         "stop": sampling.stop,
         "structured_outputs": {name: value for name, value in structure.items() if value},
     }
     return {
         **{name: value for name, value in given.items() if value},
+        **({} if sampling.sampling_seed is None else {"seed": sampling.sampling_seed}),
         "max_tokens": sampling.max_new_tokens,
         "min_tokens": sampling.min_new_tokens,
         "temperature": sampling.temperature,
@@ -192,6 +204,8 @@ def _sampling(request: _Request) -> dict[str, object]:
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
         "stop_token_ids": sampling.stop_token_ids,
         "ignore_eos": sampling.ignore_eos,
         # 0: vLLM returns the log-probability of the sampled token, and of no other token.
@@ -200,10 +214,11 @@ def _sampling(request: _Request) -> dict[str, object]:
 
 
 def _named(request: _Request) -> dict[str, object]:
-    """Return the fields for the adapter and the id of a request; leave out a field that is empty."""
+    """Return the fields for the adapter, the id and the priority of a request; leave out a field that is empty."""
     return {
         **({"model": request.lora_path} if request.lora_path else {}),
         **({"request_id": request.rid} if request.rid else {}),
+        **({"priority": request.priority} if request.priority else {}),
     }
 
 
