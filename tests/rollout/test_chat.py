@@ -107,6 +107,7 @@ async def test_a_tool_loop_is_one_sequence_of_the_ids_that_were_generated(
     rollout = await rig.run(agent)
     assert rollout.value == "The sum is 42."
     first, second = rollout.turns
+    assert [first.text, second.text] == ["".join(CALL), "".join(ANSWER)]
     assert generated(rollout, tokenizer) == [[*CALL, END], [*ANSWER, END]]
     whole = first.prompt_ids + first.output.output_ids
     assert second.prompt_ids[: len(whole)] == whole

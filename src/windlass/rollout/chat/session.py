@@ -299,7 +299,8 @@ class ChatSession:
                 job.cancel()
             for ended in await asyncio.gather(*jobs, return_exceptions=True):
                 if isinstance(ended, Turn):
-                    self._withdraw(ended)
+                    # No agent has seen this answer.
+                    self._replace(ended)
             if isinstance(error, AttemptError) and error.kind is ErrorKind.REFUSED:
                 raise ApiError(400, str(error), "engine_refused") from error
             if isinstance(error, RolloutError):
@@ -315,10 +316,11 @@ class ChatSession:
 
     def _record(self, call: Call, prompt: Prompt, choice: Choice) -> None:
         """Record an answer, so that later prompts of the session can continue it."""
-        ids = choice.turn.output.output_ids
+        ids, text = choice.turn.output.output_ids, choice.whole_text
+        self._replace(choice.turn, msgspec.structs.replace(choice.turn, text=text))
         if isinstance(call.prompt, str):
             # With its stop text: an agent that continues the answer must include the text, as the engine did.
-            self._conversations.text_answered(call.prompt + choice.whole_text, prompt, ids)
+            self._conversations.text_answered(call.prompt + text, prompt, ids)
         elif call.prompt is None:
             self._conversations.answered(prompt, call.template, choice.message, ids)
 
@@ -327,11 +329,12 @@ class ChatSession:
         if not self.is_open:
             raise session_ended()
 
-    def _withdraw(self, turn: Turn) -> None:
-        """Remove a turn whose answer no agent has seen."""
-        for index, known in enumerate(self._context.turns):
+    def _replace(self, turn: Turn, *new: Turn) -> None:
+        """Replace a turn of the attempt by `new`."""
+        turns = self._context.turns
+        for index, known in enumerate(turns):
             if known is turn:
-                del self._context.turns[index]
+                turns[index : index + 1] = new
                 return
 
     async def _prompt(self, call: Call) -> Prompt:
