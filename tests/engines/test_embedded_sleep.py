@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -48,6 +47,23 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 64,
     "head_dim": 8,
 }
+
+HELD_FOLLOWER = """
+import sys
+
+if "--follow" in sys.orig_argv:
+    from windlass.memory.sleeping import SleepingMemory
+
+    free = SleepingMemory.sleep
+
+    def wait_and_free(memory):
+        with open({pipe!r}) as pipe:
+            pipe.read()
+        free(memory)
+
+    SleepingMemory.sleep = wait_and_free
+"""
+"""Python's start-up module in which the second rank waits, until the test closes a pipe, before it frees its memory."""
 
 
 @dataclass
@@ -242,18 +258,23 @@ async def test_an_engine_without_weights_serves_nothing_until_a_version_is_publi
         await turns.check_serves()
 
 
-async def test_an_engine_sleeps_when_all_its_ranks_have_freed_their_memory(tmp_path: Path) -> None:
+async def test_an_engine_sleeps_when_all_its_ranks_have_freed_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "sitecustomize.py").write_text(HELD_FOLLOWER.format(pipe=str(pipe)))
+    path = (str(tmp_path), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     async with taking_turns(tmp_path, size=2) as turns:
         (follower,) = children_of(turns.pid)
         nbytes = sum(p.nbytes for p in turns.module.parameters()) / 2
         awake = resident_nbytes(follower)
-        os.kill(follower, signal.SIGSTOP)
-        try:
-            asleep = asyncio.create_task(turns.sleep())
-            done, _ = await asyncio.wait([asleep], timeout=2.0)
+        asleep = asyncio.create_task(turns.sleep())
+        # The pipe opens when the second rank is about to free its memory.
+        with await asyncio.to_thread(pipe.open, "w"):
+            done, _ = await asyncio.wait([asleep], timeout=1.0)
             assert not done, "the engine must wait for its second rank"
-        finally:
-            os.kill(follower, signal.SIGCONT)
         await asleep
         assert awake - resident_nbytes(follower) > 0.8 * nbytes
         turns.step()
