@@ -22,6 +22,9 @@ from windlass.rollout import (
     StaticEngines,
     WorkflowContext,
 )
+from windlass.rollout.lifecycle import Lifecycle
+from windlass.rollout.messages import ErrorKind, Partial, Work
+from windlass.rollout.table import GroupSize
 
 SAMPLING = SamplingParams(max_new_tokens=2)
 DEADLINE_S = 20.0
@@ -255,3 +258,33 @@ async def test_sizes_that_cannot_be_are_refused(sizes: dict[str, int], error: st
     async with rig() as made:
         with pytest.raises(ConfigError, match=error):
             made.rollouts.submit_group((1,), 4, SAMPLING, **sizes)
+
+
+async def test_lost_rollouts_change_no_seed_also_after_a_restart(tmp_path: Path) -> None:
+    seeded = SamplingParams(max_new_tokens=2, sampling_seed=100)
+    config = RolloutConfig(journal=tmp_path / "journal", max_rejections=1)
+
+    def life() -> Lifecycle:
+        policy = StalenessPolicy.unbounded(64)
+        return Lifecycle(policy, config, lambda _: None, lambda: None)
+
+    def seeds(each: Lifecycle) -> list[int | None]:
+        return [record.sampling().sampling_seed for record in each.table.records.values()]
+
+    first = life()
+    first.open()
+    work = Work(prompt_ids=(1,), sampling=seeded)
+    first.submit_group(work, GroupSize.of(3, 1, 1))
+    assert seeds(first) == [100, 101, 102, 103]
+    records = list(first.table.records.values())
+    for record in records:
+        first.start_attempt(record, "engine", "worker")
+    first.retry(records[1], "refused", Partial(), ErrorKind.REFUSED)
+    assert seeds(first) == [100, 102, 103]
+    await first.journal.close()
+    # The second process rewrites the file.
+    for _ in range(2):
+        after = life()
+        after.open()
+        assert seeds(after) == [100, 102, 103]
+        await after.journal.close()

@@ -34,7 +34,7 @@ from windlass.rollout import (
     mount_rollout_routes,
     workflows,
 )
-from windlass.rollout.directory import EngineChoice
+from windlass.rollout.directory import EngineChoice, Routing, prefixes_of
 from windlass.rollout.messages import EngineTarget
 
 TOKEN = "a-token"
@@ -256,13 +256,51 @@ def test_equal_prefixes_stay_on_an_engine_until_its_load_is_too_high() -> None:
     choice = EngineChoice(slack=4)
 
     def choose(prefix: int, avoid: str = "") -> str:
-        name = choice.choose(engines, load.__getitem__, prefix, avoid).name
+        name = choice.choose(engines, load.__getitem__, [prefix], avoid).name
         load[name] += 1
         return name
 
     assert [choose(1) for _ in range(6)] == ["a", "a", "a", "a", "a", "b"]
     assert choose(2) == "b"
     assert choose(2, avoid="b") == "a", "the engine that failed is left while there is another"
+
+
+def test_longest_cached_beginning_of_a_prompt_decides_until_an_update() -> None:
+    load = {"a": 0, "b": 0}
+    engines = [EngineTarget("a", ""), EngineTarget("b", "")]
+    choice = EngineChoice(slack=4)
+
+    def choose(prompt_ids: tuple[int, ...]) -> str:
+        return choice.choose(engines, load.__getitem__, prefixes_of(prompt_ids), "").name
+
+    system, other = tuple(range(800)), tuple(range(1000, 1800))
+    assert choose(system) == "a"
+    load["a"] = 1
+    assert choose(other) == "b"
+    assert choose((*system[:520], 7)) == "a", "two whole blocks are equal"
+    assert choose((*other[:256], *system)) == "b"
+    assert choose((3, *system)) == "b", "nothing is cached, so the load decides"
+    load["b"] = 1
+    assert choose((*system[:512], *other)) == "a"
+    load["a"] = 6
+    assert choose((*system[:256], *other)) == "b", "the engine with the block is too busy"
+    load["a"] = 2
+    assert choose((*system[:256], 5)) == "b", "both have the block, so the load decides"
+    assert choose((*system[:512], 5)) == "a", "one has a longer beginning"
+    choice.forget()
+    assert choose(system) == "b", "an update discards caches"
+
+
+def test_other_rules_ignore_what_engines_have_cached() -> None:
+    load = {"a": 0, "b": 2}
+    engines = [EngineTarget("a", ""), EngineTarget("b", "")]
+
+    def names(routing: Routing) -> list[str]:
+        choice = EngineChoice(slack=4, routing=routing)
+        return [choice.choose(engines, load.__getitem__, [1], "").name for _ in range(4)]
+
+    assert names(Routing.LEAST_LOADED) == ["a"] * 4
+    assert sorted(names(Routing.ROUND_ROBIN)) == ["a", "a", "b", "b"]
 
 
 @pytest.mark.parametrize("on_stale", OnStale)

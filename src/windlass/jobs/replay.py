@@ -17,6 +17,11 @@ from windlass.sampling import SamplingParams
 MAX_REQUESTS = 16
 """Number of requests at a time to the engine."""
 REQUEST_DEADLINE_S = 600.0
+CHANGES_LOGPROBS = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("frequency_penalty", "presence_penalty", "logit_bias"),
+)
+"""Sampling parameters that change the log-probabilities of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +91,13 @@ async def replay(
         sampling: sampling parameters of the sample.
 
     Raises:
-        ConfigError: the sample has no generated token, or `sampling` changes log-probabilities (`temperature` other than
-            1, `top_p`, `top_k`, `min_p` or `repetition_penalty`) and is not greedy.
+        ConfigError: the sample has no generated token, or `sampling` changes log-probabilities (see `CHANGES_LOGPROBS`)
+            and is not greedy.
         AttemptError: the engine failed.
     """
     is_exact = sampling.temperature == 0
     neutral = SamplingParams(max_new_tokens=1)
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+    for name in CHANGES_LOGPROBS:
         found, wanted = (msgspec.structs.asdict(each)[name] for each in (sampling, neutral))
         if not is_exact and found != wanted:
             raise ConfigError(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from windlass.rollout.controller import RolloutController as RolloutController
     from windlass.rollout.controller import mount_rollout_routes as mount_rollout_routes
     from windlass.rollout.directory import EngineDirectory as EngineDirectory
+    from windlass.rollout.directory import Routing as Routing
     from windlass.rollout.directory import StaticEngines as StaticEngines
     from windlass.rollout.handles import GroupHandle as GroupHandle
     from windlass.rollout.handles import Recovered as Recovered

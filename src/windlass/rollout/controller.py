@@ -24,7 +24,7 @@ from windlass.net.server import ControlServer
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.blocked import BlockWatch
 from windlass.rollout.chat.server import ChatSettings
-from windlass.rollout.directory import EngineChoice, EngineDirectory
+from windlass.rollout.directory import EngineChoice, EngineDirectory, prefixes_of
 from windlass.rollout.handles import (
     GroupHandle,
     Recovered,
@@ -57,7 +57,6 @@ from windlass.sampling import SamplingParams, is_count
 
 logger = logging.getLogger(__name__)
 MAX_ASSIGNMENTS_PER_DISPATCH = 256
-PREFIX_TOKENS = 256
 CLEAN_UP_S = 5.0
 """Seconds that cancelled workflows have to clean up when the controller closes."""
 
@@ -104,7 +103,9 @@ class RolloutController:
         )
         self._workers = self._pool.workers
         self._engine_timers: dict[str, asyncio.TimerHandle] = {}
-        self._choice = EngineChoice(self._config.affinity_slack)
+        self._choice = EngineChoice(self._config.affinity_slack, self._config.routing)
+        # Work of the newest assignment with its prefixes: rollouts of a group have the same work.
+        self._routed: tuple[Work | None, list[int]] = None, []
         self._batch_lock = asyncio.Lock()
         self._room, self._joined, self._changes = Changes(), Changes(), Changes()
         self._is_dispatch_scheduled = self._is_open = False
@@ -588,6 +589,9 @@ class RolloutController:
 
         The controller itself calls this with the newest version that a routable engine serves.
         """
+        if version > self._policy.version:
+            # Engines discard the cached prefixes of the earlier weights.
+            self._choice.forget()
         self._life.set_version(version)
 
     def on_change(self, listener: Callable[[], None]) -> None:
@@ -758,10 +762,11 @@ class RolloutController:
         if not workers:
             return False
         work = record.work
-        plain = work.prompt or work.prompt_ids[:PREFIX_TOKENS]
-        prefix = (work.workflow, work.arguments) if work.workflow else plain
+        if work is not self._routed[0]:
+            whole = (work.workflow, work.arguments) if work.workflow else work.prompt
+            self._routed = work, [hash(whole)] if whole else prefixes_of(work.prompt_ids)
         engine = self._choice.choose(
-            engines, self._table.engine_load, hash(prefix), record.avoid_engine
+            engines, self._table.engine_load, self._routed[1], record.avoid_engine
         )
         worker = min(workers, key=lambda each: len(each.assigned) / each.limit)
         deadline_s = self._life.start_attempt(record, engine.name, worker.hello.name)

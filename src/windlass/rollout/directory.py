@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from enum import StrEnum
 from typing import Protocol
 
 from windlass.control.changes import Changes
 from windlass.control.fleet import EngineInfo
 from windlass.rollout.messages import EngineTarget
 
-REMEMBERED_PREFIXES = 1 << 16
+REMEMBERED_PREFIXES = 1 << 17
+BLOCK_TOKENS, MAX_BLOCKS = 256, 8
+"""Tokens of one block, and number of blocks of a prompt that the choice of an engine considers."""
+MAX_ENGINES_OF_PREFIX = 8
+"""Largest number of engines that are remembered for one prefix."""
 
 
 class EngineDirectory(Protocol):
@@ -50,23 +55,55 @@ class StaticEngines:
         self._changes.notify()
 
 
+class Routing(StrEnum):
+    """Rule by which the controller chooses the engine of an attempt.
+
+    PREFIX: the engine that has cached most of the prompt's beginning, unless it is much busier than the least loaded one.
+    LEAST_LOADED: the engine with the fewest running attempts.
+    ROUND_ROBIN: one engine after another, whatever they have cached and whatever they run.
+    """
+
+    PREFIX = "prefix"
+    LEAST_LOADED = "least_loaded"
+    ROUND_ROBIN = "round_robin"
+
+
+def prefixes_of(prompt_ids: Sequence[int]) -> list[int]:
+    """Return one hash for each beginning of a prompt: of 1, 2, ... blocks of `BLOCK_TOKENS`, and of the whole prompt.
+
+    Equal beginnings have equal hashes. Tokens after `MAX_BLOCKS` blocks are not considered.
+    """
+    if len(prompt_ids) < BLOCK_TOKENS:
+        # A fast path for the most frequent case; no longer prompt has a hash of fewer tokens than one block.
+        return [hash(prompt_ids)]
+    hashes: list[int] = []
+    newest = 0
+    for first in range(0, min(len(prompt_ids), MAX_BLOCKS * BLOCK_TOKENS), BLOCK_TOKENS):
+        newest = hash((newest, prompt_ids[first : first + BLOCK_TOKENS]))
+        hashes.append(newest)
+    return hashes
+
+
 class EngineChoice:
-    """Chooses the engine that has cached a prompt's prefix, unless the least loaded engine is much less busy.
+    """Chooses the engine of each attempt, see `Routing`.
 
     Args:
         slack: largest difference between the numbers of attempts on the engine with the cached prefix and on the least
             loaded engine. If the difference is larger, the least loaded engine is chosen.
+        routing: rule of the choice.
     """
 
-    def __init__(self, slack: int) -> None:
-        self._slack = slack
-        self._seen: OrderedDict[Hashable, str] = OrderedDict()
+    def __init__(self, slack: int, routing: Routing = Routing.PREFIX) -> None:
+        self._slack, self._routing = slack, routing
+        self._num_choices = 0
+        self._seen: OrderedDict[Hashable, tuple[str, ...]] = OrderedDict()
+        """Hash of a prefix -> engines that have cached the prefix, newest first."""
 
     def choose(
         self,
         engines: Sequence[EngineTarget],
         load_of: Callable[[str], int],
-        prefix: Hashable,
+        prefixes: Sequence[Hashable],
         avoid: str,
     ) -> EngineTarget:
         """Return the engine for an attempt.
@@ -74,19 +111,49 @@ class EngineChoice:
         Args:
             engines: candidates; not empty.
             load_of: returns the number of attempts on an engine.
-            prefix: hashable key, equal for prompts that begin with the same tokens.
+            prefixes: hashes of the prompt's beginnings, shortest first, see `prefixes_of`.
             avoid: name of an engine that just failed; chosen only if it is the only candidate.
         """
         allowed = [engine for engine in engines if engine.name != avoid] or engines
+        if self._routing is Routing.ROUND_ROBIN:
+            self._num_choices += 1
+            return allowed[self._num_choices % len(allowed)]
         loads = [load_of(engine.name) for engine in allowed]
-        least, known = min(loads), self._seen.get(prefix)
+        least = min(loads)
         best = allowed[loads.index(least)]
-        if known != best.name:
-            for engine, load in zip(allowed, loads, strict=True):
-                if engine.name == known and load <= least + self._slack:
-                    best = engine
-        self._seen[prefix] = best.name
-        self._seen.move_to_end(prefix)
-        if len(self._seen) > REMEMBERED_PREFIXES:
-            self._seen.popitem(last=False)
+        if self._routing is Routing.LEAST_LOADED:
+            return best
+        limit, seen = least + self._slack, self._seen
+        for prefix in reversed(prefixes):
+            names = seen.get(prefix)
+            if names is None:
+                continue
+            if best.name in names:
+                break
+            near = [
+                engine
+                for engine, load in zip(allowed, loads, strict=True)
+                if load <= limit and engine.name in names
+            ]
+            if near:
+                best = near[0]
+                break
+        self._remember(prefixes, best.name)
         return best
+
+    def forget(self) -> None:
+        """Forget all prefixes, because engines have discarded their caches."""
+        self._seen.clear()
+
+    def _remember(self, prefixes: Sequence[Hashable], name: str) -> None:
+        """Record that an engine will cache a prompt with these beginnings."""
+        seen = self._seen
+        for prefix in prefixes:
+            known = seen.get(prefix)
+            if known is None:
+                seen[prefix] = (name,)
+            elif name not in known:
+                seen[prefix] = (name, *known)[:MAX_ENGINES_OF_PREFIX]
+                seen.move_to_end(prefix)
+        while len(seen) > REMEMBERED_PREFIXES:
+            seen.popitem(last=False)

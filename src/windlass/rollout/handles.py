@@ -12,6 +12,7 @@ import msgspec
 
 from windlass.config import check_numbers, take_name
 from windlass.errors import ConfigError
+from windlass.rollout.directory import Routing
 from windlass.rollout.messages import OnAbort, Turn
 
 ResultT = TypeVar("ResultT")
@@ -37,6 +38,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_rejections: number of times that the workflow may reject its own answer before the rollout fails.
         affinity_slack: the controller prefers the engine that has cached a prompt's prefix, as long as this
             engine runs at most this many attempts more than the least loaded engine.
+        routing: rule by which the controller chooses the engine of an attempt.
         journal: file that records all rollouts, so that a restarted controller continues them; None for no
             file.
         acknowledge: if true, a delivered result stays in the journal until the caller passes its task id to
@@ -57,6 +59,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
     carry_partial: bool = False
     max_rejections: int = 8
     affinity_slack: int = 8
+    routing: Routing = Routing.PREFIX
     journal: Path | None = None
     acknowledge: bool = False
     journal_sync_s: float = 1.0
@@ -67,6 +70,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         on_abort = take_name(f"{self._where}on_abort", self.on_abort, OnAbort)
         msgspec.structs.force_setattr(self, "on_abort", on_abort)
+        routing = take_name(f"{self._where}routing", self.routing, Routing)
+        msgspec.structs.force_setattr(self, "routing", routing)
         above = ("attempt_deadline_s", "worker_lease_s", "journal_sync_s")
         check_numbers(self, _LEAST, above, where=self._where)
         if self.acknowledge and self.journal is None:

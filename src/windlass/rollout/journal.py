@@ -215,21 +215,10 @@ class PersistedState:
         return tuple([task_id for task_id in submitted.task_ids if task_id in self.tasks])
 
     def submissions(self) -> Iterator[Submitted]:
-        """Yield each submission with its rollouts that have not ended, in the order of the submissions."""
+        """Yield each submission with rollouts that have not ended, in the order of the submissions."""
         for task in self.tasks.values():
-            submitted = task.submission
-            left, size = self._left(submitted), submitted.size
-            if task.task_id == left[0]:
-                yield (
-                    submitted
-                    if len(left) == size.num_rollouts
-                    else msgspec.structs.replace(
-                        submitted,
-                        task_ids=left,
-                        num_wanted=size.num_wanted,
-                        min_samples=size.min_samples,
-                    )
-                )
+            if task.task_id == self._left(task.submission)[0]:
+                yield task.submission
 
     def entries(self) -> Iterator[Entry]:
         """Yield the smallest number of entries that describe this state."""
@@ -237,7 +226,12 @@ class PersistedState:
         # The entries of groups that have not ended count these groups again.
         num_left = sum(submitted.group_id >= 0 for submitted in left)
         yield msgspec.structs.replace(self.started, num_groups=self.started.num_groups - num_left)
-        yield from left
+        for submitted in left:
+            yield submitted
+            # Name ended rollouts instead of leaving them out: the seed of a rollout depends on its place in the group.
+            ended = tuple([each for each in submitted.task_ids if each not in self.tasks])
+            if ended:
+                yield Ended(ended)
         for task in self.tasks.values():
             if task.attempt is not None:
                 yield task.attempt

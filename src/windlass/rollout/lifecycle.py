@@ -222,8 +222,11 @@ class Lifecycle:
             )
             for each in persisted.submissions()
         ]
-        records = {record.task_id: record for group in groups for record in group.records}
         tasks, started = persisted.tasks, persisted.started
+        for group in groups:
+            for record in [each for each in group.records if each.task_id not in tasks]:
+                group.remove(record)
+        records = {record.task_id: record for group in groups for record in group.records}
         finished = [records[t] for t, task in tasks.items() if task.outcome is not None]
         num_again = sum(record.group.is_single for record in finished)
         consumed = started.consumed + num_again

@@ -146,14 +146,13 @@ class Group(msgspec.Struct, eq=False):
         group_id: id of the group; -1 for a rollout that was submitted alone.
         future: resolves to the `RolloutGroup`, or to the `Rollout` if it was submitted alone. The future is
             done after delivery, failure or cancellation.
-        num_wanted, min_samples: see `GroupSize`.
+        size: numbers of samples.
         records: records in the order of submission, without those that have ended.
     """
 
     group_id: int
     future: GroupFuture
-    num_wanted: int
-    min_samples: int
+    size: GroupSize
     records: list[Record] = []
 
     @classmethod
@@ -171,11 +170,13 @@ class Group(msgspec.Struct, eq=False):
         `give_up` is called with the id of one of the records when the group's future is cancelled. By default, the group
         needs all its records.
         """
-        size = size or GroupSize.of(len(task_ids))
         future = GroupFuture(task_ids[0], give_up)
-        group = cls(group_id, future, size.num_wanted, size.min_samples)
+        group = cls(group_id, future, size or GroupSize.of(len(task_ids)))
         now = asyncio.get_running_loop().time()
-        group.records += [Record(task_id, group, work, metadata, now) for task_id in task_ids]
+        group.records += [
+            Record(task_id, group, work, metadata, now, index)
+            for index, task_id in enumerate(task_ids)
+        ]
         return group
 
     @property
@@ -186,11 +187,11 @@ class Group(msgspec.Struct, eq=False):
     def complete(self) -> bool:
         """Return whether enough samples are finished, or all that are left."""
         num_finished = sum(record.state is State.BUFFERED for record in self.records)
-        return num_finished >= min(self.num_wanted, len(self.records))
+        return num_finished >= min(self.size.num_wanted, len(self.records))
 
     def can_lose_one(self) -> bool:
         """Return whether the group can still be complete without one of its records."""
-        return len(self.records) > self.min_samples
+        return len(self.records) > self.size.min_samples
 
     def remove(self, record: Record) -> None:
         """Remove a record that has ended; another record must be left."""
@@ -202,6 +203,7 @@ class Record(msgspec.Struct, eq=False):
     """One rollout from submission to its end.
 
     Attributes:
+        index: number of the rollout in its submission. It selects the rollout's seed.
         admitted: whether the staleness policy counts the rollout as running.
         attempt: number of the last attempt; 0 before the first. Later attempts have greater numbers, with
             gaps after a restart of the controller.
@@ -224,6 +226,7 @@ class Record(msgspec.Struct, eq=False):
     work: Work
     metadata: object
     submitted_at: float
+    index: int = 0
     state: State = State.WAITING
     admitted: bool = False
     attempt: int = 0
@@ -256,11 +259,10 @@ class Record(msgspec.Struct, eq=False):
 
         An answer in place of a rejected or too old one has another seed, because the same seed could give the same answer.
         """
-        sampling, records = self.work.sampling, self.group.records
-        if sampling.sampling_seed is None:
-            return sampling
-        index = next(n for n, record in enumerate(records) if record is self)
-        return sampling.seeded(index + len(records) * (self.rejections + self.resubmits))
+        num_rollouts = self.group.size.num_rollouts
+        return self.work.sampling.seeded(
+            self.index + num_rollouts * (self.rejections + self.resubmits)
+        )
 
     def stop_expiry(self) -> None:
         """Cancel the timer of the rollout's overall deadline, if it runs."""
