@@ -12,6 +12,7 @@ from typing import Any, Never
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 
 from windlass.errors import ConfigError, ProtocolError, WindlassError
 from windlass.jobs import recipe
@@ -20,7 +21,8 @@ from windlass.jobs.train_worker import step_metrics
 from windlass.layout.dtypes import DType
 from windlass.net.logs import LineLimit
 from windlass.net.messages import encode
-from windlass.rollout.batches import BatchQueue, training_samples
+from windlass.net.server import ControlServer
+from windlass.rollout.batches import BatchClient, BatchQueue, training_samples
 from windlass.rollout.handles import Rollout, RolloutGroup
 from windlass.rollout.messages import TRAINING_BATCHES, Partial, TrainingBatch, TrainingSample, Turn
 from windlass.rollout.tensors import SampleTensor
@@ -416,3 +418,26 @@ async def test_equal_exceptions_of_a_recipe_log_one_traceback(
         await in_thread("rewards", other)
     kinds = [record.exc_info[0] for record in caplog.records if record.exc_info]
     assert kinds == [IndexError, ValueError]
+
+
+async def test_a_batch_above_256_mib_reaches_a_rank() -> None:
+    values = np.arange(1 << 22, dtype=np.int64).reshape(2, -1)
+    samples = [
+        sample(group_id=n, tensors={"values": SampleTensor.of(values + n)}) for n in range(9)
+    ]
+    queue = BatchQueue()
+    server = ControlServer(host="127.0.0.1", port=0, token="a-token")
+    server.add_routes([web.get("/v1/batches", queue.serve)])
+    await server.start()
+    try:
+        await queue.put(3, [[each] for each in samples])
+
+        def received() -> TrainingBatch:
+            with BatchClient(server.url, "a-token") as batches:
+                return batches.next_batch(3, 0, 1, deadline_s=60)
+
+        found = await asyncio.to_thread(received)
+    finally:
+        await server.close()
+    assert sum(len(each.tensors["values"].data) for each in found.samples) > 256 << 20
+    assert found == TrainingBatch(3, tuple(samples))

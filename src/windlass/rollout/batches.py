@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
 from urllib.parse import urlencode
 
@@ -36,6 +36,10 @@ from windlass.rollout.values import ArrayLike, plain_integers, plain_number
 MAX_WAIT_S = 3600.0
 KEPT_STEPS = 2
 """Number of newest batches that the queue keeps, so that a rank can request its shard again."""
+CONTENT_TYPE = "application/msgpack"
+PART_NBYTES = 1 << 20
+"""Size above which a shard is encoded in parts; about the size of a part."""
+NBYTES_PER_TOKEN = 16
 MAX_ASKED_STEPS = 1024
 """Largest number of requested future steps that a `BatchQueue` remembers. A further request replaces the oldest one."""
 ASK_EVERY_S = 20.0
@@ -292,8 +296,8 @@ class BatchQueue:
         if self.all_wait:
             tell(self._wait_listeners)
 
-    async def serve(self, request: web.Request) -> web.Response:
-        """Answer `GET /v1/batches`."""
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """Answer `GET /v1/batches`. Encode a large batch part by part, so that the event loop is not blocked for long."""
         try:
             asked = msgspec.convert(dict(request.query), _Query, strict=False)
             batch = await self.shard(
@@ -308,7 +312,43 @@ class BatchQueue:
             raise web.HTTPGone(text=str(error)) from error
         except PeerTimeout as error:
             raise web.HTTPGatewayTimeout(text=str(error)) from error
-        return web.Response(body=encode(batch), content_type="application/msgpack")
+        if _estimated_nbytes(batch.samples) <= PART_NBYTES:
+            return web.Response(body=encode(batch), content_type=CONTENT_TYPE)
+        response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
+        await response.prepare(request)
+        # The same bytes as `encode(batch)`: a map of two fields, and the header of an array.
+        await response.write(b"\x82" + encode("step") + encode(batch.step) + encode("samples"))
+        await response.write(b"\xdd" + len(batch.samples).to_bytes(4))
+        for part in _parts(batch.samples):
+            await response.write(await asyncio.to_thread(_encode_all, part))
+        return response
+
+
+def _estimated_nbytes(samples: Sequence[TrainingSample]) -> int:
+    """Return about how many bytes the encoded samples have."""
+    return sum(
+        len(sample.output_ids) * NBYTES_PER_TOKEN
+        + sum(len(tensor.data) for tensor in sample.tensors.values())
+        for sample in samples
+    )
+
+
+def _parts(samples: Sequence[TrainingSample]) -> Iterator[list[TrainingSample]]:
+    """Divide samples into parts with at least about `PART_NBYTES` each, except the last one."""
+    part: list[TrainingSample] = []
+    nbytes = 0
+    for sample in samples:
+        part.append(sample)
+        nbytes += _estimated_nbytes([sample])
+        if nbytes >= PART_NBYTES:
+            yield part
+            part, nbytes = [], 0
+    yield part
+
+
+def _encode_all(samples: Sequence[TrainingSample]) -> bytes:
+    """Return the encoded samples, one after the other."""
+    return b"".join(map(encode, samples))
 
 
 class BatchClient(Closing):

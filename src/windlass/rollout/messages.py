@@ -35,6 +35,8 @@ from windlass.sampling import SamplingParams, is_number
 LOCAL_WORKER = "controller"
 """Name of the worker that runs in the controller's own event loop."""
 MAX_FRAME_NBYTES = 64 << 20
+MAX_BATCH_NBYTES = 16 << 30
+"""Largest size of one trainer rank's part of a batch."""
 MAX_TOKENS = 1 << 22
 """Largest number of tokens in a prompt or an answer."""
 MAX_WORKFLOWS, MAX_ATTEMPTS = 1 << 12, 1 << 18
@@ -441,7 +443,9 @@ WORKER_FRAMES: Codec[WorkerFrame] = Codec(
 CONTROLLER_FRAMES: Codec[ControllerFrame] = Codec(
     ControllerFrame, "frame of the controller", max_nbytes=MAX_FRAME_NBYTES
 )
-TRAINING_BATCHES: Codec[TrainingBatch] = Codec(TrainingBatch, "training batch")
+TRAINING_BATCHES: Codec[TrainingBatch] = Codec(
+    TrainingBatch, "training batch", max_nbytes=MAX_BATCH_NBYTES
+)
 _OUTCOMES: Codec[RolloutOutcome] = Codec(RolloutOutcome, "outcome")
 
 
