@@ -195,7 +195,7 @@ def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None
         (
             "steps = 4",
             "stepz = 4\nsteps = 4",
-            r"stepz is not a known key, expected one of \['steps', 'contr",
+            r"stepz is not a known key, expected one of \['steps', 'audit', 'contr",
         ),
         (
             "world_size = 2",
