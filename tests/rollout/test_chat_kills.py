@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
@@ -213,6 +214,47 @@ async def test_an_engine_that_dies_in_a_turn_costs_only_its_attempt(rig: Rig) ->
     assert [len(turn.output.output_ids) for turn in rollout.turns] == [4, 4]
     stats = controller.stats()
     assert (stats.completed, stats.lost, stats.retried, stats.failed) == (1, 0, 1, 0)
+
+
+async def test_a_killed_engine_process_costs_only_its_attempt(rig: Rig) -> None:
+    engines = dict([await started(rig), await started(rig)])
+    controller = await rig.controller(*((url, url, 0) for url in engines))
+    begun = asyncio.Event()
+
+    async def agent(context: WorkflowContext) -> int:
+        async with context.chat_endpoint() as session:
+            client = Client(rig.http, session.base_url, session.api_key)
+            await client.chat([QUESTION], max_tokens=4)
+            begun.set()
+            await client.chat([QUESTION, QUESTION], max_tokens=3500 if context.attempt == 1 else 4)
+        return context.attempt
+
+    controller.run_here({"agent": agent}, chat=ChatSettings(tokenizer=str(rig.folder)))
+    sampling = SamplingParams(max_new_tokens=3500, ignore_eos=True)
+    handle = controller.submit_workflow("agent", None, sampling)
+    await asyncio.wait_for(begun.wait(), WITHIN_S)
+    # The second request has 3500 tokens, so it still runs after this time.
+    await asyncio.sleep(1.0)
+    busy = [url for url in engines if await num_running(rig, url)]
+    engines[busy[0]].kill()
+    (rollout,) = await controller.wait([handle], deadline_s=WITHIN_S)
+    assert rollout.value == 2
+    assert rollout.engine not in busy
+    assert [len(turn.output.output_ids) for turn in rollout.turns] == [4, 4]
+    stats = controller.stats()
+    assert (stats.completed, stats.lost, stats.retried, stats.failed) == (1, 0, 1, 0)
+
+
+async def started(rig: Rig) -> tuple[str, subprocess.Popen[str]]:
+    """Start an engine; return its URL and its process."""
+    return await asyncio.to_thread(rig.stack.enter_context, serving(rig.folder))
+
+
+async def num_running(rig: Rig, engine: str) -> int:
+    """Return the number of requests that run at an engine."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with rig.http.get(f"{engine}/server_info", headers=headers) as response:
+        return int((await response.json())["running"])
 
 
 async def test_sessions_continue_while_the_controller_is_killed_and_restarted(
