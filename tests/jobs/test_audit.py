@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,12 +58,13 @@ def test_record_has_the_samples_of_each_version_and_replaces_a_repeated_step(
     tmp_path: Path,
 ) -> None:
     record = AuditRecord(tmp_path / AUDIT, SAMPLED)
-    record.add(4, 3, [sample(0, 2)])
-    record.add(4, 3, [sample(number, 2) for number in range(3)])
+    record.add(4, 3, [sample(0, 2)], {})
+    record.add(4, 3, [sample(number, 2) for number in range(3)], {"task-1": 101})
     record.note_published(4)
-    record.add(5, 4, [sample(7, 3)])
+    record.add(5, 4, [sample(7, 3)], {})
     first, second = (read_audit(tmp_path / AUDIT, version) for version in (4, 5))
     assert first.samples == tuple(sample(number, 2) for number in range(3))
+    assert first.seeds == (None, 101, None)
     assert (first.step, first.sampling, first.is_published) == (3, SAMPLED, True)
     assert (second.samples, second.is_published) == ((sample(7, 3),), False)
     with pytest.raises(ConfigError, match=r"must be a trained version in .* \(4 to 5\), got 6"):
@@ -75,11 +77,11 @@ def test_record_has_the_samples_of_each_version_and_replaces_a_repeated_step(
 
 
 def test_command_shows_versions_rewards_and_tokens(tmp_path: Path) -> None:
-    AuditRecord(tmp_path / AUDIT, SAMPLED).add(4, 3, [sample(0, 2), sample(5, 2)])
+    AuditRecord(tmp_path / AUDIT, SAMPLED).add(4, 3, [sample(0, 2), sample(5, 2)], {"task-5": 7})
     shown = audit(tmp_path, "--version", "4")
     assert shown.stdout.startswith("version 4, not published: step 3, ")
     assert shown.stdout.splitlines()[2].strip() == (
-        "1  group 2  rollout task-5  engine engine-a  reward 1.25  prompt 3 tokens, "
+        "1  group 2  rollout task-5  engine engine-a  seed 7  reward 1.25  prompt 3 tokens, "
         "output 3: 1 of version 2, 1 of version 3"
     )
     shown = audit(tmp_path, "--version", "4", "--sample", "1")
@@ -117,6 +119,7 @@ def test_job_records_every_sample_that_it_trained_on(tmp_path: Path) -> None:
         """,
         top="steps = 3\naudit = true",
     )
+    job.write_text(job.read_text().replace("sampling = {", "sampling = { sampling_seed = 40,"))
     status, printed = launch(job)
     assert status == 0, printed
     for step in range(3):
@@ -124,6 +127,7 @@ def test_job_records_every_sample_that_it_trained_on(tmp_path: Path) -> None:
         trained = [(s.task_id, s.output_ids, s.reward) for s in found.samples]
         assert (tmp_path / f"step-{step}").read_text() == repr(trained)
         assert len(trained) == 4
+        assert Counter(found.seeds) == {40: 2, 41: 2}
         assert found.is_published
         assert found.step == step + 1
         assert {version for s in found.samples for version in s.versions} <= {step - 1, step}
@@ -147,8 +151,10 @@ def engine() -> Iterator[str]:
         process.communicate()
 
 
-def generated(url: str, sampling: SamplingParams) -> tuple[TrainingSample, Replay]:
-    """Let the engine generate a conversation of two turns; return the sample and its replay."""
+def generated(
+    url: str, sampling: SamplingParams, *, num_turns: int = 2
+) -> tuple[TrainingSample, Replay]:
+    """Let the engine generate a conversation; return the sample and its replay."""
 
     async def run() -> tuple[TrainingSample, Replay]:
         async with open_http(role_token(TOKEN, Access.CLIENT), to_controller=False) as http:
@@ -156,7 +162,7 @@ def generated(url: str, sampling: SamplingParams) -> tuple[TrainingSample, Repla
             logprobs: tuple[float, ...] = ()
             versions: tuple[int, ...] = ()
             mask: tuple[bool, ...] = ()
-            for turn in range(2):
+            for turn in range(num_turns):
                 task = RolloutTask(
                     task_id=f"turn-{turn}",
                     attempt=1,
@@ -181,7 +187,7 @@ def generated(url: str, sampling: SamplingParams) -> tuple[TrainingSample, Repla
                 group_id=0,
                 engine="engine",
             )
-            return made, await replay(http, url, made, sampling)
+            return made, await replay(http, url, made, sampling, sampling.sampling_seed)
 
     return asyncio.run(run())
 
@@ -198,7 +204,7 @@ def test_greedy_sample_is_replayed_bit_for_bit(engine: str, tmp_path: Path) -> N
         msgspec.structs.replace(made, output_ids=wrong),
         msgspec.structs.replace(made, versions=tuple(3 if used else -1 for used in made.loss_mask)),
     ]
-    AuditRecord(tmp_path / AUDIT, GREEDY).add(1, 1, samples)
+    AuditRecord(tmp_path / AUDIT, GREEDY).add(1, 1, samples, {})
     exactly = ("--replay", engine, "--tolerance", "0")
     said = [
         audit(tmp_path, "--version", "1", "--sample", str(number), *exactly) for number in range(4)
@@ -231,5 +237,16 @@ def test_sampled_sample_is_compared_where_it_has_the_most_probable_token(engine:
     _, found = generated(engine, SAMPLED)
     assert 0 <= found.num_compared <= found.num_generated == 12
     assert found.largest_distance < 1e-5
-    with pytest.raises(ConfigError, match=r"temperature must be 1\.0 or the sampling greedy, got"):
+    with pytest.raises(
+        ConfigError, match=r"temperature must be 1\.0 or the sampling greedy or seeded, got"
+    ):
         asyncio.run(run(msgspec.structs.replace(SAMPLED, temperature=0.5), made))
+
+
+def test_sample_with_a_seed_is_generated_again(engine: str) -> None:
+    seeded = msgspec.structs.replace(SAMPLED, sampling_seed=12345, temperature=0.7, top_p=0.9)
+    made, found = generated(engine, seeded, num_turns=1)
+    assert found.is_identical
+    assert found.num_compared == 6
+    other, _ = generated(engine, msgspec.structs.replace(seeded, sampling_seed=54321), num_turns=1)
+    assert made.output_ids != other.output_ids

@@ -10,7 +10,7 @@ import contextlib
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS versions (
     version INTEGER PRIMARY KEY, step INTEGER, time REAL, sampling TEXT, is_published INTEGER
 );
 CREATE TABLE IF NOT EXISTS samples (
-    version INTEGER, number INTEGER, content BLOB, PRIMARY KEY (version, number)
+    version INTEGER, number INTEGER, seed INTEGER, content BLOB, PRIMARY KEY (version, number)
 );
 """
 
@@ -40,6 +40,7 @@ class AuditedVersion(msgspec.Struct, frozen=True, kw_only=True):
         sampling: sampling parameters of the job. A workflow may have used others.
         is_published: whether the job has published the version.
         samples: samples of the step, without their tensors. Each has the version of every token.
+        seeds: seed of each sample's rollout; None if the rollout had none.
     """
 
     version: int
@@ -48,6 +49,7 @@ class AuditedVersion(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     is_published: bool
     samples: tuple[TrainingSample, ...]
+    seeds: tuple[int | None, ...]
 
 
 @contextlib.contextmanager
@@ -73,17 +75,23 @@ class AuditRecord:
     def __init__(self, path: Path, sampling: SamplingParams) -> None:
         self._path, self._sampling = path, msgspec.json.encode(sampling).decode()
 
-    def add(self, version: int, step: int, samples: Sequence[TrainingSample]) -> None:
+    def add(
+        self,
+        version: int,
+        step: int,
+        samples: Sequence[TrainingSample],
+        seeds: Mapping[str, int | None],
+    ) -> None:
         """Write the samples of the step that leads to `version`.
 
         Replace an earlier record of this version: a step is repeated under the same version if the job ended before it
-        published the version.
+        published the version. `seeds` has the seed of each rollout, by its id.
 
         Raises:
             sqlite3.Error: the file cannot be written.
         """
         rows = [
-            (version, number, zlib.compress(_encoded(sample), level=1))
+            (version, number, seeds.get(sample.task_id), zlib.compress(_encoded(sample), level=1))
             for number, sample in enumerate(samples)
         ]
         with _opened(self._path) as connection:
@@ -93,7 +101,7 @@ class AuditRecord:
                 "INSERT OR REPLACE INTO versions VALUES (?, ?, ?, ?, 0)",
                 (version, step, time.time(), self._sampling),
             )
-            connection.executemany("INSERT INTO samples VALUES (?, ?, ?)", rows)
+            connection.executemany("INSERT INTO samples VALUES (?, ?, ?, ?)", rows)
 
     def note_published(self, version: int) -> None:
         """Record that the job has published `version`.
@@ -132,8 +140,8 @@ def read_audit(path: Path, version: int) -> AuditedVersion:
                 raise ConfigError(
                     f"audit: version must be a trained version in {path} ({bounds[0]} to {bounds[1]}), got {version}"
                 )
-            contents = connection.execute(
-                "SELECT content FROM samples WHERE version = ? ORDER BY number", (version,)
+            rows = connection.execute(
+                "SELECT seed, content FROM samples WHERE version = ? ORDER BY number", (version,)
             ).fetchall()
         return AuditedVersion(
             version=version,
@@ -143,8 +151,9 @@ def read_audit(path: Path, version: int) -> AuditedVersion:
             is_published=bool(row[3]),
             samples=tuple(
                 msgspec.msgpack.decode(zlib.decompress(content), type=TrainingSample)
-                for (content,) in contents
+                for _, content in rows
             ),
+            seeds=tuple(seed for seed, _ in rows),
         )
     except (sqlite3.Error, zlib.error, *DECODE_ERRORS) as error:
         raise ConfigError(f"audit: {path} cannot be read: {error}") from error

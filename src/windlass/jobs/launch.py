@@ -790,7 +790,8 @@ class Job:
                     step, batch, deadline_s=trainer.step_deadline_s
                 )
             _check_metrics(step + 1, result)
-            await self._audit(lambda audit: audit.add(self.version + 1, step + 1, samples))
+            seeds = self._seeds_of(samples)
+            await self._audit(lambda audit: audit.add(self.version + 1, step + 1, samples, seeds))
             await self._publish()
             await self._audit(lambda audit: audit.note_published(self.version))
             self._steps = step + 1
@@ -828,6 +829,12 @@ class Job:
         every = self._config.evaluation.every
         if every and self._steps % every == 0:
             await self._evaluate()
+
+    def _seeds_of(self, samples: Sequence[TrainingSample]) -> dict[str, int | None]:
+        """Return the seed of each rollout in the groups of these samples, by its id."""
+        found = [self._open.get(group_id) for group_id in {each.group_id for each in samples}]
+        groups = [group[1].future.result() for group in found if group is not None]
+        return {each.task_id: each.sampling_seed for group in groups for each in group.rollouts}
 
     async def _audit(self, write: Callable[[AuditRecord], None]) -> None:
         """Write to the audit record in a thread, if the job has one. Log an error of the file and continue."""

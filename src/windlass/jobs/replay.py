@@ -33,7 +33,7 @@ class Replay:
         num_compared: number of tokens whose log-probabilities are compared.
         num_other_version: number of generated tokens with another version than the engine has now.
         engine_version: version that the engine has now.
-        is_exact: whether sampling is greedy, so that all tokens must be equal.
+        is_exact: whether sampling is greedy or has a seed, so that all tokens must be equal.
         first_difference: index in `output_ids` of the first token that differs, of those that are generated again; None
             if there is none.
         largest_distance: largest difference of two log-probabilities. mean_distance: mean difference.
@@ -77,11 +77,15 @@ class Replay:
 
 
 async def replay(
-    http: aiohttp.ClientSession, url: str, sample: TrainingSample, sampling: SamplingParams
+    http: aiohttp.ClientSession,
+    url: str,
+    sample: TrainingSample,
+    sampling: SamplingParams,
+    seed: int | None = None,
 ) -> Replay:
     """Compare a sample with an engine.
 
-    Greedy answers are generated again as a whole. For any other answer, the engine is asked for its most probable token
+    A greedy answer, or one answer with a seed, is generated again as a whole. For any other answer, the engine is asked for its most probable token
     at each position. Where the sample has this token, the log-probabilities are compared.
 
     Args:
@@ -89,22 +93,25 @@ async def replay(
         url: address of the engine. It should serve the version of the sample's tokens.
         sample: the sample.
         sampling: sampling parameters of the sample.
+        seed: seed of the sample's rollout; None for none.
 
     Raises:
         ConfigError: the sample has no generated token, or `sampling` changes log-probabilities (see `CHANGES_LOGPROBS`)
-            and is not greedy.
+            and there is neither a seed nor greedy sampling.
         AttemptError: the engine failed.
     """
-    is_exact = sampling.temperature == 0
+    spans = list(_spans(sample))
+    # Later turns of a conversation have other seeds, which are not recorded.
+    is_seeded = seed is not None and len(spans) == 1
+    is_exact = sampling.temperature == 0 or is_seeded
     neutral = SamplingParams(max_new_tokens=1)
     for name in CHANGES_LOGPROBS:
         found, wanted = (msgspec.structs.asdict(each)[name] for each in (sampling, neutral))
         if not is_exact and found != wanted:
             raise ConfigError(
-                f"replay: sampling: {name} must be {wanted} or the sampling greedy, got {found}: the log-probabilities "
+                f"replay: sampling: {name} must be {wanted} or the sampling greedy or seeded, got {found}: the log-probabilities "
                 "of the sample are those after this setting, which an engine returns only for its own samples"
             )
-    spans = list(_spans(sample))
     if not spans:
         raise ConfigError("replay: the sample must have a token that an engine generated, got none")
     # Engines round differently in larger batches, so greedy answers are generated one after another.
@@ -115,7 +122,8 @@ async def replay(
             sampling,
             max_new_tokens=last - first,
             min_new_tokens=min(sampling.min_new_tokens, last - first),
-            temperature=0.0,
+            temperature=sampling.temperature if is_seeded else 0.0,
+            sampling_seed=seed if is_seeded else None,
             # The recorded tokens contain the end of the answer, and the number of tokens is given.
             ignore_eos=sampling.ignore_eos or not is_exact,
             stop=sampling.stop if is_exact else (),

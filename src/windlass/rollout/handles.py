@@ -107,6 +107,7 @@ class Rollout(msgspec.Struct, frozen=True):
         turns: engine calls of a workflow. `versions` then has the tokens of all turns, and `prompt_ids`,
             `output_ids` and `logprobs` are empty.
         value: return value of the workflow.
+        sampling_seed: seed of the answer; None if `SamplingParams.sampling_seed` is None.
         reward: reward from a `Scorer`, in a job with `[rewards]`; None for a rollout that no scorer has scored.
         text: decoded answer if text or messages were submitted, without special tokens; otherwise empty.
     """
@@ -127,6 +128,7 @@ class Rollout(msgspec.Struct, frozen=True):
     turns: tuple[Turn, ...] = ()
     value: object = None
     reward: float | None = None
+    sampling_seed: int | None = None
     text: str = ""
 
 

@@ -291,6 +291,7 @@ class Record(msgspec.Struct, eq=False):
             seconds=self.finished_at - self.submitted_at,
             turns=self.outcome.turns,
             value=msgspec.msgpack.decode(self.outcome.value) if self.outcome.value else None,
+            sampling_seed=self.sampling().sampling_seed,
             text=self.outcome.text,
         )
 

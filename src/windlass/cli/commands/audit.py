@@ -55,30 +55,33 @@ def run(args: argparse.Namespace) -> int:
         if args.sample is None:
             raise ConfigError("audit: --sample must be given with --replay, got none")
         check_url(args.replay, "audit: --replay")
-        found = asyncio.run(_replay(args.replay, samples[args.sample], audited))
+        found = asyncio.run(_replay(args.replay, args.sample, audited))
         print(f"sample {args.sample} of version {args.version}: {found.text()}")
         return 0 if found.agrees(args.tolerance) else 1
     if args.json:
         chosen = samples if args.sample is None else samples[args.sample : args.sample + 1]
-        shown = msgspec.structs.replace(audited, samples=chosen)
+        seeds = audited.seeds if args.sample is None else (audited.seeds[args.sample],)
+        shown = msgspec.structs.replace(audited, samples=chosen, seeds=seeds)
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown)).decode() + "\n")
         return 0
     print(_head(audited))
     for number, sample in enumerate(samples):
         if args.sample in {None, number}:
-            print(_line(number, sample))
+            print(_line(number, sample, audited.seeds[number]))
     if args.sample is not None:
         print(_tokens(samples[args.sample]))
     return 0
 
 
-async def _replay(url: str, sample: TrainingSample, audited: AuditedVersion) -> Replay:
+async def _replay(url: str, number: int, audited: AuditedVersion) -> Replay:
     owner = secret_value(TOKEN_VARIABLE)
     token = secret_value(ENGINE_TOKEN_VARIABLE) or (
         role_token(owner, Access.CLIENT) if owner else ""
     )
     async with open_http(token, to_controller=False, many_connections=True) as http:
-        return await replay(http, url.rstrip("/"), sample, audited.sampling)
+        return await replay(
+            http, url.rstrip("/"), audited.samples[number], audited.sampling, audited.seeds[number]
+        )
 
 
 def _head(audited: AuditedVersion) -> str:
@@ -91,14 +94,15 @@ def _head(audited: AuditedVersion) -> str:
     )
 
 
-def _line(number: int, sample: TrainingSample) -> str:
+def _line(number: int, sample: TrainingSample, seed: int | None) -> str:
     """Return one line about a sample: its origin, its reward, and its number of tokens per version."""
+    seeded = "" if seed is None else f"  seed {seed}"
     counts = Counter(version for version in sample.versions if version >= 0)
     versions = ", ".join(
         f"{count} of version {version}" for version, count in sorted(counts.items())
     )
     return (
-        f"{number:>5}  group {sample.group_id}  rollout {sample.task_id or '-'}  engine {sample.engine}  "
+        f"{number:>5}  group {sample.group_id}  rollout {sample.task_id or '-'}  engine {sample.engine}{seeded}  "
         f"reward {sample.reward:g}  prompt {len(sample.prompt_ids)} tokens, output {len(sample.output_ids)}: {versions}"
     )
 
