@@ -156,6 +156,11 @@ def test_a_sample_without_a_tensor_has_zeros() -> None:
             {},
             r"tensor 'experts' must have one dtype and shape .* uint8 of \(2, 3\) and int64 of \(\)",
         ),
+        (
+            [sample(0, 1, 2, tensors={"x": SampleTensor.of(torch.ones(2, dtype=torch.bfloat16))})],
+            {},
+            r"tensor 'x' must have a dtype of NumPy, got bfloat16; store it as float32",
+        ),
     ],
 )
 def test_what_cannot_be_packed_is_named(

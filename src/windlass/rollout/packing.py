@@ -82,7 +82,7 @@ def pack(
 
     Raises:
         ConfigError: `samples` is empty, a sample is longer than `max_tokens` or has no prompt, tensors of one name
-            differ in dtype or shape, or a number is below 1.
+            differ in dtype or shape, NumPy does not have a tensor's dtype, or a number is below 1.
     """
     for name, number in (("num_ranks", num_ranks), ("max_tokens", max_tokens)):
         if not is_count(number):
@@ -142,6 +142,10 @@ def _kinds(samples: Sequence[TrainingSample]) -> dict[str, tuple[Array, SampleTe
         for name, tensor in sample.tensors.items():
             if not tensor.per_token:
                 continue
+            if not tensor.has_numpy_dtype:
+                raise ConfigError(
+                    f"pack: tensor {name!r} must have a dtype of NumPy, got {tensor.dtype}; store it as float32"
+                )
             _, known = kinds.setdefault(name, (tensor.to_numpy()[:0], tensor))
             if (tensor.dtype, tensor.shape[1:]) != (known.dtype, known.shape[1:]):
                 raise ConfigError(

@@ -83,13 +83,18 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True):
             per_token=per_token,
         )
 
+    @property
+    def has_numpy_dtype(self) -> bool:
+        """Whether NumPy has this element type; it has neither bfloat16 nor float8."""
+        return self.dtype not in {DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2}
+
     def to_numpy(self) -> Any:
         """Return a read-only NumPy array of the elements.
 
         Raises:
             ConfigError: NumPy has no such element type; use `to_torch`.
         """
-        if self.dtype in {DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2}:
+        if not self.has_numpy_dtype:
             raise ConfigError(f"tensor: NumPy has no dtype {self.dtype}; use to_torch")
         return np.frombuffer(self.data, np.dtype(self.dtype.value)).reshape(self.shape)
 
