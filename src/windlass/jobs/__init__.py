@@ -9,6 +9,8 @@ from windlass.lazy import public
 if TYPE_CHECKING:
     from windlass.jobs.config import LaunchConfig as LaunchConfig
     from windlass.jobs.config import load_config as load_config
+    from windlass.jobs.data import DataSection as DataSection
+    from windlass.jobs.dataset_recipe import DatasetRecipe as DatasetRecipe
     from windlass.jobs.fsdp_engine import FsdpEngine as FsdpEngine
     from windlass.jobs.fsdp_engine import LossMean as LossMean
     from windlass.jobs.fsdp_engine import ParallelSizes as ParallelSizes
@@ -31,10 +33,12 @@ if TYPE_CHECKING:
     from windlass.jobs.schedulers.local import LocalSchedulerConfig as LocalSchedulerConfig
     from windlass.jobs.schedulers.ray import RaySchedulerConfig as RaySchedulerConfig
     from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig as SlurmSchedulerConfig
+    from windlass.jobs.stock_trainer import StockTrainer as StockTrainer
     from windlass.jobs.train_controller import TrainController as TrainController
     from windlass.jobs.train_worker import TrainContext as TrainContext
     from windlass.jobs.train_worker import TrainEngine as TrainEngine
     from windlass.jobs.train_worker import run_train_worker as run_train_worker
+    from windlass.jobs.training import TrainingSection as TrainingSection
 
 # Type checkers must not see `__getattr__`: with it they would accept any name.
 if not TYPE_CHECKING:

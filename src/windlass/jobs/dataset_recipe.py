@@ -1,0 +1,114 @@
+"""A recipe whose tasks are the rows of a data set."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from windlass.controller import Controller
+from windlass.errors import ConfigError
+from windlass.jobs.config import LaunchConfig
+from windlass.jobs.data import DataSection, Row, load_rows
+from windlass.jobs.recipe import Recipe, Task
+from windlass.jobs.schedulers.base import Scheduler
+from windlass.rollout.text import Chat, Message
+
+
+class DatasetRecipe(Recipe):
+    """`Recipe` with a task for each row of the data set of `[data]`, in a new random order in each epoch.
+
+    The metadata of a task is its row, for the reward: `rollout.metadata["answer"]`. The job needs `[rewards]`, or a
+    subclass that defines `rewards`. A job that continues from a checkpoint neither repeats nor skips a row.
+    """
+
+    _config: LaunchConfig
+    _epoch = _index = 0
+
+    def started(
+        self,
+        config: LaunchConfig,
+        controller: Controller,  # noqa: ARG002
+        scheduler: Scheduler,  # noqa: ARG002
+    ) -> None:
+        """Keep the configuration. A subclass that overrides this method must call it."""
+        self._config = config
+        if config.evaluation.every and not self.data.evaluation:
+            raise ConfigError(
+                f"data.evaluation must be given with evaluation.every = {config.evaluation.every}, got ''"
+            )
+
+    @property
+    def data(self) -> DataSection:
+        """Settings of the data set.
+
+        Raises:
+            ConfigError: the job has no table `[data]`.
+        """
+        if self._config.data is None:
+            raise ConfigError("data must be given for a DatasetRecipe, got no table [data]")
+        return self._config.data
+
+    @cached_property
+    def rows(self) -> Sequence[Row]:
+        """Rows of the data set. A subclass may replace them, for example to filter or to generate rows."""
+        return load_rows(self.data.path, name=self.data.name, split=self.data.split)
+
+    @cached_property
+    def evaluation_rows(self) -> Sequence[Row]:
+        """Rows of evaluations. A subclass may replace them."""
+        data = self.data
+        return load_rows(data.evaluation, name=data.name, split=data.evaluation_split)
+
+    def task(self, row: Row) -> Task:
+        """Return the task of a row. A subclass may override it, for example to run a workflow."""
+        return Task(prompt=self.prompt(row), metadata=dict(row))
+
+    def prompt(self, row: Row) -> str | Sequence[Message] | Chat:
+        """Return the prompt of a row: the column `data.prompt` as a text or as messages.
+
+        Raises:
+            ConfigError: the row has no such column, or the column contains neither a text nor messages.
+        """
+        data = self.data
+        value = row.get(data.prompt)
+        if isinstance(value, list) and value:
+            return tuple(value)
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"data.prompt must be a column with a text or messages, one of {sorted(row)}, got {data.prompt!r} "
+                f"with {value!r}"
+            )
+        if not data.chat:
+            return value
+        user: Message = {"role": "user", "content": value}
+        return ({"role": "system", "content": data.system}, user) if data.system else (user,)
+
+    def tasks(self) -> Iterator[Task]:
+        data = self.data
+        for epoch in itertools.count(self._epoch):
+            if data.epochs and epoch >= data.epochs:
+                return
+            order: Sequence[int] = range(len(self.rows))
+            if data.shuffle:
+                order = random.Random(f"{data.seed}/{epoch}").sample(order, len(order))  # noqa: S311
+            for index in range(self._index, len(order)):
+                # After the last row of an epoch, the position is the first row of the next epoch.
+                is_last = index + 1 == len(order)
+                self._epoch, self._index = (epoch + 1, 0) if is_last else (epoch, index + 1)
+                yield self.task(self.rows[order[index]])
+
+    def state(self) -> object:
+        return {"epoch": self._epoch, "index": self._index, "num_rows": len(self.rows)}
+
+    def load(self, state: Any) -> None:
+        if (num_rows := len(self.rows)) != state["num_rows"]:
+            raise ConfigError(
+                f"data.path must have the {state['num_rows']} rows that the checkpoint's data set had, got {num_rows}"
+            )
+        self._epoch, self._index = state["epoch"], state["index"]
+
+    def evaluation_tasks(self) -> Iterable[Task]:
+        return [self.task(row) for row in self.evaluation_rows]

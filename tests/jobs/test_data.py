@@ -1,0 +1,104 @@
+"""Rows of data sets, and the order in which a `DatasetRecipe` makes tasks of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from windlass.errors import ConfigError
+from windlass.jobs import DatasetRecipe, LaunchConfig, load_config
+from windlass.jobs.data import load_rows
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "launch" / "job.toml"
+
+
+def write_rows(path: Path, num_rows: int) -> Path:
+    lines = [json.dumps({"n": n, "question": f"é{n}?" * (n + 1)}) for n in range(num_rows)]
+    # An empty line is no row, and the last line need not end with a line break.
+    path.write_text("\n\n".join(lines), encoding="utf-8")
+    return path
+
+
+def recipe_of(tmp_path: Path, num_rows: int = 7, **data: Any) -> DatasetRecipe:
+    path = write_rows(tmp_path / "rows.jsonl", num_rows)
+    base: Any = msgspec.to_builtins(load_config(EXAMPLE), enc_hook=str)
+    given = {**base, "data": {"path": str(path), "prompt": "question", **data}}
+    recipe = DatasetRecipe()
+    recipe.started(msgspec.convert(given, LaunchConfig), None, None)  # type: ignore[arg-type]
+    return recipe
+
+
+def numbers(recipe: DatasetRecipe, count: int) -> list[int]:
+    """Return the row numbers of the next tasks."""
+    tasks: Any = [task.metadata for task in itertools.islice(recipe.tasks(), count)]
+    return [row["n"] for row in tasks]
+
+
+def test_each_epoch_has_all_rows_in_an_order_of_its_own(tmp_path: Path) -> None:
+    found = numbers(recipe_of(tmp_path, epochs=3), 100)
+    epochs = [found[n : n + 7] for n in range(0, 21, 7)]
+    assert len(found) == 21
+    assert all(sorted(epoch) == [*range(7)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert numbers(recipe_of(tmp_path, epochs=3), 100) == found
+    assert numbers(recipe_of(tmp_path, epochs=3, seed=1), 100) != found
+    assert numbers(recipe_of(tmp_path, shuffle=False), 16) == [*range(7), *range(7), 0, 1]
+
+
+@pytest.mark.parametrize("position", [1, 6, 7, 8, 20, 21])
+def test_a_recipe_continues_at_every_position(tmp_path: Path, position: int) -> None:
+    whole = numbers(recipe_of(tmp_path, epochs=3), 100)
+    first = recipe_of(tmp_path, epochs=3)
+    assert numbers(first, position) == whole[:position]
+    second = recipe_of(tmp_path, epochs=3)
+    second.load(msgspec.msgpack.decode(msgspec.msgpack.encode(first.state())))
+    assert numbers(second, 100) == whole[position:]
+
+
+def test_a_position_of_another_data_set_is_refused(tmp_path: Path) -> None:
+    state = recipe_of(tmp_path).state()
+    with pytest.raises(ConfigError, match="must have the 7 rows that the checkpoint's data set ha"):
+        recipe_of(tmp_path, num_rows=8).load(state)
+
+
+def test_a_prompt_is_a_text_or_messages(tmp_path: Path) -> None:
+    user = {"role": "user", "content": "é0?"}
+    row = {"question": "é0?", "turns": [user]}
+    assert recipe_of(tmp_path).prompt(row) == (user,)
+    system = {"role": "system", "content": "Be brief."}
+    assert recipe_of(tmp_path, system="Be brief.").prompt(row) == (system, user)
+    assert recipe_of(tmp_path, chat=False).prompt(row) == "é0?"
+    assert recipe_of(tmp_path, prompt="turns").prompt(row) == (user,)
+    with pytest.raises(ConfigError, match=r"one of \['question', 'turns'\], got 'x' with None"):
+        recipe_of(tmp_path, prompt="x").prompt(row)
+
+
+def test_rows_of_a_file_are_read_by_number(tmp_path: Path) -> None:
+    rows = load_rows(str(write_rows(tmp_path / "rows.jsonl", 5)))
+    assert [row["n"] for row in rows] == [*range(5)]
+    assert rows[-1]["question"] == "é4?" * 5
+    assert [row["n"] for row in rows[1:3]] == [1, 2]
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"a": 1}\n[2]\n')
+    with pytest.raises(ConfigError, match=r"data: row 1 of '.*' must be a JSON object"):
+        [*load_rows(str(broken))]
+
+
+def test_data_sets_of_the_library_are_loaded_by_split(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the extra data is not installed")
+    turns = [{"role": "user", "content": "a"}]
+    table = {"n": [3, 4], "turns": [turns, turns]}
+    whole = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_dict(table), "test": datasets.Dataset.from_dict({"n": [5]})}
+    )
+    whole.save_to_disk(tmp_path / "both")
+    rows = load_rows(str(tmp_path / "both"))
+    assert [dict(row) for row in rows] == [{"n": n, "turns": turns} for n in (3, 4)]
+    assert [dict(row) for row in load_rows(str(tmp_path / "both"), split="test")] == [{"n": 5}]
+    with pytest.raises(ConfigError, match="with split 'none' cannot be loaded"):
+        load_rows(str(tmp_path / "both"), split="none")
