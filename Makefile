@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines test-integrations \
-  test-truth test-scripts test-security fuzz test-clusters test-hosts test-rdma figures docs docs-version test-browser release-check bench clean
+  test-truth test-rollouts test-scripts test-security fuzz test-clusters test-hosts test-rdma figures docs docs-version test-browser release-check bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-long [ARGS='-k chaos']                            generated faults, kills, relays, whole jobs"
 	@echo "make test-megatron | test-engines | test-truth              Megatron-core, live vLLM and SGLang; installs them first"
 	@echo "make test-integrations [ARGS='-k trl']                      engines and frameworks that the user starts in their own way"
+	@echo "make test-rollouts                                          examples of rollouts that train, and kills during their sessions"
 	@echo "make test-scripts                                           every script in benchmarks/, on a CPU at a small size"
 	@echo "make test-security                                          the tests that SECURITY.md and docs/attacks.md name"
 	@echo "make fuzz [ARGS='--seconds 60']                             every decoder of peer bytes, guided by coverage"
@@ -138,6 +139,15 @@ test-truth: engines
 	  tests/engines/test_sglang_caches.py tests/engines/test_live_derived_state.py tests/engines/test_live_sampling.py \
 	  tests/trainers/test_whole.py \
 	  tests/integrations/test_vllm_plugin.py::test_versions_of_large_noise_equal_fresh_servers $(ARGS)
+
+# Examples that train for some steps with the embedded engine and a live vLLM, and tests that kill processes during
+# rollouts: workers, engines, processes of rewards, agents, the controller.
+test-rollouts: setup
+	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
+	$(RUN) -n 2 --dist loadfile -m "not cluster and not engines" tests/jobs/test_arithmetic_example.py \
+	  tests/jobs/test_job_runs.py tests/jobs/test_hangs.py tests/rollout/test_agentic.py tests/rollout/test_chat_kills.py \
+	  tests/rollout/test_clean_up.py tests/rollout/test_group_sizes.py tests/rollout/test_reward_server.py \
+	  tests/rollout/test_rewards.py tests/rollout/test_rollout_durable.py $(ARGS)
 
 # Every test that SECURITY.md and docs/attacks.md name, against real processes: clients without a token, tokens, TLS, forged
 # or faulty members, other runs, damaged journals. About 2 minutes on two cores. `make test` also runs most of them.

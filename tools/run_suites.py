@@ -51,6 +51,7 @@ RING = {
     "test-megatron": Suite(15, 3, 1),
     "test-truth": Suite(70, 14, 3),
     "test-hosts": Suite(17, 3, 3),
+    "test-rollouts": Suite(16, 3),
     "test-long": Suite(24, 5),
     "test-engines": Suite(37, 8, 3),
     "test-clusters": Suite(10, 2, 4),
