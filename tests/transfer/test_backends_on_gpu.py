@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import weight_fleet
 import weight_rank
 from live_fleet import needs
 from safetensors.torch import save_file
@@ -41,6 +43,12 @@ FABRICS = [
     )
     for fabric in CollectiveFabric
 ]
+
+
+@pytest.fixture(autouse=True)
+def _spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spawn the ranks. A rank of a fork server cannot use CUDA if an imported package has used CUDA in the fork server."""
+    monkeypatch.setattr(weight_fleet, "PROCESSES", multiprocessing.get_context("spawn"))
 
 
 def fleet_on_gpus(
