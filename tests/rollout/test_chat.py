@@ -332,6 +332,26 @@ async def test_requests_only_shorten_answers_unless_they_decide_about_sampling()
     assert (changed.temperature, changed.top_p, changed.max_new_tokens) == (0.0, 0.5, 8)
 
 
+def test_a_request_biases_and_seeds_an_answer_only_if_it_decides_about_sampling() -> None:
+    body = {"messages": [QUESTION], "seed": 7, "presence_penalty": 1.5, "logit_bias": {"5": -100}}
+    request = msgspec.json.decode(msgspec.json.encode(body), type=ChatRequest)
+    with pytest.raises(ConfigError, match=r"presence_penalty: must be left out, got 1.5; .*=True"):
+        chat_call(request, Policy(SAMPLING))
+    found = chat_call(request, Policy(SAMPLING, request_sampling=True)).sampling
+    assert (found.sampling_seed, found.presence_penalty) == (7, 1.5)
+    assert dict(found.logit_bias) == {5: -100}
+
+
+async def test_choices_of_one_seeded_request_differ(rig: Rig) -> None:
+    async def agent(context: WorkflowContext) -> None:
+        async with context.chat_endpoint(request_sampling=True) as session:
+            body = {"messages": [QUESTION], "n": 4, "seed": 3, "temperature": 1000.0}
+            await rig.client(session).ask("/chat/completions", body)
+
+    rollout = await rig.run(agent)
+    assert len({turn.output.output_ids for turn in rollout.turns}) == 4
+
+
 def test_a_demanded_call_becomes_a_json_schema() -> None:
     body = {"messages": [QUESTION], "tools": [TOOL], "tool_choice": "required"}
     call = chat_call(msgspec.convert(body, ChatRequest), Policy(SAMPLING))

@@ -138,8 +138,8 @@ class WorkflowContext:
         that ends the attempt, the block is cancelled, and the `async with` raises the error.
 
         Args:
-            request_sampling: whether requests decide about temperature, `top_p`, `top_k`, `min_p` and
-                `repetition_penalty`. By default the submitter's sampling parameters apply, and requests can only shorten
+            request_sampling: whether requests decide about seed, temperature, `top_p`, `top_k`, `min_p`, penalties and
+                `logit_bias`. By default the submitter's sampling parameters apply, and requests can only shorten
                 answers (`max_tokens`), add stop texts, and demand a structure or a tool call.
 
         Raises:

@@ -116,6 +116,10 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     # Accepted, and of no effect on the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -126,10 +130,6 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prompt_cache_retention: str | None = None
     parallel_tool_calls: bool | None = None
     # Accepted only with values of no effect.
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
     top_logprobs: int | None = None
 
 
@@ -235,14 +235,19 @@ class Call:
     new_messages: tuple[Message, ...] = ()
 
 
+_DECIDED = ("presence_penalty", "frequency_penalty", "logit_bias")
+"""Settings that a request may name only if it decides about the sampling."""
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Sampling of a session.
 
     Attributes:
         sampling: the submitter's sampling parameters.
-        request_sampling: whether the request decides about temperature, `top_p`, `top_k`, `min_p` and
-            `repetition_penalty`. If not, the submitter's values apply.
+        request_sampling: whether the request decides about seed, temperature, `top_p`, `top_k`, `min_p`, penalties and
+            `logit_bias`. If not, the submitter's values apply, and a request with `logit_bias` or a penalty of OpenAI's
+            API is refused.
     """
 
     sampling: SamplingParams
@@ -261,10 +266,16 @@ class Policy:
         Raises:
             ConfigError: a value is invalid, or the endpoint cannot apply it.
         """
-        for name in ("presence_penalty", "frequency_penalty", "logit_bias", "top_logprobs"):
+        if request.top_logprobs:
+            raise ConfigError(
+                f"top_logprobs: must be left out, got {request.top_logprobs}; engines return the logprob of the "
+                "generated token alone"
+            )
+        for name in () if self.request_sampling else _DECIDED:
             if value := getattr(request, name):
                 raise ConfigError(
-                    f"{name}: must be left out, got {value!r}; engines do not apply it"
+                    f"{name}: must be left out, got {value!r}; the submitter's sampling applies, unless the session has "
+                    "request_sampling=True"
                 )
         limit = self.sampling.max_new_tokens
         if max_tokens is not None and max_tokens < 1:
@@ -278,8 +289,10 @@ class Policy:
         if schema is not None:
             changed |= {"json_schema": msgspec.json.encode(schema).decode(), "regex": ""}
         if self.request_sampling:
-            names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-            given = {name: getattr(request, name) for name in names}
+            names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", *_DECIDED)
+            given = {name: getattr(request, name) for name in names} | {
+                "sampling_seed": request.seed
+            }
             changed |= {name: value for name, value in given.items() if value is not None}
         return msgspec.structs.replace(self.sampling, **changed)
 
