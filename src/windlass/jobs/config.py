@@ -20,6 +20,7 @@ from windlass.control.backend import backend_of
 from windlass.engines.spec import ENGINES
 from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.jobs.data import DataSection
+from windlass.jobs.metric_logs import LogSection
 from windlass.jobs.schedulers.configs import KnownScheduler
 from windlass.jobs.schedulers.local import LocalSchedulerConfig
 from windlass.jobs.training import TrainingSection
@@ -311,6 +312,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         output_dir: folder of logs, checkpoints, `metrics.jsonl`, `summary.json` and `report.html`.
         training: settings of the stock trainer, which runs in place of a trainer's script.
         data: data set of a `DatasetRecipe`.
+        log: further places for metrics.
         resume: whether the job continues from checkpoints in `output_dir`.
         audit: whether to record the samples that each version was trained on, in `output_dir/audit.sqlite3`.
         rewards: the function or the server that scores rollouts; None if `Recipe.rewards` scores them.
@@ -329,6 +331,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerSection = TrainerSection()
     training: TrainingSection | None = None
     data: DataSection | None = None
+    log: LogSection = LogSection()
     engines: tuple[EngineSection, ...]
     rollout: RolloutSection
     rewards: ProcessRewards | ServerRewards | None = None

@@ -43,6 +43,7 @@ from windlass.jobs.config import (
     check_all,
 )
 from windlass.jobs.evaluation import evaluate
+from windlass.jobs.metric_logs import MetricLogs
 from windlass.jobs.output import (
     EVALUATIONS,
     METRICS,
@@ -241,6 +242,7 @@ class Job:
     ) -> None:
         self._config, self._output_dir, self._recipe = config, output_dir, recipe
         self._output = OutputFolder(output_dir)
+        self._logs = MetricLogs(config.log, output_dir, start[1].steps + 1 if start else 1)
         self._scheduler, self._notify, self._progress = scheduler, notify, progress
         self._token, self._scorer = token, scorer
         self._audit_record = (
@@ -337,6 +339,7 @@ class Job:
         finally:
             # Write the report, also for a failed job, while engines and trainers are still connected.
             self._write_report()
+            self._logs.close()
             # A rank that still executes a call does not read further commands, such as `Stop`.
             in_call = not work.done()
             for task in (work, *others):
@@ -824,6 +827,7 @@ class Job:
                 **result.metrics,
             }
         )
+        self._logs.add("train", self._steps, {"reward": reward, **result.metrics})
         with self._in_hook(f"after_step of step {step}"):
             await self._recipe.after_step(step, result)
         every = self._config.evaluation.every
@@ -858,6 +862,7 @@ class Job:
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
         self._notify(f"evaluation of version {version}: {metrics}")
         self._output.add_metrics({"step": self._steps, "version": version, **found}, EVALUATIONS)
+        self._logs.add("evaluation", self._steps, found)
 
     async def _produce(self) -> None:
         """Submit the recipe's tasks one by one, each as soon as the staleness bound admits it, until the tasks end.

@@ -1,0 +1,47 @@
+"""Metrics in the files of the real libraries of TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.errors import ConfigError
+from windlass.jobs.metric_logs import FOLDER, LogSection, MetricLogs
+
+
+def test_tensorboard_shows_each_step_once_after_a_job_continued(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last in ((1, 5), (4, 7)):
+        logs = MetricLogs(LogSection(tensorboard=True), tmp_path, first)
+        for step in range(first, last):
+            logs.add("train", step, {"reward": first + step / 8})
+        logs.close()
+    found: Any = EventAccumulator(str(tmp_path / FOLDER))
+    found.Reload()
+    # The first job trained steps 1 to 4, and the second continued at step 4.
+    expected = [(1, 1.125), (2, 1.25), (3, 1.375), (4, 4.5), (5, 4.625), (6, 4.75)]
+    assert [(event.step, event.value) for event in found.Scalars("train/reward")] == expected
+
+
+def test_wandb_writes_a_run_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logs = MetricLogs(LogSection(wandb="project"), tmp_path, 1)
+    logs.add("evaluation", 3, {"accuracy": 0.625})
+    logs.close()
+    (run,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"evaluation/accuracy" in run.read_bytes()
+    assert b"0.625" in run.read_bytes()
+
+
+def test_a_mode_of_wandb_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"log\.wandb_mode must be 'offline' or 'online', got 'on'"
+    ):
+        LogSection(wandb_mode="on")
