@@ -70,6 +70,11 @@ REHEARSALS = (
     row("bench_replica.py", "--mib", "4", "--runs", "1"),
     row("bench_replicated.py", "--mib", "4", "--runs", "1"),
     row("bench_rollout.py", "--only", "idle"),
+    row(
+        "bench_routing.py",
+        *("--turns", "1", "--tasks", "2", "--prompts", "2", "--samples", "2", "--shared", "256"),
+        engine="vllm",
+    ),
     row("bench_samples_per_hour.py", "--steps", "2", "--ways", "in_place", engine="vllm"),
     row("bench_scale.py", "--sizes", "1"),
     row("bench_simulation.py"),
