@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from windlass.element_ids.memory import fingerprint, memory_of, reach_of
-from windlass.engines.capture.reach import Form, Node, Number, Reach, reach
+from windlass.engines.capture.reach import Form, Node, Number, Reach, Signature, reach
 from windlass.errors import UnsupportedLayout
 from windlass.layout.naming.patterns import said
 
@@ -91,6 +91,38 @@ def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Ma
     to skip, such as KV caches.
     """
     return _distinct(reach(model), ignored)
+
+
+@final
+class Walked:
+    """Tensors of a model. The walk that finds them is repeated only if the model has changed since.
+
+    A comparison with the last walk takes a fraction of a walk's time. This object keeps all objects of the last walk alive,
+    so that no other object can have the `id` of one of them.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._last: tuple[Reach, Signature, list[tuple[torch.Tensor, int]]] | None = None
+        self._held: Mapping[str, Holding] = {}
+
+    def held(self) -> Mapping[str, Holding]:
+        """Return the tensors that `held_by` would return now."""
+        if self._last is None or not self._is_unchanged(*self._last[1:]):
+            found = reach(self._model)
+            self._held = _distinct(found, frozenset())
+            items = (node.item for node in found.tensors if isinstance(node.item, torch.Tensor))
+            self._last = found, Signature(found), [(item, _address(item)) for item in items]
+        return self._held
+
+    @staticmethod
+    def _is_unchanged(signature: Signature, places: list[tuple[torch.Tensor, int]]) -> bool:
+        return signature.holds() and all(_address(item) == at for item, at in places)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor; 0 if it has no memory."""
+    return tensor.data_ptr() if has_memory(tensor) else 0
 
 
 def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:

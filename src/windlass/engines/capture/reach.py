@@ -73,6 +73,12 @@ _RUNNERS = (
 
 If a function of the model references such an object, the walk would otherwise continue to KV caches and requests.
 """
+_LOGS = frozenset({"sglang.srt.runtime_context.RuntimeContext._overrides_log"})
+"""Slots of classes that the walk skips.
+
+SGLang adds an entry to this list at each change of a setting, for example of the weights' version. Without this exception,
+the model would seem to have changed after every update.
+"""
 _OPENED = (
     *(UserDict, UserList, ChainMap, SimpleNamespace),
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
@@ -767,7 +773,9 @@ def _looked_at(kind: type) -> Any:
         members=tuple(
             m
             for m in members
-            if isinstance(m, MemberDescriptorType) and m.__objclass__.__flags__ & _MADE_IN_PYTHON
+            if isinstance(m, MemberDescriptorType)
+            and m.__objclass__.__flags__ & _MADE_IN_PYTHON
+            and f"{m.__objclass__.__module__}.{m.__qualname__}" not in _LOGS
         ),
     )
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.config import PauseMode
-from windlass.engines.capture.memory import held_by, prints_of
+from windlass.engines.capture.memory import Walked, prints_of
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.http import EngineHttp
 from windlass.engines.rank_sleep import RankSleep
@@ -69,7 +69,8 @@ class RankSaver:
     def __init__(
         self, rank: EngineRank, model: torch.nn.Module, outdate: Callable[[], None]
     ) -> None:
-        self._rank, self._state, self._model, self._outdate = rank, rank.sleep, model, outdate
+        self._rank, self._state, self._outdate = rank, rank.sleep, outdate
+        self._walked = Walked(model)
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._addresses: Mapping[str, int] = {}
         # Fingerprints of the weights, if SGLang keeps a copy of them.
@@ -103,12 +104,14 @@ class RankSaver:
             if WEIGHTS in tags:
                 self._before_loss()
             waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+            free = free_nbytes() or 0
             try:
                 for tag in (tag for tag in _ORDER if tag in tags):
                     self._state.asleep |= {tag}
-                    before, message.tags = free_nbytes(), [tag]
+                    before, message.tags = free, [tag]
                     carry_out()
-                    self._nbytes[tag] = max((free_nbytes() or 0) - (before or 0), 0)
+                    free = free_nbytes() or 0
+                    self._nbytes[tag] = max(free - before, 0)
             finally:
                 scheduler.waiting_queue = waiting
             self._outdate()
@@ -157,7 +160,7 @@ class RankSaver:
             raise TransferFailed("the engine fell asleep while the pause began")
         if not self._state.is_lost:
             return
-        found = {name: holding.address for name, holding in held_by(self._model).items()}
+        found = {name: holding.address for name, holding in self._walked.held().items()}
         moved = [name for name, at in self._addresses.items() if found.get(name) != at]
         if moved:
             raise TransferFailed(
@@ -185,7 +188,7 @@ class RankSaver:
 
     def _before_loss(self) -> None:
         """Save what neither an update nor SGLang restores, and record what the weights are."""
-        held = held_by(self._model)
+        held = self._walked.held()
         self._addresses = {name: holding.address for name, holding in held.items()}
         self._prints = None
         if has_backup():
@@ -208,7 +211,7 @@ class RankSaver:
         with torch.inference_mode():
             for memory, value in self._saved:
                 memory.copy_(value)
-        if has_backup() and self._prints != prints_of(held_by(self._model)):
+        if has_backup() and self._prints != prints_of(self._walked.held()):
             self._state.is_lost = True
 
     def _shortage(self, tags: Collection[str]) -> str:

@@ -1,0 +1,103 @@
+"""`Walked` repeats its walk through a model if, and only if, the model has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from windlass.engines.capture.memory import Holding, Walked, held_by
+
+
+def engine() -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 4))
+    model.register_buffer("table", torch.arange(5.0))
+    model.method = SimpleNamespace(scales=[torch.ones(2), torch.zeros(3)], rank=0)  # type: ignore[assignment]
+    return model
+
+
+def places(held: Mapping[str, Holding]) -> dict[str, tuple[int, int]]:
+    return {name: (holding.address, holding.nbytes) for name, holding in held.items()}
+
+
+def replace_parameter(model: Any) -> None:
+    model[1].weight = torch.nn.Parameter(torch.ones(4, 2))
+
+
+def replace_data(model: Any) -> None:
+    model[0].weight.data = model[0].weight.data.clone()
+
+
+def replace_buffer(model: Any) -> None:
+    model.table = torch.zeros(5)
+
+
+def replace_item(model: Any) -> None:
+    model.method.scales[1] = torch.ones(3)
+
+
+def add_tensor(model: Any) -> None:
+    model[0].cache = torch.ones(7)
+
+
+def drop_module(model: Any) -> None:
+    model[1] = torch.nn.Identity()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace_parameter, replace_data, replace_buffer, replace_item, add_tensor, drop_module],
+)
+def test_a_changed_model_is_walked_again(change: Callable[[Any], None]) -> None:
+    model = engine()
+    walked = Walked(model)
+    before = places(walked.held())
+    assert before == places(held_by(model))
+    for _ in range(3):
+        change(model)
+        assert places(walked.held()) == places(held_by(model)) != before
+
+
+def test_an_unchanged_model_is_not_walked_again() -> None:
+    model = engine()
+    walked = Walked(model)
+    held = walked.held()
+    model.method.rank = 1
+    with torch.no_grad():
+        model[0].weight.fill_(7.0)
+    assert walked.held() is held
+
+
+def test_a_tensor_with_the_id_of_an_earlier_one_is_found() -> None:
+    model = engine()
+    walked = Walked(model)
+    walked.held()
+    for number in range(20):
+        # CPython gives the memory of the freed tensor to the next one.
+        model.method.scales[0] = None
+        model.method.scales[0] = torch.full((2,), float(number))
+        holding = walked.held()["method.scales[0]"]
+        assert holding.tensor is model.method.scales[0]
+
+
+def test_a_log_of_settings_is_no_change_of_the_model() -> None:
+    names: dict[str, Any] = {
+        "__slots__": ("_overrides_log", "resources"),
+        "__module__": "sglang.srt.runtime_context",
+        "__qualname__": "RuntimeContext",
+    }
+    context: Any = type("RuntimeContext", (), names)()
+    log: list[object] = []
+    for name, value in zip(names["__slots__"], (log, [torch.ones(3)]), strict=True):
+        setattr(context, name, value)
+    model = engine()
+    model.context = context
+    walked = Walked(model)
+    held = walked.held()
+    log.append(("scheduler.weight_version", {"weight_version": "7"}))
+    assert walked.held() is held
+    context.resources.append(torch.zeros(4))
+    assert set(walked.held()) - set(held) == {"context.resources[1]"}
