@@ -78,7 +78,7 @@ def loss(model, groups):
     tokens, trained = torch.zeros(len(samples), longest, dtype=torch.long), torch.zeros(len(samples), longest)
     for row, s in enumerate(samples):
         tokens[row, : len(s.prompt_ids + s.output_ids)] = torch.tensor(s.prompt_ids + s.output_ids)
-        trained[row, len(s.prompt_ids) : len(s.prompt_ids + s.output_ids)] = 1.0
+        trained[row, len(s.prompt_ids) : len(s.prompt_ids + s.output_ids)] = torch.tensor(s.loss_mask).float()
     chosen = model(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
     rewards = torch.tensor([s.reward for s in samples])
     return -(rewards[:, None] * chosen * trained[:, 1:]).sum() / trained.sum()
@@ -111,8 +111,8 @@ def test_the_same_command_continues_a_stopped_job(tmp_path: Path) -> None:
         assert process.wait(timeout=120) == 128 + signal.SIGTERM, first
     stopped_at = len(lines(first, "step "))
     assert 5 <= stopped_at < 8
-    # Two groups of two rollouts with two turns each make 8 samples.
-    assert {line.partition("]")[2] for line in lines(first, "TRAIN ")} == {" {4} 8"}
+    # Two groups of two rollouts make 4 samples. Each has two turns of 4 tokens, and the token that the second prompt adds.
+    assert {line.partition("]")[2] for line in lines(first, "TRAIN ")} == {" {9} 4"}
     assert lines(first, "AFTER ")[:2] == [
         "0 ['grad_norm', 'logprob_difference', 'loss'] {1}",
         "1 ['grad_norm', 'loss'] {2}",
