@@ -18,6 +18,7 @@ class RankSleep:
         is_enabled: whether the engine was started with its sleep mode.
         asleep: kinds of memory that have no pages now, by the engine's names.
         is_lost: whether the values of the weights are lost, and no round has filled the weights since.
+        failure: reason why the last attempt to wake memory failed; empty if it did not fail.
         ask: function of a pause mode and a deadline that makes every rank of the engine sleep; None if another rank or
             only the trainer can do so.
     """
@@ -28,6 +29,7 @@ class RankSleep:
     def __init__(self) -> None:
         self.is_enabled = self.is_lost = False
         self.asleep: frozenset[str] = frozenset()
+        self.failure = ""
         self.ask: Callable[[PauseMode, float], None] | None = None
 
     @property

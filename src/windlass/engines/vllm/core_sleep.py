@@ -26,7 +26,7 @@ GO_ON = "windlass_go_on"
 RESTS = "rests"
 """Third argument of `windlass_quiesce` for a server whose scheduler is paused by vLLM's sleep mode."""
 _SHORTAGE, _IS_EMPTY, _REFUSES = "windlass_shortage", "windlass_is_empty", "windlass_refuse"
-_IN_ROUND = "windlass_in_round"
+_IN_ROUND, _FAILURE = "windlass_in_round", "windlass_wake_failure"
 """Worker methods."""
 
 
@@ -51,7 +51,8 @@ def keep_lost_weights_paused() -> None:
     """Patch the EngineCore of this process as the module docstring describes. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
-    fall_asleep, resume = EngineCore.sleep, EngineCore.resume_scheduler
+    fall_asleep, awaken = EngineCore.sleep, EngineCore.wake_up
+    resume = EngineCore.resume_scheduler
 
     def sleep(core: Any, level: int = 1, mode: str = "abort") -> Any:
         if level >= 1 and may_sleep(core):
@@ -59,10 +60,21 @@ def keep_lost_weights_paused() -> None:
                 raise RuntimeError("sleep: an update runs; call again after its end")
             if core.model_executor.is_sleeping and WEIGHTS not in core.model_executor.sleeping_tags:
                 # vLLM 0.24 ignores this call while the KV cache sleeps.
-                core.model_executor.wake_up(None)
+                _wake(core, sorted(core.model_executor.sleeping_tags))
             _turn.may_be_lost |= level > 1
             _turn.resumes = _turn.woke = _turn.is_in_round = False
         return fall_asleep(core, level, mode)
+
+    def wake_up(core: Any, tags: list[str] | None = None) -> Any:
+        asleep = core.model_executor.sleeping_tags
+        woken = [tag for tag in sorted(asleep) if tags is None or tag in tags]
+        if not woken or not may_sleep(core):
+            return awaken(core, tags)
+        _wake(core, woken)
+        is_awake = not core.model_executor.is_sleeping
+        if is_awake:
+            core.resume_scheduler()
+        return is_awake
 
     def resume_scheduler(core: Any) -> None:
         if _turn.is_in_round or _is_empty(core):
@@ -70,7 +82,8 @@ def keep_lost_weights_paused() -> None:
         else:
             resume(core)
 
-    EngineCore.sleep, EngineCore.resume_scheduler = sleep, resume_scheduler
+    EngineCore.sleep, EngineCore.wake_up = sleep, wake_up
+    EngineCore.resume_scheduler = resume_scheduler
 
 
 def may_sleep(core: Any) -> bool:
@@ -130,11 +143,17 @@ def _is_empty(core: Any) -> bool:
 
 
 def _wake(core: Any, tags: Sequence[str]) -> None:
-    """Wake memory on all ranks, if all ranks have enough.
-
-    A worker that raises would leave the answers of the other workers unread, so ask all workers first.
-    """
+    """Wake memory on all ranks, if all ranks have enough. Workers do not raise, see `WorkerSleep.wake_up`."""
+    executor = core.model_executor
     reasons = [reason for reason in core.collective_rpc(_SHORTAGE, args=(tags,)) if reason]
     if reasons:
         raise RuntimeError(reasons[0])
-    core.model_executor.wake_up(list(tags))
+    executor.wake_up(list(tags))
+    reasons = [reason for reason in core.collective_rpc(_FAILURE) if reason]
+    if reasons:
+        # The executor counts the memory as awake. The ranks that have woken it ignore the next attempt.
+        executor.sleeping_tags |= {*tags}
+        if "is_sleeping" in vars(executor):
+            # vLLM 0.24; in later releases it is a property.
+            executor.is_sleeping = True
+        raise RuntimeError(reasons[0])

@@ -10,6 +10,7 @@ vLLM calls all methods in the worker's main loop, between two steps.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import Any, NamedTuple, final
@@ -21,6 +22,7 @@ from windlass.engines.engine_rank import EngineRank
 from windlass.engines.rank_sleep import RankSleep
 from windlass.engines.vllm.rank import Worker, cache_storages, models_of
 
+logger = logging.getLogger(__name__)
 WEIGHTS, CACHES = RankSleep.WEIGHTS, "kv_cache"
 """Tags of vLLM (0.24, 0.32) for memory that it frees at every level, and maps again by tag."""
 
@@ -70,7 +72,11 @@ class WorkerSleep:
         self._sleep(level)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Map memory again; see vLLM's `Worker.wake_up`. Memory that is awake stays as it is."""
+        """Map memory again; see vLLM's `Worker.wake_up`. Memory that is awake stays as it is.
+
+        Record a failure and do not raise it: if a worker raises, vLLM takes the answers of the other workers for the
+        answers to its next call.
+        """
         state, worker = self._rank.sleep, self._worker
         woken = state.asleep if tags is None else state.asleep & {*tags}
         if not woken:
@@ -79,8 +85,13 @@ class WorkerSleep:
         if WEIGHTS in state.asleep - woken:
             # vLLM 0.24 restores these buffers in every call, also while they sleep.
             worker._sleep_saved_buffers = {}
+        state.failure = ""
         try:
             self._wake_up(sorted(woken))
+        except Exception as error:
+            logger.exception("cannot wake %s", sorted(woken))
+            state.failure = f"{error}" or type(error).__name__
+            return
         finally:
             if WEIGHTS in state.asleep - woken:
                 worker._sleep_saved_buffers = buffers

@@ -266,7 +266,13 @@ class WorkerMethods:
     def windlass_shortage(self, tags: list[str]) -> str:
         """Return why this rank has too little memory to wake `tags`; empty if it has enough."""
         worker: Worker = self
+        if not self.windlass_engine_rank.sleep.is_enabled:
+            return ""
         return str(worker.windlass_sleep.shortage(tags))
+
+    def windlass_wake_failure(self) -> str:
+        """Return why this rank could not wake its memory; empty if it could."""
+        return self.windlass_engine_rank.sleep.failure
 
     def windlass_refuse(self, pause_id: str, reason: str) -> None:
         """Tell the agent that this rank will not be quiesced. `pause_id` is empty for the pause that it asks for now."""
