@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,13 +33,11 @@ class Api:
 
     gate: QuiesceGate
     versions: list[int] = field(default_factory=list)
-    switches_s: list[float] = field(default_factory=list)
 
     def blocks(self, mode: PauseMode) -> bool:
         return False
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
-        self.switches_s.append(sys.getswitchinterval())
         return True
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
@@ -48,10 +45,9 @@ class Api:
         self.gate.quiesced(pause_id)
 
     def resume(self, deadline_s: float) -> None:
-        self.switches_s.append(sys.getswitchinterval())
+        pass
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        self.switches_s.append(sys.getswitchinterval())
         self.versions.append(version)
 
 
@@ -117,10 +113,6 @@ async def test_a_rank_joins_one_fleet_after_another_with_one_capture(rank: Rank)
             assert gc.get_freeze_count() > 0, "a full collection would fall due in an update"
     assert rank.num_captures == 1
     assert rank.api.versions == [3, 2, 1]
-    assert rank.api.switches_s == pytest.approx([engine_rank.SWITCH_S] * 9), (
-        "in calls of the engine"
-    )
-    assert sys.getswitchinterval() == pytest.approx(0.005)
     leave(rank)
 
 

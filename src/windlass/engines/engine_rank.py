@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol, final
 
 import msgspec
@@ -39,12 +37,6 @@ logger = logging.getLogger(__name__)
 LEAVE_DEADLINE_S = 30.0
 RELEASE_S = 5.0
 """Maximum seconds that a resume waits for the main loops to return from `QuiesceGate.block`."""
-SWITCH_S = 1e-4
-"""Python's switch interval during a pause.
-
-The paused main loop of SGLang polls and holds the GIL. After each system call of an HTTP request, the agent's thread waits
-for the GIL; with Python's own interval, this may take 5 ms.
-"""
 
 
 class EngineApi(Protocol):
@@ -116,7 +108,6 @@ class RankHooks:
         self._paused = False
         self._blocked: threading.Thread | None = None
         self.turn, self.in_round = threading.Lock(), False
-        self._switch_s = sys.getswitchinterval()
 
     @property
     def has_api(self) -> bool:
@@ -134,7 +125,6 @@ class RankHooks:
             raise PeerTimeout(f"pause: the rank has not fallen asleep within {deadline_s} s")
         self.in_round = True
         self.turn.release()
-        sys.setswitchinterval(SWITCH_S)
         blocked = self._gate.ask(pause_id)
         try:
             if not blocked and self._api is not None:
@@ -145,7 +135,6 @@ class RankHooks:
         except WindlassError:
             self._gate.end()
             self.in_round = False
-            sys.setswitchinterval(self._switch_s)
             raise
 
     def round_ended(self) -> None:
@@ -184,19 +173,6 @@ class RankHooks:
 
         The caller may repeat this after an error; see `EngineHooks.resume`.
         """
-        with self._switching_often():
-            self._resume(deadline_s)
-
-    @contextmanager
-    def _switching_often(self) -> Iterator[None]:
-        """Shorten Python's switch interval in the `with` block; restore the usual interval at its end."""
-        sys.setswitchinterval(SWITCH_S)
-        try:
-            yield
-        finally:
-            sys.setswitchinterval(self._switch_s)
-
-    def _resume(self, deadline_s: float) -> None:
         self._gate.end()
         if self._api is None or not self._paused:
             return
@@ -222,8 +198,7 @@ class RankHooks:
     def sleep(self, mode: PauseMode, deadline_s: float) -> None:
         """Make every rank of the engine sleep, if this rank can do so; see `Sleeper.sleep`."""
         if self._sleep.ask is not None:
-            with self._switching_often():
-                self._sleep.ask(mode, deadline_s)
+            self._sleep.ask(mode, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
         """Set the version that the engine reports for later tokens; see `EngineHooks.set_version`.
