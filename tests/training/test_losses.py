@@ -228,3 +228,12 @@ def test_token_logprobs_are_those_of_the_tempered_distribution(temperature: floa
 def test_a_correction_of_a_ratio_that_corrects_already_is_refused() -> None:
     with pytest.raises(ConfigError, match="correction must be 'none' with old_policy 'rollout'"):
         LossConfig(correction=Correction.MASK)
+
+
+def test_a_loss_with_a_reference_model_needs_its_logprobs() -> None:
+    given = inputs()
+    del given["reference"]
+    with pytest.raises(
+        ConfigError, match=r"reference must be given with kl_coefficient=0.1, got None"
+    ):
+        policy_loss(LossConfig(kl_coefficient=0.1), advantages=ADVANTAGES, mask=MASK, **given)

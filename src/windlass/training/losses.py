@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from windlass.errors import ConfigError
 from windlass.training.settings import (
     Correction,
     Kl,
@@ -176,7 +177,14 @@ def policy_loss(
         mask: mask of the tokens.
         sequences: number of each token's sequence; None if each row is a sequence.
         reference: log-probabilities of the tokens in the reference model; None if `kl_coefficient` is 0.
+
+    Raises:
+        ConfigError: `kl_coefficient` is not 0, and `reference` is None.
     """
+    if config.kl_coefficient and reference is None:
+        raise ConfigError(
+            f"policy_loss: reference must be given with kl_coefficient={config.kl_coefficient:g}, got None"
+        )
     mask = mask.to(logprobs.dtype)
     is_on_rollout = config.old_policy is OldPolicy.ROLLOUT
     old = rollout_logprobs if is_on_rollout else logprobs.detach()
