@@ -295,14 +295,14 @@ class TorchBroadcastGroup:
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def finish(self, slot: int, deadline_s: float) -> None:
-        """Finish the broadcast of buffer `slot`, so that later work may read it (or, at rank 0, overwrite it).
+        """Finish the broadcast of buffer `slot`. Later work may then read the buffer; at rank 0, it may overwrite the buffer.
 
-        With `gpu` and NCCL, this call returns at once, and later work in the stream of `gpu` waits for the broadcast.
-        Otherwise this call waits. If no broadcast of this buffer was started, do nothing.
+        With `gpu` and NCCL, this call returns at once and ignores `deadline_s`. Later work in the stream of `gpu` waits for
+        the broadcast, and `drain` reports a late broadcast. Otherwise this call waits. If no broadcast of this buffer was
+        started, do nothing.
 
         Raises:
-            TransferFailed: a member has ended, or the broadcast did not end within `deadline_s`. The group is then
-                broken.
+            TransferFailed: a member has ended, or this call waited longer than `deadline_s`. The group is then broken.
         """
         started, self._works[slot] = self._works[slot], None
         if started is None:

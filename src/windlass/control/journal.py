@@ -193,10 +193,10 @@ class Journal:
         return epoch
 
     def append(self, entry: JournalEntry) -> None:
-        """Write an entry to disk, and add it to the summary.
+        """Write an entry to the file, if there is one, and add the entry to the summary.
 
-        If an earlier sync has failed, earlier entries may not be on disk. The method then first replaces the file by a
-        new file with the summary and the newest entries.
+        If an earlier sync has failed, earlier entries may not be on disk. In that case, replace the file before writing
+        the entry; the new file has the summary and the newest entries. Afterwards compact a file that is too long.
 
         Raises:
             OSError: the entry or the new file cannot be written. The summary does not contain the entry then, but a

@@ -449,7 +449,10 @@ class BucketReceiver:
         self._turns = _Turns()
 
     def connect(self, address: StreamAddress) -> None:
-        """Connect to the sender, unless this receiver is connected to the same address, and expect a stream.
+        """Connect to the sender, and expect a stream.
+
+        Keep an existing connection to the same address if its stream has not failed. Otherwise close the existing
+        connection first.
 
         Raises:
             AuthenticationError, ProtocolError: the sender refused this receiver.

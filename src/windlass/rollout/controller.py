@@ -160,9 +160,9 @@ class RolloutController:
 
     @property
     def position(self) -> tuple[str, int]:
-        """Random id of the journal, and number of groups that all processes with this journal have submitted.
+        """Random id of the journal, and total number of submitted groups, including earlier processes with this journal.
 
-        Without a journal, the id and the number are those of this controller.
+        Without a journal, the id belongs to this controller, and the total counts its groups alone.
         """
         return self._life.identity, self._life.num_groups
 

@@ -159,10 +159,12 @@ class RewardServer:
     async def _request(
         self, http: aiohttp.ClientSession, body: bytes, num_rollouts: int
     ) -> tuple[float | _Unscored, ...]:
-        """Send one batch until the server answers, and return the `num_rollouts` rewards of the answer.
+        """Send one batch, and repeat the request after a connection error or a passing HTTP status.
+
+        Return the `num_rollouts` rewards of the first answer with a status of 2xx.
 
         Raises:
-            RewardError: the server refused the request, sent an invalid answer, or did not answer within `deadline_s`.
+            RewardError: the server refused the request, sent an invalid answer, or sent no rewards within `deadline_s`.
         """
         config, num_tries, newest = self._config, 0, "no answer"
         try:

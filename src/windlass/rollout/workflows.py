@@ -253,7 +253,7 @@ def _chat(messages: Sequence[Message] | Chat, tools: Sequence[Mapping[str, objec
 
 
 def _is_continued(before: Sequence[Message], answer: str, messages: Sequence[Message]) -> bool:
-    """Return whether messages begin with those of an earlier call and with its answer."""
+    """Return whether `messages` starts with the messages of an earlier call, followed by the answer of that call."""
     length = len(before)
     if len(messages) <= length or tuple(messages[:length]) != tuple(before):
         return False
@@ -485,7 +485,8 @@ class Attempts:
             else:
                 self._log_raised(task, failure)
                 error = f"worker {self._worker}: {type(failure).__name__}: {failure}"
-                # The cancellation may have caused this exception, so the next attempt may succeed.
+                # If the worker cancelled the attempt, the cancellation may have caused this exception. The next attempt may
+                # then succeed.
                 kind = ErrorKind.RAISED if cancelled is None else ErrorKind.PASSING
         # A lone surrogate in the text cannot be encoded as UTF-8.
         error = error.encode("utf-8", "replace").decode()

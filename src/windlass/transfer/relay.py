@@ -678,7 +678,7 @@ class RelaySource:
             addresses: relay listeners of the roots.
 
         Raises:
-            ProtocolError: GPU kernels of this rank store its links.
+            ProtocolError: GPU kernels write the bytes of this rank's links, and a relay needs writes by a transport.
             PlanError: a member has no binding, or a root has no address.
             RegionError: bytes would be written outside the regions of a member.
         """

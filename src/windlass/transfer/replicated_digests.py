@@ -133,18 +133,19 @@ class ReplicatedDigests:
             return np.concatenate(found)
 
     def cut_ahead(self) -> None:
-        """Build the tables for the turn that follows the last `take`. Do not read the values of parameters.
+        """Build the tables for the turn after the last `take`. Do not read the values of parameters.
 
-        The next `take` uses the tables only if no parameter has moved. On a GPU, first wait for all work that this
-        process has queued there.
+        Do nothing if there was no `take` since the last call of this method, or if its period was 1. On a GPU, wait for all work
+        that this process has queued there before building the tables. The next `take` uses the tables only if no
+        parameter has moved.
 
         Raises:
             TransferFailed, TransferOutcomeUnknown: see `take`. After this error, the next `take` builds the tables.
         """
         with self._lock, ExitStack() as undo:
             last, self._last = self._last, None
-            # A comparison with period 1 covers all boxes. Usually this is the first comparison, and the next comparison has
-            # a longer period, so tables for period 1 would be useless.
+            # A comparison with period 1 covers all boxes. Usually only the first comparison has period 1. The next
+            # comparison has a longer period and could not use these tables.
             if last is None or last[1] == 1:
                 return
             turn, period, located = last

@@ -141,7 +141,7 @@ class SenderBinding:
             The planned links to the first members.
 
         Raises:
-            ProtocolError: GPU kernels of this rank store its links.
+            ProtocolError: GPU kernels write the bytes of this rank's links, and a relay needs writes by a transport.
             PlanError: a member has no binding.
             RegionError: bytes would be written outside the regions of a member.
         """

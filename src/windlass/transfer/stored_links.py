@@ -93,13 +93,13 @@ class StoredLinks:
         self._bindings |= used
 
     def prepare(self, located: tuple[ParameterMemory, ...], replica: Replica | None) -> None:
-        """Build and upload the tables of new links, and of all links if parameters have moved.
+        """Build and upload the tables of new links. If an address that the kernels read has changed, rebuild all tables.
 
-        With a replica, first copy the parameters into it; the kernels then read the copy.
+        With a replica, first copy the parameters into the replica; the kernels then read the copies.
 
         Args:
             located: memory of each parameter, in manifest order.
-            replica: the replica; None without one.
+            replica: the replica; None if this rank has no replica.
 
         Raises:
             RegionError: a parameter is in the memory of another GPU.

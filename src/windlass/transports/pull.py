@@ -265,9 +265,11 @@ class PullTransport(RegionTransport):
         """Read pieces out of the writer's process. `exported`: see `GpuReads.exports`.
 
         Raises:
-            RegionError: a piece is outside registered memory; nothing was read.
-            PeerUnreachable: the writer's process has ended.
-            TransferFailed: the read ended incomplete.
+            ProtocolError: `exported` cannot be decoded.
+            RegionError: a piece is outside the memory that this process has registered, or outside the allocations that
+                the writer has exported; nothing was read.
+            PeerUnreachable: the writer has closed the connection, or its process has ended.
+            TransferFailed: the read did not start, or failed before the last byte.
             TransferOutcomeUnknown: copies by the GPU did not end by the deadline.
         """
         targets, _, nbytes = pieces

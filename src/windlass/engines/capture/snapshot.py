@@ -174,7 +174,8 @@ def _restore_slots(item: object, values: dict[MemberDescriptorType, object]) -> 
     """Assign to each slot of an object its recorded value, unless the slot still has this value."""
     for member, value in values.items():
         if value_of(member, item) is not value:
-            # A read-only member of a class in C cannot be assigned, and may create a new value at each access.
+            # A class written in C may have read-only members. Such a member may create a new value at each access, so the
+            # comparison fails although nothing has changed. Python then refuses the assignment.
             with suppress(AttributeError, TypeError):
                 member.__set__(item, value)
 

@@ -296,11 +296,16 @@ class OutsideHooks:
         self._set_label(MIXED, end_s - time.monotonic())
 
     def _flush(self, end_s: float) -> None:
-        """Flush the server's caches. Repeat a refused request until the monotonic time `end_s`, then raise PeerUnreachable."""
+        """Flush the server's caches. Repeat a request that fails, until the monotonic time `end_s`.
+
+        Raises:
+            PeerUnreachable: no request succeeded by `end_s`.
+            PeerTimeout: the server did not answer a request in time.
+        """
         for pause_s in Backoff(0.005, 0.5).pauses():
             try:
                 self._server.post("/flush_cache", {}, max(end_s - time.monotonic(), 0.1))
-            # SGLang refuses while results of the last step are outstanding.
+            # SGLang refuses a flush while results of the last step are outstanding.
             except PeerUnreachable:
                 if time.monotonic() + pause_s > end_s:
                     raise

@@ -237,5 +237,5 @@ def _lacks_backend(reasons: Iterable[str]) -> bool:
 
 
 def _nothing(_url: str) -> object:
-    """Return an empty body for a request."""
+    """Return an empty JSON object, as the request body for every server."""
     return {}

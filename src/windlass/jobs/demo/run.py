@@ -126,10 +126,12 @@ def check_transport_packages(config: LaunchConfig) -> None:
 
 
 def check_pause_mode(config: LaunchConfig) -> None:
-    """Check that the engine names the version of every token, if the pause mode lets answers run across an update.
+    """Check that the installed SGLang names the version of every token, if answers continue after a pause.
+
+    Do nothing for other engines.
 
     Raises:
-        ConfigError: the installed SGLang names only one version per answer, and the pause mode keeps running answers.
+        ConfigError: SGLang names only one version per answer, and the pause mode does not end the answers that run.
     """
     server, mode = config.engines[0], config.update.pause_mode
     if server.kind != "sglang" or mode is PauseMode.ABORT:

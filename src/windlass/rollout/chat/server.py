@@ -348,7 +348,7 @@ class ChatServer:
         return _json({"id": name, "reward": given.reward})
 
     async def _claim(self, http: web.Request) -> web.StreamResponse:
-        """Give a waiting session to an external agent, and wait for one until the agent's deadline."""
+        """Wait until a session is offered, at most for the deadline that the agent sent. Then give the session to the agent."""
         body = await _body_of(http)
         claim = msgspec.json.decode(body or b"{}", type=_Claim)
         if not 0 < claim.deadline_s <= MAX_CLAIM_S:
@@ -361,7 +361,8 @@ class ChatServer:
         try:
             async with asyncio.timeout(claim.deadline_s):
                 await self._num_offers.acquire()
-                # An attempt that has ended has taken its offer back.
+                # An attempt that ends removes its offer and does not decrease the semaphore. So the semaphore may count
+                # more offers than exist.
                 while not self._offers:
                     await self._num_offers.acquire()
             session, claimed = self._offers.pop(next(iter(self._offers)))

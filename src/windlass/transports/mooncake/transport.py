@@ -528,11 +528,11 @@ def _parse(endpoint: PeerEndpoint) -> tuple[str, int, str, bool]:
     """Parse the incarnation of a peer.
 
     Returns:
-        The token in hex, an address in the peer's memory that can be read, the address of the liveness listener, and
-        whether the memory at the address contains the token.
+        The token in hex; an address in the peer's memory, at which this process can read; the address of the liveness
+        listener; and whether the peer's memory contains the token at that memory address.
 
     Raises:
-        PeerUnreachable: the incarnation or the address is malformed.
+        PeerUnreachable: the incarnation or `endpoint.address` is malformed.
     """
     match = _INCARNATION.fullmatch(endpoint.incarnation)
     if match is None:
