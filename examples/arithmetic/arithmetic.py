@@ -38,7 +38,7 @@ def make_data(folder: Path) -> list[dict[str, str]]:
 
 
 def make_model(folder: Path, num_steps: int = 200) -> None:
-    """Write a chat model that knows the form of an answer, and gives the right number about half of the time."""
+    """Write a chat model that knows the form of an answer, and gives the right number about a third of the time."""
     import tokenizers
     import torch
     import transformers

@@ -129,6 +129,7 @@ def test_the_example_learns_and_continues_after_a_kill_with_each_row_once(
 
 def check_exported(tmp_path: Path, exported: Path, model: Path) -> None:
     """Start the same job from the exported checkpoint: its first rewards are those of the trained model."""
+    assert not (exported / "questions.jsonl").exists(), "a data set is no part of a checkpoint"
     folder = tmp_path / "again"
     folder.mkdir()
     job = write_job(folder, exported, changes=(("steps = 24", "steps = 1"),))

@@ -31,6 +31,8 @@ from windlass.training.settings import TokenMean
 
 EXPORTED = "hf"
 """Name of the folder in a checkpoint that transformers and engines load."""
+COPIED = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+"""Endings of the files of a checkpoint that belong to its tokenizer, its chat template, or its model's code."""
 
 
 @final
@@ -203,18 +205,18 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 def write_checkpoint(
     model: Any, weights: Mapping[str, torch.Tensor], source: Path, folder: Path
 ) -> None:
-    """Write a checkpoint folder, with the configuration of `model` and all other files of `source` without weights.
+    """Write a checkpoint folder: weights, the configuration of `model`, and files of `source` such as a tokenizer's.
 
     Args:
         model: model of transformers.
         weights: whole weights by name.
-        source: folder of the initial checkpoint; its tokenizer and chat template are copied.
+        source: folder of the initial checkpoint; its files with an ending of `COPIED` are copied.
         folder: folder to write.
     """
     model.save_pretrained(folder, state_dict=dict(weights))
     for file in source.iterdir():
-        is_weight = file.name.endswith((".safetensors", ".bin", ".pt", ".index.json"))
-        if file.is_file() and not is_weight and not (folder / file.name).exists():
+        is_copied = file.suffix in COPIED and not file.name.endswith(".index.json")
+        if file.is_file() and is_copied and not (folder / file.name).exists():
             shutil.copy2(file, folder / file.name)
 
 
