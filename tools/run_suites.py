@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-EVERY = {"test": 21.0, "test-security": 3.0, "test-scripts": 11.0}
+EVERY = {"test": 21.0, "test-security": 3.0, "test-scripts": 11.0, "test-browser": 1.5}
 """Suites of every run, and their minutes without set-up on two idle cores."""
 PERIOD_S = 3600
 PLACES_PER_PERIOD = 3
@@ -55,7 +55,6 @@ RING = {
     "test-long": Suite(24, 5),
     "test-engines": Suite(37, 8, 3),
     "test-clusters": Suite(10, 2, 4),
-    "test-browser": Suite(1.5),
     "test-integrations": Suite(31, 7, 4),
     "test-rdma": Suite(12, 3, 2),
 }

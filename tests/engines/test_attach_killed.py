@@ -174,6 +174,7 @@ class Sglang(Engine):
                 host="127.0.0.1",
                 port=port,
                 nnodes=1,
+                enable_memory_saver=False,
                 model_path=str(checkpoint),
                 tp_size=1,
                 pp_size=1,
@@ -217,6 +218,8 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(hook, "all_ranks", lambda mine, device: mine)
     # `separate_caches` patches the class of SGLang's requests, which is not installed here.
     monkeypatch.setattr(hook, "separate_caches", lambda: None)
+    # SGLang's settings, which are not here, say whether its memory may sleep.
+    monkeypatch.setattr(hook, "is_enabled", lambda: False)
     monkeypatch.setattr(hook, "load_again", lambda _model, weights: engine.loader.load(weights))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     yield engine

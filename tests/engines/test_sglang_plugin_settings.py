@@ -40,7 +40,7 @@ def address_towards_elsewhere() -> str:
 
 
 def settings(host: str, nnodes: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(host=host, port=30000, nnodes=nnodes)
+    return SimpleNamespace(host=host, port=30000, nnodes=nnodes, enable_memory_saver=False)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.2"])

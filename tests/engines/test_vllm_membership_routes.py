@@ -40,7 +40,7 @@ class Server:
         config = SimpleNamespace(
             parallel_config=parallel,
             weight_transfer_config=SimpleNamespace(backend="windlass"),
-            model_config=SimpleNamespace(model=str(model), revision=None),
+            model_config=SimpleNamespace(model=str(model), revision=None, enable_sleep_mode=False),
         )
         host = "127.0.0.1" if nnodes == 1 else "10.0.0.2"
         args = SimpleNamespace(host=host, port=free_port())
@@ -161,6 +161,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
         middleware=["own.Middleware"],
         port=free_port(),
         nnodes=1,
+        enable_sleep_mode=False,
     )
 
 

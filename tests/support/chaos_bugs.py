@@ -103,7 +103,7 @@ BUGS = (
         "no resume after an abort",
         EngineAgent,
         "_abort",
-        "self._go_on_if_whole(deadline_s)",
+        "self._end_round(deadline_s)",
         "pass",
         3,
     ),

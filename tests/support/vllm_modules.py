@@ -72,6 +72,7 @@ class Worker(WorkerMethods):
                 revision=None,
                 quantization=None,
                 logprobs_mode="processed_logprobs",
+                enable_sleep_mode=False,
             ),
             load_config=SimpleNamespace(load_format=load_format),
             speculative_config=None,

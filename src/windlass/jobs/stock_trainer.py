@@ -41,7 +41,9 @@ class StockTrainer(TrainEngine):
 
     Args:
         settings: table `[training]` of the job's file.
-        transport, replica, publish_to_fleet: see `FsdpEngine`.
+        transport: see `FsdpEngine`.
+        replica: see `FsdpEngine`.
+        publish_to_fleet: see `FsdpEngine`.
     """
 
     def __init__(
