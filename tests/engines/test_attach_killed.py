@@ -220,6 +220,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(hook, "separate_caches", lambda: None)
     # SGLang's settings, which are not here, say whether its memory may sleep.
     monkeypatch.setattr(hook, "is_enabled", lambda: False)
+    monkeypatch.setattr(hook, "install", lambda *_: None)
     monkeypatch.setattr(hook, "load_again", lambda _model, weights: engine.loader.load(weights))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     yield engine
