@@ -1,12 +1,21 @@
-"""Atomic writes of files: a file is complete or absent, and a write never follows a link."""
+"""Atomic writes of files, and Python files of users that Windlass runs.
+
+A written file is complete or absent, and a write never follows a link.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO
+
+from windlass.errors import ConfigError
 
 
 @contextmanager
@@ -40,3 +49,41 @@ def write_file(path: Path, content: bytes) -> None:
     """Write a whole file atomically; see `replacing`."""
     with replacing(path) as file:
         file.write(content)
+
+
+def run_file(setting: str, file: Path, module_name: str) -> ModuleType:
+    """Run a Python file of the user, and return its module. The file may import modules in the same folder.
+
+    Args:
+        setting: name of the setting that names the file, for errors.
+        file: the user's file.
+        module_name: name of the module in `sys.modules`.
+
+    Raises:
+        ConfigError: there is no such file, or the file raises an error.
+    """
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ConfigError(f"{setting} must be a Python file, got {str(file)!r}")
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass in the file looks up its module by name.
+    sys.modules[module_name] = module
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        # Python does the same for the folder of a script that it runs.
+        sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{setting} must be a file that Python can run, got {str(file)!r}: {raised_at(error, file)}"
+        ) from error
+    return module
+
+
+def raised_at(error: BaseException, file: Path) -> str:
+    """Describe an exception for an error text: the innermost line of `file` in its traceback, its type and its text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+    where = f"line {lines[-1]}: " if lines else ""
+    return f"{where}{type(error).__name__}: {error}"

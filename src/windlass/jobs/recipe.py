@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
-import importlib.util
 import itertools
 import logging
 import queue
-import sys
 import threading
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,6 +22,7 @@ import msgspec
 
 from windlass.controller import Controller
 from windlass.errors import ConfigError, WindlassError
+from windlass.files import raised_at, run_file
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.schedulers.base import Scheduler
 from windlass.net.logs import TRACEBACK_EVERY_S, LineLimit
@@ -208,23 +206,7 @@ def find_recipe(
         ConfigError: there is no such file or class, the file raises an error, or the class does not define a method
             that it must define.
     """
-    spec = importlib.util.spec_from_file_location(MODULE, file)
-    if spec is None or spec.loader is None or not file.is_file():
-        raise ConfigError(f"recipe.file must be a Python file, got {str(file)!r}")
-    module = importlib.util.module_from_spec(spec)
-    # A dataclass in the file looks up its module by name.
-    sys.modules[MODULE] = module
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        # Python does the same for the folder of a script that it runs.
-        sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"recipe.file must be a file that Python can run, got {str(file)!r}: "
-            f"{raised_at(error, file)}"
-        ) from error
+    module = run_file("recipe.file", file, MODULE)
     found = vars(module).get(name)
     if not (isinstance(found, type) and issubclass(found, Recipe)):
         known = [
@@ -266,14 +248,6 @@ def load_recipe(
             f"recipe.name must be a class that can be called without arguments, got {name!r}: "
             f"{raised_at(error, file)}"
         ) from error
-
-
-def raised_at(error: BaseException, file: Path) -> str:
-    """Describe an exception for an error text: the innermost line of `file` in its traceback, its type and its text."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
-    where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {error}"
 
 
 def rewards_differ(samples: Sequence[TrainingSample]) -> bool:

@@ -9,14 +9,12 @@ msgpack. The function may print: its output does not share the socket.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import resource
 import signal
 import socket
 import struct
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -24,6 +22,7 @@ from types import FunctionType
 import msgspec
 
 from windlass.errors import ConfigError
+from windlass.files import raised_at, run_file
 from windlass.rollout.handles import Rollout
 from windlass.rollout.values import plain_number
 
@@ -66,19 +65,7 @@ def import_function(file: Path, name: str) -> Callable[[Rollout], object]:
     Raises:
         ConfigError: there is no such file or function, or the file raises an error.
     """
-    spec = importlib.util.spec_from_file_location(MODULE, file)
-    if spec is None or spec.loader is None or not file.is_file():
-        raise ConfigError(f"rewards.file must be a Python file, got {str(file)!r}")
-    module = importlib.util.module_from_spec(spec)
-    # A dataclass in the file looks up its module by name.
-    sys.modules[MODULE] = module
-    sys.path.insert(0, str(file.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"rewards.file must be a file that Python can run, got {str(file)!r}: {_described(error, file)}"
-        ) from error
+    module = run_file("rewards.file", file, MODULE)
     found: Callable[[Rollout], object] | None = vars(module).get(name)
     if not callable(found):
         known = sorted(
@@ -92,22 +79,14 @@ def import_function(file: Path, name: str) -> Callable[[Rollout], object]:
     return found
 
 
-def _described(error: BaseException, file: Path) -> str:
-    """Return the innermost line of `file` in an exception's traceback, the exception's type and its text."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
-    where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {error}"[:MAX_TEXT]
-
-
 def _score(function: Callable[[Rollout], object], rollout: Rollout, file: Path) -> Scored | Raised:
     """Call the function for one rollout. Every exception becomes a `Raised`."""
     try:
         return Scored(plain_number("reward", function(rollout)))
     except MemoryError as error:
-        return Raised("MemoryError", _described(error, file), is_memory=True)
+        return Raised("MemoryError", raised_at(error, file)[:MAX_TEXT], is_memory=True)
     except BaseException as error:  # noqa: BLE001 - the boundary of user code
-        return Raised(type(error).__name__, _described(error, file))
+        return Raised(type(error).__name__, raised_at(error, file)[:MAX_TEXT])
 
 
 def _end_with_parent() -> None:
@@ -146,7 +125,7 @@ def main(arguments: list[str]) -> int:
     try:
         function = import_function(file, name)
     except ConfigError as error:
-        _send(connection, Ready(str(error)))
+        _send(connection, Ready(str(error)[:MAX_TEXT]))
         return 2
     if (limit := int(memory_nbytes)) > 0:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
