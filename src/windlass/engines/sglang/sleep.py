@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from windlass.config import PauseMode
 from windlass.engines.capture.memory import Walked, prints_of
+from windlass.engines.capture.sleeping import free_nbytes, shortage_of, unfilled
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.http import EngineHttp
 from windlass.engines.rank_sleep import RankSleep
@@ -45,15 +46,6 @@ def is_enabled() -> bool:
     from sglang.srt.runtime_context import get_server_args
 
     return bool(get_server_args().enable_memory_saver)
-
-
-def free_nbytes() -> int | None:
-    """Return the free bytes of this rank's GPU; None without a GPU, where the system decides when memory is mapped."""
-    if not torch.cuda.is_available():
-        return None
-    # Cached blocks of this process would not be used by the memory saver.
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
 
 
 @final
@@ -194,15 +186,10 @@ class RankSaver:
         if has_backup():
             self._prints = None if self._state.is_lost else prints_of(held)
             return
-        captured = self._rank.captured
-        sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
-        received = {*zip(captured.addresses, sizes, strict=True)}
-        written = {*captured.repacked, *captured.recomputed}
         if not self._state.is_lost:
             self._saved = [
                 (memory := holding.memory(), memory.to("cpu", copy=True))
-                for name, holding in held.items()
-                if name not in written and (holding.address, holding.nbytes) not in received
+                for holding in unfilled(self._rank.captured, held.values())
             ]
         self._state.is_lost = True
 
@@ -216,13 +203,7 @@ class RankSaver:
 
     def _shortage(self, tags: Collection[str]) -> str:
         """Return why there is too little memory to map `tags` again; empty if there is enough."""
-        free, needed = free_nbytes(), sum(self._nbytes[tag] for tag in tags)
-        if free is None or needed <= free:
-            return ""
-        return (
-            f"wake: {' and '.join(sorted(tags))} need {needed} bytes, and the GPU has {free} bytes free; free the "
-            "trainer's memory first, for example in connect_trainer(release=...)"
-        )
+        return shortage_of(tags, sum(self._nbytes[tag] for tag in tags), free_nbytes())
 
     def _go_on(self, scheduler: Any) -> None:
         if self._runs and not self._state.is_at_rest:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from windlass.engines.capture.memory import Holding, held_by
+from windlass.engines.capture.sleeping import free_nbytes, shortage_of, unfilled
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.rank_sleep import RankSleep
 from windlass.engines.vllm.rank import Worker, cache_storages, models_of
@@ -108,29 +109,16 @@ class WorkerSleep:
         needed = sum(found.nbytes for found in allocations() if found.tag in woken)
         if not needed:
             return ""
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        if needed <= free:
-            return ""
-        return (
-            f"wake: {' and '.join(sorted(woken))} need {needed} bytes, and the GPU has {free} bytes free; free the "
-            "trainer's memory first, for example in connect_trainer(release=...)"
-        )
+        return shortage_of(woken, needed, free_nbytes())
 
     def _others(self) -> Iterator[torch.Tensor]:
         """Yield the memory that sleeps and that neither an update nor a calculation after it fills."""
-        captured = self._rank.captured
-        sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
-        received = {*zip(captured.addresses, sizes, strict=True)}
-        written = {*captured.repacked, *captured.recomputed}
         pages = [found for found in allocations() if found.tag == WEIGHTS]
         caches = cache_storages(self._worker)
         held = (held_by(model, caches).values() for model in models_of(self._worker))
-        for holding in chain.from_iterable(held):
-            is_received = (holding.address, holding.nbytes) in received
-            if is_received or holding.name in written or not _sleeps(holding, pages):
-                continue
-            yield holding.memory()
+        for holding in unfilled(self._rank.captured, chain.from_iterable(held)):
+            if _sleeps(holding, pages):
+                yield holding.memory()
 
 
 def _sleeps(holding: Holding, pages: list[Allocation]) -> bool:
