@@ -5,48 +5,33 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from servers import build
 
 from windlass.jobs import FsdpEngine, Samples, run_train_worker
-from windlass.jobs.train_worker import TrainContext
+from windlass.jobs.train_worker import WrappedEngine
 
 KIND = "dense"
 
 
-class Saving:
+class Saving(WrappedEngine[FsdpEngine]):
     """FSDP2 engine of one rank that saves each version before it publishes it."""
 
-    def __init__(self, inner: FsdpEngine, folder: Path) -> None:
-        self._inner, self._folder = inner, folder
-
-    def setup(self, context: TrainContext) -> tuple[int, int]:
-        return self._inner.setup(context)
-
-    def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:
-        return self._inner.train_step(step, groups)
+    def __init__(self, engine: FsdpEngine, folder: Path) -> None:
+        super().__init__(engine)
+        self._folder = folder
 
     @torch.no_grad()
     def prepare_publish(self, version: int) -> bool:
         plain, folder = build(KIND, seed=1), self._folder / str(version)
-        whole = {n: p.full_tensor() for n, p in self._inner.model.named_parameters()}  # type: ignore[attr-defined]
+        whole = {n: p.full_tensor() for n, p in self.engine.model.named_parameters()}  # type: ignore[attr-defined]
         for name, target in plain.named_parameters():
             target.copy_(whole[name])
         plain.save_pretrained(folder)
         shutil.copy(self._folder / "0.json", folder / "config.json")
-        return self._inner.prepare_publish(version)
-
-    def save(self, path: str) -> None:
-        self._inner.save(path)
-
-    def load(self, path: str) -> None:
-        self._inner.load(path)
-
-    def close(self) -> None:
-        self._inner.close()
+        return self.engine.prepare_publish(version)
 
 
 def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:

@@ -13,19 +13,20 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from windlass.jobs.fsdp_engine import FsdpEngine, Samples
-from windlass.jobs.train_worker import TrainContext, run_train_worker
+from windlass.jobs.train_worker import TrainContext, WrappedEngine, run_train_worker
 from windlass.rollout.messages import TrainingSample
 
 
-class Misbehaving:
+class Misbehaving(WrappedEngine[FsdpEngine]):
     """Engine that trains until step 4; there rank 1 dies, stops or raises."""
 
-    def __init__(self, inner: FsdpEngine, how: str) -> None:
-        self._inner, self._how, self._rank = inner, how, 0
+    def __init__(self, engine: FsdpEngine, how: str) -> None:
+        super().__init__(engine)
+        self._how, self._rank = how, 0
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
         self._rank = context.rank
-        return self._inner.setup(context)
+        return self.engine.setup(context)
 
     def train_step(
         self, step: int, groups: Sequence[Sequence[TrainingSample]]
@@ -35,22 +36,10 @@ class Misbehaving:
             if self._how == "raise":
                 raise ValueError("bad sample")
             os.kill(os.getpid(), getattr(signal, self._how))
-        found = dict(self._inner.train_step(step, groups))
-        weight = next(self._inner.model.parameters())
+        found = dict(self.engine.train_step(step, groups))
+        weight = next(self.engine.model.parameters())
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
         return {**found, "first": float(groups[0][0].reward), "weights": float(full.sum())}
-
-    def prepare_publish(self, version: int) -> bool:
-        return self._inner.prepare_publish(version)
-
-    def save(self, path: str) -> None:
-        self._inner.save(path)
-
-    def load(self, path: str) -> None:
-        self._inner.load(path)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:

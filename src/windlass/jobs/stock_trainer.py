@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from windlass.config import ReplicaPlace
 from windlass.envs import environment_value
 from windlass.jobs.fsdp_engine import FsdpEngine, LossMean, LossResult, Samples
-from windlass.jobs.train_worker import TrainContext, TrainEngine, run_train_worker
+from windlass.jobs.train_worker import TrainContext, WrappedEngine, run_train_worker
 from windlass.jobs.training import ComputeType, TrainingSection
 from windlass.training.batches import cut_by_tokens, token_batch, with_advantages
 from windlass.training.losses import policy_loss, token_logprobs
@@ -36,7 +36,7 @@ COPIED = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 
 
 @final
-class StockTrainer(TrainEngine):
+class StockTrainer(WrappedEngine[FsdpEngine]):
     """`TrainEngine` with a model, an optimizer and a loss that settings describe.
 
     Args:
@@ -63,7 +63,7 @@ class StockTrainer(TrainEngine):
             settings.compute is ComputeType.AUTO and on_gpu
         )
         by_tokens = self._config.mean is TokenMean.TOKENS
-        self.engine = FsdpEngine(
+        engine = FsdpEngine(
             model=lambda: self._load(settings.model),
             optimizer=lambda model: torch.optim.AdamW(
                 model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
@@ -88,6 +88,7 @@ class StockTrainer(TrainEngine):
             replica=replica,
             export=self._save_whole if settings.export else None,
         )
+        super().__init__(engine)
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
         if context.sampling is not None:
@@ -103,21 +104,6 @@ class StockTrainer(TrainEngine):
             self.engine.shard(reference.to(device))
             self._reference = reference
         return place
-
-    def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:
-        return self.engine.train_step(step, groups)
-
-    def prepare_publish(self, version: int) -> bool:
-        return self.engine.prepare_publish(version)
-
-    def save(self, path: str) -> None:
-        self.engine.save(path)
-
-    def load(self, path: str) -> None:
-        self.engine.load(path)
-
-    def close(self) -> None:
-        self.engine.close()
 
     def _load(self, folder: str) -> torch.nn.Module:
         """Load a checkpoint folder in float32, from files only."""

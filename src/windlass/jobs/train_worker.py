@@ -14,7 +14,7 @@ import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, TypeVarTuple, final
+from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, final
 
 import msgspec
 
@@ -232,6 +232,43 @@ class TrainEngine(Protocol):
     def close(self) -> None:
         """Free connections, process groups and memory. Must be idempotent: called on `Stop`, and when the rank ends."""
         ...
+
+
+EngineT = TypeVar("EngineT", bound=TrainEngine)
+
+
+class WrappedEngine(Generic[EngineT]):
+    """`TrainEngine` that passes all calls to another engine. Subclasses override some of the methods.
+
+    Args:
+        engine: the other engine.
+
+    Attributes:
+        engine: as given.
+    """
+
+    def __init__(self, engine: EngineT) -> None:
+        self.engine = engine
+
+    def setup(self, context: TrainContext) -> tuple[int, int]:
+        return self.engine.setup(context)
+
+    def train_step(
+        self, step: int, groups: Sequence[Sequence[TrainingSample]]
+    ) -> Mapping[str, float]:
+        return self.engine.train_step(step, groups)
+
+    def prepare_publish(self, version: int) -> bool:
+        return self.engine.prepare_publish(version)
+
+    def save(self, path: str) -> None:
+        self.engine.save(path)
+
+    def load(self, path: str) -> None:
+        self.engine.load(path)
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 TrainOperation = Callable[[Any], object]

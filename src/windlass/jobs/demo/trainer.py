@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from windlass.envs import environment_value
 from windlass.jobs.fsdp_engine import FsdpEngine, Samples
-from windlass.jobs.train_worker import TrainContext, TrainEngine, run_train_worker
+from windlass.jobs.train_worker import TrainEngine, WrappedEngine, run_train_worker
 from windlass.rollout.messages import TrainingSample
 
 CLIP = 0.2
@@ -113,7 +113,7 @@ def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @final
-class SavingEngine(TrainEngine):
+class SavingEngine(WrappedEngine[TrainEngine]):
     """`TrainEngine` that saves every version for the checker. It passes all calls to another engine.
 
     Args:
@@ -128,11 +128,9 @@ class SavingEngine(TrainEngine):
         whole: Callable[[], dict[str, torch.Tensor]],
         versions_dir: Path,
     ) -> None:
-        self.engine, self.whole, self._folder = engine, whole, versions_dir
+        super().__init__(engine)
+        self.whole, self._folder = whole, versions_dir
         self._versions = itertools.count()
-
-    def setup(self, context: TrainContext) -> tuple[int, int]:
-        return self.engine.setup(context)
 
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:
         # At the beginning of a step, the model has the weights of the newest published version.
@@ -140,18 +138,6 @@ class SavingEngine(TrainEngine):
         if dist.get_rank() == 0:
             save_file(weights, self._folder / f"{version}.safetensors")
         return self.engine.train_step(step, groups)
-
-    def prepare_publish(self, version: int) -> bool:
-        return self.engine.prepare_publish(version)
-
-    def save(self, path: str) -> None:
-        self.engine.save(path)
-
-    def load(self, path: str) -> None:
-        self.engine.load(path)
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 def groups_at_once(model: Path) -> int:
