@@ -36,7 +36,7 @@ _RESERVED = [
     "tokenizer_kwargs",
 ]
 _LONGEST_END = 4
-"""Largest number of tokens after an answer in which its end token is searched."""
+"""Largest number of tokens after an answer among which `TextPrompts.continued` searches the answer's end token."""
 
 
 class Chat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -130,22 +130,12 @@ class TextCodec(Protocol):
         """Return the text of token ids, without special tokens."""
         ...
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Message] = (),
-        *,
-        add_generation_prompt: bool = True,
-    ) -> tuple[int, ...]:
-        """Return the token ids of a conversation, with the beginning of an answer if asked to.
+    def template_text(self, chat: Chat, *, add_generation_prompt: bool) -> str:
+        """Return the text that the chat template makes of a conversation, with the beginning of an answer if asked to.
 
         Raises:
-            ConfigError: the chat template refuses the conversation.
+            ConfigError: the model has no chat template, or it refuses the conversation.
         """
-        ...
-
-    def template_text(self, chat: Chat, *, add_generation_prompt: bool) -> str:
-        """Return the text that the chat template makes of a conversation; see `render`."""
         ...
 
     def is_special(self, token_id: int) -> bool:
@@ -200,38 +190,18 @@ class ModelText:
         with self._lock:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Message] = (),
-        *,
-        add_generation_prompt: bool = True,
-    ) -> tuple[int, ...]:
-        return self.encode(self._rendered(messages, tools, add_generation_prompt, {}))
-
     def template_text(self, chat: Chat, *, add_generation_prompt: bool) -> str:
-        return self._rendered(
-            chat.messages, chat.tools, add_generation_prompt, chat.template_arguments
-        )
-
-    def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Message],
-        add_generation_prompt: bool,
-        arguments: Mapping[str, object],
-    ) -> str:
         if self._tokenizer.chat_template is None:
             raise ConfigError(
                 f"tokenizer: {self._folder} must have a chat template for messages, and has none; submit text or token ids"
             )
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
+                list(chat.messages),
+                tools=list(chat.tools) or None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
-                **arguments,
+                **chat.template_arguments,
             )
         # A template can raise any error of Jinja and Python.
         except Exception as error:

@@ -120,7 +120,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
 
     Args:
         engine_session: HTTP session for requests to engines, with their token and no limit on connections.
-        agent_token: token with which agents claim rollouts, besides the one derived from `token`.
+        agent_token: second token for agents that claim rollouts. The first one is derived from `token`.
 
     Raises:
         ConfigError, ProtocolError: an address, token, number or name is invalid, or there is no such tokenizer.

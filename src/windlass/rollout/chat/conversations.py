@@ -77,7 +77,10 @@ class Conversations:
         self._answered[fingerprints(messages, template)[-1]] = known
 
     async def text_prompt(self, text: str) -> Prompt:
-        """Return the prompt of a text. It continues the longest earlier prompt and answer with which `text` begins."""
+        """Return the prompt of a text.
+
+        If the text begins with an earlier prompt and its answer, the prompt continues the longest one of these.
+        """
         found = [known for known in self._texts if text.startswith(known[0])]
         begin, ids = max(found, key=lambda known: len(known[0]), default=("", ()))
         rest = await asyncio.to_thread(self._text.encode, text[len(begin) :])
@@ -113,7 +116,7 @@ class Conversations:
     def _continued(
         self, known: _Answered, messages: tuple[Message, ...], template: Template
     ) -> Prompt:
-        """Return a prompt that continues an earlier answer, or a branch if the chat template rewrites what came before."""
+        """Return a prompt that continues an earlier answer, or a branch if the chat template rewrites earlier messages."""
         whole = self._rendered(messages, template)
         after = self._after_last(known, whole, template)
         after = after or self._after_any(known, messages, whole, template)
@@ -187,7 +190,7 @@ def _common_begin(one: str, other: str) -> str:
 
 
 def _common_end(one: str, other: str) -> str:
-    """Return the longest common end of two texts; "" for equal texts, whose answers are not rendered."""
+    """Return the longest common end of two texts; "" for equal texts: the template then renders no answers."""
     return "" if one == other else _common_begin(one[::-1], other[::-1])[::-1]
 
 

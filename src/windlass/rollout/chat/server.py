@@ -1,4 +1,4 @@
-"""HTTP server of the endpoint: routes, keys, and limits on what a client can cost."""
+"""HTTP server of the endpoint: routes, keys, and limits on the cost of a client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar, final
 
 import msgspec
@@ -29,6 +29,7 @@ from windlass.rollout.chat.requests import (
     ChatRequest,
     CommonRequest,
     CompletionRequest,
+    Policy,
     ResponseRequest,
     chat_call,
     completion_call,
@@ -36,6 +37,7 @@ from windlass.rollout.chat.requests import (
 )
 from windlass.rollout.chat.session import (
     ChatSession,
+    Choice,
     Generator,
     Limits,
     Reply,
@@ -52,10 +54,11 @@ STREAM_PING_S = 10.0
 MAX_CLAIM_S = 600.0
 MAX_WAITING_CLAIMS = 1024
 MAX_ENDED = 4096
-"""Number of ended sessions whose reward an agent may send again."""
+"""Number of ended sessions for which an agent may repeat the request that set the reward."""
 MODEL = "policy"
 
 T = TypeVar("T", bound=CommonRequest)
+C = TypeVar("C", ChatRequest, CompletionRequest)
 
 
 class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,11 +106,11 @@ class _Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @final
 class ChatServer:
-    """The endpoint of one process. It starts to listen when the first session begins.
+    """OpenAI's API for the agents of one process. The server starts to listen when the first session begins.
 
     Args:
         settings: settings.
-        agent_tokens: tokens with which external agents may claim a rollout.
+        agent_tokens: tokens of external agents, which may claim rollouts.
         text: tokenizer and chat template of `settings.tokenizer`; None if there is none.
     """
 
@@ -211,7 +214,7 @@ class ChatServer:
                 web.post("/v1/sessions/{id}/reward", self._reward),
             ]
         )
-        # A request whose client has gone is cancelled, so that the engine's answer becomes no turn.
+        # If a client closes its connection, aiohttp cancels the handler, so the engine's answer becomes no turn.
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -267,26 +270,27 @@ class ChatServer:
         return hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest())
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
-        session = self._session_of(http)
-
-        async def reply(request: ChatRequest) -> Reply:
-            call = chat_call(request, session.policy)
-            choices = await session.answer(call)
-            usage = request.stream_options is not None and request.stream_options.include_usage
-            return ChatReply(request.model or MODEL, choices, call.logprobs, usage)
-
-        return await self._serve(http, ChatRequest, reply)
+        return await self._choices(http, ChatRequest, chat_call, ChatReply)
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
+        return await self._choices(http, CompletionRequest, completion_call, CompletionReply)
+
+    async def _choices(
+        self,
+        http: web.Request,
+        kind: type[C],
+        call_of: Callable[[C, Policy], Call],
+        reply_of: Callable[[str, Sequence[Choice], bool, bool], Reply],
+    ) -> web.StreamResponse:
         session = self._session_of(http)
 
-        async def reply(request: CompletionRequest) -> Reply:
-            call = completion_call(request, session.policy)
+        async def reply(request: C) -> Reply:
+            call = call_of(request, session.policy)
             choices = await session.answer(call)
             usage = request.stream_options is not None and request.stream_options.include_usage
-            return CompletionReply(request.model or MODEL, choices, call.logprobs, usage)
+            return reply_of(request.model or MODEL, choices, call.logprobs, usage)
 
-        return await self._serve(http, CompletionRequest, reply)
+        return await self._serve(http, kind, reply)
 
     async def _responses(self, http: web.Request) -> web.StreamResponse:
         session = self._session_of(http)

@@ -105,7 +105,7 @@ class Branch:
     reason: str
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of a session.
 
@@ -407,5 +407,5 @@ class ChatSession:
 
 
 def session_ended() -> ApiError:
-    """Return the error for a request whose session has ended."""
+    """Return the error for a request to a session that has ended."""
     return ApiError(401, "the key is unknown, or its session has ended", "invalid_api_key")
