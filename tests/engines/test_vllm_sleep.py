@@ -10,7 +10,6 @@ import asyncio
 import resource
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,73 +29,34 @@ from servers import (
     HTTP_S,
     TOKEN,
     Layout,
-    Sample,
     Server,
-    build,
     engine_version,
     family,
     save,
     serving,
 )
+from turn_rig import (
+    KIND,
+    NUM_TOKENS,
+    PROMPT,
+    Rig,
+    control_config,
+    serving_first_version,
+)
 
 import windlass
-from windlass import UpdateReport
-from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, Reaction
+from windlass.config import PauseMode, Reaction
 from windlass.errors import RoundAborted
-from windlass.trainers.client import TrainerClient
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
-KIND, DEADLINE_S, NUM_TOKENS, LONG = "dense", 120.0, 8, 60
-PROMPT = [(i * i * 7 + i * 3) % 240 + 5 for i in range(64)]
-"""Prompt of two blocks of the prefix cache."""
+LONG = 60
 SLEEPS = str(SUPPORT / "cpu_sleep")
 """Folder of the plugin that gives vLLM's worker for CPUs a sleep mode."""
 FLAGS = ("--enable-sleep-mode", "--block-size", "32")
 
 
-@dataclass
-class Turns:
-    """A live server, a controller, and a trainer in this process."""
-
-    server: Server
-    controller: windlass.Controller
-    trainer: TrainerClient
-    model: Any
-    folder: Path
-    version: int = -1
-
-    async def post(self, path: str) -> None:
-        await asyncio.to_thread(self.server.http.post, path, {}, HTTP_S)
-
-    def ask(self) -> asyncio.Task[Sample]:
-        """Send a request, and return the task that waits for its answer."""
-        return asyncio.create_task(asyncio.to_thread(self.server.sample, PROMPT, NUM_TOKENS))
-
-    def step(self) -> None:
-        """Change every weight, and save the next version."""
-        self.version += 1
-        with torch.no_grad():
-            for index, parameter in enumerate(self.model.parameters()):
-                noise = torch.Generator().manual_seed(1000 * self.version + index)
-                parameter.copy_(torch.randn(parameter.shape, generator=noise) * 0.1 + 0.01)
-        self.model.save_pretrained(self.folder / str(self.version))
-
-    async def publish(self) -> None:
-        def publish() -> UpdateReport:
-            return self.trainer.publish(self.version, deadline_s=DEADLINE_S).result()
-
-        assert (await asyncio.to_thread(publish)).left_out == {}
-
-    async def check(self, answer: Sample | None = None) -> None:
-        """Require every tensor of the newest version, and that version on every token of an answer."""
-        answer = answer or await self.ask()
-        assert answer.versions == [self.version] * NUM_TOKENS
-        live = await asyncio.to_thread(self.server.digests)
-        checkpoint = self.folder / str(self.version)
-        assert live == await asyncio.to_thread(self.server.digests_of_fresh_load, checkpoint)
-        assert (await self.ask()).tokens == answer.tokens
-
+class Turns(Rig):
     async def publish_again(self) -> None:
         """Publish the present weights under a new number."""
         self.version += 1
@@ -108,10 +68,6 @@ class Turns:
         async with asyncio.timeout(HTTP_S):
             while not await asyncio.to_thread(metric, self.server, "num_requests_running"):
                 pass
-
-    async def must_wait(self, task: asyncio.Task[Sample], seconds: float = 3.0) -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(task), seconds)
 
 
 @contextmanager
@@ -128,19 +84,9 @@ def sleeping_server(folder: Path, tp: int) -> Iterator[Server]:
 @asynccontextmanager
 async def taking_turns(server: Server, folder: Path, **config: Any) -> AsyncIterator[Turns]:
     """Let the server join a new fleet and serve version 0."""
-    told = ControlConfig(pause_mode=PauseMode.ABORT, deadlines=PhaseDeadlines(pause_s=60), **config)
-    async with windlass.Controller(token=TOKEN, config=told) as controller:
+    async with windlass.Controller(token=TOKEN, config=control_config(**config)) as controller:
         await asyncio.to_thread(server.join, controller.url, "pull")
-        model = build(KIND, 2)
-        connect = windlass.connect_trainer
-        trainer = await asyncio.to_thread(
-            connect, model, controller=controller.url, token=TOKEN, transport="pull"
-        )
-        with trainer:
-            turns = Turns(server, controller, trainer, model, folder)
-            turns.step()
-            await turns.publish()
-            await turns.check()
+        async with serving_first_version(Turns, server, controller, folder) as turns:
             yield turns
 
 

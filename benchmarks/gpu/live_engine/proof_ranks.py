@@ -8,7 +8,7 @@ import multiprocessing as mp
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,12 @@ class FsdpProof(TrainerRank):
             transport=transport_of(transport, self.device, num_multiprocessors),
             name_map=self.names(),
             stacked=STACKED.get(self.module_type, TRANSFORMERS_EXPERTS),
+            release=self.releases(),
         )
+
+    def releases(self) -> Callable[[], None] | None:
+        """Return the function that frees the rank's weights after an update; None if it keeps them."""
+        return None
 
     def names(self) -> NameMap | None:
         """Return the map from names in the module to names in the checkpoint."""

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-import windlass
-from live_engine.proof_ranks import STACKED, FsdpProof
+from live_engine.proof_ranks import FsdpProof
 from live_engine.proof_servers import ProofServer
 from live_engine.servers import Vllm
-from live_engine.surroundings import TOKEN
-from live_engine.trainers import transport_of, unstack
+from live_engine.trainers import unstack
 from windlass.engines.http import EngineHttp
 from windlass.engines.sglang.orders import HOOK
-from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS
 
 BUCKET_NBYTES = 1 << 30
 KV_NBYTES = 147456
@@ -50,18 +47,8 @@ class TurnsRank(FsdpProof):
         self.used: dict[str, int] = {}
         self._sizes: dict[int, int] = {}
 
-    def connect(
-        self, controller: str, num_multiprocessors: int = 0, transport: str = "pull"
-    ) -> None:
-        self.client = windlass.connect_trainer(
-            self.module,
-            controller=controller,
-            token=TOKEN,
-            transport=transport_of(transport, self.device, num_multiprocessors),
-            name_map=self.names(),
-            stacked=STACKED.get(self.module_type, TRANSFORMERS_EXPERTS),
-            release=self.release,
-        )
+    def releases(self) -> Callable[[], None]:
+        return self.release
 
     def _storages(self) -> Iterator[tuple[torch.UntypedStorage, int]]:
         """Yield the storage of every parameter of this rank, and its bytes while it has memory."""
