@@ -85,8 +85,8 @@ async def replay(
 ) -> Replay:
     """Compare a sample with an engine.
 
-    A greedy answer, or one answer with a seed, is generated again as a whole. For any other answer, the engine is asked for its most probable token
-    at each position. Where the sample has this token, the log-probabilities are compared.
+    The engine generates a greedy answer, or one answer with a seed, again as a whole. For any other answer, the engine
+    returns its most probable token at each position. If the sample has this token, compare the log-probabilities.
 
     Args:
         http: session with the engine's token.

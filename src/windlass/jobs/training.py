@@ -44,8 +44,7 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True):
         advantages: estimator of advantages; by default `dr_grpo` for the loss of this name, and otherwise `grpo`.
         learning_rate, weight_decay: settings of AdamW. warmup_steps: steps in which the learning rate rises linearly.
         max_grad_norm: norm to which gradients are clipped; 0 for no clipping.
-        reference: checkpoint folder of the reference model, which is loaded if `kl_coefficient` is above 0; by default
-            `model`.
+        reference: checkpoint folder of the reference model; by default `model`. Ranks load it if `kl_coefficient` is above 0.
         max_tokens: largest number of tokens in a micro-batch of a rank, with padding. A longer sample is a micro-batch.
         compute: element type of the forward and backward pass.
         attention: implementation of attention in transformers. With a name that contains "flash", samples are packed
