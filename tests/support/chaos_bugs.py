@@ -134,10 +134,10 @@ BUGS = (
     Bug(
         "an engine believes that its weights are whole while they are written",
         EngineAgent,
-        "mixed_weights",
-        "return self._mixed_weights or self._open_to_writes",
-        "return self._mixed_weights",
-        29,
+        "_carry_out",
+        "self._open_to_writes |= self._mode is UpdateMode.IN_PLACE",
+        "pass",
+        56,
     ),
     Bug(
         "a quarantined engine is written again",
@@ -430,7 +430,7 @@ INTRUDER_BUGS = (
         "on_reply",
         "if reply.round_id == self.round_id and self.sessions.get(worker) is session:",
         "if self.sessions.get(worker) is session:",
-        100295,
+        100087,
     ),
     Bug(
         "anybody reports writes to a predecessor",

@@ -390,7 +390,8 @@ class SimulatedNetwork:
         self._delay_range_s = delay_range_s
         self._hosts: dict[str, SimulatedHost] = {}
         self._servers: dict[int, SimulatedServer] = {}
-        self._next_port = 20_000
+        # Above all ports of `free_port`, so that no simulated server takes the port of a bound socket.
+        self._next_port = 50_000
         self._parted: dict[frozenset[str], int] = {}
         self._faults: dict[tuple[str, str], deque[MessageFault]] = {}
         self._loop: SimulatedLoop | None = None
@@ -437,9 +438,15 @@ class SimulatedNetwork:
     def listen(
         self, factory: Callable[[], asyncio.BaseProtocol], port: int, real: Any
     ) -> SimulatedServer:
-        """See `SimulatedLoop.create_server`."""
+        """See `SimulatedLoop.create_server`.
+
+        Raises:
+            OSError: a server listens on the port.
+        """
         if not port:
             port, self._next_port = self._next_port, self._next_port + 1
+        if port in self._servers:
+            raise OSError(errno.EADDRINUSE, f"{os.strerror(errno.EADDRINUSE)}: {port}")
         server = SimulatedServer(self, self.current_host(), factory, port, real)
         self._servers[port] = server
         return server
