@@ -42,6 +42,8 @@ FAILS_AT_FIRST = """
         calls = Path(folder, rollout.task_id)
         with calls.open("a") as file:
             file.write("x")
+        if kind == "never":
+            raise ValueError("no such answer")
         is_victim = rollout.task_id.endswith(("-2", "-5"))
         if is_victim and (kind == "always" or len(calls.read_text()) == 1):
             match kind:
@@ -67,7 +69,7 @@ async def scoring(
     function = folder / "reward.py"
     function.write_text(textwrap.dedent(FAILS_AT_FIRST))
     section = RolloutSection(sampling=SAMPLING, groups_per_step=2, samples_per_group=3)
-    policy = StalenessPolicy(max_staleness=9, batch_size=6, max_concurrent=64)
+    policy = StalenessPolicy(max_staleness=99, batch_size=6, max_concurrent=64)
     async with (
         FakeEngine("engine") as engine,
         RewardPool(ProcessRewards(file=str(function), num_processes=3, deadline_s=1.0)) as pool,
@@ -129,9 +131,45 @@ async def test_step_fails_with_the_reason_if_no_rollout_can_be_scored(tmp_path: 
             rollouts.submit_group((1, number + 2), 3, SAMPLING, metadata=["/nowhere", "fine"])
         with pytest.raises(
             RolloutError,
-            match=r"none of the last \d+ rollouts could be scored; .*FileNotFoundError",
+            match=r"reward of .*reward.py failed for (\d+) of the last \1 rollouts .*FileNotFoundError",
         ):
             await next_batch(made)
+
+
+async def test_job_ends_early_if_most_rewards_fail(tmp_path: Path) -> None:
+    """The answers of 30 of 32 rows cannot be scored, and are replaced; two rows can be scored in between."""
+    limits = RolloutConfig(max_rejections=10_000)
+    async with scoring(tmp_path, limits) as (rollouts, made):
+        for number in range(32):
+            kind = "never" if number % 16 else "fine"
+            rollouts.submit_group((1, number + 2), 3, SAMPLING, metadata=[str(tmp_path), kind])
+        with pytest.raises(
+            RolloutError,
+            match=r"reward of .*reward.py failed for \d+ of the last 64 rollouts \(\d\d%\), and "
+            r"rollout.max_failed_rewards = 0.5; newest failure: .*no such answer",
+        ):
+            await next_batch(made)
+    assert sum(calls_in(tmp_path).values()) < 400
+
+
+async def test_rows_that_cannot_be_scored_count_once_each(tmp_path: Path) -> None:
+    """One row in eight fails, in each of 20 scores. These are more than half of all scores, and the job goes on."""
+    async with scoring(tmp_path, RolloutConfig(max_rejections=20)) as (rollouts, made):
+        handles = [
+            rollouts.submit_group(
+                (1, number + 2),
+                3,
+                SAMPLING,
+                metadata=[str(tmp_path), "fine" if number % 8 else "never"],
+            )
+            for number in range(32)
+        ]
+        for _ in range(14):
+            await next_batch(made)
+        async with asyncio.timeout(DEADLINE_S):
+            for handle in handles[::8]:
+                with pytest.raises(RolloutError, match="rejected 20 times"):
+                    await handle
 
 
 def test_job_with_rewards_in_processes_names_the_failures_in_its_summary(tmp_path: Path) -> None:

@@ -235,6 +235,9 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         batch_deadline_s: seconds to wait for the groups of one step, including new groups in place of declined ones.
             The recipe has the same number of seconds to score one group.
         rewards_at_once: number of groups that the recipe scores at a time, each in a thread.
+        max_failed_rewards: largest share of the newest rollouts for which the reward of `[rewards]` may fail at first; the
+            job ends with an error above it. The share counts from 64 scores on, or twice the rollouts of a step if that
+            is more. 1 for no limit.
     """
 
     _where: ClassVar[str] = "rollout."
@@ -256,6 +259,7 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
     max_worker_restarts: int = 3
     batch_deadline_s: float = 600.0
     rewards_at_once: int = 16
+    max_failed_rewards: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -265,7 +269,12 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
             ("max_staleness", "max_resubmits", "num_workers", "max_worker_restarts"), 0
         )
         none |= {"extra_samples": 0, "min_samples": 0}
-        check_numbers(self, one | none, ("batch_deadline_s",), where="rollout.")
+        above = ("batch_deadline_s", "max_failed_rewards")
+        check_numbers(self, one | none, above, where="rollout.")
+        if self.max_failed_rewards > 1:
+            raise ConfigError(
+                f"rollout.max_failed_rewards must be <= 1, a share, got {self.max_failed_rewards!r}"
+            )
         if self.min_samples > self.samples_per_group:
             raise ConfigError(
                 f"rollout.min_samples must be <= {self.samples_per_group} (samples_per_group), got {self.min_samples}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import final
@@ -21,6 +21,9 @@ from windlass.rollout.rewards import RewardError, Scorer
 MIN_ALIKE = 8
 """Number of failed rollouts in a row after which a job fails. With more than 4 groups per step, the job fails after
 twice as many failed rollouts as groups per step."""
+MIN_SCORED = 64
+"""Smallest number of scored rollouts from which the job computes the share of failed rewards. The number is twice the
+rollouts of a step if that is more."""
 MAX_REPLACED = 1024
 """Number of groups with replaced rollouts whose other rewards are remembered. Rewards that are not remembered are made
 again."""
@@ -54,7 +57,11 @@ class Scoring:
     ) -> None:
         self._declined, self._describe_tasks = declined, describe_tasks
         self._rollouts, self._recipe, self._config = rollouts, recipe, config
-        self._scorer, self._num_unscored = scorer, 0
+        self._scorer, self._num_scores = scorer, 0
+        self._window = max(MIN_SCORED, 2 * config.groups_per_step * config.samples_per_group)
+        self._first_failed: deque[bool] = deque(maxlen=self._window)
+        """Whether the first score of each of the newest rollouts failed. Later scores do not count: a rollout that can
+        never be scored has many of them."""
         self._scores: dict[int, asyncio.Task[list[TrainingSample]]] = {}
         self._rewards: OrderedDict[int, dict[tuple[str, int], float]] = OrderedDict()
         """Group id -> rewards of (task id, number of the answer), for groups that wait for replaced rollouts."""
@@ -87,7 +94,8 @@ class Scoring:
 
         Raises:
             PeerTimeout: there were not enough groups, or a group was not scored, within `batch_deadline_s`.
-            RolloutError: too many rollouts failed in a row, or could not be scored, see `MIN_ALIKE`.
+            RolloutError: too many rollouts failed in a row, see `MIN_ALIKE`, or the reward failed for a larger share of
+                rollouts than `max_failed_rewards`.
             WindlassError: the recipe raised an exception, in its tasks or while it scored a group.
         """
         num_groups, left_s = self._config.groups_per_step, self._config.batch_deadline_s
@@ -163,10 +171,14 @@ class Scoring:
                 f"rollouts: the last {num_alike} failed without a retry and none was accepted; "
                 f"{self._rollouts.describe()}"
             )
-        most = max(MIN_ALIKE, 2 * self._config.groups_per_step * self._config.samples_per_group)
-        if self._scorer is not None and self._num_unscored >= most:
+        if self._scorer is None or self._num_scores < self._window:
+            return
+        num_failed, num_first = sum(self._first_failed), len(self._first_failed)
+        most = self._config.max_failed_rewards
+        if num_failed > most * num_first:
             raise RolloutError(
-                f"rewards: none of the last {self._num_unscored} rollouts could be scored; newest failure: "
+                f"rewards: {self._scorer.name} failed for {num_failed} of the last {num_first} rollouts "
+                f"({num_failed / num_first:.0%}), and rollout.max_failed_rewards = {most:g}; newest failure: "
                 f"{self._scorer.counts.newest_failure}"
             )
 
@@ -215,16 +227,19 @@ class Scoring:
         """Return the group with the rewards of the scorer; None if rollouts could not be scored and are replaced."""
         if self._scorer is None:
             return group
+        # Later scores of a group are those of replaced rollouts.
+        is_first = group.group_id not in self._rewards
         known = self._rewards.pop(group.group_id, {})
         unscored = [each for each in group.rollouts if _answer(each) not in known]
         failed: dict[str, str] = {}
         for rollout, reward in zip(unscored, await self._scorer.score(unscored), strict=True):
+            self._num_scores += 1
+            if is_first:
+                self._first_failed.append(isinstance(reward, RewardError))
             if isinstance(reward, RewardError):
                 failed[rollout.task_id] = str(reward)
-                self._num_unscored += 1
             else:
                 known[_answer(rollout)] = reward
-                self._num_unscored = 0
         if failed:
             self._rewards[group.group_id] = known
             if len(self._rewards) > MAX_REPLACED:

@@ -69,11 +69,11 @@ class RewardServer:
         config: address and limits.
 
     Attributes:
-        counts: counts since the start.
+        counts: counts since the start. name: the server's URL.
     """
 
     def __init__(self, config: ServerRewards) -> None:
-        self._config = config
+        self._config, self.name = config, f"the server {config.url}"
         self._slots = asyncio.Semaphore(config.max_requests)
         self._http: aiohttp.ClientSession | None = None
         self.counts = RewardCounts()

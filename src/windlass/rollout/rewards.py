@@ -87,10 +87,11 @@ class Scorer(Protocol):
     """Interface of an object that gives rollouts their rewards. Use it with `async with`, in one event loop.
 
     Attributes:
-        counts: counts since the start.
+        counts: counts since the start. name: name of the function or the server, for errors.
     """
 
     counts: RewardCounts
+    name: str
 
     async def __aenter__(self) -> Self: ...
 
@@ -303,13 +304,13 @@ class RewardPool:
         config: the function and the limits; `file` must not be empty.
 
     Attributes:
-        counts: counts since the start.
+        counts: counts since the start. name: file and name of the function.
     """
 
     def __init__(self, config: ProcessRewards) -> None:
         if not config.file or not Path(config.file).is_file():
             raise ConfigError(f"rewards.file must be a Python file, got {config.file!r}")
-        self._config = config
+        self._config, self.name = config, f"{config.function} of {config.file}"
         self._slots = asyncio.Semaphore(config.num_processes)
         self._idle: list[RewardProcess] = []
         self._busy: set[RewardProcess] = set()
