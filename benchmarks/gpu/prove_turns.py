@@ -365,7 +365,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
     options = parser(__doc__ or "")
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--engine", choices=sorted(TURN_ENGINES), default="vllm")
-    options.add_argument("--case", choices=sorted(CASES), required=True)
+    options.add_argument("--case", choices=sorted(CASES), default="qwen3-4b")
     options.add_argument("--tp", type=int, default=1)
     options.add_argument("--trainers", type=int, default=1, help="trainer ranks, on the same GPUs")
     options.add_argument(

@@ -208,7 +208,7 @@ def test_a_launched_job_without_a_terminal_draws_nothing(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()[1:]] == [
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[2:]] == [
         "step 1",
         "done",
         "in out",
@@ -229,7 +229,7 @@ async def test_status_watch_fills_the_terminal_and_restores_it(size: tuple[int, 
         def look(terminal: Terminal, process: subprocess.Popen[bytes]) -> None:
             if seen and "count): 2: 1" in unwrapped(seen[-1]):
                 return
-            if not terminal.shown()[0].startswith("published"):
+            if not terminal.shown()[0].startswith("no version published yet"):
                 return
             seen.append(terminal.shown())
             if len(seen) == 1:
@@ -248,9 +248,9 @@ async def test_status_watch_fills_the_terminal_and_restores_it(size: tuple[int, 
             on_screen, command, *size, cwd=REPOSITORY, environment=environment, look=look
         )
     assert status == 130
-    assert seen[0][0].startswith("published version -1")
+    assert seen[0][0].startswith("no version published yet")
     last = seen[-1]
-    assert last[0].startswith("published version -1")
+    assert last[0].startswith("no version published yet")
     assert "count): 2: 1" in unwrapped(last)
     assert any(line.startswith("39 ") for line in last), last
     assert "Traceback" not in unwrapped(terminal.lines())

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from http_answers import answering
 from rich.console import Console
+from screens import on_screen
 from trained import report, sample
 from windlass_command import command
 
@@ -76,7 +77,7 @@ async def test_status_watch_shows_each_change_until_the_controller_ends() -> Non
         )
         assert watching.stdout is not None
         async with asyncio.timeout(30):
-            assert b"published version -1" in await watching.stdout.readuntil(b"none yet")
+            assert b"no version published yet" in await watching.stdout.readuntil(b"none yet")
             controller.coordinator.reports.append(report(41))
             controller.observe_samples([sample(-3)])
             shown = await watching.stdout.readuntil(b"count): 2: 1")
@@ -101,6 +102,18 @@ def test_status_watch_skips_states_that_it_has_no_time_to_draw() -> None:
     last = without_codes(shown.rpartition("\x1b[?1049l")[2]).splitlines()
     assert f"published version {num_states - 1}" in last[0]
     assert max(map(len, last)) <= 80, last
+
+
+def test_an_error_breaks_between_words_on_a_terminal(tmp_path: Path) -> None:
+    refused = (*WINDLASS, "demo", "--steps", "3", "--kill-engine-at", "3")
+    status, terminal = on_screen(refused, 80, 24, cwd=tmp_path)
+    words = subprocess.run(
+        refused, capture_output=True, text=True, check=False, timeout=60
+    ).stderr.split()
+    assert status == 2
+    shown = terminal.lines()
+    assert len(shown) > 1
+    assert " ".join(shown).split() == words
 
 
 async def test_the_error_of_a_wrong_token_names_the_setting() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -107,6 +108,7 @@ def check_example(tmp_path: Path, config: Path, **environment: str) -> None:
         assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
     lines = printed.splitlines()
     assert [line.split(":")[0] for line in lines[1:]] == [
+        "to watch",
         "step 1",
         "step 2",
         "done",
@@ -167,7 +169,7 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
     with launched(resumed) as job:
         printed, _ = job.communicate(timeout=DEADLINE_S)
         assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
-    assert [line.split(" ")[0] for line in printed.splitlines()[1:]] == [
+    assert [line.split(" ")[0] for line in printed.splitlines()[2:]] == [
         "continues",
         "step",
         "done:",
@@ -368,6 +370,27 @@ def test_sigterm_before_the_fleet_is_complete_ends_the_job(tmp_path: Path) -> No
         job.communicate(timeout=DEADLINE_S)
         assert job.returncode == 128 + signal.SIGTERM
     assert summary(tmp_path)["version"] == -1
+
+
+def test_a_job_prints_a_command_that_shows_it_and_deletes_its_own_token(tmp_path: Path) -> None:
+    never = tmp_path / "never.py"
+    never.write_text("import signal; signal.pause()")
+    config = write(tmp_path, (str(EXAMPLE / "trainer.py"), str(never)))
+    own = {name: value for name, value in os.environ.items() if name != "WINDLASS_TOKEN"}
+    with launched(config, WINDLASS_TOKEN="") as job:
+        words = shlex.split(read_until(job, "to watch: ").removeprefix("to watch: "))
+        name, _, file = words[0].partition("=")
+        token = tmp_path / "out" / "token"
+        assert (name, Path(file), words[1]) == ("WINDLASS_TOKEN_FILE", token, "windlass")
+        assert token.stat().st_mode & 0o777 == 0o600
+        status = subprocess.run(
+            (sys.executable, "-m", "windlass.cli.main", *words[2:-1], "--json"),
+            env={**own, name: file}, capture_output=True, check=True, timeout=60,
+        )  # fmt: skip
+        assert json.loads(status.stdout)["engines"] == []
+        job.send_signal(signal.SIGTERM)
+        job.communicate(timeout=DEADLINE_S)
+    assert not token.exists()
 
 
 def test_a_start_that_times_out_names_the_missing_members_and_their_logs(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ async def test_status_prints_rounds_staleness_and_outstanding_work(
     status = (sys.executable, "-m", "windlass.cli.main", "status", controller.url)
     code, output, errors = await command(*status, token=TOKEN)
     assert (code, errors) == (0, "")
-    assert "published version -1" in output
+    assert "no version published yet" in output
     assert re.search(r" bytes .* pack\n.* 1\.23 MB .* 62\.5\n.*in milliseconds", output)
     assert "outstanding 0" in output
     assert "0: 1, 2: 2" in output

@@ -49,7 +49,7 @@ async def test_a_real_browser_shows_rounds_and_staleness_and_follows_them(
         controller.coordinator.reports.append(report(41))
         await controller.batches.put(0, [[sample(-1), sample(-3), sample(-3)]])
         await tab.call("Page.navigate", url=f"{controller.url}/#token={TOKEN}")
-        page = await tab.html_with("published version -1")
+        page = await tab.html_with("no version published yet")
         assert '<p id="state">live</p>' in page
         assert "1,234,567" in page
         assert 'title="write 500.0 ms"' in page
@@ -125,7 +125,7 @@ async def test_a_real_browser_draws_updates_on_one_scale(tmp_path: Path) -> None
         running.coordinator.reports.extend(story("engine-b"))
         await running.batches.put(0, [[sample(-1), sample(-2), sample(-2)]])
         await tab.call("Page.navigate", url=f"{running.url}/#token={TOKEN}")
-        await tab.html_with("published version -1")
+        await tab.html_with("no version published yet")
         widths = await tab.value_of(
             "[...document.querySelectorAll('.bar')].map(b => [...b.children].reduce("
             "(w, s) => w + s.getBoundingClientRect().width, 0))"

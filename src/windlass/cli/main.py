@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import os
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -57,24 +59,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments, chosen)
     except WindlassError as error:
-        print(f"windlass {chosen}: {type(error).__name__}: {error}", file=sys.stderr)
+        _print_error(f"windlass {chosen}: {type(error).__name__}: {error}")
         for note in vars(error).get("__notes__", ()):
-            print(note, file=sys.stderr)
+            _print_error(note)
         if following := _NEXT.get(type(error)):
-            print(f"next: {following}", file=sys.stderr)
+            _print_error(f"next: {following}")
         return 2
     except ModuleNotFoundError as error:
         if (extra := _EXTRAS.get((error.name or "").partition(".")[0])) is None:
             raise
         extra = _OWN_EXTRAS.get(chosen, extra)
-        print(
-            f"windlass {chosen}: needs {error.name}, which is not installed here\n"
-            f"next: {install_command(extra)}",
-            file=sys.stderr,
-        )
+        _print_error(f"windlass {chosen}: needs {error.name}, which is not installed here")
+        _print_error(f"next: {install_command(extra)}")
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _print_error(text: str) -> None:
+    """Print a text on stderr. On a terminal, break its lines between words."""
+    if sys.stderr.isatty():
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        text = "\n".join(
+            textwrap.fill(
+                line,
+                columns,
+                replace_whitespace=False,
+                drop_whitespace=True,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for line in text.split("\n")
+        )
+    print(text, file=sys.stderr)
 
 
 def _run(arguments: Sequence[str], chosen: str) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import secrets
+import shlex
 import shutil
 import signal
 import sqlite3
@@ -33,7 +34,7 @@ from windlass.envs import (
     secret_value,
 )
 from windlass.errors import ConfigError, PeerTimeout, TrainerError, WindlassError
-from windlass.files import write_file
+from windlass.files import replacing, write_file
 from windlass.jobs.audit import AUDIT, AuditRecord
 from windlass.jobs.config import (
     CHECKPOINT_RECORD,
@@ -46,9 +47,11 @@ from windlass.jobs.evaluation import evaluate
 from windlass.jobs.metric_logs import MetricLogs
 from windlass.jobs.output import (
     EVALUATIONS,
+    LOGS,
     METRICS,
     REPORT,
     SUMMARY,
+    TOKEN,
     OutputFolder,
     find_start,
 )
@@ -123,6 +126,7 @@ async def run_job(
             publishing its last version.
     """
     check_job(config)
+    has_token = has_owner_token()
     token, progress = owner_token(), progress or Progress()
     if recipe is None:
         file = Path(config.recipe.file)
@@ -135,8 +139,34 @@ async def run_job(
             )
     output_dir = await asyncio.to_thread(Path(config.output_dir).resolve)
     await asyncio.to_thread(output_dir.mkdir, parents=True, exist_ok=True)
-    with OutputFolder(output_dir).locked():
+    with OutputFolder(output_dir).locked(), _watchable(output_dir, token, is_made_up=not has_token):
         return await _run_in(output_dir, config, recipe, token, notify, progress)
+
+
+@contextmanager
+def _watchable(folder: Path, token: str, *, is_made_up: bool) -> Iterator[None]:
+    """Write a made-up token into the output folder, for `windlass status` of the same user; delete it at the end."""
+    file = folder / TOKEN
+    file.unlink(missing_ok=True)
+    if is_made_up:
+        with replacing(file, 0o600) as opened:
+            opened.write(token.encode())
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def how_to_watch(url: str, folder: Path) -> str:
+    """Return a line with the command that shows a running job.
+
+    Args:
+        url: address of the job's controller.
+        folder: output folder of the job.
+    """
+    file = folder / TOKEN
+    variable = f"{TOKEN_FILE_VARIABLE}={shlex.quote(shortest_path(file))} " if file.exists() else ""
+    return f"to watch: {variable}windlass status {url} --watch"
 
 
 async def _run_in(
@@ -157,7 +187,7 @@ async def _run_in(
         "WINDLASS_TRANSPORT": config.transport,
         "WINDLASS_REPLICA": config.replica,
     }
-    scheduler = create_scheduler(config.scheduler, output_dir / "logs", environment)
+    scheduler = create_scheduler(config.scheduler, output_dir / LOGS, environment)
     start = find_start(config)
     if start is not None and start[1].steps >= config.steps:
         notify(
@@ -192,7 +222,7 @@ async def _run_in(
         _check_last_update(summary, job.version)
     except WindlassError as error:
         # With Ray, this folder has no logs, because each node stores the logs of its processes.
-        if any((output_dir / "logs").glob("*.log")):
+        if any((output_dir / LOGS).glob("*.log")):
             error.add_note(f"the logs are in {output_dir / 'logs'}")
             if isinstance(error, PeerTimeout):
                 error.add_note("next: read the log of each process that did not connect or answer")
@@ -325,6 +355,7 @@ class Job:
         """
         controller, config = self.controller, self._config
         self._notify(f"controller {controller.url}")
+        self._notify(how_to_watch(controller.url, self._output_dir))
         work = asyncio.create_task(self._work())
         processes = job_processes(config, controller.url)
         others = [asyncio.create_task(self._end_at_signal(work))]
@@ -379,7 +410,7 @@ class Job:
         self._notify(
             f"{ended}: {counted(summary.steps, 'step')}, version {summary.version} published"
         )
-        written = [REPORT, SUMMARY, *([METRICS] if self._num_trained else []), "logs"]
+        written = [REPORT, SUMMARY, *([METRICS] if self._num_trained else []), LOGS]
         if self._newest is not None and self._newest[0].is_relative_to(self._output_dir):
             written.append(str(self._newest[0].relative_to(self._output_dir)))
         self._notify(f"in {shortest_path(self._output_dir)}: {', '.join(written)}")
@@ -556,7 +587,7 @@ class Job:
     async def _log_end(self, name: str) -> str:
         """Return text with the path and the last lines of a process's log, to append to a message about this process."""
         tail = await self._scheduler.log_tail(name, LOG_LINES)
-        path = self._output_dir / "logs" / f"{name}.log"
+        path = self._output_dir / LOGS / f"{name}.log"
         return f"; its log, {path}, ends:\n{tail.rstrip()}"
 
     # --- the work ----------------------------------------------------------------------------
@@ -625,9 +656,8 @@ class Job:
         def look() -> None:
             missing = ", ".join(coordinator.fleet.missing(world_size, engines).values())
             binds = ", ".join(coordinator.connector.binds)
-            progress.detail(
-                f"not connected yet: {missing}" if missing else f"binding {binds}" if binds else ""
-            )
+            waits = f"not connected yet: {missing}{self._where_logs_are()}" if missing else ""
+            progress.detail(waits or (f"binding {binds}" if binds else ""))
 
         coordinator.subscribe(look)
         coordinator.on_phase(lambda _, phase: progress.detail(f"now in {phase}"))
@@ -647,6 +677,11 @@ class Job:
                 )
         except TimeoutError as error:
             raise PeerTimeout(progress.text()) from error
+
+    def _where_logs_are(self) -> str:
+        """Return the end of a text that names the folder of the logs; empty if each node stores its own logs (Ray)."""
+        folder = self._output_dir / LOGS
+        return f"; logs: {shortest_path(folder)}" if any(folder.glob("*.log")) else ""
 
     async def _start_ranks(self) -> None:
         """End running ranks, start new ranks, and let them load the newest checkpoint if there is one.
@@ -1025,11 +1060,14 @@ def create_scorer(config: LaunchConfig) -> Scorer | None:
     return RewardPool(msgspec.structs.replace(config.rewards, file=file))
 
 
+def has_owner_token() -> bool:
+    """Return whether the user has chosen the job's secret."""
+    return bool(secret_value(TOKEN_VARIABLE) or environment_value(TOKEN_FILE_VARIABLE))
+
+
 def owner_token() -> str:
     """Return the job's secret: from WINDLASS_TOKEN, else from the file in WINDLASS_TOKEN_FILE, else a new random one."""
-    if secret_value(TOKEN_VARIABLE) or environment_value(TOKEN_FILE_VARIABLE):
-        return control_token()
-    return secrets.token_hex(16)
+    return control_token() if has_owner_token() else secrets.token_hex(16)
 
 
 # --- processes of the job, and checks of its options ------------------------------------------

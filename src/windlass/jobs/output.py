@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 METRICS, SUMMARY, REPORT = "metrics.jsonl", "summary.json", "report.html"
+LOGS, TOKEN = "logs", "token"
 EVALUATIONS = "evaluations.jsonl"
 OF_A_RUN = (METRICS, SUMMARY)
 """Files that exist once a run has trained a step or ended."""

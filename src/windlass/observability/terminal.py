@@ -73,10 +73,9 @@ def _table(*columns: str, right: int = 0, gap: int = 2) -> Table:
 
 def _parts(view: dict[str, Any], max_links: int) -> Iterator[RenderableType]:
     now = f", now in {view['phase']} for {view['phase_for_s']:.1f} s" if view["phase"] else ""
-    yield Text(
-        f"published version {view['published_version']}, epoch {view['epoch']}, "
-        f"mode {view['mode']}{now}"
-    )
+    version = view["published_version"]
+    published = "no version published yet" if version < 0 else f"published version {version}"
+    yield Text(f"{published}, epoch {view['epoch']}, mode {view['mode']}{now}")
     yield from _engines(view)
     yield from _links(view["links"], max_links)
     yield from _rounds(view["rounds"])

@@ -37,7 +37,7 @@ from windlass.jobs.demo.own_transfer import (
 )
 from windlass.jobs.demo.recipe import DemoRecipe
 from windlass.jobs.demo.trainer import build_model
-from windlass.jobs.launch import check_options, run_job
+from windlass.jobs.launch import check_options, how_to_watch, run_job
 from windlass.jobs.output import OutputFolder
 from windlass.jobs.results import JobSummary
 from windlass.jobs.schedulers.local import visible_gpus
@@ -265,10 +265,16 @@ class DemoView:
         self.shown = LiveView(self.console, self._draw, is_wanted=not plain)
         self.progress = Progress(is_shown=self.shown.is_drawn)
         self._num_events = self._num_updates = 0
+        self._has_said_how_to_watch = False
 
     def show(self, controller: Controller) -> None:
         """Show the events and updates since the last call."""
         recipe, rewards = self._recipe, self._recipe.rewards_by_step
+        if not self._has_said_how_to_watch:
+            self.console.print(
+                how_to_watch(controller.url, Path(self._config.output_dir)), soft_wrap=True
+            )
+            self._has_said_how_to_watch = True
         if self.shown.is_drawn:
             training = self._training()
             height = (
