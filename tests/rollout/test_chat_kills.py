@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from windlass.rollout import (
     BatchQueue,
     ChatSettings,
     Claimed,
+    ProcessRewards,
+    RewardError,
+    RewardPool,
     RolloutConfig,
     RolloutController,
     SamplingParams,
@@ -38,6 +41,7 @@ from windlass.rollout import (
     claim_rollout,
     mount_rollout_routes,
     set_reward,
+    training_samples,
 )
 
 SAMPLING = SamplingParams(max_new_tokens=32)
@@ -108,6 +112,12 @@ async def kill(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.send_signal(signal.SIGKILL)
     await process.wait()
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not is_true():  # noqa: ASYNC110 - the condition may be a file of another process
+            await asyncio.sleep(0.02)
 
 
 async def claim(base_url: str, deadline_s: float = WITHIN_S) -> Claimed:
@@ -185,6 +195,131 @@ async def test_an_agent_that_is_lost_fails_its_attempt_and_its_key(rig: Rig, eng
     assert (stats.completed, stats.lost, stats.retried) == (1, 0, 1)
     with pytest.raises(PeerTimeout, match="no rollout to claim"):
         await claim(base_url, deadline_s=0.3)
+
+
+AGENT = """
+import json, os, sys, urllib.request
+
+def ask(messages, **more):
+    body = {"model": "policy", "messages": messages, "tools": [], **more}
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)["choices"][0]["message"]
+
+question = {"role": "user", "content": "What is 17 + 25?"}
+first = ask([question], max_tokens=4)
+print("asked", flush=True)
+ask([question, first, question], max_tokens=int(sys.argv[1]))
+"""
+
+
+async def test_a_killed_agent_process_costs_only_its_attempt(rig: Rig, engine: str) -> None:
+    """SIGKILL ends the agent while the engine generates its second answer. That answer is no turn."""
+    controller = await rig.controller(("engine", engine, 0))
+    statuses: list[int | None] = []
+    begun: asyncio.Queue[asyncio.subprocess.Process] = asyncio.Queue()
+
+    async def solve(context: WorkflowContext) -> int:
+        async with context.chat_endpoint() as session:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", AGENT, "1500" if context.attempt == 1 else "4"),
+                env={"PATH": os.environ["PATH"], **session.environment},
+                stdout=asyncio.subprocess.PIPE,
+            )
+            rig.stack.push_async_callback(kill, process)
+            assert process.stdout is not None
+            await process.stdout.readline()
+            begun.put_nowait(process)
+            statuses.append(await process.wait())
+            if process.returncode:
+                raise RuntimeError(f"the agent ended with status {process.returncode}")
+        return context.attempt
+
+    controller.run_here({"solve": solve}, chat=ChatSettings(tokenizer=str(rig.folder)))
+    sampling = SamplingParams(max_new_tokens=1500, ignore_eos=True)
+    controller.submit_workflow_group("solve", None, 1, sampling)
+    agent = await asyncio.wait_for(begun.get(), WITHIN_S)
+    # The second request has 1500 tokens, so it still runs after this time.
+    await asyncio.sleep(0.5)
+    assert await num_running(rig, engine) == 1
+    await kill(agent)
+    (group,) = await controller.next_batch(1, deadline_s=WITHIN_S)
+    assert statuses == [-signal.SIGKILL, 0]
+    (rollout,) = group.rollouts
+    assert rollout.value == 2
+    (sample,) = training_samples(group, [1.0])
+    generated = [turn.output.output_ids for turn in rollout.turns]
+    assert [len(ids) for ids in generated] == [4, 4]
+    own = [token for token, mask in zip(sample.output_ids, sample.loss_mask, strict=True) if mask]
+    assert own == [token for ids in generated for token in ids]
+    assert sample.versions == tuple(0 if mask else -1 for mask in sample.loss_mask)
+    stats = controller.stats()
+    assert (stats.completed, stats.lost, stats.failed, stats.outstanding) == (1, 0, 0, 0)
+
+
+async def test_a_killed_reward_process_costs_one_answer_while_sessions_go_on(
+    rig: Rig, engine: str, tmp_path: Path
+) -> None:
+    """The answer that could not be scored is generated again. The others keep their ids, masks and rewards."""
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "import os, pathlib, time\n"
+        "def reward(rollout):\n"
+        f"    place = pathlib.Path({str(tmp_path)!r}, rollout.task_id)\n"
+        "    if rollout.attempts == 1 and not place.exists():\n"
+        "        place.write_text(str(os.getpid()))\n"
+        "        time.sleep(600 if rollout.value == 'slow' else 0)\n"
+        "    return float(len(rollout.turns))\n"
+    )
+    controller = await rig.controller(("engine", engine, 0))
+    first: list[str] = []
+    goes_on = asyncio.Event()
+
+    async def solve(context: WorkflowContext) -> str:
+        async with context.chat_endpoint() as session:
+            client = Client(rig.http, session.base_url, session.api_key)
+            if context.arguments == "later":
+                await client.chat([QUESTION])
+                await goes_on.wait()
+            await tool_loop(client, [QUESTION])
+        first.append(context.task_id)
+        return "slow" if first == [context.task_id] else "quick"
+
+    controller.run_here({"solve": solve}, chat=ChatSettings(tokenizer=str(rig.folder)))
+    handle = controller.submit_workflow_group("solve", None, 3, SAMPLING)
+    later = controller.submit_workflow_group("solve", "later", 1, SAMPLING)
+    async with (
+        RewardPool(ProcessRewards(file=str(file), num_processes=1)) as pool,
+    ):
+        await until(lambda: handle.group_id in controller.ready_ids())
+        before = controller.peek(handle.group_id)
+        scoring = asyncio.create_task(pool.score(before.rollouts))
+        lost = first[0]
+        await until(lambda: (tmp_path / lost).exists() and (tmp_path / lost).read_text() != "")
+        os.kill(int((tmp_path / lost).read_text()), signal.SIGKILL)
+        found = dict(zip([each.task_id for each in before.rollouts], await scoring, strict=True))
+        assert [task for task, each in found.items() if isinstance(each, RewardError)] == [lost]
+        controller.replace({lost: str(found[lost])})
+        goes_on.set()
+        groups = {each.group_id: each for each in await controller.next_batch(2, deadline_s=60)}
+        assert set(groups) == {handle.group_id, later.group_id}
+        group = groups[handle.group_id]
+        rewards = await pool.score(group.rollouts)
+    assert rewards == (2.0, 2.0, 2.0)
+    for old, new in zip(before.rollouts, group.rollouts, strict=True):
+        assert new.task_id == old.task_id
+        assert (new == old, new.attempts) == ((False, 2) if old.task_id == lost else (True, 1))
+    samples = [*training_samples(group, rewards), *training_samples(groups[later.group_id], [0.0])]
+    # The conversation that waited has two samples, because it asked its question twice.
+    assert len({sample.task_id for sample in samples}) == 4
+    for sample in samples[:3]:
+        parts = zip(sample.output_ids, sample.loss_mask, strict=True)
+        assert texts(rig.folder, [[token for token, own in parts if own]]) == ["".join(WHOLE)]
+        assert sample.versions == tuple(0 if own else -1 for own in sample.loss_mask)
+    stats = controller.stats()
+    assert (stats.completed, stats.lost, stats.failed, stats.outstanding) == (4, 0, 0, 0)
 
 
 async def test_an_engine_that_dies_in_a_turn_costs_only_its_attempt(rig: Rig) -> None:
