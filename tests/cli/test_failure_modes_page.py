@@ -51,7 +51,13 @@ def test_every_line_of_a_threat_model_names_an_existing_test(page: str, num_test
 
 
 @pytest.mark.parametrize(
-    ("page", "num_pairs"), [("failure-modes.md", 10), ("known-faults.md", 20), ("features.md", 17)]
+    ("page", "num_pairs"),
+    [
+        ("failure-modes.md", 10),
+        ("known-faults.md", 20),
+        ("features.md", 17),
+        ("compare-rollouts.md", 18),
+    ],
 )
 def test_every_test_named_with_a_file_is_in_that_file(page: str, num_pairs: int) -> None:
     known = names_by_file()
@@ -81,3 +87,26 @@ def test_the_features_page_names_a_test_for_every_feature_and_memory() -> None:
         "replica",
     ):
         assert feature in " ".join(memories)
+
+
+def test_the_comparison_of_rollouts_names_a_test_or_a_source_in_each_row() -> None:
+    """Every table has a row for each system. A row of Windlass names a test, and a row of another one a file."""
+    text = (ROOT / "docs" / "compare-rollouts.md").read_text()
+    tables = text.split("| system | what it does | test or source |\n")[1:]
+    assert len(re.findall(r"^## [1-8]\. ", text, re.MULTILINE)) == 8
+    assert len(tables) >= 12
+    for table in tables:
+        lines = table.partition("\n\n")[0].splitlines()[1:]
+        rows = [line.strip("| ").split(" | ") for line in lines]
+        systems = [row[0].partition(":")[0] for row in rows]
+        assert list(dict.fromkeys(systems)) == ["Windlass", "AReaL", "slime", "verl", "TRL"], (
+            systems
+        )
+        for system, row in zip(systems, rows, strict=True):
+            _, _, source = row
+            wanted = (
+                r"`test_\w+` \(`tests/"
+                if system == "Windlass"
+                else r"`[\w./-]+/[\w./-]+`|`[\w-]+\.py`"
+            )
+            assert re.search(wanted, source), row
