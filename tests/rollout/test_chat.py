@@ -385,6 +385,54 @@ def test_parsers_find_calls_and_leave_other_text(name: str) -> None:
             assert parse(text) == (text, [])
 
 
+class CountedText(str):
+    """Text that counts the characters that its methods read. Parts of it share the count."""
+
+    __slots__ = ("work",)
+    work: list[int]
+
+    def part(self, text: str) -> CountedText:
+        made = CountedText(text)
+        made.work = self.work
+        self.work[0] += len(text)
+        return made
+
+    def find(self, wanted: str, start: int = 0, end: int | None = None) -> int:  # type: ignore[override]
+        limit = len(self) if end is None else end
+        found = str.find(self, wanted, start, limit)
+        self.work[0] += max(0, (limit if found < 0 else found + len(wanted)) - start)
+        return found
+
+    def __contains__(self, wanted: str) -> bool:  # type: ignore[override]
+        return self.find(wanted) >= 0
+
+    def __getitem__(self, key: int | slice) -> CountedText:  # type: ignore[override]
+        return self.part(str.__getitem__(self, key))
+
+    def strip(self, chars: str | None = None) -> CountedText:
+        return self.part(str.strip(self, chars))
+
+
+DEGENERATE = {
+    "parameters without an end": "<parameter=a>",
+    "parameters without a name": "<parameter=",
+    "functions without a name": "<function=",
+    "functions with a line break in the name": "<function=\n",
+    "functions without an end": "<function=f>",
+    "calls in calls": "<tool_call><function=f><parameter=a>",
+    "calls without functions": "<tool_call></tool_call>",
+}
+
+
+@pytest.mark.parametrize("repeated", DEGENERATE.values(), ids=DEGENERATE)
+def test_parser_reads_degenerate_calls_a_constant_number_of_times(repeated: str) -> None:
+    for tail in ("", "</parameter>", "</function>", ">"):
+        text = CountedText(f"<tool_call><function=f>{repeated * 2000}{tail}")
+        text.work = [0]
+        PARSERS["qwen3_coder"](text)
+        assert len(text) <= text.work[0] <= 10 * len(text), tail
+
+
 async def test_an_engine_that_fails_ends_the_attempt_and_the_next_attempt_succeeds(
     folder: Path,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,9 +17,6 @@ Parser = Callable[[str], tuple[str, list[ToolCall]]]
 """Function that takes generated text, and returns the text without its calls, and the calls. Text with an invalid call
 stays text: the agent can then answer with an error."""
 
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _decode = msgspec.json.Decoder().decode
 
 
@@ -47,11 +44,44 @@ def _from_json(text: str) -> list[ToolCall]:
 
 def _tagged(text: str, parse: Callable[[str], Iterable[ToolCall]]) -> tuple[str, list[ToolCall]]:
     """Parse every part between `<tool_call>` tags; text with an invalid part has no call."""
-    try:
-        calls = [call for part in _TAGGED.findall(text) for call in parse(part.strip())]
-    except DECODE_ERRORS:
-        return text, []
-    return _TAGGED.sub("", text), calls
+    begin, end = "<tool_call>", "</tool_call>"
+    outside, calls, at = [], list[ToolCall](), 0
+    while (first := text.find(begin, at)) >= 0:
+        last = text.find(end, first)
+        last = len(text) if last < 0 else last
+        outside.append(text[at:first])
+        try:
+            calls += parse(text[first + len(begin) : last].strip())
+        except DECODE_ERRORS:
+            return text, []
+        at = last + len(end)
+    return "".join([*outside, text[at:]]), calls
+
+
+def _elements(text: str, kind: str, *, may_be_open: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield name and body of each `<KIND=NAME>BODY</KIND>` in one pass over the text.
+
+    A model may write thousands of tags that it never closes. No part of the text is then searched again for each of them.
+
+    Args:
+        text: text of a call.
+        kind: KIND.
+        may_be_open: whether the last body may end with the text.
+    """
+    begin, end, at = f"<{kind}=", f"</{kind}>", 0
+    while (at := text.find(begin, at)) >= 0:
+        at += len(begin)
+        limit = text.find("<", at)
+        after = text.find(">", at, len(text) if limit < 0 else limit)
+        name = text[at:after] if after >= 0 else ""
+        if not name or "\n" in name:
+            continue
+        last = text.find(end, after)
+        if last < 0 and not may_be_open:
+            return
+        last = len(text) if last < 0 else last
+        yield name.strip(), text[after + 1 : last]
+        at = last
 
 
 def parse_hermes(text: str) -> tuple[str, list[ToolCall]]:
@@ -62,16 +92,13 @@ def parse_hermes(text: str) -> tuple[str, list[ToolCall]]:
 def parse_qwen3_coder(text: str) -> tuple[str, list[ToolCall]]:
     """Parse `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>` (Qwen3-Coder)."""
 
-    def parse(part: str) -> list[ToolCall]:
-        return [
-            _made(
-                name.strip(),
-                msgspec.json.encode(
-                    {key.strip(): _plain(value) for key, value in _PARAMETER.findall(body)}
-                ).decode(),
-            )
-            for name, body in _FUNCTION.findall(part)
-        ]
+    def parse(part: str) -> Iterator[ToolCall]:
+        for name, body in _elements(part, "function", may_be_open=True):
+            arguments = {
+                key: _plain(value.removeprefix("\n").removesuffix("\n"))
+                for key, value in _elements(body, "parameter")
+            }
+            yield _made(name, msgspec.json.encode(arguments).decode())
 
     return _tagged(text, parse)
 
