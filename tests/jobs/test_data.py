@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from windlass.cli.main import main
 from windlass.errors import ConfigError
 from windlass.jobs import DatasetRecipe, LaunchConfig, load_config
 from windlass.jobs.data import load_rows
@@ -18,7 +19,11 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "launch" / "job.tom
 
 
 def write_rows(path: Path, num_rows: int) -> Path:
-    lines = [json.dumps({"n": n, "question": f"é{n}?" * (n + 1)}) for n in range(num_rows)]
+    questions = [f"é{n}?" * (n + 1) for n in range(num_rows)]
+    lines = [
+        json.dumps({"n": n, "question": said, "turns": [{"role": "user", "content": said}]})
+        for n, said in enumerate(questions)
+    ]
     # An empty line is no row, and the last line need not end with a line break.
     path.write_text("\n\n".join(lines), encoding="utf-8")
     return path
@@ -29,7 +34,7 @@ def recipe_of(tmp_path: Path, num_rows: int = 7, **data: Any) -> DatasetRecipe:
     base: Any = msgspec.to_builtins(load_config(EXAMPLE), enc_hook=str)
     given = {**base, "data": {"path": str(path), "prompt": "question", **data}}
     recipe = DatasetRecipe()
-    recipe.started(msgspec.convert(given, LaunchConfig), None, None)  # type: ignore[arg-type]
+    recipe.check(msgspec.convert(given, LaunchConfig))
     return recipe
 
 
@@ -74,8 +79,58 @@ def test_a_prompt_is_a_text_or_messages(tmp_path: Path) -> None:
     assert recipe_of(tmp_path, system="Be brief.").prompt(row) == (system, user)
     assert recipe_of(tmp_path, chat=False).prompt(row) == "é0?"
     assert recipe_of(tmp_path, prompt="turns").prompt(row) == (user,)
-    with pytest.raises(ConfigError, match=r"one of \['question', 'turns'\], got 'x' with None"):
-        recipe_of(tmp_path, prompt="x").prompt(row)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"prompt": "x"}, r"data.prompt must .* one of \['n', 'question', 'turns'\], got 'x'"),
+        (
+            {"prompt": "n"},
+            r"data.prompt must be a column with a text or messages, .* got 'n' with 0",
+        ),
+        (
+            {"columns": ["n", "answer"]},
+            r"data.columns must be columns of data.path, which has \['n', 'question', 'turns'\], got 'answer'",
+        ),
+    ],
+)
+def test_check_names_a_wrong_column_and_the_columns_there_are(
+    settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        recipe_of(tmp_path, **settings)
+    assert recipe_of(tmp_path, columns=["n"])
+
+
+def test_launch_check_reads_the_first_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, recipe = tmp_path / "job.toml", tmp_path / "recipe.py"
+    rows = write_rows(tmp_path / "rows.jsonl", 3)
+    recipe.write_text(
+        "from windlass.jobs import DatasetRecipe\n"
+        "class R(DatasetRecipe):\n    pass\n"
+        "def reward(rollout):\n    return 1.0\n"
+    )
+    text = f"""
+        steps = 1
+        output_dir = "{tmp_path}/out"
+        recipe = {{ file = "{recipe}", name = "R" }}
+        trainer = {{ script = "{recipe}" }}
+        rewards = {{ kind = "processes" }}
+        data = {{ path = "{rows}", prompt = "COLUMN", columns = ["n"] }}
+        engines = [{{ name = "e", model = "{EXAMPLE.parents[1] / "launch" / "model.json"}" }}]
+        [rollout]
+        groups_per_step = 1
+        samples_per_group = 2
+        sampling = {{ max_new_tokens = 2 }}
+        """
+    job.write_text(text.replace("COLUMN", "question"))
+    assert main(["launch", str(job), "--check"]) == 0, capsys.readouterr()
+    job.write_text(text.replace("COLUMN", "query"))
+    assert main(["launch", str(job), "--check"]) == 2
+    assert "one of ['n', 'question', 'turns'], got 'query'" in capsys.readouterr().err
 
 
 def test_rows_of_a_file_are_read_by_number(tmp_path: Path) -> None:

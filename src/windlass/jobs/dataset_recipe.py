@@ -8,12 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from windlass.controller import Controller
 from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.data import DataSection, Row, load_rows
 from windlass.jobs.recipe import Recipe, Task
-from windlass.jobs.schedulers.base import Scheduler
 from windlass.rollout.text import Chat, Message
 
 
@@ -27,18 +25,33 @@ class DatasetRecipe(Recipe):
     _config: LaunchConfig
     _epoch = _index = 0
 
-    def started(
-        self,
-        config: LaunchConfig,
-        controller: Controller,  # noqa: ARG002
-        scheduler: Scheduler,  # noqa: ARG002
-    ) -> None:
-        """Keep the configuration. A subclass that overrides this method must call it."""
+    def check(self, config: LaunchConfig) -> None:
+        """Make the tasks of the first rows. A subclass that overrides this method must call it.
+
+        Raises:
+            ConfigError: a data set cannot be read or has no rows, or its first row lacks a column.
+        """
         self._config = config
-        if config.evaluation.every and not self.data.evaluation:
+        self._check_row("path", self.rows)
+        if not config.evaluation.every:
+            return
+        if not self.data.evaluation:
             raise ConfigError(
                 f"data.evaluation must be given with evaluation.every = {config.evaluation.every}, got ''"
             )
+        self._check_row("evaluation", self.evaluation_rows)
+
+    def _check_row(self, key: str, rows: Sequence[Row]) -> None:
+        """Check the columns of the first row, and make its task."""
+        if not len(rows):
+            raise ConfigError(f"data.{key} must have at least one row, got none")
+        row = rows[0]
+        for column in self.data.columns:
+            if column not in row:
+                raise ConfigError(
+                    f"data.columns must be columns of data.{key}, which has {sorted(row)}, got {column!r}"
+                )
+        self.task(row)
 
     @property
     def data(self) -> DataSection:

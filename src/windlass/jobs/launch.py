@@ -121,7 +121,8 @@ async def run_job(
         progress: display of the slow parts of the start.
 
     Raises:
-        ConfigError: see `check_job`, or another job runs in the output folder. No process was started.
+        ConfigError: see `check_job`, the recipe refuses the settings, or another job runs in the output folder. No
+            process was started.
         WindlassError: a process could not be started or died too often, a deadline passed, or the job ended without
             publishing its last version.
     """
@@ -137,6 +138,8 @@ async def run_job(
                 evaluates=config.evaluation.every > 0,
                 has_rewards=config.rewards is not None,
             )
+    with progress.part("checks of the recipe"), recipe_code("check"):
+        await asyncio.to_thread(recipe.check, config)
     output_dir = await asyncio.to_thread(Path(config.output_dir).resolve)
     await asyncio.to_thread(output_dir.mkdir, parents=True, exist_ok=True)
     with OutputFolder(output_dir).locked(), _watchable(output_dir, token, is_made_up=not has_token):

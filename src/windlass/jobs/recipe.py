@@ -137,7 +137,14 @@ class Recipe(ABC):
         rewards = [float(reward) for group in groups for reward in self.rewards(group)]
         return {"reward": sum(rewards) / len(rewards)}
 
-    def started(  # noqa: B027 - overriding it is a choice
+    def check(self, config: LaunchConfig) -> None:  # noqa: B027 - overriding it is a choice
+        """Check the job's settings, before the job starts anything. `windlass launch --check` calls this method too.
+
+        Raises:
+            ConfigError: a setting is wrong for this recipe.
+        """
+
+    def started(  # noqa: B027 - as above
         self, config: LaunchConfig, controller: Controller, scheduler: Scheduler
     ) -> None:
         """Prepare the recipe, before the job starts trainers, engines and workers. Runs in the controller's event loop.
@@ -248,6 +255,20 @@ def load_recipe(
             f"recipe.name must be a class that can be called without arguments, got {name!r}: "
             f"{raised_at(error, file)}"
         ) from error
+
+
+def check_recipe(config: LaunchConfig) -> None:
+    """Load the recipe's class as `find_recipe` does, and call `Recipe.check` if the class defines it.
+
+    Raises:
+        ConfigError: see `load_recipe`, or the recipe refuses the settings.
+        WindlassError: `Recipe.check` raised another error.
+    """
+    file, name = Path(config.recipe.file), config.recipe.name
+    limits = {"evaluates": config.evaluation.every > 0, "has_rewards": config.rewards is not None}
+    if find_recipe(file, name, **limits).check is not Recipe.check:
+        with recipe_code("check"):
+            load_recipe(file, name, **limits).check(config)
 
 
 def rewards_differ(samples: Sequence[TrainingSample]) -> bool:

@@ -56,14 +56,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked_config(file: Path, *, runs_recipe: bool) -> LaunchConfig:
-    """Return the configuration of a job after all checks of a start. If `runs_recipe`, also run the recipe's file.
+    """Return the configuration of a job after all checks of a start. If `runs_recipe`, also run the recipe's file and its checks.
 
     Raises:
         ConfigError: a check found a mistake; the error has all mistakes.
     """
     from windlass.jobs.config import check_all, error_of, name_file, read_job
     from windlass.jobs.launch import check_host, check_job
-    from windlass.jobs.recipe import find_recipe
+    from windlass.jobs.recipe import check_recipe
 
     with name_file(file):
         config, mistakes = read_job(file)
@@ -73,18 +73,10 @@ def _checked_config(file: Path, *, runs_recipe: bool) -> LaunchConfig:
             partial(check_job, config),
             partial(check_host, config),
         ]
-        if runs_recipe and (recipe := Path(config.recipe.file)).is_file():
+        if runs_recipe and Path(config.recipe.file).is_file():
             # Reading the token removes it from the environment, where the user's recipe could find it.
             secret_value(TOKEN_VARIABLE)
-            checks.append(
-                partial(
-                    find_recipe,
-                    recipe,
-                    config.recipe.name,
-                    evaluates=config.evaluation.every > 0,
-                    has_rewards=config.rewards is not None,
-                )
-            )
+            checks.append(partial(check_recipe, config))
         check_all(checks, mistakes)
     return config
 
