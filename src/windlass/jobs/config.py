@@ -20,6 +20,7 @@ from windlass.control.backend import backend_of
 from windlass.engines.spec import ENGINES
 from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.jobs.data import DataSection
+from windlass.jobs.foreign_keys import translated
 from windlass.jobs.metric_logs import LogSection
 from windlass.jobs.schedulers.configs import KnownScheduler
 from windlass.jobs.schedulers.local import LocalSchedulerConfig
@@ -688,7 +689,9 @@ def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
         if key in kind and table != re.sub(r"\[\d+\]", "", where).rstrip(".")
     ]
     elsewhere = f"; {key} is a key of {' and of '.join(tables)}" if tables else ""
-    return f"{where}{key} is not a known key, expected one of {keys}{elsewhere}"
+    meant = translated(key)
+    begin = f"{where}{key} is not a known key{': ' * bool(meant)}{meant}"
+    return f"{begin}, expected one of {keys}{elsewhere}"
 
 
 def _tables(where: str, kind: inspect.Type) -> Iterator[tuple[str, list[str]]]:

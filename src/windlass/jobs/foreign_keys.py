@@ -1,0 +1,104 @@
+"""Names of TRL and verl for settings of a job, for errors about unknown keys of a job's file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+TRL: Mapping[str, str] = MappingProxyType(
+    {
+        "beta": "training.kl_coefficient",
+        "bf16": "training.compute = 'bfloat16'",
+        "dataloader_num_workers": "",
+        "delta": "training.correction_cap with training.correction",
+        "epsilon": "training.clip_low and training.clip_high",
+        "epsilon_high": "training.clip_high (for the loss cispo minus 1)",
+        "eval_steps": "evaluation.every",
+        "generation_batch_size": "rollout.groups_per_step times rollout.samples_per_group",
+        "generation_kwargs": "rollout.sampling",
+        "gradient_accumulation_steps": "training.max_tokens, the tokens of a micro-batch",
+        "importance_sampling_level": "training.loss = 'gspo'",
+        "learning_rate": "training.learning_rate",
+        "logging_dir": "log.tensorboard",
+        "loss_type": "training.loss",
+        "max_completion_length": "rollout.sampling.max_new_tokens",
+        "max_steps": "steps",
+        "model_name_or_path": "training.model",
+        "num_generations": "rollout.samples_per_group",
+        "num_generations_eval": "evaluation.samples_per_task",
+        "num_iterations": "",
+        "num_train_epochs": "data.epochs",
+        "optim": "",
+        "per_device_train_batch_size": "rollout.groups_per_step times rollout.samples_per_group",
+        "report_to": "log.tensorboard or log.wandb",
+        "reward_funcs": "rewards.function",
+        "reward_weights": "",
+        "save_steps": "trainer.save_every",
+        "save_total_limit": "trainer.keep",
+        "scale_rewards": "training.advantages ('dr_grpo' does not scale)",
+        "shuffle_dataset": "data.shuffle",
+        "train_dataset": "data.path",
+        "eval_dataset": "data.evaluation",
+        "use_vllm": "engines with kind = 'vllm'",
+        "vllm_gpu_memory_utilization": "engines.arguments",
+        "vllm_importance_sampling_cap": "training.correction_cap",
+        "vllm_importance_sampling_clip_max": "training.correction_cap",
+        "vllm_importance_sampling_correction": "training.correction with training.old_policy = 'trainer'",
+        "vllm_importance_sampling_mode": "training.correction and training.correction_level",
+        "vllm_tensor_parallel_size": "engines.tensor_parallel_size",
+        "warmup_ratio": "training.warmup_steps",
+    }
+)
+"""Name in TRL's `GRPOConfig` -> our keys; empty if we have no such setting."""
+
+VERL: Mapping[str, str] = MappingProxyType(
+    {
+        "adv_estimator": "training.advantages",
+        "clip_ratio": "training.clip_low and training.clip_high",
+        "clip_ratio_high": "training.clip_high",
+        "clip_ratio_low": "training.clip_low",
+        "entropy_coeff": "",
+        "grad_clip": "training.max_grad_norm",
+        "kl_loss_coef": "training.kl_coefficient",
+        "kl_loss_type": "training.kl",
+        "log_prob_micro_batch_size_per_gpu": "training.max_tokens",
+        "loss_agg_mode": "training.mean",
+        "loss_mode": "training.loss",
+        "lr": "training.learning_rate",
+        "lr_warmup_steps": "training.warmup_steps",
+        "max_prompt_length": "",
+        "max_response_length": "rollout.sampling.max_new_tokens",
+        "n_gpus_per_node": "trainer.num_gpus and trainer.world_size",
+        "nnodes": "trainer.num_nodes",
+        "norm_adv_by_std_in_grpo": "training.advantages ('dr_grpo' does not scale)",
+        "ppo_epochs": "",
+        "ppo_max_token_len_per_gpu": "training.max_tokens",
+        "ppo_micro_batch_size_per_gpu": "training.max_tokens",
+        "ppo_mini_batch_size": "rollout.groups_per_step",
+        "prompt_key": "data.prompt",
+        "save_freq": "trainer.save_every",
+        "tensor_model_parallel_size": "engines.tensor_parallel_size",
+        "test_freq": "evaluation.every",
+        "tis_imp_ratio_cap": "training.correction_cap",
+        "total_epochs": "data.epochs",
+        "total_training_steps": "steps",
+        "train_batch_size": "rollout.groups_per_step",
+        "train_files": "data.path",
+        "use_kl_loss": "training.kl_coefficient",
+        "val_files": "data.evaluation",
+    }
+)
+"""Last part of a name in verl's configuration -> our keys; empty if we have no such setting."""
+
+
+def translated(key: str) -> str:
+    """Return a text about a key that TRL or verl has; empty for other keys."""
+    for owner, names in (("TRL", TRL), ("verl", VERL)):
+        if key in names:
+            ours = names[key]
+            return (
+                f"{owner}'s {key} is {ours} here"
+                if ours
+                else f"{owner}'s {key} has no counterpart here"
+            )
+    return ""
