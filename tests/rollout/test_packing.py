@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from windlass.errors import ConfigError
 from windlass.rollout.messages import TrainingSample
-from windlass.rollout.packing import Pack, pack
+from windlass.rollout.packing import Pack, divide, pack
 from windlass.rollout.tensors import SampleTensor
 
 MAX_TOKENS = 24
@@ -40,6 +40,34 @@ def sample(number: int, num_prompt: int, num_output: int, **changes: Any) -> Tra
         },
     }
     return TrainingSample(**{**made, **changes})
+
+
+@pytest.mark.parametrize(
+    ("padded", "expected"),
+    [
+        # Padded samples have the length of the first one.
+        (True, [[22], [11], [9], [7, 6], [5, 4]]),
+        (False, [[22], [11, 4], [9, 5], [7, 6]]),
+    ],
+)
+def test_micro_batches_have_at_most_so_many_tokens(padded: bool, expected: list[list[int]]) -> None:
+    """A sample above the limit is a micro-batch of its own, and makes no empty one."""
+    lengths = [7, 11, 4, 9, 5, 22, 6]
+    found = divide(lengths, 16, padded=padded)
+    assert [[lengths[index] for index in each] for each in found] == expected
+    assert divide([100], 16, padded=padded) == [[0]]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1), st.integers(1, 60), st.booleans())
+def test_no_micro_batch_of_one_rank_is_empty(
+    lengths: list[int], max_tokens: int, padded: bool
+) -> None:
+    found = divide(lengths, max_tokens, padded=padded)
+    assert sorted(index for each in found for index in each) == [*range(len(lengths))]
+    for each in found:
+        sizes = [lengths[index] for index in each]
+        num_tokens = len(sizes) * max(sizes) if padded else sum(sizes)
+        assert len(each) == 1 or num_tokens <= max_tokens
 
 
 @st.composite

@@ -12,7 +12,7 @@ import transformers
 from windlass.errors import ConfigError
 from windlass.rollout import SampleTensor, TrainingSample
 from windlass.training import token_logprobs
-from windlass.training.batches import cut_by_tokens, token_batch, with_advantages
+from windlass.training.batches import token_batch, with_advantages
 from windlass.training.settings import Advantage
 
 CPU = torch.device("cpu")
@@ -89,19 +89,6 @@ def test_advantages_that_a_recipe_gave_are_kept() -> None:
     found = with_advantages(samples, Advantage.DR_GRPO)
     assert found[0] is SAMPLES[0]
     assert found[1].tensors["advantages"].to_torch().tolist() == [0.5, 0.5]
-
-
-def test_micro_batches_have_at_most_so_many_tokens() -> None:
-    lengths = [5, 9, 2, 7, 3, 20, 4]
-    samples = [sample(0, length) for length in lengths]
-    for packed, expected in (
-        # With the two tokens of the prompt. Padded rows have the length of the first.
-        (False, [[22], [11], [9], [7, 6], [5, 4]]),
-        (True, [[22], [11], [9, 7], [6, 5, 4]]),
-    ):
-        found = cut_by_tokens(samples, 16, packed=packed)
-        assert [[2 + len(s.output_ids) for s in piece] for piece in found] == expected
-        assert sorted(id(s) for piece in found for s in piece) == sorted(map(id, samples))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from windlass.envs import environment_value
 from windlass.jobs.fsdp_engine import FsdpEngine, LossMean, LossResult, Samples
 from windlass.jobs.train_worker import TrainContext, WrappedEngine, run_train_worker
 from windlass.jobs.training import ComputeType, TrainingSection
-from windlass.training.batches import cut_by_tokens, token_batch, with_advantages
+from windlass.rollout.packing import divide
+from windlass.training.batches import token_batch, with_advantages
 from windlass.training.losses import policy_loss, token_logprobs
 from windlass.training.settings import TokenMean
 
@@ -144,10 +145,9 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
 
     def _cut(self, groups: Samples) -> list[Samples]:
         samples = [sample for group in groups for sample in group]
-        return [
-            [piece]
-            for piece in cut_by_tokens(samples, self._settings.max_tokens, packed=self._packed)
-        ]
+        lengths = [len(sample.prompt_ids) + len(sample.output_ids) for sample in samples]
+        pieces = divide(lengths, self._settings.max_tokens, padded=not self._packed)
+        return [[[samples[index] for index in piece]] for piece in pieces]
 
     def _loss(self, model: torch.nn.Module, groups: Samples) -> LossResult:
         device = next(model.parameters()).device

@@ -98,22 +98,42 @@ def pack(
         if not sample.prompt_ids:
             raise ConfigError(f"pack: samples[{index}] must have a prompt, got none")
     kinds = _kinds(samples)
-    bins = _bins(lengths, num_ranks, max_tokens)
+    bins = divide(lengths, max_tokens, num_ranks=num_ranks)
     shortest = lengths.index(min(lengths))
     packs = [_pack(samples, indices, shortest, kinds) for indices in bins]
     return tuple(tuple(packs[n] for n in of_rank) for of_rank in _ranks(packs, num_ranks))
 
 
-def _bins(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[int]]:
-    """Divide samples into bins of at most `max_tokens` tokens; their number is a multiple of `num_ranks`."""
+def divide(
+    lengths: Sequence[int], max_tokens: int, *, num_ranks: int = 1, padded: bool = False
+) -> list[list[int]]:
+    """Divide samples into micro-batches of at most `max_tokens` tokens. Return the indices of each one's samples.
+
+    A longer sample is a micro-batch of its own. The number of micro-batches is a multiple of `num_ranks`.
+
+    Args:
+        lengths: number of tokens of each sample.
+        max_tokens: largest number of tokens in a micro-batch.
+        num_ranks: number of ranks.
+        padded: whether the samples of a micro-batch are padded to its longest one, and the padding counts. Samples of
+            similar length then share a micro-batch; without padding, micro-batches have similar numbers of tokens.
+    """
     longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    num_bins = num_ranks * max(1, -(-sum(lengths) // (num_ranks * max_tokens)))
+    if padded:
+        found: list[list[int]] = []
+        for index in longest_first:
+            if not found or (len(found[-1]) + 1) * lengths[found[-1][0]] > max_tokens:
+                found.append([])
+            found[-1].append(index)
+        return found + [[] for _ in range(-len(found) % num_ranks)]
+    num_tokens = sum(min(length, max_tokens) for length in lengths)
+    num_bins = num_ranks * max(1, -(-num_tokens // (num_ranks * max_tokens)))
     while True:
         bins: list[list[int]] = [[] for _ in range(num_bins)]
         filled = [0] * num_bins
         for index in longest_first:
             emptiest = filled.index(min(filled))
-            if filled[emptiest] + lengths[index] > max_tokens:
+            if bins[emptiest] and filled[emptiest] + lengths[index] > max_tokens:
                 break
             bins[emptiest].append(index)
             filled[emptiest] += lengths[index]

@@ -178,30 +178,3 @@ def token_batch(
     places = torch.arange(int(lengths.max()))
     attention_mask = (places < lengths[:, None]).long().to(device)
     return TokenBatch(attention_mask=attention_mask, **rows)
-
-
-def cut_by_tokens(
-    samples: Sequence[TrainingSample], max_tokens: int, *, packed: bool = False
-) -> list[list[TrainingSample]]:
-    """Cut samples into micro-batches of at most `max_tokens` tokens, padding included; longest samples first.
-
-    A longer sample gets its own micro-batch.
-    """
-    pieces: list[list[TrainingSample]] = []
-    num_tokens = 0
-    for sample in sorted(samples, key=_num_tokens, reverse=True):
-        length = _num_tokens(sample)
-        # The first sample of a micro-batch is its longest, so all of its rows are padded to this length.
-        num_after = (
-            num_tokens + length if packed or not pieces else num_tokens + _num_tokens(pieces[-1][0])
-        )
-        if not pieces or num_after > max_tokens:
-            pieces.append([])
-            num_after = length
-        pieces[-1].append(sample)
-        num_tokens = num_after
-    return pieces
-
-
-def _num_tokens(sample: TrainingSample) -> int:
-    return len(sample.prompt_ids) + len(sample.output_ids)
