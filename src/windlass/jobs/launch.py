@@ -41,6 +41,7 @@ from windlass.jobs.config import (
     Checkpoint,
     EngineSection,
     LaunchConfig,
+    Resume,
     check_all,
 )
 from windlass.jobs.evaluation import evaluate
@@ -110,8 +111,8 @@ async def run_job(
 ) -> JobSummary:
     """Run a job until its steps are done, its tasks end, or this process gets SIGTERM or SIGINT.
 
-    After a signal, a running step or weight update has `shutdown_s` to end; a second signal ends this wait. The job
-    then stops, in this order: trainers and rollouts, workers and engines, the controller. All processes that the
+    After a signal, a running step or weight update has `shutdown_s` to end, and a job with `trainer.save_every` then saves
+    a checkpoint; a second signal ends both waits. The job then stops, in this order: trainers and rollouts, workers and engines, the controller. All processes that the
     scheduler started end with the job.
 
     Args:
@@ -417,6 +418,8 @@ class Job:
         if self._newest is not None and self._newest[0].is_relative_to(self._output_dir):
             written.append(str(self._newest[0].relative_to(self._output_dir)))
         self._notify(f"in {shortest_path(self._output_dir)}: {', '.join(written)}")
+        if summary.stopped_by:
+            self._notify(self._how_to_go_on())
         return summary
 
     def _summary(self, rollouts: dict[str, int]) -> JobSummary:
@@ -503,8 +506,8 @@ class Job:
     async def _end_at_signal(self, work: asyncio.Task[None]) -> None:
         """Wait for a signal. Then stop dispatching rollouts, wait for the end of a running step or update, and return.
 
-        If the step or update ends within `shutdown_s` and before a second signal, cancel `work` before this method
-        returns. Otherwise the caller cancels `work`.
+        If the step or update ends within `shutdown_s` and before a second signal, save a checkpoint, and cancel `work`
+        before this method returns. Otherwise the caller cancels `work`.
         """
         self._stopped_by = await self.signals.get()
         self.controller.rollouts.pause()
@@ -520,6 +523,7 @@ class Job:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if ended.done():
+                await self._save_at_signal(insisted)
                 work.cancel()
                 await asyncio.wait([work])
             else:
@@ -530,6 +534,48 @@ class Job:
         finally:
             ended.cancel()
             insisted.cancel()
+
+    async def _save_at_signal(self, insisted: asyncio.Task[int]) -> None:
+        """Save a checkpoint of the steps since the newest one, if the job saves checkpoints.
+
+        The caller holds `_in_step`.
+
+        Args:
+            insisted: task that ends with a second signal, which ends the wait for the checkpoint.
+        """
+        if not self._config.trainer.save_every or self._steps == self._saved_steps:
+            return
+        self._notify(f"saving checkpoint {self._steps}; a second signal ends this")
+        saving = asyncio.create_task(self._save(), name="checkpoint at a signal")
+        try:
+            await asyncio.wait([saving, insisted], return_when=asyncio.FIRST_COMPLETED)
+            if saving.done():
+                saving.result()
+            else:
+                self._insisted = True
+        except TrainerError as error:
+            self._notify(f"checkpoint {self._steps} is not saved: {error}")
+        finally:
+            saving.cancel()
+            await asyncio.wait([saving])
+
+    @property
+    def _saved_steps(self) -> int:
+        """Number of steps before the newest checkpoint; 0 without one."""
+        return self._newest[1].steps if self._newest is not None else 0
+
+    def _how_to_go_on(self) -> str:
+        """Return where the newest checkpoint is, and how a job continues from it."""
+        if self._newest is None:
+            reason = ""
+            if not self._config.trainer.save_every:
+                reason = ", because trainer.save_every is 0"
+            return f"no checkpoint was saved{reason}; the job can only begin again"
+        how = "run the same command"
+        if self._config.resume is not Resume.AUTO:
+            how = 'set resume = "auto" at the top of the job\'s file, and run the same command'
+        folder = shortest_path(self._newest[0])
+        return f"to continue after step {self._saved_steps} from {folder}: {how}"
 
     async def _guard(self, parts: Sequence[ProcessSpec], role: Access, max_restarts: int) -> None:
         """Start an engine or worker, and start it again when it ends or hangs.
