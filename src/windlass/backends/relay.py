@@ -305,7 +305,7 @@ class RelayingSender:
         return self._sender.write(version, destinations, deadline_s)
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:
-        """Carry out a command of the relay; see `TakesCommands`."""
+        """Carry out a command of the relay; raise ProtocolError for another command. See `TakesCommands`."""
         match command:
             case ConnectRelay():
                 self._source.connect(command.groups, command.bindings, command.addresses)
@@ -338,7 +338,7 @@ class RelayingReceiver:
         return self._node.open()
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:
-        """Carry out a command of the relay; see `TakesCommands`."""
+        """Carry out a command of the relay; raise ProtocolError for another command. See `TakesCommands`."""
         match command:
             case ConnectRelay():
                 self._node.connect(command.groups[0], command.bindings, command.addresses)

@@ -20,7 +20,8 @@ class Framework:
     Attributes:
         distributions: possible names of the framework's package; the first installed one is checked.
         releases: releases that the integration was written for, as text.
-        least: oldest supported release. below: oldest release that is too new.
+        least: oldest supported release.
+        below: oldest release that is too new.
         module: module of Windlass that the framework loads.
         group: group of entry points that the framework loads; empty if the framework loads no entry points.
         chosen_by: environment variable with the names of the entry points that the framework loads, separated by commas;

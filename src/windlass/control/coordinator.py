@@ -67,7 +67,7 @@ MAX_ATTEMPTS_WITHOUT_ENGINES = 3
 
 @final
 class Coordinator:
-    """Publishes the versions that trainers announce, one at a time.
+    """Publisher of the versions that trainers announce. It publishes one version at a time.
 
     Args:
         config: mode, deadlines, retries.
@@ -75,7 +75,7 @@ class Coordinator:
         planner: compiles plans; a parameter so that tests can make it fail.
 
     Attributes:
-        config: as given.
+        config: see above.
         run: versions and the journal.
         fleet: connected agents and their weights.
         changes: condition variable for coroutines that wait for ranks or for a version.

@@ -57,7 +57,7 @@ class AgentSession(Session[Command | Probe, Result]):
 
 @final
 class RankCaller:
-    """Calls many ranks at once in one round or one binding. A failed call returns its error instead of raising it.
+    """Caller of many ranks at once, in one round or one binding. A failed call returns its error instead of raising it.
 
     Args:
         sessions: worker -> session. A process that connects later under the same name is never called.

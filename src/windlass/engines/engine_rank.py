@@ -118,6 +118,7 @@ class RankHooks:
         """Pause the engine, wait until this rank is quiesced, and search for new derived values.
 
         Raises:
+            PeerTimeout: the rank is falling asleep, and was not done within `deadline_s`.
             WindlassError: the engine did not pause, the main loop was not quiesced within `deadline_s`, or
                 `Captured.look` found a value that an update cannot refill.
         """

@@ -13,10 +13,10 @@ from windlass.errors import PeerTimeout, WindlassError
 
 @final
 class QuiesceGate:
-    """Synchronises the main loop and the agent of one rank.
+    """Synchronisation of the main loop and the agent of one rank.
 
     The agent calls `ask`, `wait` and, after the update, `end`. The main loop calls `quiesced`, which returns at
-    once, or `block`, which returns after `end`. The loop may call before or after the agent.
+    once, or `block`, which returns after `end`. The main loop may call before or after the agent.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,8 @@ class AuditedVersion(msgspec.Struct, frozen=True, kw_only=True):
     """The training step that led to one version.
 
     Attributes:
-        version: the version. step: number of the step, from 1.
+        version: the version.
+        step: number of the step, from 1.
         time: Unix time of the record.
         sampling: sampling parameters of the job. A workflow may have used others.
         is_published: whether the job has published the version.

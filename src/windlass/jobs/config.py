@@ -39,7 +39,8 @@ class RecipeSection(msgspec.Struct, frozen=True, kw_only=True):
     """Location of the recipe, the user's code that runs in the controller's process.
 
     Attributes:
-        file: Python file. name: subclass of `Recipe` in the file; the job creates an object without arguments.
+        file: Python file.
+        name: subclass of `Recipe` in the file; the job creates an object without arguments.
     """
 
     file: str
@@ -50,7 +51,8 @@ class ControllerSection(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the controller.
 
     Attributes:
-        host: address to bind. port: port to bind; 0 lets the operating system choose.
+        host: address to bind.
+        port: port to bind; 0 lets the operating system choose.
         advertise_host: address that trainers, engines and workers connect to; empty for `host`.
     """
 
@@ -64,7 +66,8 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         script: script that calls `run_train_worker`; empty for the stock trainer. arguments: arguments of the script.
-        world_size: number of ranks. num_cpus, num_gpus: number of cores and GPUs reserved per rank.
+        world_size: number of ranks.
+        num_cpus, num_gpus: number of cores and GPUs reserved per rank.
         data_parallel_size: number of data-parallel ranks; 0 for `world_size`. All tensor- and pipeline-parallel ranks
             of one data-parallel rank get the same samples. A step needs at least one group per data-parallel rank.
         num_nodes: number of nodes, with the same number of ranks on each node; the job gets all nodes in one
@@ -72,7 +75,8 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
         python: interpreter of the ranks; empty for the interpreter of this process.
         environment: variables added to the environment of every rank.
         allow_unused: value of WINDLASS_ALLOW_UNUSED in the ranks, see `allow_unused` of `connect_trainer`.
-        step_deadline_s: deadline of one optimiser step. publish_deadline_s: deadline of one weight update.
+        step_deadline_s: deadline of one optimiser step.
+        publish_deadline_s: deadline of one weight update.
         save_every: steps between checkpoints in `output_dir/checkpoints`; 0 for none.
         keep: number of newest checkpoints to keep after each save; 0 for all.
         max_restarts: largest number of restarts of the ranks between two checkpoints. If a rank dies, hangs or raises,

@@ -25,13 +25,15 @@ class DataSection(msgspec.Struct, frozen=True, kw_only=True):
         path: file of JSON lines (`.jsonl`), folder that `datasets.Dataset.save_to_disk` wrote, or a name of the Hugging
             Face hub.
         name, split: configuration and split of a data set of the hub.
-        evaluation: data set of evaluations, as in `path`; evaluation_split: its split on the hub.
+        evaluation: data set of evaluations, as in `path`.
+        evaluation_split: split of `evaluation` on the hub.
         prompt: column with the prompt: a text, or a list of messages with `role` and `content`.
         columns: further columns that each row must have, for example those that the reward reads. The check of the job
             reads the first row.
         system: text of a system message before a prompt that is a text; empty for none.
         chat: whether a text is the content of a user's message; if false, the text is the whole prompt.
-        shuffle: whether each epoch has its own random order. seed: seed of these orders.
+        shuffle: whether each epoch has its own random order.
+        seed: seed of these orders.
         epochs: number of passes over the rows; 0 for no limit.
     """
 

@@ -28,7 +28,7 @@ _MAX_DISTANCE = 1.0
 
 @final
 class LogprobCheck:
-    """Compares the log-probabilities of a rank's samples with the logits that the rank's loss computes.
+    """Comparison of the log-probabilities of a rank's samples with the logits that the rank's loss computes.
 
     Args:
         samples: samples of this rank.

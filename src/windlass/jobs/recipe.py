@@ -52,8 +52,10 @@ class Task:
     """One group to generate: samples of a prompt, or runs of a workflow.
 
     Attributes:
-        prompt_ids: tokens of a plain prompt. workflow: name of a workflow; empty for a plain prompt.
-        arguments: arguments of the workflow. metadata: value returned with the group.
+        prompt_ids: tokens of a plain prompt.
+        workflow: name of a workflow; empty for a plain prompt.
+        arguments: arguments of the workflow.
+        metadata: value returned with the group.
         prompt: text, messages or a `Chat` in place of `prompt_ids`. The job needs `rollout.tokenizer`.
     """
 

@@ -36,7 +36,8 @@ class Replay:
         is_exact: whether sampling is greedy or has a seed, so that all tokens must be equal.
         first_difference: index in `output_ids` of the first token that differs, of those that are generated again; None
             if there is none.
-        largest_distance: largest difference of two log-probabilities. mean_distance: mean difference.
+        largest_distance: largest difference of two log-probabilities.
+        mean_distance: mean difference.
     """
 
     num_generated: int
@@ -54,7 +55,7 @@ class Replay:
         return self.is_exact and self.first_difference is None and self.largest_distance == 0.0
 
     def agrees(self, tolerance: float) -> bool:
-        """Return whether all tokens are equal, and no two log-probabilities differ by more than `tolerance`."""
+        """Return whether `first_difference` is None, and no two log-probabilities differ by more than `tolerance`."""
         return self.first_difference is None and self.largest_distance <= tolerance
 
     def text(self) -> str:
@@ -85,8 +86,9 @@ async def replay(
 ) -> Replay:
     """Compare a sample with an engine.
 
-    The engine generates a greedy answer, or one answer with a seed, again as a whole. For any other answer, the engine
-    returns its most probable token at each position. If the sample has this token, compare the log-probabilities.
+    If sampling is greedy, or the sample has one answer and a seed, the engine generates whole answers again, and their
+    tokens must be equal. For any other sample, the engine returns its most probable token at each position. If the sample
+    has this token, compare the log-probabilities.
 
     Args:
         http: session with the engine's token.
@@ -96,8 +98,8 @@ async def replay(
         seed: seed of the sample's rollout; None for none.
 
     Raises:
-        ConfigError: the sample has no generated token, or `sampling` changes log-probabilities (see `CHANGES_LOGPROBS`)
-            and there is neither a seed nor greedy sampling.
+        ConfigError: the sample has no generated token; or `sampling` changes log-probabilities (see `CHANGES_LOGPROBS`),
+            is not greedy, and the sample has no seed or several answers.
         AttemptError: the engine failed.
     """
     spans = list(_spans(sample))

@@ -19,8 +19,8 @@ from windlass.rollout.messages import TrainingSample
 from windlass.rollout.rewards import RewardError, Scorer
 
 MIN_ALIKE = 8
-"""Number of failed rollouts in a row after which a job fails. With more than 4 groups per step, the job fails after
-twice as many failed rollouts as groups per step."""
+"""Smallest number of rollouts that must fail in a row before a job fails. If a step has more than 4 groups, the number is
+twice the groups of a step."""
 MIN_SCORED = 64
 """Smallest number of scored rollouts from which the job computes the share of failed rewards. The number is twice the
 rollouts of a step if that is more."""
@@ -31,7 +31,7 @@ again."""
 
 @final
 class Scoring:
-    """Lets the recipe score complete groups, and keeps their samples until a step takes them.
+    """Groups that the recipe scores as soon as they are complete, and their samples until a step takes them.
 
     A complete group stays in `rollouts` until a step takes it. If the group becomes too old before that, its samples
     are dropped.
@@ -183,7 +183,12 @@ class Scoring:
             )
 
     async def _score(self, group: RolloutGroup) -> list[TrainingSample]:
-        """Return the samples of a group. If a rollout could not be scored, replace it and return no samples."""
+        """Return the samples of a group. If a rollout could not be scored, replace it and return no samples.
+
+        Raises:
+            PeerTimeout: the recipe did not score the group within `batch_deadline_s`.
+            WindlassError: the recipe raised an exception.
+        """
         deadline_s = self._config.batch_deadline_s
         async with self._slots:
             usable = await self._usable(group)

@@ -127,7 +127,7 @@ class _Rank(Session[TrainCommand, TrainResult]):
 
 @final
 class TrainController:
-    """Starts trainer ranks, and sends each command to all ranks at the same time. Not thread-safe.
+    """Controller of trainer ranks: starts them, and sends each command to all ranks at the same time. Not thread-safe.
 
     If a rank dies, hangs or raises, other ranks may wait for this rank in a collective. So every later call raises the
     same error, until `start` restarts all ranks.

@@ -42,10 +42,12 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True):
         model: checkpoint folder of the initial weights.
         loss: name in `windlass.training.LOSSES`.
         advantages: estimator of advantages; by default `dr_grpo` for the loss of this name, and otherwise `grpo`.
-        learning_rate, weight_decay: settings of AdamW. warmup_steps: steps in which the learning rate rises linearly.
+        learning_rate, weight_decay: settings of AdamW.
+        warmup_steps: steps in which the learning rate rises linearly.
         max_grad_norm: norm to which gradients are clipped; 0 for no clipping.
         reference: checkpoint folder of the reference model; by default `model`. Ranks load it if `kl_coefficient` is above 0.
-        max_tokens: largest number of tokens in a micro-batch of a rank, with padding. A longer sample is a micro-batch.
+        max_tokens: largest number of tokens in a micro-batch of a rank, with padding. A sample with more tokens is a
+            micro-batch of its own.
         compute: element type of the forward and backward pass.
         attention: implementation of attention in transformers. With a name that contains "flash", samples are packed
             without padding.
@@ -115,7 +117,8 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True):
         the engine's probability would be wrong.
 
         Raises:
-            ConfigError: the sampling parameters contain such a setting, and the loss uses the engine's log-probabilities.
+            ConfigError: the temperature is 0, or the sampling parameters contain such a setting and the loss uses the
+                engine's log-probabilities.
         """
         if sampling.temperature <= 0:
             raise ConfigError(

@@ -341,7 +341,7 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
 
 
 def _rows_of_blocks(op: BoundOp, limit: int) -> Iterator[_Cut]:
-    """Yield parts that consist of whole rows of blocks."""
+    """Yield parts of at most `limit` bytes that consist of whole rows of blocks; raise PlanError if one row is larger."""
     step = _row_of_blocks(op)
     if step > limit:
         raise PlanError(

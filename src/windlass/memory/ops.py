@@ -81,7 +81,7 @@ ChunkDigests = Digests[int]
 
 
 class LinkPack(Protocol):
-    """Packs the payload of a link into fixed memory, any number of times.
+    """Preparation to pack the payload of a link into fixed memory, any number of times.
 
     Only the ops of the link that cannot be sent directly are packed.
 

@@ -122,7 +122,7 @@ def role_of_certificate(certificate: Certificate | None) -> Access | None:
 
 @final
 class AccessGate:
-    """Checks tokens for a server.
+    """Tokens that a server accepts, and the role of each.
 
     Args:
         secret: the owner's secret. The tokens derived from it are accepted too. With an empty

@@ -99,7 +99,7 @@ _accept_errors = _AcceptErrors()
 
 @final
 class Listener:
-    """Accepts connections and passes them to an aiohttp application.
+    """Bound socket that accepts connections and passes them to an aiohttp application.
 
     Args:
         runner: runner of the application, after its `setup`.

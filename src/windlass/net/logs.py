@@ -113,7 +113,7 @@ class LineLimit:
 
 @final
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line of JSON: UTC time, level, logger, process, message, fields, exception."""
+    """Formatter of records as one line of JSON: UTC time, level, logger, process, message, fields, exception."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

@@ -148,7 +148,7 @@ def _parts_of(data: bytes) -> Iterator[bytes]:
 
 @final
 class PartJoiner:
-    """Joins the parts that `send_frame` has sent over one connection.
+    """Buffer that joins the parts that `send_frame` has sent over one connection.
 
     Attributes:
         nbytes: size of the parts of the incomplete frame.

@@ -63,7 +63,7 @@ CLEAN_UP_S = 5.0
 
 @final
 class RolloutController:
-    """Submits rollouts and delivers each result exactly once; use it with `async with`.
+    """Controller of rollouts: takes submissions, and delivers each result exactly once. Use it with `async with`.
 
     Call all methods in the event loop that entered the `async with` block.
 

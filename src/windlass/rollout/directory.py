@@ -85,7 +85,7 @@ def prefixes_of(prompt_ids: Sequence[int]) -> list[int]:
 
 
 class EngineChoice:
-    """Chooses the engine of each attempt, see `Routing`.
+    """Choice of the engine of each attempt, see `Routing`.
 
     Args:
         slack: largest difference between the numbers of attempts on the engine with the cached prefix and on the least

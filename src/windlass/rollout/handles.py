@@ -104,8 +104,8 @@ class Rollout(msgspec.Struct, frozen=True):
         metadata: the submitter's metadata; workers and engines never receive it.
         finished_at: Unix time at which the worker received the answer, on the worker's clock.
         seconds: time from submission to completion.
-        turns: engine calls of a workflow. `versions` then has the tokens of all turns, and `prompt_ids`,
-            `output_ids` and `logprobs` are empty.
+        turns: engine calls of a workflow. `versions` then has one entry per generated token of all turns, and
+            `prompt_ids`, `output_ids` and `logprobs` are empty.
         value: return value of the workflow.
         sampling_seed: seed of the answer; None if `SamplingParams.sampling_seed` is None.
         reward: reward from a `Scorer`, in a job with `[rewards]`; None for a rollout that no scorer has scored.

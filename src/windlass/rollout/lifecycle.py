@@ -350,7 +350,11 @@ class Lifecycle:
         )
 
     def replace(self, reasons: Mapping[str, str]) -> None:
-        """Discard finished answers of a group, and generate others; see `RolloutController.replace`."""
+        """Discard finished answers of a group, and generate others; see `RolloutController.replace`.
+
+        Raises:
+            RolloutError: a rollout is not finished, or was delivered.
+        """
         records = {task_id: self.table.records.get(task_id) for task_id in reasons}
         for task_id, record in records.items():
             if record is None or record.state is not State.BUFFERED:

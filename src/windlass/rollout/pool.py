@@ -128,6 +128,8 @@ class LocalWorker(Worker):
     here also delays the outcomes of all other workers.
 
     Args:
+        hello: name of the worker, and the number of attempts that may run at a time.
+        workflows: name -> workflow.
         on_outcomes: called with outcomes. If it raises `RolloutError`, the worker keeps the outcomes, and
             `deliver` passes them again.
         on_end: called when an attempt has ended.
@@ -488,7 +490,11 @@ class WorkerPool:
         self._on_change()
 
     async def received(self, session: RemoteWorker, frame: WorkerFrame) -> None:
-        """Use the outcomes in a worker's frame and acknowledge them; see `rpc.Owner`."""
+        """Use the outcomes in a worker's frame and acknowledge them; see `rpc.Owner`.
+
+        Raises:
+            Garbled: the worker sent a second Hello.
+        """
         match frame:
             case CompletionBatch():
                 session.note_received(frame.received)

@@ -37,7 +37,8 @@ class ServerRewards(msgspec.Struct, frozen=True, kw_only=True, tag="server", tag
         url: address for the requests.
         batch_size: largest number of rollouts in one request.
         max_requests: number of requests at a time.
-        deadline_s: seconds for the rewards of one batch. A request that fails in passing is repeated until then.
+        deadline_s: seconds for the rewards of one batch. Until then, a request is repeated after a connection error, after
+            an HTTP status of 5xx, and after a status of `PASSING_4XX`.
         max_request_nbytes: largest size of a request; larger batches are split.
     """
 
@@ -127,7 +128,11 @@ class RewardServer:
     async def _score(
         self, rollouts: Sequence[Rollout], encoded: Sequence[bytes]
     ) -> list[float | RewardError]:
-        """Return the rewards of one batch. If the server gives none, every rollout gets the same reason."""
+        """Return the rewards of one batch. If the server gives none, every rollout gets the same reason.
+
+        Raises:
+            ConfigError: the object is not open.
+        """
         if self._http is None:
             raise ConfigError("rewards: score: needs `async with`")
         url, limit = self._config.url, self._config.max_request_nbytes

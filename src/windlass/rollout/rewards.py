@@ -47,7 +47,8 @@ class RewardCounts(msgspec.Struct, kw_only=True):
     """Counts of a scorer since its start.
 
     Attributes:
-        scored: number of rollouts with a reward. failed: number of rollouts that could not be scored.
+        scored: number of rollouts with a reward.
+        failed: number of rollouts that could not be scored.
         reasons: kind of a failure -> number of rollouts.
         replaced: number of processes that were ended and replaced.
         newest_failure: text of the newest failure; empty before the first.
@@ -62,7 +63,7 @@ class RewardCounts(msgspec.Struct, kw_only=True):
 
 @final
 class Failures:
-    """Counts rollouts that could not be scored, and logs at most one of each kind per `WARN_EVERY_S`.
+    """Counter of rollouts that could not be scored. It logs at most one of each kind per `WARN_EVERY_S`.
 
     Args:
         counts: counts of the scorer.
@@ -175,7 +176,7 @@ class RewardProcess:
         return started
 
     async def score(self, rollout: Rollout, deadline_s: float) -> float:
-        """Return the reward of a rollout. After an error, except `_RaisedError`, end the process.
+        """Return the reward of a rollout. After any error except `_RaisedError`, the caller must end the process.
 
         Raises:
             RewardError: the function raised, or the process ended or did not answer within `deadline_s`.
@@ -297,14 +298,19 @@ def _status(returncode: int) -> str:
 class RewardPool:
     """Pool of processes that run one reward function. Use it with `async with`.
 
-    A function that hangs, raises, exceeds the memory limit or kills its process costs the rollout that it scores. The
-    pool ends the process in the cases other than an exception, and starts a new process for the next rollout.
+    If the function hangs, raises, exceeds the memory limit or kills its process, only the rollout that it scores gets no
+    reward. After an exception, the process scores other rollouts. In the other cases the pool ends the process, and starts
+    a new one for the next rollout.
 
     Args:
         config: the function and the limits; `file` must not be empty.
 
     Attributes:
-        counts: counts since the start. name: file and name of the function.
+        counts: counts since the start.
+        name: file and name of the function.
+
+    Raises:
+        ConfigError: `config.file` is not a file.
     """
 
     def __init__(self, config: ProcessRewards) -> None:
@@ -371,6 +377,10 @@ class RewardPool:
 
         If the memory limit is exceeded in a process that has scored other rollouts, score the rollout again in a new
         process: earlier calls may have left memory behind.
+
+        Raises:
+            RewardError: the rollout could not be scored.
+            ConfigError: the metadata is not msgpack-plain, or the pool is closed.
         """
         while True:
             if self._closed:

@@ -84,6 +84,9 @@ async def _tell_workers(http: aiohttp.ClientSession, url: str, fleet: _Fleet) ->
     gateway) and vllm-router 0.1: GET lists workers, POST `{"url": ...}` adds a worker, and DELETE takes the
     worker's id, or its quoted URL if the worker has no id. vllm-router adds a worker before it answers;
     sglang-router answers 202, asks the engine and then adds the worker.
+
+    Raises:
+        ProtocolError: the router's list cannot be decoded.
     """
     url = f"{url.rstrip('/')}/workers"
     async with http.get(url) as answer:
@@ -135,7 +138,7 @@ router's answer is not a success."""
 
 @final
 class RouterUpdates:
-    """Notifies routers in background tasks, so that no round and no rollout waits for a router.
+    """Background tasks that notify routers, so that no round and no rollout waits for a router.
 
     Each router is notified after every update, and when an engine joins, leaves or falls behind. There are no
     notifications before the first publish, and none during a round, because a round pauses engines only briefly.

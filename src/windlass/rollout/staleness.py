@@ -37,7 +37,7 @@ class OnStale(StrEnum):
 
 @dataclass(slots=True)
 class StalenessPolicy:
-    """Counts samples, and computes the number of samples that may start now.
+    """Counts of samples, and the number of samples that may start now.
 
     Attributes:
         max_staleness: largest allowed difference between the trainer's version and the version of a sample's

@@ -25,7 +25,7 @@ NOTHING = Partial()
 
 @final
 class Deadlines:
-    """Deadlines of the same length for many records; calls `passed` with each record whose deadline passes.
+    """Deadlines of many records. When the deadline of a record passes, the object calls `passed` with the record.
 
     All deadlines have the same length, so they pass in the order in which they started. One queue and one
     event-loop timer are therefore enough. This is faster than one timer per record, because tens of thousands
@@ -185,7 +185,7 @@ class Group(msgspec.Struct, eq=False):
         return self.group_id < 0
 
     def complete(self) -> bool:
-        """Return whether enough samples are finished, or all that are left."""
+        """Return whether `num_wanted` samples are finished, or all that are left if fewer are left."""
         num_finished = sum(record.state is State.BUFFERED for record in self.records)
         return num_finished >= min(self.size.num_wanted, len(self.records))
 
@@ -211,8 +211,10 @@ class Record(msgspec.Struct, eq=False):
         failures: number of attempts that ended in an error.
         raised: text of the exception that the workflow raised in the last attempt, and the number of attempts
             in a row that raised this exception.
+        rejections: number of answers that the workflow has rejected.
         resubmits: number of times that the rollout was generated again because its answer was too old.
         oldest_version: version of the oldest token that the running attempt can have; None if unknown.
+        avoid_engine: engine of a failed attempt, which the next attempt avoids if it can; empty for none.
         engine: engine of the last attempt.
         load_key: name of the engine under which `RolloutTable.by_engine` contains the record.
         prompt_ids: tokens of a prompt of text or messages, once a worker has tokenised it.

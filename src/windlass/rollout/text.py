@@ -18,6 +18,7 @@ Message: TypeAlias = Mapping[str, object]
 MAX_CACHED_PROMPTS = 1024
 """Number of prompts for which a worker keeps the token ids, so that it tokenises the prompt of a group once."""
 _END = "WindlassAnswerEndsHere"
+"""Text in place of an answer, to find the text that the chat template puts after the answer."""
 _RESERVED = [
     "conversation",
     "messages",
@@ -35,6 +36,7 @@ _RESERVED = [
     "return_assistant_tokens_mask",
     "tokenizer_kwargs",
 ]
+"""Arguments of transformers' `apply_chat_template` that are not arguments of the template."""
 _LONGEST_END = 4
 """Largest number of tokens after an answer among which `TextPrompts.continued` searches the answer's end token."""
 
@@ -222,7 +224,7 @@ def load_text(folder: str) -> ModelText:
 
 @final
 class TextPrompts:
-    """Turns text and messages into token ids. Its methods may be called in several threads.
+    """Conversion of text and messages into token ids. Its methods may be called in several threads.
 
     Args:
         codec: tokenizer of the model that the engines serve.

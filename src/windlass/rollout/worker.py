@@ -119,7 +119,10 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     timer.
 
     Args:
+        settings: addresses, name and limits of the worker.
+        token: secret of the job, or the token for workers.
         engine_session: HTTP session for requests to engines, with their token and no limit on connections.
+        workflows: name -> workflow, in addition to the built-in ones.
         agent_token: second token for agents that claim rollouts. The first one is derived from `token`.
 
     Raises:

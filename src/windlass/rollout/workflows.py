@@ -296,10 +296,12 @@ class _Cause(Enum):
 
 @final
 class Attempts:
-    """Runs the attempts of one worker, in the worker's process or in the controller's event loop.
+    """Attempts of one worker, in the worker's process or in the controller's event loop.
 
     Args:
         session: HTTP session for requests to engines, with no limit on connections.
+        workflows: name -> workflow.
+        hello: name of the worker, and the number of attempts that may run at a time.
         ended: called with the outcome of every attempt.
         chat: endpoint for agents.
         codec: tokenizer for text and messages; None if there is none.

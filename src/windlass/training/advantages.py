@@ -1,8 +1,8 @@
 """Advantages of samples from their rewards.
 
-Functions with one reward per sample return one advantage per sample, or one per token if the estimator depends on the
-number of tokens. Tensors with tokens are padded, (B, T), with a mask that is 1 for tokens that the model generated and 0
-for padding and for tokens of tools or users in the answer.
+`group_relative` and `leave_one_out` take one reward per sample and return one advantage per sample. The other functions
+take and return one number per token, as padded tensors (B, T) of B samples with T tokens. Their mask is 1 for tokens that
+the model generated, and 0 for padding and for tokens of tools or users in the answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def group_relative(
 
     GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1) divides. Dr. GRPO (arXiv:2503.20783) does not, because the
     division gives very easy and very hard prompts more weight. The deviation has the divisor n - 1, as in TRL and verl.
-    The advantage of a sample without siblings is 0.
+    A sample that is alone in its group has advantage 0.
 
     Args:
         rewards: one reward per sample (S).
@@ -41,7 +41,7 @@ def group_relative(
 def leave_one_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """Return each reward minus the mean reward of the other samples of its group (RLOO, arXiv:2402.14740, section 3.3).
 
-    The advantage of a sample without siblings is 0. For arguments see `group_relative`.
+    A sample that is alone in its group has advantage 0. For arguments see `group_relative`.
     """
     index, sizes = _group_sizes(groups)
     others = (sizes - 1).clamp(min=1)[index]
@@ -57,13 +57,17 @@ def reinforce_plus_plus(
 ) -> torch.Tensor:
     """Return each token's discounted sum of later rewards, normalised over all tokens (REINFORCE++, arXiv:2501.03262).
 
-    For the variant with a baseline, pass rewards minus the mean of their group (`group_relative` without scale).
+    Rewards of tokens that the model did not generate are ignored. For the variant with a baseline, pass rewards minus the
+    mean of their group (`group_relative` without scale).
 
     Args:
         token_rewards: rewards (B, T): a sample's reward at its last token, and penalties of tokens if there are any.
         mask: mask (B, T).
         gamma: discount per generated token.
         sum_over_ranks: see `whitened`.
+
+    Returns:
+        Advantages (B, T), 0 where the mask is 0.
     """
     returns = torch.zeros_like(token_rewards)
     running = token_rewards.new_zeros(len(token_rewards))
@@ -88,7 +92,7 @@ def generalized_advantages(
     advantages are not normalised; PPO usually passes them to `whitened`.
 
     Args:
-        rewards: rewards of tokens (B, T).
+        rewards: rewards of tokens (B, T); ignored where the mask is 0.
         values: values of the critic before each token (B, T).
         mask: mask (B, T).
         gamma: discount per generated token.

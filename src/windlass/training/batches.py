@@ -38,7 +38,8 @@ def with_advantages(
     Args:
         samples: samples of complete groups.
         kind: estimator.
-        sum_over_ranks: see `reinforce_plus_plus`; other estimators need only the samples of a group.
+        sum_over_ranks: function that sums a tensor over all data-parallel ranks, for REINFORCE++; None to normalise over
+            the given samples. Other estimators need only the samples of a group.
     """
     rollouts: dict[tuple[int, str | int], list[TrainingSample]] = defaultdict(list)
     places = []
@@ -104,7 +105,8 @@ class TokenBatch:
         input_ids, position_ids: arguments of the model.
         attention_mask: 1 for tokens, 0 for padding; None if packed. The model finds the sequences of a packed row by
             their positions, which begin at 0.
-        targets: next tokens. mask: 1.0 where the next token is trained, else 0.0.
+        targets: next tokens.
+        mask: 1.0 where the next token is trained, else 0.0.
         rollout_logprobs, advantages: values of the next tokens; 0.0 where `mask` is 0.
         sequences: number of the sample of each position, for the functions of `windlass.training.losses`.
     """

@@ -73,7 +73,7 @@ def log_ratios(
     level: Level = Level.TOKEN,
     sequences: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the logarithm of the ratio of new to old probabilities for each token.
+    """Return the logarithm of the ratio of new to old probabilities for each token, limited to [-20, 20].
 
     For `Level.SEQUENCE`, each token gets the mean over the tokens of its sequence (GSPO, arXiv:2507.18071, equation 7),
     and the gradient of the token's log-probability (GSPO-token, equation 14). With one advantage per sequence and a mean
@@ -100,7 +100,8 @@ def importance_weights(
 
     A weight above `cap` becomes `cap` (truncated importance sampling) or 0 (masked importance sampling). See Yao et al.,
     "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), and Ionides, "Truncated Importance
-    Sampling" (2008). For `Level.SEQUENCE`, the weight is the product over the tokens of a sequence.
+    Sampling" (2008). For `Level.SEQUENCE`, the weight is the product over the tokens of a sequence. For
+    `Correction.NONE`, all weights are 1.
     """
     difference = (logprobs.detach() - rollout_logprobs) * mask
     if level is Level.SEQUENCE:
@@ -124,7 +125,9 @@ def token_mean(
     constant: float = 1.0,
     sequences: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the mean of masked values over tokens, as `mean` defines it. Sequences without a masked token do not count.
+    """Return the mean of the values where the mask is 1, as `mean` defines it.
+
+    Sequences whose mask is 0 everywhere do not count.
 
     Args:
         values: values of tokens.
@@ -147,10 +150,10 @@ class PolicyLoss:
 
     Attributes:
         loss: scalar to minimise.
-        metrics: name -> scalar without gradient. `ratio` and `kl` (divergence to the reference) are means over tokens.
-            `clipped` is the share of tokens with a clipped ratio; for CISPO, with a limited weight.
-            `rollout_kl` is the K3 estimate of the divergence from the engine's policy. `importance` is the mean
-            importance weight.
+        metrics: name -> scalar without gradient, a mean over tokens. `ratio` is the ratio. `clipped` is the share of tokens
+            whose ratio was clipped. `rollout_kl` is the K3 estimate of KL(engine's policy || model). `importance` is
+            the importance weight; only with a correction. `kl` is the divergence to the reference model; only with a
+            `kl_coefficient`.
     """
 
     loss: torch.Tensor

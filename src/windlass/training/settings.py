@@ -88,9 +88,11 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of `policy_loss`. `LOSSES` has the settings of published losses by name.
 
     Attributes:
-        objective: use of the ratio. level: unit of the ratio.
+        objective: use of the ratio.
+        level: unit of the ratio.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        mean: mean over tokens. constant: divisor of `TokenMean.CONSTANT`; for other means it has no effect.
+        mean: mean over tokens.
+        constant: divisor of `TokenMean.CONSTANT`; for other means it has no effect.
         old_policy: policy in the denominator of the ratio.
         correction, correction_level, correction_cap: importance weights of rollouts; only with `OldPolicy.TRAINER`,
             because the ratio to the engine's policy is already such a weight.
@@ -133,7 +135,7 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # PPO: arXiv:1707.06347. GRPO: 2402.03300. Dr. GRPO: 2503.20783. DAPO: 2503.14476; its penalty of long answers belongs to
-# the reward. GSPO: 2507.18071. CISPO: 2506.13585, which names no limits; 5 is the limit of ScaleRL (2510.13786).
+# the reward. GSPO: 2507.18071. CISPO: 2506.13585, which names no limits; weights of at most 5 are from ScaleRL (2510.13786).
 LOSSES: Mapping[str, LossConfig] = MappingProxyType(
     {
         "ppo": LossConfig(),

@@ -230,7 +230,7 @@ class TransportSet(OneSidedTransport):
             self._members[name].unregister(part, release)
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.write`. The batch's endpoint selects the transport."""
+        """See `OneSidedTransport.write`. The batch's endpoint selects the transport; raise RegionError if there is none."""
         member = self._members.get(batch.endpoint.transport)
         if member is None:
             raise RegionError(

@@ -80,7 +80,11 @@ class CudaIpcTransport(RegionTransport):
         return WireReport("cuda_ipc", "cuda-ipc", f"GPU {self.gpu.device.ordinal}")
 
     def _register(self, address: int, nbytes: int) -> str:
-        """Return a key with the IPC handle of the allocation that contains the memory."""
+        """Return a key with the IPC handle of the allocation that contains the memory.
+
+        Raises:
+            RegionError: the memory is on another GPU, or not within one allocation.
+        """
         ordinal = pointer_device(address)
         if ordinal != self.gpu.device.ordinal:
             raise RegionError(

@@ -146,7 +146,7 @@ class NativeCall(ABC):
 
 
 class NetworkPeer(ABC):
-    """Performs native calls to one incarnation of one peer. Thread-safe.
+    """Native calls to one incarnation of one peer. Thread-safe.
 
     Args:
         endpoint: endpoint of the peer.

@@ -59,7 +59,7 @@ class MappedRegion:
 
 
 class PeerMapper(Protocol):
-    """Maps peers' memory into the address space of this process, for kernels that write there."""
+    """Mappings of peers' memory into the address space of this process, for kernels that write there."""
 
     @property
     def gpu(self) -> Gpu:

@@ -101,7 +101,7 @@ def _copy_part(
     nbytes: UInt64Array,
     deadline: Deadline,
 ) -> None:
-    """Copy pieces, each of at most `MAX_CALL_NBYTES`, in this thread."""
+    """Copy pieces, each of at most `MAX_CALL_NBYTES`, in this thread; raise OSError if a system call fails."""
     local_vectors = np.ascontiguousarray(np.stack([local, nbytes], axis=1))
     remote_vectors = np.ascontiguousarray(np.stack([remote, nbytes], axis=1))
     for part in calls(nbytes, max_pieces=MAX_IOVECS, max_nbytes=MAX_CALL_NBYTES):

@@ -100,7 +100,7 @@ _ERRORS = {kind.__name__: kind for kind in (RegionError, TransferFailed, Transfe
 
 @final
 class PullTransport(RegionTransport):
-    """`OneSidedTransport` with writes that the peer carries out: it reads.
+    """`OneSidedTransport` whose peer carries out the writes: it reads the bytes.
 
     Args:
         num_threads: see `PullConfig`.
@@ -176,7 +176,7 @@ class PullTransport(RegionTransport):
     # --- writer ------------------------------------------------------------------------------
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
-        """Ask the peer to read the pieces, and wait for its answer; see `OneSidedTransport.write`."""
+        """Ask the peer to read the pieces, and wait for its answer; for errors see `OneSidedTransport.write`."""
         peer, pid = batch.endpoint, check_alive(batch.endpoint)
         deadline.check_before_more()
         exported = b"" if self._gpu is None else self._gpu.exports(batch.local_addresses)
@@ -234,7 +234,7 @@ class PullTransport(RegionTransport):
     # --- reader ------------------------------------------------------------------------------
 
     def _accept(self, line: socket.socket) -> None:
-        """Carry out the request of a new connection in a new thread. Refuse processes of other users."""
+        """Carry out the request of a new connection in a new thread. Refuse processes of other users, except root."""
         if credentials_of(line).uid not in {0, os.geteuid()}:
             _log.warning("pull: refused a process of another user")
             line.close()

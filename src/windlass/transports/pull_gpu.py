@@ -68,7 +68,7 @@ class GpuReads:
 
         Args:
             pid: the writer's process.
-            exported: what `exports` returned there.
+            exported: result of `exports` in the writer's process.
             pieces: (n,) addresses in this process, addresses in the writer's process, and sizes.
             deadline: end of the wait.
 

@@ -46,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the record of a version or of one sample, or replay the sample."""
+    """Print the record of a version or of one sample, or replay the sample; return the exit status.
+
+    Raises:
+        ConfigError: there is no such sample, or `--replay` is given without a sample or with an invalid URL.
+    """
     audited = read_audit(args.folder / AUDIT, args.version)
     samples = audited.samples
     if args.sample is not None and not 0 <= args.sample < len(samples):

@@ -516,7 +516,7 @@ def _places(
 
 @final
 class _Marks:
-    """Fills floating-point tensors with marks (a NaN that no weight has), to find the elements that a load writes.
+    """Marks (a NaN that no weight has) in floating-point tensors, to find the elements that a load writes.
 
     Args:
         held: tensors of the model, by name.

@@ -11,7 +11,7 @@ from windlass.engines.capture.memory import Holding
 
 
 def free_nbytes() -> int | None:
-    """Return the free bytes of this rank's GPU; None without a GPU, where the system decides when memory is mapped."""
+    """Return the free bytes of this rank's GPU; None without a GPU, because no figure then says whether memory can wake."""
     if not torch.cuda.is_available():
         return None
     # The engine's sleep mode would not use cached blocks of this process.
@@ -36,7 +36,12 @@ def shortage_of(tags: Collection[str], needed: int, free: int | None) -> str:
 
 
 def unfilled(captured: Captured, held: Iterable[Holding]) -> Iterator[Holding]:
-    """Yield the tensors that neither an update nor a calculation after it fills."""
+    """Yield the tensors of `held` that neither an update nor a calculation after it fills.
+
+    Args:
+        captured: the rank's captured layout.
+        held: tensors of the rank's models.
+    """
     sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
     received = {*zip(captured.addresses, sizes, strict=True)}
     written = {*captured.repacked, *captured.recomputed}

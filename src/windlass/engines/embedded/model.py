@@ -236,7 +236,7 @@ class _SlotCache:
 
 @final
 class ForwardRunner:
-    """Runs forward passes. Every rank of the engine runs the same passes."""
+    """Forward passes of one rank. Every rank of the engine runs the same passes."""
 
     def __init__(self, module: torch.nn.Module, *, num_slots: int, max_positions: int) -> None:
         self._module: Any = module

@@ -146,7 +146,10 @@ class EngineServer:
             raise PeerTimeout(f"{where} does not serve after {START_DEADLINE_S} s") from None
 
     async def _generate(self, http: web.Request) -> web.Response:
-        """Queue a request and answer when its generation has ended. An invalid request is answered with status 400."""
+        """Queue a request and answer when its generation has ended. Raise ConfigError for an invalid request.
+
+        The server answers a request that raises ConfigError with status 400.
+        """
         body = msgspec.json.decode(await http.read(), type=_Generate)
         if body.stream:
             raise ConfigError("stream must be false, got true")

@@ -172,14 +172,17 @@ class RankSaver:
             return "an update runs; ask again after its end"
         if WEIGHTS in tags and not self._state.is_lost:
             try:
-                # The search compares values with weights, so it cannot be made when they are lost.
+                # `look` searches copies of weights by their values, so it must run before the values are lost.
                 self._rank.captured.look()
             except WindlassError as error:
                 return str(error)
         return ""
 
     def _before_loss(self) -> None:
-        """Save what neither an update nor SGLang restores, and record what the weights are."""
+        """Save the tensors that neither an update nor SGLang restores, and record the addresses of all tensors.
+
+        If SGLang keeps a copy of the weights, record their fingerprints in place of saving.
+        """
         held = self._walked.held()
         self._addresses = {name: holding.address for name, holding in held.items()}
         self._prints = None
@@ -307,12 +310,12 @@ class ServerSleep:
 
     Args:
         server: the server.
-        state: state of rank 0, which all ranks share between two requests.
+        state: state of rank 0. Between two requests, the states of all ranks are equal.
     """
 
     def __init__(self, server: EngineHttp, state: RankSleep) -> None:
         self._server, self._state = server, state
-        # Whether a round woke the weights. Otherwise the framework wakes the caches as it has woken the weights.
+        # Whether a round woke the weights. If the framework woke the weights, it wakes the caches too.
         self._woke = False
 
     @property

@@ -48,7 +48,7 @@ def allocations() -> list[Allocation]:
 
 @final
 class WorkerSleep:
-    """Wraps `sleep` and `wake_up` of one worker of a server with `--enable-sleep-mode`.
+    """Replacement for `sleep` and `wake_up` of one worker of a server with `--enable-sleep-mode`; it calls the originals.
 
     Args:
         worker: vLLM's worker.

@@ -84,6 +84,11 @@ class VllmApi:
 
         Send `clear_cache=false`, because the cache is separated by version. Otherwise vLLM 0.32 would compute the KV cache
         of all kept requests again. If vLLM sleeps, its scheduler is paused already, and stays paused until `resume`.
+
+        Return True if the scheduler is paused; False if the agent must block the main loops.
+
+        Raises:
+            ConfigError: vLLM has no such mode.
         """
         # Without routes, other modes than `in_place` mean that the trainer calls `/update_weights`.
         self._rests = self._sleep.is_at_rest and self._pauses(mode)

@@ -467,7 +467,8 @@ class _Loop:
     """The steps of the job, as `windlass.jobs.launch` runs them, with other updates.
 
     Attributes:
-        served: samples that trainers trained on. clock: clock of the job's pace.
+        served: samples that trainers trained on.
+        clock: clock of the job's pace.
         update_s, pause_s: durations of all updates.
     """
 

@@ -138,9 +138,12 @@ class DemoRecipe(Recipe):
         takes_turns: whether the engines sleep while the trainers step.
 
     Attributes:
-        served: samples that trainers trained on. rewards_by_step: mean reward of each step.
+        served: samples that trainers trained on.
+        rewards_by_step: mean reward of each step.
         staleness: age in versions -> number of samples of that age when they were trained on.
-        updates: reports of all rounds. events: one line per event. clock: clock of the job's pace.
+        updates: reports of all rounds.
+        events: one line per event.
+        clock: clock of the job's pace.
         show: function that the controller's loop calls after every update and event.
     """
 

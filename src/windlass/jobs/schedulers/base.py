@@ -250,7 +250,7 @@ class _Process:
 
 
 class Scheduler:
-    """Starts processes and waits for their end.
+    """Processes on a host or cluster: starts them, and waits for their end.
 
     Enter it with `async with`, or call `open` and `close`. Not thread-safe. Every method with the argument `name` raises
     ConfigError if no process has this name. `close` also closes the backend.

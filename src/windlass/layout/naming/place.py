@@ -178,6 +178,9 @@ def _interleaved(part: _Part, geometry: Geometry) -> Iterator[PlacedShard]:
     """Yield the query, key and value rows of each query group on this rank.
 
     The rows of a group may be divided between ranks.
+
+    Raises:
+        ManifestError: the number of rows does not fit to `geometry`.
     """
     head, groups = geometry.head_dim, geometry.num_query_groups
     counts = (geometry.queries_per_group * head, head, head)

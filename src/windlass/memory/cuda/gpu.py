@@ -89,7 +89,10 @@ class Gpu:
     def _wait_for(
         self, wait: Callable[[], None], deadline_s: float, what: str, hence: str = ""
     ) -> float:
-        """Call `wait` in a thread, and return the seconds it took. `what` and `hence` are parts of the errors' texts."""
+        """Call `wait` in a thread, and return the seconds it took. `what` and `hence` are parts of the errors' texts.
+
+        For errors see `wait_for`.
+        """
         self.refuse_late()
         try:
             return _waits.submit(wait).result(deadline_s)

@@ -177,7 +177,11 @@ def cut_op(op: BoundOp, *, at_source: bool) -> StructuredArray:
 
 
 def _cut_values(op: BoundOp) -> StructuredArray:
-    """Return one piece per quantisation block. Both ends of the link get the same pieces."""
+    """Return one piece per quantisation block. Both ends of the link get the same pieces.
+
+    Raises:
+        UnsupportedLayout: the elements of a row are not contiguous.
+    """
     (rows, columns), (src_row, src_col) = op.src_sizes, op.src_strides
     dst_row, dst_col = op.dst_strides
     if src_col != op.src_dtype.itemsize or dst_col != op.dst_dtype.itemsize:

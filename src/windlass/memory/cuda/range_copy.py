@@ -20,6 +20,7 @@ class RangeCopy:
     Memory: a piece table on the GPU, from construction to `close`.
 
     Args:
+        gpu: GPU that copies.
         sources, targets: (num_ranges,) addresses for the GPU's kernels.
         nbytes: (num_ranges,) bytes of each range.
         engine_nbytes: smallest range that a copy engine copies.

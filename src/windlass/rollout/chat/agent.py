@@ -10,6 +10,7 @@ from windlass.config import check_numbers
 from windlass.rollout.chat.session import ChatSession
 
 IDLE_S = 300.0
+"""Default of `idle_s`."""
 
 
 class _Context(Protocol):
@@ -41,6 +42,9 @@ def agent_workflow(
         idle_s: longest time without a request after the claim. Then the attempt fails, and the controller tries the
             rollout again with a new key.
         request_sampling: see `WorkflowContext.chat_endpoint`.
+
+    Raises:
+        ConfigError: `idle_s` is not a positive number.
     """
     options = _Options(idle_s)
 

@@ -23,7 +23,9 @@ from windlass.net.clock import Backoff
 
 BACKOFF = Backoff(0.1, 2.0)
 ASK_EVERY_S = 60.0
+"""Longest time that one request of `claim_rollout` waits for a rollout. A longer wait takes several requests."""
 MARGIN_S = 5.0
+"""Seconds that the client waits for an answer beyond the time that is left."""
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -92,7 +94,10 @@ def set_reward(base_url: str, api_key: str, reward: float, *, deadline_s: float 
 def _ask(
     base_url: str, path: str, token: str, body: Callable[[float], object], *, deadline_s: float
 ) -> HttpReply:
-    """Repeat a POST request until its status is 200. `body` takes the seconds that are left."""
+    """Repeat a POST request until its status is 200, and return the reply; see `set_reward` for errors.
+
+    `body` returns the body of one request; its argument is the number of seconds that are left.
+    """
     check_url(base_url, "base_url")
     ends, pauses, last = time.monotonic() + deadline_s, BACKOFF.pauses(), "no answer"
     http = BlockingHttp(base_url, authorization(token), to_controller=False)

@@ -15,7 +15,8 @@ from windlass.rollout.chat.messages import NO_TOOLS, Message, Template, ToolCall
 from windlass.rollout.text import Chat, TextCodec
 
 MAX_END_TOKENS = 16
-"""Largest number of tokens at the end of an answer that the model may have generated."""
+"""Longest run of tokens that both the model and the chat template put at the end of an answer, such as an end token.
+`_joined` searches no longer run."""
 
 REWRITES = "the chat template renders earlier messages in another way after the new messages"
 OTHER_HISTORY = "the messages do not continue an earlier answer of this session"
@@ -195,7 +196,10 @@ def _common_end(one: str, other: str) -> str:
 
 
 def _joined(ids: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ids of an answer and of the text after it. The model may have generated the first ids after it."""
+    """Return the ids of an answer, followed by the ids of the text after it.
+
+    If the answer ends with the first ids of this text, because the model generated them, they are not repeated.
+    """
     for length in range(min(len(after), MAX_END_TOKENS), 0, -1):
         if ids[-length:] == after[:length]:
             return ids + after[length:]

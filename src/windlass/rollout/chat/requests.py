@@ -1,7 +1,7 @@
 """Requests of the three OpenAI APIs, as one `Call`.
 
-The endpoint refuses settings that it does not know, or cannot apply, by name. It accepts and ignores settings that do not
-change the answer (for example `user`).
+The endpoint refuses a setting that it does not know or cannot apply, and names the setting in the error. It accepts and
+ignores settings that do not change the answer (for example `user`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Format(msgspec.Struct, frozen=True):
     schema: dict[str, Any] | None = None
 
     def required_schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema of the answer; None for text."""
+        """Return the JSON schema of the answer, or None for text; raise `ConfigError` if `json_schema` has no schema."""
         if self.type == "text":
             return None
         schema = self.json_schema.schema if self.json_schema else self.schema
@@ -221,7 +221,8 @@ class Call:
         num_choices: number of answers.
         forced: whether the answer must be one tool call as JSON.
         logprobs: whether the reply contains the log-probability of each token.
-        new_messages: messages of a response and of the responses before it, without instructions.
+        new_messages: for `/v1/responses`: the input of this request, after the messages of the responses that it
+            continues, without instructions. A later response may continue them.
     """
 
     messages: tuple[Message, ...]
@@ -236,7 +237,7 @@ class Call:
 
 
 _DECIDED = ("presence_penalty", "frequency_penalty", "logit_bias")
-"""Settings that a request may name only if it decides about the sampling."""
+"""Settings that a request may have only if `Policy.request_sampling` is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +263,12 @@ class Policy:
         schema: Mapping[str, Any] | None = None,
     ) -> SamplingParams:
         """Return the sampling parameters of a request.
+
+        Args:
+            request: the request.
+            max_tokens: its limit of tokens; the submitter's limit also applies.
+            stop: its stop texts; the submitter's stop texts also apply.
+            schema: JSON schema of the answer; None for text.
 
         Raises:
             ConfigError: a value is invalid, or the endpoint cannot apply it.
@@ -396,7 +403,10 @@ def _checked(call: Call) -> Call:
 def _call_schema(
     tools: Sequence[Mapping[str, Any]], choice: ToolChoice | None
 ) -> dict[str, Any] | None:
-    """Return the JSON schema of a call if the request demands a call; else None."""
+    """Return the JSON schema of a call if the request demands a call, else None.
+
+    Raise `ConfigError` if `choice` names no function of `tools`.
+    """
     if choice in {None, "none", "auto"}:
         return None
     functions = [tool["function"] for tool in tools]
@@ -444,7 +454,11 @@ def _message_of(message: _Message) -> Message:
 
 
 def _messages_of_items(items: Sequence[_Item]) -> list[Message]:
-    """Return the messages of a response's items. Items of one answer (texts and calls) become one message."""
+    """Return the messages of the items in a request's `input`. Items of one answer (texts and calls) become one message.
+
+    Raises:
+        ConfigError: an item has another type, or its content is not text.
+    """
     found: list[Message] = []
     for item in items:
         if item.type == "reasoning":

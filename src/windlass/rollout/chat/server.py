@@ -315,7 +315,10 @@ class ChatServer:
         kind: type[T],
         reply_to: Callable[[T], Awaitable[Reply]],
     ) -> web.StreamResponse:
-        """Read a request, generate, and send the reply, as one object or as a stream."""
+        """Read a request, get its reply from `reply_to`, and send the reply as one object or as a stream.
+
+        A repetition of an earlier request gets the earlier reply, if the session still has it.
+        """
         session = self._session_of(http)
         with session.request():
             body = await _body_of(http)
@@ -352,7 +355,12 @@ class ChatServer:
         return _json({"id": name, "reward": given.reward})
 
     async def _claim(self, http: web.Request) -> web.StreamResponse:
-        """Wait until a session is offered, at most for the deadline that the agent sent. Then give the session to the agent."""
+        """Wait until a session is offered, at most for the deadline that the agent sent. Then give the session to the agent.
+
+        Raises:
+            ApiError: no session was offered in time, or too many agents wait.
+            ConfigError: the deadline is out of range.
+        """
         body = await _body_of(http)
         claim = msgspec.json.decode(body or b"{}", type=_Claim)
         if not 0 < claim.deadline_s <= MAX_CLAIM_S:
@@ -425,7 +433,7 @@ async def _body_of(http: web.Request) -> bytes:
 
 
 def _repetition(http: web.Request, body: bytes) -> tuple[bytes, bool]:
-    """Return a key that is equal for repetitions of a request, and whether this request is one."""
+    """Return a key that is equal for all repetitions of a request, and whether this request may be a repetition."""
     name = http.headers.get("Idempotency-Key", "")
     digest = hashlib.sha256(http.path.encode() + b"\0" + (name.encode() if name else body))
     count = http.headers.get("X-Stainless-Retry-Count", "0")

@@ -97,8 +97,8 @@ class Branch:
     """Turn that does not continue an earlier turn of the session.
 
     Attributes:
-        turn: index of the turn among the session's requests.
-        reason: reason.
+        turn: number of turns that the session had before this turn.
+        reason: reason why the turn does not continue an earlier turn.
     """
 
     turn: int
@@ -187,13 +187,13 @@ class ChatSession:
         self._rewarded.set()
 
     async def wait_for_reward(self, *, idle_s: float) -> float:
-        """Wait until the agent sets the reward.
+        """Wait until the agent sets the reward, and return the reward.
 
         Args:
             idle_s: longest time without a request; then the agent counts as lost.
 
         Raises:
-            RolloutError: the agent sent no request for `idle_s`.
+            AttemptError: the agent sent no request for `idle_s`.
         """
         self._idle_s = idle_s
         try:
@@ -264,7 +264,8 @@ class ChatSession:
         A cancelled request leaves no turn, because the agent has not seen its answer.
 
         Raises:
-            ApiError: the engine refuses the request, the attempt has failed, or the session has ended.
+            ApiError: the engine refuses the request, the attempt has failed, the session has ended or would have too many
+                tokens, or the prompt is longer than the engine's context.
             ConfigError: the chat template refuses the messages.
         """
         job = asyncio.create_task(self._answer(call))
@@ -319,7 +320,8 @@ class ChatSession:
         ids, text = choice.turn.output.output_ids, choice.whole_text
         self._replace(choice.turn, msgspec.structs.replace(choice.turn, text=text))
         if isinstance(call.prompt, str):
-            # With its stop text: an agent that continues the answer must include the text, as the engine did.
+            # `text` includes the stop text, which the engine generated. A prompt continues the answer only if the agent
+            # includes the stop text too.
             self._conversations.text_answered(call.prompt + text, prompt, ids)
         elif call.prompt is None:
             self._conversations.answered(prompt, call.template, choice.message, ids)
@@ -345,7 +347,10 @@ class ChatSession:
         return await self._conversations.prompt(call.messages, call.template)
 
     def _within_context(self, sampling: SamplingParams, num_tokens: int) -> SamplingParams:
-        """Return `sampling` with at most as many new tokens as the engine's context has room for."""
+        """Return `sampling` with at most as many new tokens as the engine's context has room for.
+
+        Raise `ApiError` if there is no room after a prompt of `num_tokens`.
+        """
         limit = self._limits.max_context
         if not limit:
             return sampling
@@ -397,7 +402,10 @@ class ChatSession:
             self._replies.popitem(last=False)
 
     def kept_reply(self, key: bytes) -> Reply | None:
-        """Return the reply to an earlier request with this key, which a client repeats because it did not get the reply."""
+        """Return the reply to an earlier request with this key; None if there is none.
+
+        A client repeats a request with the same key if it did not get the reply.
+        """
         return self._replies.get(key)
 
     def result(self) -> Mapping[str, object]:

@@ -129,7 +129,7 @@ def parse_llama_json(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def parse_mistral(text: str) -> tuple[str, list[ToolCall]]:
-    """Parse `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` (Mistral)."""
+    """Parse `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` (Mistral). The engine may have removed the marker."""
     before, mark, body = text.partition("[TOOL_CALLS]")
     if not mark and not text.lstrip().startswith("["):
         return text, []

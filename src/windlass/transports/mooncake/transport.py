@@ -205,6 +205,7 @@ class MooncakePeer(NetworkPeer):
     Args:
         engine: engine that has not contacted an earlier process at this address, because an engine
             never forgets the data port of that process.
+        endpoint, liveness: see `NetworkPeer`.
     """
 
     outlives_process = False
@@ -505,10 +506,13 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         return peer
 
     def _engine_for(self, endpoint: PeerEndpoint) -> _Engine:
-        """Return an engine that has not contacted another process at this address.
+        """Return an engine that has not contacted another process at this address; start one if there is none.
 
         An engine never forgets the data port of an address. A process that restarted on the same port
         can be reached only through another engine.
+
+        Raises:
+            RegionError: the registered memory cannot be registered with a new engine.
         """
         for engine in self.engines:
             if engine.contacted.get(endpoint.address, endpoint) == endpoint:

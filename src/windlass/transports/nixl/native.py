@@ -354,7 +354,7 @@ def _module(name: str) -> Any:
 
 @final
 class TcpFence:
-    """Closes the TCP connections of this process's NIXL agents, except each agent's connection to itself.
+    """Fence that closes the TCP connections of this process's NIXL agents, except each agent's connection to itself.
 
     Each agent connects to itself at its start. Every registration uses this connection, because the agent loads
     the key of its own region in the same way as a peer does. Without the connection, every later registration
