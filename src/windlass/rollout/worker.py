@@ -120,7 +120,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
 
     Args:
         settings: addresses, name and limits of the worker.
-        token: secret of the job, or the token for workers.
+        token: token with which the worker connects to the controller.
         engine_session: HTTP session for requests to engines, with their token and no limit on connections.
         workflows: name -> workflow, in addition to the built-in ones.
         agent_token: second token for agents that claim rollouts. The first one is derived from `token`.

@@ -85,7 +85,8 @@ class VllmApi:
         Send `clear_cache=false`, because the cache is separated by version. Otherwise vLLM 0.32 would compute the KV cache
         of all kept requests again. If vLLM sleeps, its scheduler is paused already, and stays paused until `resume`.
 
-        Return True if the scheduler is paused; False if the agent must block the main loops.
+        Returns:
+            True if the scheduler is paused until `resume`; False if only blocked main loops stop the engine.
 
         Raises:
             ConfigError: vLLM has no such mode.

@@ -91,7 +91,7 @@ class Gpu:
     ) -> float:
         """Call `wait` in a thread, and return the seconds it took. `what` and `hence` are parts of the errors' texts.
 
-        For errors see `wait_for`.
+        For errors see `settle`.
         """
         self.refuse_late()
         try:
