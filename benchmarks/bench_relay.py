@@ -243,7 +243,7 @@ def _in_mid_write(job: Job, controller: windlass.Controller, act: Callable[[], N
         if version == wanted and phase is Phase.WRITE:
             loop.call_later(COPY_S / 2, act)
 
-    controller.coordinator.on_phase(on_phase)
+    controller.coordinator.rounds.on_phase(on_phase)
 
 
 async def _lost_trainer(

@@ -43,7 +43,7 @@ async def test_listeners_that_raise_delay_no_round_and_no_report() -> None:
         raise ZeroDivisionError("a listener")
 
     async with FakeFleet() as rig:
-        rig.coordinator.on_phase(broken)
+        rig.coordinator.rounds.on_phase(broken)
         rig.coordinator.on_update(broken)
         rig.coordinator.subscribe(broken)
         await rig.start({"a": 1})

@@ -202,7 +202,7 @@ def test_status_shows_no_phase_after_a_catch_up(mode: UpdateMode) -> None:
         rollouts = RolloutController(rig.coordinator, StalenessPolicy.unbounded(1))
         shown = Operations(rig.coordinator, rollouts, BatchQueue())
         seen: list[Phase] = []
-        rig.coordinator.on_phase(lambda _version, phase: seen.append(phase))
+        rig.coordinator.rounds.on_phase(lambda _version, phase: seen.append(phase))
         rig.on_write = lambda _donor: LinkStatus.FAILED
         await rig.join("a")
         await rig.join("c", served=-1)

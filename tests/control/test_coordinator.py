@@ -125,7 +125,7 @@ async def test_publish_publishes_the_weights_of_waiting_trainers() -> None:
 async def test_phases_and_listeners_see_a_round_in_order() -> None:
     async with FakeFleet() as rig:
         seen: list[object] = []
-        rig.coordinator.on_phase(lambda version, phase: seen.append((version, phase)))
+        rig.coordinator.rounds.on_phase(lambda version, phase: seen.append((version, phase)))
         rig.coordinator.on_update(lambda report: seen.append(report.version))
         await rig.start({"a": 1})
         await rig.publish(3)

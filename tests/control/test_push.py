@@ -269,7 +269,7 @@ async def test_a_push_appears_in_every_record_of_updates(monkeypatch: pytest.Mon
         async with RolloutController(StaticEngines([]), policy, token=TOKEN) as rollouts:
             operations = Operations(rig.coordinator, rollouts, BatchQueue())
             rig.coordinator.on_update(told.append)
-            rig.coordinator.on_phase(lambda version, phase: phases.append((version, phase)))
+            rig.coordinator.rounds.on_phase(lambda version, phase: phases.append((version, phase)))
             await rig.add_engine("a", ranks=2)
             with RolloutCallback(rig.server.url, TOKEN, deadline_s=WITHIN_S) as leader:
                 await asyncio.to_thread(leader.pause_generation)

@@ -65,9 +65,9 @@ SKIPPED_APPLY = Bug(
 PUBLISHED_EVERYWHERE = Bug(
     "engines that have left publish",
     RoundMachine,
-    "_finish_published",
-    "published = self.engines.active",
-    "published = list(self.engines)",
+    "_next_phase",
+    "for engine in self.engines.active:",
+    "for engine in self.engines:",
 )
 LEFT_WHOLE = Bug(
     "an engine that fails while it applies counts as whole",
@@ -79,9 +79,9 @@ LEFT_WHOLE = Bug(
 FORGOTTEN = Bug(
     "the round ends without an outcome for an engine",
     RoundMachine,
-    "_finish_published",
-    "for engine in published:",
-    "for engine in published[:1]:",
+    "_next_phase",
+    "for engine in self.engines.active:",
+    "for engine in self.engines.active[:1]:",
 )
 REWRITTEN = Bug(
     "a round that has applied writes again",

@@ -188,7 +188,7 @@ async def fail_the_first_version(server: Server, folder: Path) -> None:
                     for process in ranks.processes:
                         process.kill()
 
-            controller.coordinator.on_phase(kill_trainers)
+            controller.coordinator.rounds.on_phase(kill_trainers)
             order = Order(controller.url, "auto", 1, str(folder / "never"))
             # No rank answers.
             with pytest.raises(AssertionError):

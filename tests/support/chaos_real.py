@@ -217,7 +217,7 @@ class Run:
     async def start(self) -> None:
         await self.server.start()
         await self.rollouts.__aenter__()
-        self.coordinator.on_phase(self._on_phase)
+        self.coordinator.rounds.on_phase(self._on_phase)
         self.coordinator.on_update(self.reports.append)
         for index in range(2):
             self.agents[f"trainer/{index}"] = Agent(self, "trainer", f"trainer/{index}", index)

@@ -268,7 +268,7 @@ async def run_controller(host: str, port: int, config: str, journal: str) -> Non
     ) as controller:
         coordinator = controller.coordinator
         phases: list[tuple[int, str]] = []
-        coordinator.on_phase(lambda version, phase: phases.append((version, phase.name)))
+        coordinator.rounds.on_phase(lambda version, phase: phases.append((version, phase.name)))
         changed = asyncio.Condition()
 
         async def notify() -> None:

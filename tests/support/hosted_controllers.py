@@ -34,4 +34,4 @@ def kill_in_phase(coordinator: Coordinator, version: int, phase: str, pids: Sequ
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
 
-    coordinator.on_phase(killed)
+    coordinator.rounds.on_phase(killed)

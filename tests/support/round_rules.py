@@ -67,7 +67,7 @@ class FleetRounds:
         self._coordinator = coordinator
         self._driver: RoundDriver | None = None
         self._rules = RoundRules()
-        coordinator.on_phase(self._begins)
+        coordinator.rounds.on_phase(self._begins)
 
     def _begins(self, version: int, phase: Phase) -> None:
         self._follow()

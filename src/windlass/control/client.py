@@ -67,8 +67,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         token: token for the agent's role.
         hello: function that returns the `Hello` of a new connection; called in the channel's thread.
         handler: carries out commands.
-        executor: see `Client`.
-        loop: see `Client`.
+        executor, loop: see `Client`.
 
     Raises:
         ConfigError: `url` is no URL, or `token` contains characters that an HTTP header cannot have.
@@ -169,7 +168,7 @@ class TrainerChannel(AgentChannel):
         self._withdrawn: Announcement | None = None
         self._attempts = 0
         self._published, self._lineage, self.welcomed_by = -1, "", ""
-        self.ended.add_done_callback(self._end_announcement)
+        self.ended.add_done_callback(lambda ended: self._fail(ended.exception()))
 
     def announce(self, version: int, deadline_s: float) -> UpdateReport:
         """Announce `version`, and return the report of its round.
@@ -231,12 +230,16 @@ class TrainerChannel(AgentChannel):
 
         Idempotent. Call this when the next version begins: the report of the version before then never arrives.
         """
-        with self._lock:
-            expected = self.announced
-            if expected is None or expected.frame.attempt or expected.report.done():
-                return
+        expected = self.announced
+        if expected is not None and not expected.frame.attempt:
             what = f"version {expected.frame.version}: the controller did not report how its round ended"
-            expected.report.set_exception(PeerUnreachable(what))
+            self._fail(PeerUnreachable(what))
+
+    def _fail(self, error: BaseException | None) -> None:
+        """Set an error in the future of the newest announcement, unless its report has arrived."""
+        with self._lock:
+            if self.announced is not None and not self.announced.report.done():
+                self.announced.report.set_exception(error)
 
     def withdraw(self, announced: Announcement) -> bool:
         """Withdraw an announcement, so that the controller begins no round for it. Return False if the session has ended.
@@ -251,11 +254,6 @@ class TrainerChannel(AgentChannel):
             sending = self.send(Withdraw(announced.frame.attempt))
             asyncio.run_coroutine_threadsafe(sending, self._loop)
             return True
-
-    def _end_announcement(self, ended: concurrent.futures.Future[None]) -> None:
-        with self._lock:
-            if self.announced is not None and not self.announced.report.done():
-                self.announced.report.set_exception(ended.exception())
 
     # --- in the loop ---------------------------------------------------------------------------
 

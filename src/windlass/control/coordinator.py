@@ -29,7 +29,7 @@ from windlass.config import ControlConfig
 from windlass.control.backend import backend_of
 from windlass.control.changes import Changes, Tasks, tell
 from windlass.control.connector import Connector
-from windlass.control.fleet import Agent, EngineInfo
+from windlass.control.fleet import Agent
 from windlass.control.members import MemberEvents, Members
 from windlass.control.messages import Announce, Result, Withdraw
 from windlass.control.publish_requests import (
@@ -52,6 +52,7 @@ from windlass.control.report import (
 )
 from windlass.control.round_runner import RoundRunner
 from windlass.control.round_state import Phase
+from windlass.control.rounds import AgentLost
 from windlass.control.run import Run
 from windlass.control.session import AgentSession
 from windlass.control.suspicions import num_by_pattern
@@ -75,17 +76,12 @@ class Coordinator:
         planner: compiles plans; a parameter so that tests can make it fail.
 
     Attributes:
-        config: see above.
-        run: versions and the journal.
-        fleet: connected agents and their weights.
-        changes: condition variable for coroutines that wait for ranks or for a version.
+        config: mode, deadlines, retries.
+        run, fleet, members, connector, rounds, catch_ups, resume_retries: see the docstring of this module.
+        changes: notice of every change of the fleet or of the published version.
+        routable, subscribe: see `Fleet.routable` and `Changes.subscribe`.
         tasks: background tasks, which `close` cancels.
         requests: publish requests of the trainer ranks.
-        members: connections of the agents.
-        connector: bindings of the fleet.
-        rounds: runs rounds.
-        catch_ups: rounds that bring engines to the published version.
-        resume_retries: repeated commands to engine ranks that did not resume.
         reports: reports of the newest `KEPT_REPORTS` updates, the oldest first.
         num_updates: number of updates since the controller started, including failed updates.
 
@@ -104,12 +100,13 @@ class Coordinator:
         self.run = run = Run(journal_path)
         self.fleet = run.fleet
         self.changes, self.tasks = changes, tasks = Changes(), Tasks()
+        self.routable, self.subscribe = run.fleet.routable, changes.subscribe
         events = MemberEvents(
             announced=self._announced,
             gave_up=self._gave_up,
             replied=self._replied,
             lost=self._lost,
-            settle=self._settle,
+            settle=lambda: self.catch_ups.settle_soon(),  # noqa: PLW0108 - set below
             in_round=lambda: self.in_round,
         )
         self.members = members = Members(run, changes, tasks, config, events)
@@ -133,21 +130,9 @@ class Coordinator:
         """Whether a round runs now, including driven rounds and catch-ups."""
         return self.rounds.driver is not None
 
-    def routable(self) -> tuple[EngineInfo, ...]:
-        """Return the engines that serve the published version and may get rollouts."""
-        return self.fleet.routable()
-
     def on_update(self, listener: Callable[[UpdateReport], None]) -> None:
         """Call `listener(report)` in the event loop after every update, even if the update failed."""
         self._update_listeners.append(listener)
-
-    def on_phase(self, listener: Callable[[int, Phase], None]) -> None:
-        """Call `listener(version, phase)` in the event loop when a round enters a phase."""
-        self.rounds.on_phase(listener)
-
-    def subscribe(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in the event loop at every change of the fleet or of the published version."""
-        self.changes.subscribe(callback)
 
     # --- a publish: who asks for it ----------------------------------------------------------
 
@@ -334,7 +319,8 @@ class Coordinator:
         """Handle an agent's answer to a command: pass it to `resume_retries` and to the running round."""
         if self.resume_retries.heard(session.agent, reply):
             self.changes.notify()
-        self.rounds.replied(session, reply)
+        if self.rounds.driver is not None:
+            self.rounds.driver.on_reply(session, reply)
 
     def _lost(self, agent: Agent, reason: str, *, ended: bool) -> None:
         """Handle the loss of an agent's connection: drop its requests and retries, and notify the running round.
@@ -344,10 +330,8 @@ class Coordinator:
         self.requests.withdraw(agent.hello.worker)
         self.resume_retries.forget(agent.identity)
         self.catch_ups.lost(agent, ended=ended)
-        self.rounds.lost(agent, reason)
-
-    def _settle(self) -> None:
-        self.catch_ups.settle_soon()
+        if self.rounds.driver is not None:
+            self.rounds.driver.post(AgentLost(agent.hello.worker, reason))
 
     async def close(self) -> None:
         """Cancel rounds and background tasks, and close every agent's connection and the journal. Idempotent."""

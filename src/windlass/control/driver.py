@@ -42,6 +42,15 @@ _log = logging.getLogger(__name__)
 class RoundDriver:
     """Driver of one round. Call `run` once, and `post` and `on_reply` from the same loop at any time.
 
+    Args:
+        spec: specification of the round.
+        binding: sources, engines and links of the round.
+        round_id: id of the round, in each of its commands.
+        sessions: rank -> its session. Ranks that connect later take no part.
+        clock: function that returns seconds, for the times in the report.
+        on_phase: function that is called before each phase begins, and with `DONE` at the end of every round. If it
+            raises OSError, the phase does not begin and the round ends.
+
     Attributes:
         machine: state machine of the round.
         deadlines: deadlines of the phases that have not begun.
@@ -58,22 +67,11 @@ class RoundDriver:
         clock: Callable[[], float],
         on_phase: Callable[[Phase], None],
     ) -> None:
-        """Create a driver of a round that has not begun.
 
-        Args:
-            spec: specification of the round.
-            binding: sources, engines and links of the round.
-            round_id: id of the round, in each of its commands.
-            sessions: rank -> its session. Ranks that connect later take no part.
-            clock: function that returns seconds, for the times in the report.
-            on_phase: function that is called before each phase begins, and with `DONE` at the end of every round. If it
-                raises OSError, the phase does not begin and the round ends.
-        """
         self.machine = RoundMachine(spec)
         self.spec, self.binding = spec, binding
         self.round_id = round_id
         self.deadlines = spec.config.deadlines
-        # A copy, because a process that connects under a known name during the round is not part of it.
         self.sessions = dict(sessions)
         self._on_phase = on_phase
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -110,7 +108,8 @@ class RoundDriver:
     async def _run(self) -> Finish:
         finish = await self._carry_out(self._next(self.machine.start))
         while finish is None:
-            finish = await self._carry_out(self._handle(await self._events.get()))
+            event = await self._events.get()
+            finish = await self._carry_out(self._next(partial(self.machine.handle, event)))
         self._leave_phase()
         late = [self._events.get_nowait() for _ in range(self._events.qsize())]
         self.late = tuple(event for event in late if isinstance(event, Replied))
@@ -122,9 +121,6 @@ class RoundDriver:
             wire=wire_by_transport(finish.carried, self.binding.transport_of),
         )
         return replace(finish, report=report)
-
-    def _handle(self, event: Event) -> list[Instruction]:
-        return self._next(partial(self.machine.handle, event))
 
     def _next(self, step: Callable[[], list[Instruction]]) -> list[Instruction]:
         """Run `step`, a call of the state machine, and return its instructions.
@@ -148,8 +144,8 @@ class RoundDriver:
                     except OSError as error:
                         # Drop the remaining instructions, because they belong to the phase that did not begin.
                         reason = f"phase {instruction.phase} cannot be recorded: {error}"
-                        blocked = GiveUp(reason, is_blocked=True)
-                        return await self._carry_out(self._handle(blocked))
+                        blocked = partial(self.machine.handle, GiveUp(reason, is_blocked=True))
+                        return await self._carry_out(self._next(blocked))
                 case Send():
                     await self._send(instruction)
                 case Finish():

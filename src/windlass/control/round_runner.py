@@ -15,19 +15,15 @@ from windlass.control.changes import tell
 from windlass.control.comparisons import Comparisons
 from windlass.control.connector import Connector
 from windlass.control.driver import RoundDriver
-from windlass.control.fleet import Agent
 from windlass.control.journal import JournalKind
 from windlass.control.links import Link
 from windlass.control.members import Members
-from windlass.control.messages import Result
 from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.round_state import Phase
-from windlass.control.rounds import AgentLost, RoundSpec
+from windlass.control.rounds import RoundSpec
 from windlass.control.run import Run
-from windlass.control.session import AgentSession
 from windlass.control.suspicions import Suspicions
 from windlass.errors import RoundAborted
-from windlass.net.messages import Reply
 
 _log = logging.getLogger(__name__)
 
@@ -68,16 +64,6 @@ class RoundRunner:
     def on_phase(self, listener: Callable[[int, Phase], None]) -> None:
         """Call `listener(version, phase)` in the event loop whenever a round enters a phase, `Phase.DONE` included."""
         self._phase_listeners.append(listener)
-
-    def replied(self, session: AgentSession, reply: Reply[Result]) -> None:
-        """Pass an agent's answer to the running round, if a round runs."""
-        if self.driver is not None:
-            self.driver.on_reply(session, reply)
-
-    def lost(self, agent: Agent, reason: str) -> None:
-        """Tell the running round, if a round runs, that an agent has lost its connection."""
-        if self.driver is not None:
-            self.driver.post(AgentLost(agent.hello.worker, reason))
 
     # --- a round, step by step ---------------------------------------------------------------
 

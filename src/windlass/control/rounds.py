@@ -213,6 +213,7 @@ class RoundMachine:
 
     Attributes:
         version: version to publish; -1 if it is not known yet.
+        phase: current phase. Only the machine changes it.
         engines: engines of the round, with their outcomes.
         pending: sequence number of a command that waits for its reply -> worker and command.
     """
@@ -221,7 +222,7 @@ class RoundMachine:
         self._spec, self._config = spec, spec.config
         self.version = spec.version
         self.engines = RoundEngines(spec.engines)
-        self._phase = self._phase_before = Phase.PREPARE
+        self.phase = self._phase_before = Phase.PREPARE
         self._is_blocked = self._is_broken = False
         # If an engine hangs, its agent needs time to report this before the deadline of the phase.
         self._go_on_s = reply_budget_s(spec.config.deadlines.publish_s)
@@ -242,11 +243,6 @@ class RoundMachine:
         self._figures = Figures()
         self._non_finite: set[str] = set()
         self._out: list[Instruction] = []
-
-    @property
-    def phase(self) -> Phase:
-        """Current phase."""
-        return self._phase
 
     @property
     def _awaited(self) -> str:
@@ -426,11 +422,14 @@ class RoundMachine:
     def _advance(self) -> None:
         """Enter the next phase if all awaited replies have arrived, and pass through phases that await no reply.
 
-        End the round if no engine is left before PUBLISH. In a driven round, stay in WRITE until `Sent`.
+        End the round if no engine is left. In a driven round, stay in WRITE until `Sent`.
         """
         while not self.pending and self.phase is not Phase.DONE:
-            if not self.engines.active and self.phase is not Phase.PUBLISH:
-                self._finish_without_engines()
+            if not self.engines.active:
+                reasons = "; ".join(f"{name}: {why}" for name, why in self.engines.reasons.items())
+                self._finish(
+                    RoundOutcome.FAILED, f"no engine is left: {reasons or 'none took part'}"
+                )
                 return
             if self._awaited:
                 return
@@ -452,7 +451,9 @@ class RoundMachine:
                 self._enter(Phase.PUBLISH)
                 self._send_engines(Publish(self.version, self._go_on_s, self._spec.lineage))
             case Phase.PUBLISH:
-                self._finish_published()
+                for engine in self.engines.active:
+                    engine.end(EngineOutcome.PUBLISHED)
+                self._finish(RoundOutcome.PUBLISHED, "")
             case Phase.DONE:
                 return
             case _:
@@ -563,9 +564,8 @@ class RoundMachine:
                 engine.end(EngineOutcome.QUARANTINED, reason)
             return
         self._leave(engine, reason, unknown=unknown, lost=lost)
-        late = {seq: sent for seq, sent in self.pending.items() if sent[0] in engine.workers}
-        self._late |= late
-        self.pending = {seq: sent for seq, sent in self.pending.items() if seq not in late}
+        for seq in [seq for seq, (w, _) in self.pending.items() if w in engine.workers]:
+            self._late[seq] = self.pending.pop(seq)
 
     def _leave(
         self, engine: RoundEngine, reason: str, *, unknown: bool = False, lost: str = ""
@@ -587,7 +587,7 @@ class RoundMachine:
         """
         if self._delivery.changes_live(self._config.mode):
             return self._wrote
-        begun = self._phase_before if self._is_blocked else self._phase
+        begun = self._phase_before if self._is_blocked else self.phase
         return begun in {Phase.APPLY, Phase.PUBLISH}
 
     def _give_up(self, reason: str, quarantined: Collection[str] = ()) -> None:
@@ -604,19 +604,6 @@ class RoundMachine:
             self._leave(engine, reason)
         mixed = any(engine.mixed for engine in self.engines)
         self._finish(RoundOutcome.FAILED if mixed else RoundOutcome.ABORTED, reason)
-
-    def _finish_without_engines(self) -> None:
-        reasons = "; ".join(f"{name}: {why}" for name, why in self.engines.reasons.items())
-        self._finish(RoundOutcome.FAILED, f"no engine is left: {reasons or 'none took part'}")
-
-    def _finish_published(self) -> None:
-        published = self.engines.active
-        for engine in published:
-            engine.end(EngineOutcome.PUBLISHED)
-        if published:
-            self._finish(RoundOutcome.PUBLISHED, "")
-        else:
-            self._finish_without_engines()
 
     def _finish(self, outcome: RoundOutcome, reason: str) -> None:
         for trainer in () if outcome is RoundOutcome.PUBLISHED else self._spec.trainers:
@@ -677,13 +664,13 @@ class RoundMachine:
         Raises:
             RuntimeError: `PHASE_TRANSITIONS` does not allow this phase after the present phase.
         """
-        if phase not in PHASE_TRANSITIONS[self._phase]:
-            raise RuntimeError(f"phase {self._phase} must not become {phase}")
-        self._phase_before, self._phase = self._phase, phase
+        if phase not in PHASE_TRANSITIONS[self.phase]:
+            raise RuntimeError(f"phase {self.phase} must not become {phase}")
+        self._phase_before, self.phase = self.phase, phase
 
     def _announce_phase(self) -> None:
         self._entry += 1
-        self._out.append(EnterPhase(self._phase, self._entry))
+        self._out.append(EnterPhase(self.phase, self._entry))
 
     def _pop_instructions(self) -> list[Instruction]:
         out, self._out = self._out, []

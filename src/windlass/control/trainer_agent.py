@@ -32,10 +32,7 @@ class TrainerAgent:
     Args:
         sender: sender of one-sided writes; other backends read the same parameters.
         host: address at which engines can reach this rank, for backends that listen.
-        read: see `TrainerWeights`.
-        watch: see `TrainerWeights`.
-        changed: see `TrainerWeights`.
-        release: see `TrainerWeights`.
+        read, watch, changed, release: see `TrainerWeights`.
 
     Attributes:
         held: weights of the version that the trainer publishes now.

@@ -709,7 +709,7 @@ class Job:
             progress.detail(waits or (f"binding {binds}" if binds else ""))
 
         coordinator.subscribe(look)
-        coordinator.on_phase(lambda _, phase: progress.detail(f"now in {phase}"))
+        coordinator.rounds.on_phase(lambda _, phase: progress.detail(f"now in {phase}"))
         try:
             async with asyncio.timeout(deadline_s):
                 progress.begin("starting trainer ranks and engines", deadline_s)

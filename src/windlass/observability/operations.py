@@ -64,7 +64,7 @@ class Operations:
         self._phase, self._phase_began_s = "", 0.0
         self._started_at = 0.0
         coordinator.on_update(self._on_update)
-        coordinator.on_phase(self._on_phase)
+        coordinator.rounds.on_phase(self._on_phase)
         coordinator.subscribe(self._on_fleet)
         rollouts.on_change(self._on_rollouts)
         batches.on_put(self.observe_samples)

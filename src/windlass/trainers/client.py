@@ -47,8 +47,7 @@ class TrainerClient(Closing):
         job: identity of this start of the trainer ranks, the same on all ranks. If empty, the value of WINDLASS_JOB,
             or for a single rank a random identity.
         world_size: number of trainer ranks.
-        arena_nbytes: see `Sender`.
-        registered: see `Sender`.
+        arena_nbytes, registered: see `Sender`.
         replica: see `connect_trainer`.
         connect_deadline_s: seconds to wait until the controller accepts this rank.
         intercept: function that wraps the agent; tests use it to inject faults.
@@ -152,7 +151,8 @@ class TrainerClient(Closing):
                 weights must not change until the round has ended.
             ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
-        if copy and self._sender.replica is None:
+        replica = self._sender.replica
+        if copy and replica is None:
             raise ConfigError(
                 "publish: copy=True needs a replica when connecting, got replica=off; connect with replica='auto'"
             )
@@ -164,11 +164,11 @@ class TrainerClient(Closing):
         else:
             report = self._background.submit(until_over)
         pending = PendingUpdate(version, report)
-        if copied is not None:
+        if copied is not None and replica is not None:
             self._await_copy(pending, copied, deadline_s)
             if wait:
                 pending.result(deadline_s=deadline_s + MARGIN_S)
-            pending.copy = self._sender.copy_times
+            pending.copy = replica.times
         pending.stood_s = time.perf_counter() - began
         return pending
 
@@ -200,13 +200,12 @@ class TrainerClient(Closing):
             ConfigError: `version` is not an integer >= 0, or a version is still being published.
             ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
-        number = version_number(version, "prepare_publish")
         if self._prepared is not None:
             # End the wait for the previous round: either its report has arrived, or it never will.
             self._channel.give_up_expected()
             wait([self._prepared])
         copied = threading.Event() if self._sender.replica is not None else None
-        until_over = self._begin("prepare_publish", number, None, copied)
+        until_over = self._begin("prepare_publish", version, None, copied)
         self._prepared = self._background.submit(until_over)
 
     def _begin(

@@ -71,14 +71,6 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLink:
-    """A packed and hashed link: its writes and its digest."""
-
-    batches: tuple[WriteBatch, ...]
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class PackedBytes:
     """Bytes of a link whose packed ops are all in the arena at once.
 
@@ -105,7 +97,7 @@ class Packer:
         limit_nbytes: maximum size of the arena in bytes; 0 for as much as one update needs.
 
     Attributes:
-        memory: as given.
+        memory: memory of the parameters and of the arena.
         slot: holder of the arena. Only the packer changes it.
     """
 
@@ -196,11 +188,8 @@ class Packer:
             self._hashed = tuple(programs)
         return self._digests.take([program.peer for program in programs], OWN_WORK_S, threads)
 
-    def pack(self, program: LinkProgram, offset: int) -> tuple[LinkPack, str, int]:
-        """Pack and hash a whole link at byte `offset` of the arena.
-
-        Returns:
-            (the prepared copies with the places of the packed parts, digest, offset of the next link's place).
+    def pack(self, program: LinkProgram, offset: int) -> tuple[PackedBytes, int]:
+        """Pack and hash a whole link at byte `offset` of the arena; return its bytes, and the next link's offset.
 
         Raises:
             TransferFailed, TransferOutcomeUnknown: see `hash_links`.
@@ -212,16 +201,18 @@ class Packer:
             places = (range(start, start + nbytes),)
             self._packs[key] = self.memory.pack_link(program, self._sources, places)
         pack = self._packs[key]
-        return pack, pack.pack_and_hash(OWN_WORK_S), offset + nbytes
+        digest = pack.pack_and_hash(OWN_WORK_S)
+        return PackedBytes(pack, self._sources, digest), offset + nbytes
 
-    def link_to(self, peer: Peer, program: LinkProgram, pack: LinkPack, digest: str) -> PackedLink:
-        """Return the writes and the digest of a link to `peer`.
+    def batches_of(
+        self, peer: Peer, program: LinkProgram, pack: LinkPack
+    ) -> tuple[WriteBatch, ...]:
+        """Return the writes of a link to `peer`.
 
         `pack` has packed this link, or a link with the same payload to another destination.
         """
         packed = [_packed_batches(program, peer, turn) for turn in pack.turns]
-        found = (*self._direct(program, peer), *itertools.chain.from_iterable(packed))
-        return PackedLink(found, digest)
+        return (*self._direct(program, peer), *itertools.chain.from_iterable(packed))
 
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
         """Yield the writes of a link, and pack its payload in turns into the two halves of the arena.

@@ -48,8 +48,7 @@ from windlass.transfer.bindings import (
     LinkStatus,
     Written,
 )
-from windlass.transfer.packer import PackedBytes, PackedLink
-from windlass.transfer.replica import CopyTimes
+from windlass.transfer.packer import PackedBytes
 from windlass.transfer.ring import write_ring
 from windlass.transfer.sender_binding import SenderBinding
 from windlass.transfer.source import LocatedParameters, addresses_of
@@ -76,7 +75,6 @@ class Sender:
         threads: threads that write links at the same time; `close` shuts them down. None for new threads.
 
     Attributes:
-        parameters: function that returns the current memory of the parameters.
         replica: copy of the parameters that are sent unpacked; None without a replica.
         packer: packs links into the arena.
 
@@ -109,7 +107,7 @@ class Sender:
         )
         self.packer, self.replica, self._stores = binding.packer, binding.replica, binding.stores
         self._lock = threading.RLock()
-        self._ready: dict[str, PackedLink] = {}
+        self._ready: dict[str, tuple[WriteBatch, ...]] = {}
         self._digests: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
         self._sent: set[str] = set()
@@ -120,11 +118,6 @@ class Sender:
     def links(self) -> SentLinks:
         """Links of the last `connect` or `change_links`."""
         return self._binding.links
-
-    @property
-    def copy_times(self) -> CopyTimes:
-        """Times of the replica's last copy; all zero without a replica."""
-        return CopyTimes() if self.replica is None else self.replica.times
 
     def begin_version(
         self,
@@ -334,12 +327,7 @@ class Sender:
         outcomes, wire_s = self._write_ready(packed, deadline)
         outcomes |= lost
         for name in destinations:
-            if name not in outcomes and self.replica is not None:
-                reason = (
-                    "replica: nothing is packed for this link, and the weights may have changed"
-                )
-                outcomes[name] = failed_link(name, reason)
-            elif name not in outcomes:
+            if name not in outcomes:
                 outcomes[name], link_wire_s, link_pack_s = self._stream(name, deadline)
                 wire_s += link_wire_s
                 pack_s += link_pack_s
@@ -357,13 +345,15 @@ class Sender:
     def _pack(self, program: LinkProgram, offset: int) -> tuple[str, int]:
         """Pack and hash a link at byte `offset` of the arena; return its digest and the offset of the next link."""
         peer = program.peer
-        pack, digest, after = self.packer.pack(program, offset)
-        self._packed[peer] = PackedBytes(pack, self.packer.sources, digest)
-        self._ready[peer] = self.packer.link_to(self.links.peers[peer], program, pack, digest)
-        return digest, after
+        packed, after = self.packer.pack(program, offset)
+        self._packed[peer] = packed
+        self._ready[peer] = self.packer.batches_of(self.links.peers[peer], program, packed.pack)
+        return packed.digest, after
 
-    def _copied(self, name: str) -> PackedLink | None:
-        """Return the packed link to a further member of a relay group; None if the planned link is not packed as a whole.
+    def _copied(self, name: str) -> tuple[WriteBatch, ...] | None:
+        """Return the writes of a packed link to a further member of a relay group.
+
+        Return None if the planned link is not packed as a whole.
 
         The planned link to the first member (`links.copy_of`) has the same packed bytes and digest. Only the addresses
         at the destination differ.
@@ -372,7 +362,7 @@ class Sender:
         if packed is None:
             return None
         program, peer = self.links.programs[name], self.links.peers[name]
-        return self.packer.link_to(peer, program, packed.pack, packed.digest)
+        return self.packer.batches_of(peer, program, packed.pack)
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
         """Pack links again before they are written again. Do nothing with a replica.
@@ -394,7 +384,7 @@ class Sender:
         return lost
 
     def _write_ready(
-        self, ready: Mapping[str, PackedLink], deadline: Deadline
+        self, ready: Mapping[str, tuple[WriteBatch, ...]], deadline: Deadline
     ) -> tuple[dict[str, LinkOutcome], float]:
         """Write packed links at the same time.
 
@@ -403,13 +393,13 @@ class Sender:
         """
         began, arena = time.perf_counter(), self.packer.slot.arena
         writes = {
-            name: submit(self._pool, self._write_batches, link.batches, deadline)
-            for name, link in ready.items()
+            name: submit(self._pool, self._write_batches, batches, deadline)
+            for name, batches in ready.items()
         }
         wait(writes.values())
         wire_s = time.perf_counter() - began
         outcomes = {
-            name: self._succeeded(name, ready[name].digest, written.result())
+            name: self._succeeded(name, written.result())
             if (error := written.exception()) is None
             else self.failed(name, error, arena)
             for name, written in writes.items()
@@ -422,16 +412,19 @@ class Sender:
         Returns:
             The outcome, the seconds of writing, and the seconds of packing.
         """
-        digest = self._digests.get(self.links.copy_of.get(name, name))
-        if digest is None:
+        reason = ""
+        if self.replica is not None:
+            reason = "replica: nothing is packed for this link, and the weights may have changed"
+        elif self.links.copy_of.get(name, name) not in self._digests:
             reason = "write: this version is not prepared; call `prepare` first"
+        if reason:
             return failed_link(name, reason), 0.0, 0.0
         ring = self.packer.ring(self.links.programs[name], self.links.peers[name])
         sent = write_ring(
             ring, lambda batch: submit(self._pool, self._write_batches, (batch,), deadline)
         )
         if sent.error is None:
-            outcome = self._succeeded(name, digest, sent.wire_s)
+            outcome = self._succeeded(name, sent.wire_s)
         elif sent.write_error is None and not isinstance(sent.error, WindlassError):
             _log.error("packing for %s failed", name, exc_info=sent.error)
             outcome = failed_link(name, f"{type(sent.error).__name__}: {sent.error}")
@@ -448,6 +441,7 @@ class Sender:
             self.transport.write(batch, deadline_s=max(deadline.remaining_s, 0.001))
         return time.perf_counter() - began
 
-    def _succeeded(self, name: str, digest: str, wire_s: float) -> LinkOutcome:
+    def _succeeded(self, name: str, wire_s: float) -> LinkOutcome:
         nbytes = self.links.programs[name].nbytes
+        digest = self._digests[self.links.copy_of.get(name, name)]
         return LinkOutcome(name, LinkStatus.OK, nbytes, digest, wire_s=wire_s)

@@ -30,32 +30,14 @@ MIN_THREAD_NBYTES = 1 << 20
 """Smallest number of bytes per thread; for less, another thread costs more time than it saves."""
 
 Call = Callable[[int, UInt64Array, UInt64Array], int]
-"""`writev` or `readv`: pid, local pieces and remote pieces, each (n, 2) address and size. Returns the bytes copied."""
+"""`writev` or `readv`, one system call. Its arguments are the other process's pid, and the local and the remote pieces,
+each (n, 2) address and size. It returns the number of bytes copied, and raises OSError if the call fails."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _process_vm_writev, _process_vm_readv = _libc.process_vm_writev, _libc.process_vm_readv
 for _native in (_process_vm_writev, _process_vm_readv):
     _native.restype = ctypes.c_ssize_t
     _native.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
-
-
-def writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -> int:
-    """Call `process_vm_writev` once, and return the number of bytes written.
-
-    Args:
-        pid: process to write into.
-        local_vectors: (n, 2) address and size of each piece in this process.
-        remote_vectors: (n, 2) address and size of each piece in the other process.
-
-    Raises:
-        OSError: the system call failed.
-    """
-    return _called(_process_vm_writev, pid, local_vectors, remote_vectors)
-
-
-def readv(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -> int:
-    """Call `process_vm_readv` once, and return the number of bytes read; see `writev`."""
-    return _called(_process_vm_readv, pid, local_vectors, remote_vectors)
 
 
 def _called(
@@ -66,6 +48,10 @@ def _called(
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return done
+
+
+writev: Call = partial(_called, _process_vm_writev)
+readv: Call = partial(_called, _process_vm_readv)
 
 
 def copy_process_memory(

@@ -270,7 +270,7 @@ class _Fleet:
 
     def _listen(self, controller: Controller) -> None:
         """Subscribe to the phases of rounds. Called in the controller's event loop when the controller has started."""
-        controller.coordinator.on_phase(self._on_phase)
+        controller.coordinator.rounds.on_phase(self._on_phase)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
         """Start `_hold` for the servers that the round updates, at the phase in which their main loops must be blocked.

@@ -178,7 +178,7 @@ class DemoRecipe(Recipe):
     def started(self, config: LaunchConfig, controller: Controller, scheduler: Scheduler) -> None:
         self._config, self._controller, self._scheduler = config, controller, scheduler
         controller.coordinator.on_update(self._on_update)
-        controller.coordinator.on_phase(self._on_phase)
+        controller.coordinator.rounds.on_phase(self._on_phase)
 
     async def before_step(self, step: int, samples: Sequence[TrainingSample]) -> None:
         """Record the samples of the step. Before the last step, wait until a killed engine has connected again.
