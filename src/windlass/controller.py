@@ -231,6 +231,7 @@ class Controller:
     async def __aexit__(self, *_: object) -> None:
         # The stack runs the callbacks in reverse order, and continues if a callback raises.
         async with AsyncExitStack() as closing:
+            closing.callback(self.batches.close)
             closing.push_async_callback(self._server.close)
             closing.push_async_callback(self.coordinator.close)
             closing.push_async_callback(self.rollouts.close)

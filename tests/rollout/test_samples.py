@@ -425,7 +425,7 @@ async def test_a_batch_above_256_mib_reaches_a_rank() -> None:
     samples = [
         sample(group_id=n, tensors={"values": SampleTensor.of(values + n)}) for n in range(9)
     ]
-    queue = BatchQueue()
+    queue = BatchQueue(inline_nbytes=1 << 30)
     server = ControlServer(host="127.0.0.1", port=0, token="a-token")
     server.add_routes([web.get("/v1/batches", queue.serve)])
     await server.start()

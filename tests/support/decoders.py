@@ -41,7 +41,7 @@ from windlass.net.sockets import PartJoiner
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.planning.replicated import HELD, decode_digested, decode_held
-from windlass.rollout import generate
+from windlass.rollout import fetch, generate, held
 from windlass.rollout import messages as rollout
 from windlass.rollout.chat.messages import fingerprints
 from windlass.rollout.chat.requests import (
@@ -243,6 +243,9 @@ def _with_checksums(data: bytes) -> bytes:
     return b"".join(add_checksum(line) for line in data.split(b"\n"))
 
 
+DESTINATION = held.Destination(
+    "host", (), (RemoteRegion(PeerEndpoint("cma", "1", "2-secret"), 4096, 64),)
+)
 DECODERS = {
     "agent frame": Decoder(
         AGENT_FRAMES.decode,
@@ -281,6 +284,7 @@ DECODERS = {
                 )
             ),
             encode(rollout.CompletionBatch(1, (encode(OUTCOME),), 1)),
+            encode(Reply(1, 1, 0, held.TensorsWritten(("key",)))),
         ),
     ),
     "outcome": Decoder(rollout.decode_outcome, (encode(OUTCOME),)),
@@ -289,7 +293,15 @@ DECODERS = {
         (
             encode(rollout.TaskBatch(1, (TASK,), (), 1)),
             encode(rollout.WorkerWelcome("controller")),
+            encode(Envelope(1, 1, 0, held.WriteTensors(("key",), (0,), DESTINATION, 9.0))),
         ),
+    ),
+    "fetch of tensors": Decoder(
+        fetch.FETCHES.decode,
+        (encode(fetch.Fetch(1, 0, 2, ("key",), (64,), DESTINATION, 9.0)),),
+    ),
+    "confirmation of tensors": Decoder(
+        fetch.CONFIRMS.decode, (encode(fetch.Confirm(1, 0, 2, ("key",), (), 9.0)),)
     ),
     "training batch": Decoder(
         rollout.TRAINING_BATCHES.decode, (encode(rollout.TrainingBatch(1, ())),)

@@ -1386,6 +1386,8 @@ def _worker(config: LaunchConfig, number: int, url: str) -> ProcessSpec:
     python = config.rollout.python or sys.executable
     command = (python, *program, "--controller", url, "--name", name)
     command += ("--shutdown-s", f"{config.shutdown_s:g}")
+    # The samples of a recipe go through the controller, which cannot read tensors that a worker holds.
+    command += ("--inline-nbytes", str(1 << 40))
     if config.rollout.tokenizer:
         command += ("--tokenizer", config.rollout.tokenizer)
     return ProcessSpec(name=name, command=(*command, *config.rollout.worker_arguments))

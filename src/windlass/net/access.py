@@ -58,6 +58,8 @@ ROUTES = MappingProxyType(
         "/v1/callback": (Access.TRAINER,),
         "/v1/train_workers/{name}": (Access.TRAINER,),
         "/v1/batches": (Access.TRAINER,),
+        "/v1/batches/tensors": (Access.TRAINER,),
+        "/v1/batches/confirm": (Access.TRAINER,),
         "/v1/workers": (Access.WORKER,),
         "/v1/status": (Access.OBSERVER,),
         "/v1/overview": (Access.OBSERVER,),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
@@ -22,17 +24,51 @@ from windlass.errors import (
     PeerUnreachable,
     ProtocolError,
     StaleMessage,
+    TransferError,
 )
 from windlass.net.access import authorization
 from windlass.net.addresses import check_url
 from windlass.net.blocking_http import BlockingHttp, HttpReply
-from windlass.net.clock import Backoff
+from windlass.net.clock import Backoff, Deadline
 from windlass.net.messages import encode
+from windlass.rollout.fetch import (
+    CONFIRMED,
+    CONFIRMS,
+    FETCHES,
+    WRITE_S,
+    WRITTEN,
+    Confirm,
+    Confirmations,
+    Confirmed,
+    Fetch,
+    RankTensors,
+    WriteWith,
+    held_in,
+    write_tensors,
+)
 from windlass.rollout.handles import Rollout, RolloutGroup
-from windlass.rollout.messages import TRAINING_BATCHES, Partial, TrainingBatch, TrainingSample, Turn
+from windlass.rollout.held import (
+    INLINE_NBYTES,
+    Destination,
+    References,
+    TensorStore,
+    TensorsWritten,
+    WriteTensors,
+    is_large,
+)
+from windlass.rollout.messages import (
+    LOCAL_WORKER,
+    TRAINING_BATCHES,
+    Partial,
+    TrainingBatch,
+    TrainingSample,
+    Turn,
+)
+from windlass.rollout.tensors import HeldTensor
 from windlass.rollout.trajectories import merge_turns
 from windlass.rollout.values import ArrayLike, plain_integers, plain_number
 
+_log = logging.getLogger(__name__)
 MAX_WAIT_S = 3600.0
 KEPT_STEPS = 2
 """Number of newest batches that the queue keeps, so that a rank can request its shard again."""
@@ -52,14 +88,15 @@ def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[Tr
     """Return a group's samples with their rewards: one sample per answer, or one per conversation of a workflow.
 
     The turns of a conversation are one sample, see `merge_turns`. If a workflow has several conversations (or branches),
-    each of their samples gets the reward of the rollout.
+    each of their samples gets the reward of the rollout. The sample gets the tensors that the workflow added.
 
     Args:
         group: finished rollouts.
         rewards: one reward per rollout, as numbers, an array or a tensor.
 
     Raises:
-        ConfigError: the rewards are not one finite number per rollout, or a rollout has no generated token.
+        ConfigError: the rewards are not one finite number per rollout, or a rollout has no generated token, or it has
+            tensors and several conversations.
     """
     samples = []
     for rollout, reward in zip(group.rollouts, check_rewards(group, rewards), strict=True):
@@ -75,12 +112,18 @@ def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[Tr
                 engine=rollout.engine,
                 task_id=rollout.task_id,
                 finish_reason=found.finish_reason,
+                tensors=rollout.tensors,
             )
             for found in merge_turns(_turns(rollout))
         ]
         if not made:
             raise ConfigError(
                 f"group {group.group_id}: rollout {rollout.task_id} has no generated token"
+            )
+        if rollout.tensors and len(made) > 1:
+            raise ConfigError(
+                f"group {group.group_id}: a rollout with tensors must have one conversation, got {len(made)} in "
+                f"{rollout.task_id}; make its samples with merge_turns, and choose the tensors of each"
             )
         samples += made
     return tuple(samples)
@@ -156,9 +199,23 @@ class BatchQueue:
     Args:
         num_ranks: function that returns the number of connected trainer ranks, or 0 while the number is unknown. The
             queue refuses a request with a `world_size` that does not divide this number.
+        inline_nbytes: size up to which the elements of a tensor are part of the answer to a rank. The queue holds larger
+            tensors of samples, and writes them into the memory of the rank, see `windlass.rollout.held`.
+
+    Attributes:
+        store: large tensors that a recipe made in this process.
     """
 
-    def __init__(self, num_ranks: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self, num_ranks: Callable[[], int] = lambda: 0, *, inline_nbytes: int = INLINE_NBYTES
+    ) -> None:
+        self._inline_nbytes = inline_nbytes
+        self.store = TensorStore(LOCAL_WORKER, uuid.uuid4().hex[:12])
+        self._references = References(lambda held: self.store.release([held.key]))
+        self._write: WriteWith = _no_workers
+        self._confirmations: dict[int, Confirmations] = {}
+        # Step -> task ids of samples whose tensors are lost, until the step is put again.
+        self._lost: dict[int, tuple[str, ...]] = {}
         self._batches: OrderedDict[int, tuple[tuple[TrainingSample, ...], ...]] = OrderedDict()
         self._num_ranks = num_ranks
         self._last_step = -1
@@ -195,27 +252,82 @@ class BatchQueue:
     async def put(self, step: int, groups: Iterable[Sequence[TrainingSample]]) -> None:
         """Add the batch of `step`, and answer all ranks that wait for it.
 
+        After `settled` has returned lost samples, put the step again with other groups in their place.
+
         Raises:
             ConfigError: the step is not greater than all earlier steps, `groups` is empty, or a value of a
                 group is not a `TrainingSample`.
         """
         (step,) = plain_integers("BatchQueue: step", (step,))
         batch = check_groups(f"BatchQueue: step {step}", groups)
-        if step <= self._last_step:
+        batch = tuple([tuple([await self._held(each) for each in group]) for group in batch])
+        if step <= self._last_step and step not in self._lost:
             raise ConfigError(f"BatchQueue: step must be > {self._last_step}, got {step}")
         if not batch:
             raise ConfigError(
                 f"BatchQueue: the batch of step {step} must have at least one group, got none"
             )
         self._batches[step] = batch
-        self._last_step = step
+        self._lost.pop(step, None)
+        if any(held_in(group) for group in batch):
+            self._confirmations[step] = Confirmations()
+        self._last_step = max(step, self._last_step)
         self._asked = OrderedDict.fromkeys(asked for asked in self._asked if asked > step)
         while len(self._batches) > KEPT_STEPS:
-            self._batches.popitem(last=False)
+            oldest = min(self._batches)
+            del self._batches[oldest]
+            self._confirmations.pop(oldest, None)
         self._changes.notify()
         samples = [sample for group in batch for sample in group]
         for listener in self._listeners:
             listener(samples)
+
+    async def _held(self, sample: TrainingSample) -> TrainingSample:
+        """Return a sample; hold the elements of its large tensors in this process."""
+        if not any(is_large(each, self._inline_nbytes) for each in sample.tensors.values()):
+            return sample
+        tensors = await self.store.hold(sample.tensors, self._inline_nbytes)
+        ours = {n: t for n, t in tensors.items() if t.held and t.held.holder == LOCAL_WORKER}
+        self._references.watch(ours)
+        return msgspec.structs.replace(sample, tensors=tensors)
+
+    async def settled(self, step: int, *, deadline_s: float) -> tuple[str, ...]:
+        """Wait until all trainer ranks have the tensors of the batch of `step`, or until tensors are lost.
+
+        A tensor is lost if the process that held it has ended. Then no rank has got the batch. Decline the groups of these
+        samples, take others from the controller, and `put` the step again.
+
+        Returns:
+            Task ids of samples with lost tensors; empty if ranks have all tensors, or if no sample has a large tensor.
+
+        Raises:
+            ConfigError: the queue does not have the batch.
+            PeerTimeout: not all ranks had confirmed the batch within `deadline_s`.
+        """
+        if step not in self._batches and step not in self._lost:
+            raise ConfigError(f"settled: step must be one of {[*self._batches]}, got {step}")
+
+        def is_settled() -> bool:
+            known = self._confirmations.get(step)
+            return step in self._lost or known is None or known.usable
+
+        await self._changes.until(
+            is_settled,
+            deadline_s,
+            lambda: (
+                f"batch: not all ranks confirmed the tensors of step {step} within {deadline_s} s"
+            ),
+        )
+        return self._lost.get(step, ())
+
+    def write_with(self, write: WriteWith) -> None:
+        """Set the function that lets workers write the tensors that they hold."""
+        self._write = write
+
+    def close(self) -> None:
+        """Free all tensors that this queue holds. Idempotent."""
+        self._batches.clear()
+        self.store.close()
 
     async def requested(self, step: int, *, deadline_s: float) -> None:
         """Wait until a rank requests `step`.
@@ -261,9 +373,9 @@ class BatchQueue:
             self._changes.notify()
             self._note_question(rank, world_size)
         await self._changes.until(
-            lambda: self._last_step >= step,
+            lambda: self._last_step >= step and step not in self._lost,
             deadline_s,
-            lambda: f"batch: step {step} was not put within {deadline_s} s",
+            lambda: f"batch: step {step} was not put within {deadline_s} s{self._lost_text(step)}",
         )
         if step not in self._batches:
             raise StaleMessage(f"batch: step must be one of {list(self._batches)}, got {step}")
@@ -271,7 +383,12 @@ class BatchQueue:
         self._asked_at.pop(rank, None)
         self._has_answered = True
         shard = self._batches[step][rank::world_size]
-        return TrainingBatch(step, tuple(sample for group in shard for sample in group))
+        samples = tuple(sample for group in shard for sample in group)
+        return TrainingBatch(step, samples, step in self._confirmations)
+
+    def _lost_text(self, step: int) -> str:
+        lost = self._lost.get(step)
+        return f", after the tensors of {len(lost)} samples were lost" if lost else ""
 
     def _check_world_size(self, world_size: int) -> None:
         """Raise `ConfigError` if the world size of a request does not divide the number of trainer ranks."""
@@ -316,12 +433,68 @@ class BatchQueue:
             return web.Response(body=encode(batch), content_type=CONTENT_TYPE)
         response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
         await response.prepare(request)
-        # The same bytes as `encode(batch)`: a map of two fields, and the header of an array.
-        await response.write(b"\x82" + encode("step") + encode(batch.step) + encode("samples"))
+        # A map of three fields, and the header of an array.
+        await response.write(b"\x83" + encode("step") + encode(batch.step))
+        await response.write(encode("must_confirm") + encode(batch.must_confirm))
+        await response.write(encode("samples"))
         await response.write(b"\xdd" + len(batch.samples).to_bytes(4))
         for part in _parts(batch.samples):
             await response.write(await asyncio.to_thread(_encode_all, part))
         return response
+
+    async def serve_tensors(self, request: web.Request) -> web.Response:
+        """Answer `POST /v1/batches/tensors`: let holders write the tensors of a rank's shard."""
+        try:
+            asked = FETCHES.decode(await request.read())
+        except ProtocolError as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+        known = held_in(self._shard(asked.step, asked.rank, asked.world_size))
+        # The address by which the rank reaches the controller also reaches the controller's transport.
+        self.store.towards = str(request.url.origin())
+        done = await write_tensors(known, asked, self.store, self._write)
+        return web.Response(body=encode(done), content_type=CONTENT_TYPE)
+
+    async def serve_confirm(self, request: web.Request) -> web.Response:
+        """Answer `POST /v1/batches/confirm` when all ranks have confirmed the batch, or when one has lost tensors."""
+        try:
+            asked = CONFIRMS.decode(await request.read())
+        except ProtocolError as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+        confirmations = self._confirmations.get(asked.step)
+        known = held_in(self._shard(asked.step, asked.rank, asked.world_size))
+        # The batch was put again since the rank got it.
+        if confirmations is None or known.keys() != {*asked.keys}:
+            return web.Response(body=encode(Confirmed(usable=False)), content_type=CONTENT_TYPE)
+        lost = [known[key][1] for key in asked.lost if key in known]
+        if lost and confirmations.usable:
+            raise web.HTTPGone(
+                text=f"batch: tensors of step {asked.step} are lost, and other ranks have trained on them"
+            )
+        confirmations.add(asked.rank, asked.world_size, lost)
+        if lost:
+            del self._batches[asked.step], self._confirmations[asked.step]
+            self._lost[asked.step] = tuple(dict.fromkeys(lost))
+        if lost or confirmations.usable:
+            self._changes.notify()
+        try:
+            await self._changes.until(
+                lambda: bool(confirmations.usable or confirmations.lost),
+                min(asked.deadline_s, MAX_WAIT_S),
+                lambda: f"batch: not all ranks have confirmed step {asked.step}",
+            )
+        except PeerTimeout as error:
+            raise web.HTTPGatewayTimeout(text=str(error)) from error
+        answer = Confirmed(usable=not confirmations.lost)
+        return web.Response(body=encode(answer), content_type=CONTENT_TYPE)
+
+    def _shard(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
+        """Return the samples of a rank's shard; empty if the queue does not have the batch."""
+        groups = self._batches.get(step, ())[rank::world_size]
+        return [sample for group in groups for sample in group]
+
+
+async def _no_workers(held: HeldTensor, command: WriteTensors) -> TensorsWritten:  # noqa: ARG001
+    raise PeerUnreachable(f"worker {held.holder}: this queue has no rollout controller")
 
 
 def _estimated_nbytes(samples: Sequence[TrainingSample]) -> int:
@@ -354,19 +527,26 @@ def _encode_all(samples: Sequence[TrainingSample]) -> bytes:
 class BatchClient(Closing):
     """Client that requests a trainer rank's shards of batches from the controller. Use it in one thread.
 
+    Args:
+        url: URL of the controller.
+        token: secret of the job, or the token of the trainer role.
+        transport: name or JSON of the transport through which large tensors arrive.
+
     Raises:
-        ConfigError: `url` is not an http(s) URL, or an HTTP header cannot carry the token.
+        ConfigError: `url` is not an http(s) URL, an HTTP header cannot carry the token, or there is no such transport.
     """
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: str, *, transport: str = "auto") -> None:
         check_url(url, "BatchClient: url")
+        self._tensors = RankTensors(url, transport)
         self._url = url
         headers = authorization(check_token(token, "BatchClient: token"))
         self._controller = BlockingHttp(url, headers, to_controller=True)
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
+        """Close the connection, and free the memory of tensors that are not in use. Idempotent."""
         self._controller.close()
+        self._tensors.close()
 
     def next_batch(
         self, step: int, rank: int, world_size: int, *, deadline_s: float
@@ -375,6 +555,10 @@ class BatchClient(Closing):
 
         Until `deadline_s` passes, the client repeats the request after a lost connection, for example while
         the controller restarts.
+
+        If samples of the step have large tensors, holders write this rank's into its memory, and the call returns when all
+        ranks have theirs. If a tensor is lost, for example with its worker, all ranks wait until the batch is put again.
+        The memory of the tensors is used again once no tensor of the batch, and no array made from one, is in use.
 
         Raises:
             ConfigError: step < 0, the rank is not in [0, world_size), or the controller refused the request.
@@ -390,29 +574,93 @@ class BatchClient(Closing):
             )
         if not deadline_s > 0:
             raise ConfigError(f"next_batch: deadline_s must be > 0, got {deadline_s}")
-        ends = time.monotonic() + deadline_s
-        pauses, last = BACKOFF.pauses(), "no answer"
-        while (left := ends - time.monotonic()) > 0:
-            wait_s = min(left, ASK_EVERY_S)
-            query = urlencode(
-                {"step": step, "rank": rank, "world_size": world_size, "deadline_s": wait_s}
+        what = f"BatchClient: got no batch of step {step} from {self._url} within {deadline_s} s"
+        deadline = Deadline.after(deadline_s, what)
+        pauses, last = BACKOFF.pauses(), "tensors of the step were lost"
+        while deadline.remaining_s:
+
+            def path(wait_s: float) -> str:
+                query = {"step": step, "rank": rank, "world_size": world_size, "deadline_s": wait_s}
+                return f"/v1/batches?{urlencode(query)}"
+
+            batch = TRAINING_BATCHES.decode(self._ask("GET", path, lambda _: None, deadline))
+            if not batch.must_confirm:
+                return batch
+            try:
+                found = self._with_tensors(batch, rank, world_size, deadline)
+            except TransferError as error:
+                last = str(error)
+                _log.warning("%s; trying again", error)
+                time.sleep(min(next(pauses), deadline.remaining_s))
+                continue
+            if found is not None:
+                return found
+        raise PeerTimeout(f"{what} ({last})")
+
+    def _with_tensors(
+        self, batch: TrainingBatch, rank: int, world_size: int, deadline: Deadline
+    ) -> TrainingBatch | None:
+        """Return the batch with its tensors once all ranks have theirs; None if tensors are lost.
+
+        Raises:
+            TransferError: a write failed.
+        """
+
+        def ask(keys: tuple[str, ...], offsets: tuple[int, ...], to: Destination) -> TensorsWritten:
+            fetch = Fetch(batch.step, rank, world_size, keys, offsets, to, deadline.remaining_s)
+            body = encode(fetch)
+            path = "/v1/batches/tensors"
+            return WRITTEN.decode(
+                self._ask("POST", lambda _: path, lambda _: body, deadline, WRITE_S)
             )
+
+        whole, lost = self._tensors.fetch(batch, ask)
+        keys = tuple(held_in(batch.samples))
+
+        def confirm(wait_s: float) -> bytes:
+            return encode(Confirm(batch.step, rank, world_size, keys, lost, wait_s))
+
+        answer = self._ask("POST", lambda _: "/v1/batches/confirm", confirm, deadline)
+        return whole if CONFIRMED.decode(answer).usable else None
+
+    def _ask(
+        self,
+        method: str,
+        path: Callable[[float], str],
+        body: Callable[[float], bytes | None],
+        deadline: Deadline,
+        every_s: float = ASK_EVERY_S,
+    ) -> bytes:
+        """Send a request until the controller answers it, and return the answer.
+
+        Args:
+            method: HTTP method.
+            path: function that returns the path for a number of seconds that the controller may wait.
+            body: function that returns the content for this number of seconds.
+            deadline: deadline, with the beginning of the error's text.
+            every_s: seconds after which the request is repeated.
+
+        Raises:
+            AuthenticationError, ConfigError, ProtocolError, StaleMessage: see `next_batch`.
+            PeerTimeout: there was no answer in time.
+        """
+        pauses, last = BACKOFF.pauses(), "no answer"
+        while left := deadline.remaining_s:
+            wait_s = min(left, every_s)
             try:
                 reply = self._controller.ask(
-                    "GET", f"/v1/batches?{query}", deadline_s=wait_s + ANSWER_MARGIN_S
+                    method, path(wait_s), body(wait_s), deadline_s=wait_s + ANSWER_MARGIN_S
                 )
             except (PeerTimeout, PeerUnreachable) as error:
                 last = str(error)
-                time.sleep(max(0.0, min(next(pauses), ends - time.monotonic())))
+                time.sleep(min(next(pauses), deadline.remaining_s))
                 continue
             if reply.status == 200:
-                return TRAINING_BATCHES.decode(reply.body)
+                return reply.body
             if reply.status != 504:
                 raise _refusal(reply)
             last = reply.text(500)
-        raise PeerTimeout(
-            f"BatchClient: got no batch of step {step} from {self._url} within {deadline_s} s ({last})"
-        )
+        raise PeerTimeout(f"{deadline.purpose} ({last})")
 
 
 def _refusal(reply: HttpReply) -> Exception:

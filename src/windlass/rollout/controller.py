@@ -34,6 +34,7 @@ from windlass.rollout.handles import (
     RolloutHandle,
     RolloutStats,
 )
+from windlass.rollout.held import held_of
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import (
     LOCAL_WORKER,
@@ -99,7 +100,12 @@ class RolloutController:
         )
         self._table, self._journal = self._life.table, self._life.journal
         self._pool = WorkerPool(
-            self._config, self._use, self._try_again, self._worker_joined, policy.max_concurrent
+            self._config,
+            self._use,
+            self._try_again,
+            self._worker_joined,
+            policy.max_concurrent,
+            self._life.lose_tensors,
         )
         self._workers = self._pool.workers
         self._engine_timers: dict[str, asyncio.TimerHandle] = {}
@@ -115,7 +121,14 @@ class RolloutController:
     async def __aenter__(self) -> Self:
         """Open the journal and start; raise `ConfigError` if the journal cannot be used."""
         self.recovered = self._life.open()
-        self._pool.open(self._life.identity, ((r.worker, r.key) for r in self._table.running()))
+        kept = [r.outcome.tensors for r in self._table.buffered.values() if r.outcome is not None]
+        for tensors in kept:
+            self._pool.references.watch(tensors)
+        self._pool.open(
+            self._life.identity,
+            ((r.worker, r.key) for r in self._table.running()),
+            {held.holder for tensors in kept for held in held_of(tensors)},
+        )
         self._journal.on_change(self._schedule_dispatch)
         self._is_open = True
         self._watch = BlockWatch(asyncio.get_running_loop(), "the controller")
@@ -816,6 +829,7 @@ def mount_rollout_routes(
     server: ControlServer, controller: RolloutController, batches: BatchQueue
 ) -> None:
     """Add the HTTP routes for workers, training batches and rollout counts. Call this before the server starts."""
+    batches.write_with(controller._pool.write_tensors)
 
     async def serve_status(_: web.Request) -> web.Response:
         body = msgspec.json.encode(controller.stats())
@@ -825,6 +839,8 @@ def mount_rollout_routes(
         [
             web.get("/v1/workers", controller._pool.serve),
             web.get("/v1/batches", batches.serve),
+            web.post("/v1/batches/tensors", batches.serve_tensors),
+            web.post("/v1/batches/confirm", batches.serve_confirm),
             web.get("/v1/rollouts/status", serve_status),
         ]
     )

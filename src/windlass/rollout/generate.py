@@ -13,6 +13,7 @@ from windlass.errors import DECODE_ERRORS, PeerUnreachable, RolloutError
 from windlass.net.clock import Backoff
 from windlass.net.sockets import connection_error
 from windlass.rollout.messages import ErrorKind, OnAbort, Partial, RolloutTask, Turn
+from windlass.rollout.tensors import SampleTensor
 from windlass.sampling import SamplingParams
 
 MAX_STALLS = 8
@@ -40,6 +41,7 @@ class AttemptResult(msgspec.Struct, frozen=True):
     turns: tuple[Turn, ...] = ()
     value: bytes = b""
     text: str = ""
+    tensors: dict[str, SampleTensor] = {}
 
 
 class _FinishReason(msgspec.Struct, frozen=True):

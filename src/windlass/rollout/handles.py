@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
@@ -14,6 +14,7 @@ from windlass.config import check_numbers, take_name
 from windlass.errors import ConfigError
 from windlass.rollout.directory import Routing
 from windlass.rollout.messages import OnAbort, Turn
+from windlass.rollout.tensors import SampleTensor
 
 ResultT = TypeVar("ResultT")
 
@@ -110,6 +111,8 @@ class Rollout(msgspec.Struct, frozen=True):
         sampling_seed: seed of the answer; None if `SamplingParams.sampling_seed` is None.
         reward: reward from a `Scorer`, in a job with `[rewards]`; None for a rollout that no scorer has scored.
         text: decoded answer if text or messages were submitted, without special tokens; otherwise empty.
+        tensors: named tensors that the workflow added. The elements of large ones are in the worker's memory, until a
+            trainer rank gets them with its batch.
     """
 
     task_id: str
@@ -130,6 +133,7 @@ class Rollout(msgspec.Struct, frozen=True):
     reward: float | None = None
     sampling_seed: int | None = None
     text: str = ""
+    tensors: Mapping[str, SampleTensor] = {}
 
 
 class RolloutGroup(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from windlass.rollout.handles import (
     RolloutGroup,
     RolloutHandle,
 )
+from windlass.rollout.held import held_of
 from windlass.rollout.journal import (
     Accepted,
     Ended,
@@ -418,6 +419,42 @@ class Lifecycle:
         delay = Backoff(self._config.retry_backoff_s, MAX_BACKOFF_S).after(record.failures)
         record.timer = asyncio.get_running_loop().call_later(delay, self._requeue, record)
         self._work_changed()
+
+    def lose_tensors(self, worker: str, living: str, reason: str) -> None:
+        """Generate finished answers again whose tensors were in the memory of a worker process that has ended.
+
+        Args:
+            worker: name of the worker.
+            living: incarnation of the worker process that still lives; empty for none.
+            reason: why the process has ended, for logs and errors.
+        """
+        lost = [
+            record
+            for record in self.table.buffered.values()
+            if record.outcome is not None
+            and any(
+                held.holder == worker and held.incarnation != living
+                for held in held_of(record.outcome.tensors)
+            )
+        ]
+        for record in lost:
+            # An earlier iteration may have ended the whole group.
+            if record.state is not State.BUFFERED:
+                continue
+            self._policy.discard()
+            record.failures += 1
+            record.last_error = f"its tensors are lost: {reason}"
+            self.newest_failure = f"rollout {record.task_id}: {record.last_error}"
+            self.table.ready.pop(record.group.group_id, None)
+            if record.failures < self._config.max_attempts:
+                self.table.counts.retried += 1
+                self._resubmit(record)
+                continue
+            times = f"failed {record.failures} times (max_attempts={self._config.max_attempts})"
+            self._fail(
+                record,
+                RolloutError(f"rollout {record.task_id}: {times}, last: {record.last_error}"),
+            )
 
     def _fail_for_good(self, record: Record, reason: str) -> None:
         """Fail a rollout because further attempts would fail in the same way."""

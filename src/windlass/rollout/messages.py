@@ -20,8 +20,9 @@ from typing import Annotated
 import msgspec
 
 from windlass.errors import ConfigError, ProtocolError
-from windlass.net.messages import MAX_NAME_NBYTES, Codec, Refused
-from windlass.rollout.tensors import SampleTensor
+from windlass.net.messages import MAX_NAME_NBYTES, Codec, Envelope, Refused, Reply
+from windlass.rollout.held import TensorsWritten, WriteTensors
+from windlass.rollout.tensors import SampleTensor, check_tensors
 from windlass.rollout.values import (
     check_value,
     plain_booleans,
@@ -208,6 +209,7 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         value: return value of a workflow, encoded as msgpack.
         prompt_ids: token ids of a prompt of text or messages.
         text: decoded answer to a prompt of text or messages.
+        tensors: named tensors of a workflow. The worker keeps the elements of large ones, see `windlass.rollout.held`.
     """
 
     task_id: str
@@ -224,6 +226,7 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     value: bytes = b""
     prompt_ids: TokenIds = ()
     text: str = ""
+    tensors: dict[str, SampleTensor] = {}
 
     def __post_init__(self) -> None:
         if self.value:
@@ -316,12 +319,14 @@ class TaskBatch(msgspec.Struct, frozen=True, tag="tasks"):
     Attributes:
         number: number of this batch; it increases by 1 per batch.
         acknowledged: the worker may drop its outcomes up to this number.
+        released: keys of tensors that the worker may free.
     """
 
     number: int
     tasks: tuple[RolloutTask, ...]
     cancelled: tuple[AttemptKey, ...] = ()
     acknowledged: int = 0
+    released: tuple[str, ...] = ()
 
 
 # --- controller -> trainer ranks -----------------------------------------------------------
@@ -395,15 +400,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
             self._set("metadata", plain_map(f"{where}metadata", self.metadata))
 
     def _check_tensors(self, where: str) -> None:
-        tensors: object = self.tensors
-        if not isinstance(tensors, Mapping):
-            raise ConfigError(f"{where}tensors must be a mapping, got {tensors!r}")
-        for name, tensor in tensors.items():
-            if not (isinstance(name, str) and isinstance(tensor, SampleTensor)):
-                kind = type(tensor).__name__
-                raise ConfigError(
-                    f"{where}tensors must map text to SampleTensor, got {name!r} of type {kind}; use SampleTensor.of"
-                )
+        for name, tensor in check_tensors(where, self.tensors).items():
             if tensor.per_token and tensor.shape[0] != len(self.output_ids):
                 raise ConfigError(
                     f"{where}tensor {name!r} must have one entry per output token ({len(self.output_ids)}), got shape "
@@ -428,14 +425,20 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingBatch(msgspec.Struct, frozen=True):
-    """Training data of one trainer rank for one step."""
+    """Training data of one trainer rank for one step.
+
+    Attributes:
+        must_confirm: whether samples of this step, of any rank, have held tensors. Every rank must then confirm that it has
+            its tensors, see `BatchClient.next_batch`.
+    """
 
     step: int
     samples: tuple[TrainingSample, ...]
+    must_confirm: bool = False
 
 
-WorkerFrame = WorkerHello | CompletionBatch | WorkerLeaving
-ControllerFrame = WorkerWelcome | TaskBatch | Refused
+WorkerFrame = WorkerHello | CompletionBatch | WorkerLeaving | Reply[TensorsWritten]
+ControllerFrame = WorkerWelcome | TaskBatch | Envelope[WriteTensors] | Refused
 
 WORKER_FRAMES: Codec[WorkerFrame] = Codec(
     WorkerFrame, "frame of a worker", max_nbytes=MAX_FRAME_NBYTES

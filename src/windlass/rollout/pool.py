@@ -14,22 +14,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Never, final
+from typing import final
 
 from aiohttp import web
 
 from windlass.control.changes import Changes
 from windlass.errors import PeerTimeout, PeerUnreachable, ProtocolError, RolloutError
 from windlass.net.access import Access, role_token
-from windlass.net.messages import Garbled, OwnerClosed, check_name, check_version
+from windlass.net.clock import Deadline
+from windlass.net.messages import Garbled, OwnerClosed, Reply, check_name, check_version
 from windlass.net.rpc import Session
 from windlass.net.rpc_server import serve
 from windlass.net.sockets import close_socket, open_http
 from windlass.rollout.chat.server import ChatServer, ChatSettings
 from windlass.rollout.handles import RolloutConfig
+from windlass.rollout.held import References, TensorsWritten, WriteTensors
 from windlass.rollout.messages import (
     LOCAL_WORKER,
     MAX_FRAME_NBYTES,
@@ -46,6 +49,7 @@ from windlass.rollout.messages import (
     WorkerWelcome,
     decode_outcomes,
 )
+from windlass.rollout.tensors import HeldTensor, SampleTensor
 from windlass.rollout.text import load_text
 from windlass.rollout.workflows import Attempts, Workflow
 
@@ -155,7 +159,9 @@ class LocalWorker(Worker):
         )
         codec = load_text(chat.tokenizer) if chat.tokenizer else None
         server = ChatServer(chat, role_token(token, Access.AGENT), text=codec)
-        self._attempts = Attempts(self._session, workflows, hello, self._ended, server, codec)
+        self._attempts = Attempts(
+            self._session, workflows, hello, self._ended, server, codec, _keep_inline
+        )
 
     def enqueue(self, task: RolloutTask) -> None:
         self.assigned[task.task_id] = task.attempt
@@ -186,8 +192,13 @@ class LocalWorker(Worker):
         self._on_end()
 
 
+async def _keep_inline(tensors: Mapping[str, SampleTensor]) -> dict[str, SampleTensor]:
+    """Return the tensors of a local workflow. They are in the controller's process, and `BatchQueue.put` holds them."""
+    return dict(tensors)
+
+
 @final
-class RemoteWorker(Worker, Session[Never, Never]):
+class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
     """Worker in a process of its own. The object stays the same when this process connects again.
 
     Args:
@@ -206,6 +217,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
         self.next_outcome = hello.oldest_outcome
         self._outbox: OrderedDict[str, RolloutTask] = OrderedDict()
         self._cancelled: list[AttemptKey] = []
+        self._released: list[str] = []
         # Number of the outcome that the next batch acknowledges; 0 for none.
         self._acknowledged = 0
         self._num_sent = hello.received
@@ -242,6 +254,11 @@ class RemoteWorker(Worker, Session[Never, Never]):
         self._acknowledged = self.next_outcome - 1
         self._work.set()
 
+    def release_tensor(self, key: str) -> None:
+        """Tell the worker with the next message that it may free a tensor."""
+        self._released.append(key)
+        self._work.set()
+
     def note_received(self, received: int) -> None:
         """Record that the worker has received all batches up to number `received`."""
         # The sender waits while too many batches are unreported.
@@ -275,10 +292,11 @@ class RemoteWorker(Worker, Session[Never, Never]):
             await self.send(batch)
         self._work.set()
 
-    def detach(self, socket: web.WebSocketResponse, reason: str) -> None:  # noqa: ARG002
+    def detach(self, socket: web.WebSocketResponse, reason: str) -> None:
         """Record the end of a connection; tasks wait for the next connection."""
         if self._socket is socket:
             self._socket = None
+            self.fail_calls(reason)
 
     async def close(self) -> None:
         if self._socket is not None:
@@ -291,7 +309,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
         # Send the last acknowledgement, because a worker that ends waits for it.
-        if self._acknowledged or self._cancelled:
+        if self._acknowledged or self._cancelled or self._released:
             with contextlib.suppress(PeerUnreachable):
                 await self.send(self._next_batch())
         await self.close()
@@ -308,7 +326,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
             self._work.clear()
             if self._socket is None or len(self._sent) >= 2 * MAX_UNSAID:
                 continue
-            if not (self._outbox or self._cancelled or self._acknowledged):
+            if not (self._outbox or self._cancelled or self._acknowledged or self._released):
                 continue
             may_send_at = clock() + GATHER_S
             # If `send` fails, `attach` sends the batch on the next connection.
@@ -329,9 +347,15 @@ class RemoteWorker(Worker, Session[Never, Never]):
             num_tokens += len(task.prompt)
             tasks.append(task)
         self._num_sent += 1
-        batch = TaskBatch(self._num_sent, tuple(tasks), tuple(self._cancelled), self._acknowledged)
+        batch = TaskBatch(
+            self._num_sent,
+            tuple(tasks),
+            tuple(self._cancelled),
+            self._acknowledged,
+            tuple(self._released),
+        )
         self._sent[batch.number] = batch
-        self._cancelled, self._acknowledged = [], 0
+        self._cancelled, self._acknowledged, self._released = [], 0, []
         return batch
 
 
@@ -348,6 +372,8 @@ class WorkerPool:
         max_running: largest number of attempts that run at a time, at all workers together. A worker that has
             sent no outcome yet gets at most an equal share of this number, and a silent worker gets one attempt.
             So a worker that accepts all tasks and never answers cannot get all attempts.
+        on_gone: called with the name of a worker whose held tensors are lost, the incarnation of its living process (empty
+            if none lives), and the reason.
 
     Attributes:
         workers: workers by name.
@@ -361,7 +387,13 @@ class WorkerPool:
         on_lost: Callable[[Iterable[AttemptKey], str], None],
         on_change: Callable[[], None],
         max_running: int,
+        on_gone: Callable[[str, str, str], None],
     ) -> None:
+        self._on_gone = on_gone
+        self.references = References(self._release_tensor)
+        self._members = Changes()
+        # A later controller process must have a higher epoch, also after a restart without a journal.
+        self._epoch, self._num_writes = time.time_ns() // 1_000_000, 0
         self._max_running = max_running
         self.workers: dict[str, Worker] = {}
         self.workflows: set[str] = set()
@@ -374,18 +406,23 @@ class WorkerPool:
         self._replaced: dict[tuple[str, str], None] = {}
         self._stopping: set[asyncio.Task[None]] = set()
 
-    def open(self, identity: str, running: Iterable[tuple[str, AttemptKey]]) -> None:
+    def open(
+        self, identity: str, running: Iterable[tuple[str, AttemptKey]], holders: Iterable[str]
+    ) -> None:
         """Start to admit workers.
 
         Args:
             identity: random id of the controller.
             running: worker name and attempt, for each attempt that ran when an earlier controller process ended.
                 Each of these workers has `worker_grace_s` to connect again and report its attempts.
+            holders: names of workers that hold tensors of answers that an earlier controller process accepted.
         """
         self._identity = identity
         loop = asyncio.get_running_loop()
         for worker, key in running:
             self._absent.setdefault(worker, {})[key.task_id] = key.attempt
+        for worker in holders:
+            self._absent.setdefault(worker, {})
         for worker in self._absent:
             self._absent_timers[worker] = loop.call_later(
                 self._config.worker_grace_s, self._stayed_away, worker
@@ -427,6 +464,7 @@ class WorkerPool:
         self.workflows.update(worker.hello.workflows)
         worker.has_answered |= isinstance(worker, LocalWorker)
         self._set_limits()
+        self._members.notify()
         self._on_change()
 
     def note_unanswered(self, name: str) -> None:
@@ -487,6 +525,7 @@ class WorkerPool:
         return self.register(first), WorkerWelcome(self._identity)
 
     async def admitted(self, session: RemoteWorker) -> None:  # noqa: ARG002
+        self._members.notify()
         self._on_change()
 
     async def received(self, session: RemoteWorker, frame: WorkerFrame) -> None:
@@ -513,8 +552,13 @@ class WorkerPool:
                 self._note_answer(session)
                 for outcome in outcomes:
                     session.note_ended(outcome)
+                    # The worker sends an outcome again that was not used, so its tensors must stay.
+                    if outcome.tensors:
+                        self.references.watch(outcome.tensors)
                 self._ends.notify()
                 session.acknowledge(frame.last)
+            case Reply():
+                session.on_reply(frame.call_id, frame.result)
             case WorkerLeaving():
                 session.takes_no_more = True
             case WorkerHello():
@@ -530,6 +574,7 @@ class WorkerPool:
         # A worker that is ending and has no assigned attempts does not connect again.
         if session.takes_no_more and not session.assigned:
             self._remove(session)
+            self._on_gone(session.hello.name, "", f"worker {session.hello.name} has ended")
             return
         wait_s = RECONNECT_S if ended else self._config.worker_grace_s
         if session.lost_timer is not None:
@@ -570,11 +615,64 @@ class WorkerPool:
         else:
             worker = RemoteWorker(hello, self._left_at(hello.name))
             self.add(worker)
+            self._on_gone(
+                hello.name, hello.incarnation, f"worker {hello.name} has ended, and another started"
+            )
         unknown = worker.compare(hello)
         for key in unknown:
             worker.release(key.task_id, key.attempt)
         self._on_lost(unknown, f"worker {hello.name}: attempt unknown")
         return worker
+
+    # --- tensors -------------------------------------------------------------------------
+
+    async def write_tensors(self, held: HeldTensor, command: WriteTensors) -> TensorsWritten:
+        """Let a worker write tensors into the memory of a trainer rank.
+
+        Args:
+            held: one of the tensors; it names the worker.
+            command: the write.
+
+        Returns:
+            Result of the worker. It has an error if the connection was lost during the write: bytes may still arrive.
+
+        Raises:
+            PeerUnreachable: the worker process that held the tensors has ended. It got no command.
+            PeerTimeout: the worker did not answer in time. Bytes may still arrive.
+        """
+        what = f"worker {held.holder}: write of {len(command.keys)} tensors"
+        deadline = Deadline.after(command.deadline_s, what)
+
+        def connected() -> bool:
+            return self._holder(held).is_connected
+
+        await self._members.until(
+            connected, max(deadline.remaining_s, 0.001), lambda: f"{what}: it is not connected"
+        )
+        worker = self._holder(held)
+        self._num_writes += 1
+        call_id = self._epoch, self._num_writes, 0
+        try:
+            async with asyncio.timeout(max(deadline.remaining_s, 0.001)):
+                return await (await worker.call(call_id, command))
+        except TimeoutError as error:
+            raise PeerTimeout(f"{what}: no answer within {command.deadline_s} s") from error
+        except PeerUnreachable as error:
+            return TensorsWritten(error=f"{what}: {error}")
+        finally:
+            worker.forget(call_id)
+
+    def _holder(self, held: HeldTensor) -> RemoteWorker:
+        """Return the worker that holds a tensor; raise `PeerUnreachable` if its process has ended."""
+        worker = self.workers.get(held.holder)
+        if not isinstance(worker, RemoteWorker) or worker.hello.incarnation != held.incarnation:
+            raise PeerUnreachable(f"worker {held.holder}: the process that held tensors has ended")
+        return worker
+
+    def _release_tensor(self, held: HeldTensor) -> None:
+        """Let the holder of a tensor free the tensor, because this process refers to it no longer."""
+        with contextlib.suppress(PeerUnreachable):
+            self._holder(held).release_tensor(held.key)
 
     # --- losses --------------------------------------------------------------------------
 
@@ -590,11 +688,13 @@ class WorkerPool:
             hint = "; a workflow may have blocked the worker's event loop: see the worker's log"
         logger.log(level, "worker %s lost with %d rollouts: %s%s", name, len(keys), reason, hint)
         self._on_lost(keys, f"worker {name}: {reason}")
+        self._on_gone(name, "", f"worker {name}: {reason}")
 
     def _remove(self, worker: Worker) -> None:
         """Remove a worker from the pool, and stop it in the background; `close` waits for this."""
         del self.workers[worker.hello.name]
         self._set_limits()
+        self._members.notify()
         self._ends.notify()
         task = asyncio.create_task(worker.stop(), name=f"stop {worker.hello.name}")
         self._stopping.add(task)
@@ -612,3 +712,4 @@ class WorkerPool:
         keys = [AttemptKey(*item) for item in self._left_at(name).items()]
         grace_s = self._config.worker_grace_s
         self._on_lost(keys, f"worker {name}: not back {grace_s} s after a restart")
+        self._on_gone(name, "", f"worker {name}: not back {grace_s} s after a restart")

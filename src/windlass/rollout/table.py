@@ -295,6 +295,7 @@ class Record(msgspec.Struct, eq=False):
             value=msgspec.msgpack.decode(self.outcome.value) if self.outcome.value else None,
             sampling_seed=self.sampling().sampling_seed,
             text=self.outcome.text,
+            tensors=self.outcome.tensors,
         )
 
 

@@ -1,10 +1,17 @@
-"""Named tensors of training samples: element type, shape and bytes, without a dependency on torch."""
+"""Named tensors of training samples: element type, shape and bytes, without a dependency on torch.
+
+The elements of a large tensor may stay in the memory of the process that made it (`HeldTensor`). Trainer ranks get them by
+a transport, see `rollout/held.py`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
+import mmap
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,16 +21,42 @@ from windlass.errors import ConfigError
 from windlass.layout.dtypes import DType
 
 MAX_DIMS = 8
+MAPPED_NBYTES = 1 << 20
+"""Size from which a copied tensor has a memory mapping of its own."""
 
 
-class SampleTensor(msgspec.Struct, frozen=True, kw_only=True):
+class HeldTensor(msgspec.Struct, frozen=True, weakref=True):
+    """Place of a tensor's elements in the memory of another process, the holder.
+
+    Attributes:
+        holder: name of the rollout worker, or `LOCAL_WORKER` for the controller.
+        incarnation: random id of the holder's process.
+        key: random id of the tensor.
+        digest: xxh3_128 of the elements, in hexadecimal.
+    """
+
+    holder: str
+    incarnation: str
+    key: str
+    digest: str
+
+    def __copy__(self) -> HeldTensor:
+        return self
+
+    def __deepcopy__(self, _: object) -> HeldTensor:
+        # The holder frees the elements when this object is freed, so a copy must be the same object.
+        return self
+
+
+class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tensor that travels with a `TrainingSample`. `SampleTensor.of` makes one from an array or tensor.
 
     Attributes:
         dtype: element type.
         shape: size of each dimension.
-        data: the elements in C order, little-endian.
+        data: the elements in C order, little-endian: bytes or a memoryview. Empty for a held tensor.
         per_token: whether the first dimension has one entry per token of the sample's `output_ids`.
+        held: place of the elements; None if `data` contains them.
 
     Raises:
         ConfigError: the dtype is unknown, or shape and data do not match.
@@ -31,8 +64,9 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True):
 
     dtype: DType
     shape: tuple[int, ...]
-    data: bytes
+    data: bytes = b""
     per_token: bool = True
+    held: HeldTensor | None = None
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "dtype", _dtype_of(self.dtype))
@@ -42,10 +76,11 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"tensor: shape must have {int(self.per_token)} to {MAX_DIMS} dimensions, got {self.shape}"
             )
-        nbytes = math.prod(self.shape) * self.dtype.itemsize
-        data: object = self.data
-        if not (isinstance(data, bytes) and len(data) == nbytes):
-            got = f"{len(data)} bytes" if isinstance(data, bytes) else repr(data)
+        nbytes = 0 if self.held else self.nbytes
+        data: Any = self.data
+        is_data = isinstance(data, bytes | memoryview)
+        if not is_data or len(data) != nbytes:
+            got = f"{len(data)} bytes" if is_data else repr(data)
             raise ConfigError(
                 f"tensor: data must be {nbytes} bytes for {self.dtype} of shape {self.shape}, got {got}"
             )
@@ -64,7 +99,7 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True):
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(values, torch.Tensor):
             whole = values.detach().cpu().contiguous()
-            data = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
+            data = _copied(whole.reshape(-1).view(torch.uint8).numpy())
             name = str(whole.dtype).removeprefix("torch.")
             return cls(
                 dtype=_dtype_of(name), shape=tuple(whole.shape), data=data, per_token=per_token
@@ -79,9 +114,18 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             dtype=_dtype_of(array.dtype.name),
             shape=array.shape,
-            data=little.tobytes(),
+            data=_copied(little),
             per_token=per_token,
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the elements in bytes, also if another process holds them."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A memoryview cannot be pickled or copied.
+        return _made, (self.dtype, self.shape, bytes(self.data), self.per_token, self.held)
 
     @property
     def has_numpy_dtype(self) -> bool:
@@ -92,19 +136,77 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True):
         """Return a read-only NumPy array of the elements.
 
         Raises:
-            ConfigError: NumPy has no such element type; use `to_torch`.
+            ConfigError: NumPy has no such element type; use `to_torch`. Or another process holds the elements.
         """
+        self._check_here()
         if not self.has_numpy_dtype:
             raise ConfigError(f"tensor: NumPy has no dtype {self.dtype}; use to_torch")
-        return np.frombuffer(self.data, np.dtype(self.dtype.value)).reshape(self.shape)
+        array = np.frombuffer(self.data, np.dtype(self.dtype.value)).reshape(self.shape)
+        array.flags.writeable = False
+        return array
 
     def to_torch(self) -> Any:
-        """Return a torch tensor of the elements, on the CPU."""
+        """Return a torch tensor of the elements, on the CPU. It is a copy, unless a transport has brought the elements.
+
+        Raises:
+            ConfigError: another process holds the elements.
+        """
+        self._check_here()
         torch = importlib.import_module("torch")
         dtype = vars(torch)[self.dtype.value]
         if not self.data:
             return torch.empty(self.shape, dtype=dtype)
-        return torch.frombuffer(bytearray(self.data), dtype=dtype).reshape(self.shape)
+        data: Any = self.data
+        if memoryview(data).readonly:
+            data = bytearray(data)
+        return torch.frombuffer(data, dtype=dtype).reshape(self.shape)
+
+    def _check_here(self) -> None:
+        """Raise `ConfigError` if another process holds the elements."""
+        if self.held is not None:
+            raise ConfigError(
+                f"tensor: its elements are in the memory of {self.held.holder}; BatchClient.next_batch brings them to a "
+                "trainer rank, or start workers with a larger --inline-nbytes"
+            )
+
+
+def _copied(array: Any) -> Any:
+    """Return a copy of an array's elements in C order, as bytes or a memoryview that cannot be changed.
+
+    A large copy has a mapping of its own: huge pages make it fast, and the system gets the memory back when it is freed.
+    """
+    if array.nbytes < MAPPED_NBYTES:
+        return array.tobytes()
+    mapping = mmap.mmap(-1, array.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # If Linux refuses huge pages, small pages work too.
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    np.copyto(np.frombuffer(mapping, array.dtype).reshape(array.shape), array)
+    return memoryview(mapping).toreadonly()
+
+
+def check_tensors(where: str, tensors: object) -> Mapping[str, SampleTensor]:
+    """Return `tensors` if it maps names to tensors.
+
+    Raises:
+        ConfigError: it does not; the message begins with `where`.
+    """
+    if not isinstance(tensors, Mapping):
+        raise ConfigError(f"{where}tensors must be a mapping, got {tensors!r}")
+    for name, tensor in tensors.items():
+        if not (isinstance(name, str) and isinstance(tensor, SampleTensor)):
+            kind = type(tensor).__name__
+            raise ConfigError(
+                f"{where}tensors must map text to SampleTensor, got {name!r} of type {kind}; use SampleTensor.of"
+            )
+    return tensors
+
+
+def _made(
+    dtype: DType, shape: tuple[int, ...], data: bytes, per_token: bool, held: HeldTensor | None
+) -> SampleTensor:
+    """Return a tensor; pickle and copy call this."""
+    return SampleTensor(dtype=dtype, shape=shape, data=data, per_token=per_token, held=held)
 
 
 def _dtype_of(name: str) -> DType:

@@ -17,7 +17,8 @@ import sys
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from typing import Never, final
+from functools import partial
+from typing import final
 
 import aiohttp
 import msgspec
@@ -32,6 +33,13 @@ from windlass.net.sockets import open_http
 from windlass.rollout.blocked import BlockWatch
 from windlass.rollout.chat.agent import agent_workflow
 from windlass.rollout.chat.server import ChatServer, ChatSettings
+from windlass.rollout.held import (
+    INLINE_NBYTES,
+    LEASE_S,
+    TensorStore,
+    TensorsWritten,
+    WriteTensors,
+)
 from windlass.rollout.messages import (
     CONTROLLER_FRAMES,
     MAX_ATTEMPTS,
@@ -81,6 +89,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         chat_host, chat_port, chat_advertise_host: address of the endpoint for agents, see `ChatSettings`.
         tool_format: format in which the model writes tool calls, see `ChatSettings`.
         max_context: number of tokens of prompt and answer together that the engines accept, see `ChatSettings`.
+        inline_nbytes: size up to which the elements of a workflow's tensor travel with its outcome. The worker keeps larger
+            tensors, and writes them into the memory of a trainer rank.
+        tensor_lease_s: seconds after which the worker frees a tensor that nothing has freed before.
+        tensor_transport: name or JSON of the transport for tensors.
     """
 
     controller: str
@@ -95,6 +107,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     chat_advertise_host: str = ""
     tool_format: str = "hermes"
     max_context: int = 0
+    inline_nbytes: int = INLINE_NBYTES
+    tensor_lease_s: float = LEASE_S
+    tensor_transport: str = "auto"
 
     @property
     def chat(self) -> ChatSettings:
@@ -110,7 +125,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
-class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
+class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBatch]):
     """Rollout worker of this process: runs attempts and delivers outcomes. Call all methods in one event loop.
 
     The worker sends each outcome at least once, in the order in which the attempts ended. While fewer than
@@ -165,8 +180,21 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         self._chat = ChatServer(
             settings.chat, agent_token, role_token(token, Access.AGENT), text=codec
         )
+        self._tensors = TensorStore(
+            settings.name,
+            self._hello.incarnation,
+            towards=settings.controller,
+            transport=settings.tensor_transport,
+            lease_s=settings.tensor_lease_s,
+        )
         self._attempts = Attempts(
-            engine_session, known, self._hello, self._ended, self._chat, codec
+            engine_session,
+            known,
+            self._hello,
+            self._ended,
+            self._chat,
+            codec,
+            partial(self._tensors.hold, inline_nbytes=settings.inline_nbytes),
         )
         self._controller = ""
         self._remembered: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -193,11 +221,11 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
             oldest_outcome=self._oldest_outcome,
         )
 
-    def execute(self, call: Envelope[Never]) -> Never:
-        raise NotImplementedError("a worker receives frames, not calls")
+    def execute(self, call: Envelope[WriteTensors]) -> TensorsWritten:
+        return self._tensors.write(call.command)
 
-    def failed(self, error: Exception, command: None) -> Never:
-        raise NotImplementedError("a worker receives frames, not calls")
+    def failed(self, error: Exception, command: WriteTensors | None) -> TensorsWritten:  # noqa: ARG002
+        return TensorsWritten(error=f"{self._settings.name}: {type(error).__name__}: {error}")
 
     def on_frame(self, frame: WorkerWelcome | TaskBatch) -> None:
         """Take the tasks of a batch, or handle a welcome.
@@ -224,6 +252,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         """Start the new attempts of a batch, and cancel the attempts in `batch.cancelled`."""
         self._received = batch.number
         self._forget(batch.acknowledged)
+        self._tensors.release(batch.released)
         running, remembered = self._attempts.running, self._remembered
         for task in batch.tasks:
             key = (task.task_id, task.attempt)
@@ -350,6 +379,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
             delivery.cancel()
             await asyncio.gather(delivery, return_exceptions=True)
             await self._chat.close()
+            await asyncio.to_thread(self._tensors.close)
 
     async def shut_down(self, deadline_s: float) -> None:
         """Cancel all running attempts, so that the controller runs their rollouts at other workers.
@@ -385,6 +415,7 @@ def encode_for_controller(outcome: RolloutOutcome) -> bytes:
             finish_reason="",
             turns=(),
             value=b"",
+            tensors={},
             error=f"worker {outcome.worker}: the outcome cannot be sent: {reason}",
         )
     )

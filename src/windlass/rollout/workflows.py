@@ -32,6 +32,7 @@ from windlass.rollout.messages import (
     Turn,
     WorkerHello,
 )
+from windlass.rollout.tensors import SampleTensor, check_tensors
 from windlass.rollout.text import Chat, Message, TextCodec, TextPrompts
 from windlass.rollout.values import encode_value, plain_integers
 from windlass.sampling import SamplingParams
@@ -64,11 +65,12 @@ class WorkflowContext:
         arguments: the submitter's arguments, as msgpack-plain values.
         sampling: the submitter's sampling parameters, for calls that pass none.
         turns: finished engine calls, in the order in which they ended.
+        tensors: named tensors that the workflow adds, such as routed experts or features of images; see `Rollout.tensors`.
     """
 
     __slots__ = (
         *("_answers", "_chat", "_num_calls", "_prompts", "_session", "_task", "_versions"),
-        *("arguments", "attempt", "sampling", "task_id", "turns"),
+        *("arguments", "attempt", "sampling", "task_id", "tensors", "turns"),
     )
 
     def __init__(
@@ -88,6 +90,7 @@ class WorkflowContext:
         self.task_id, self.attempt, self.sampling = task.task_id, task.attempt, task.sampling
         self.arguments: object = msgspec.msgpack.decode(task.arguments)
         self.turns: list[Turn] = []
+        self.tensors: dict[str, SampleTensor] = {}
 
     @property
     def workflow(self) -> str:
@@ -305,6 +308,7 @@ class Attempts:
         ended: called with the outcome of every attempt.
         chat: endpoint for agents.
         codec: tokenizer for text and messages; None if there is none.
+        hold: async function that keeps the elements of large tensors in this process, see `TensorStore.hold`.
 
     Attributes:
         running: (task_id, attempt) -> asyncio task that runs the attempt.
@@ -318,8 +322,9 @@ class Attempts:
         ended: Callable[[RolloutOutcome], None],
         chat: ChatServer,
         codec: TextCodec | None,
+        hold: Callable[[Mapping[str, SampleTensor]], Awaitable[dict[str, SampleTensor]]],
     ) -> None:
-        self._chat = chat
+        self._chat, self._hold = chat, hold
         self.running: dict[tuple[str, int], asyncio.Task[AttemptResult]] = {}
         self._session, self._workflows = session, workflows
         self._prompts = None if codec is None else TextPrompts(codec)
@@ -399,9 +404,13 @@ class Attempts:
                 value = await self._call(workflow, context)
             finally:
                 deadline.cancel()
+        what = f"workflow {task.workflow}: "
         return AttemptResult(
             turns=tuple(context.turns),
-            value=encode_value(f"workflow {task.workflow}: value", value),
+            value=encode_value(f"{what}value", value),
+            tensors=await self._hold(check_tensors(what, context.tensors))
+            if context.tensors
+            else {},
         )
 
     async def _answer_text(self, task: RolloutTask) -> AttemptResult:
@@ -507,6 +516,7 @@ class Attempts:
             value=result.value,
             prompt_ids=self._prompt_ids.pop((task.task_id, task.attempt), ()),
             text=result.text,
+            tensors=result.tensors,
         )
         if logger.isEnabledFor(logging.DEBUG):
             version = max(outcome.versions(), default=None)

@@ -1,0 +1,321 @@
+"""Fetch the held tensors of a batch into the memory of a trainer rank, see `windlass.rollout.held`.
+
+Ranks train on a batch together. So every rank confirms that it has all tensors of its shard, and the controller answers when
+all ranks have confirmed. If a tensor is lost, no rank gets the batch, and all wait until the batch is put again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import groupby
+from typing import Annotated, Any, final
+
+import msgspec
+
+from windlass.closing import Closing
+from windlass.errors import PeerTimeout, PeerUnreachable, TransferFailed
+from windlass.net.messages import Codec
+from windlass.rollout.held import (
+    Destination,
+    TensorStore,
+    TensorsWritten,
+    WriteTensors,
+    check_places,
+    destination_of,
+    digest_of,
+    held_of,
+)
+from windlass.rollout.messages import LOCAL_WORKER, TrainingBatch, TrainingSample
+from windlass.rollout.tensors import HeldTensor, SampleTensor
+from windlass.transfer.arena import Arena, aligned_offsets, keep_mapped
+from windlass.transports.base import OneSidedTransport
+from windlass.transports.registry import parse_transport
+
+_log = logging.getLogger(__name__)
+KEPT_ARENAS = 2
+"""Number of unused arenas that a rank keeps for later batches, because new memory is slow at its first use."""
+WRITE_S = 120.0
+"""Longest time of one write of a rank's tensors."""
+
+WriteWith = Callable[[HeldTensor, WriteTensors], Awaitable[TensorsWritten]]
+"""Async function that lets the holder of a tensor carry out a write, see `WorkerPool.write_tensors`."""
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """Request of a trainer rank for the tensors of its shard.
+
+    Attributes:
+        step, rank, world_size: as in `BatchClient.next_batch`.
+        keys, offsets, to, deadline_s: as in `WriteTensors`.
+    """
+
+    step: _Count
+    rank: _Count
+    world_size: Annotated[int, msgspec.Meta(ge=1)]
+    keys: tuple[str, ...]
+    offsets: tuple[_Count, ...]
+    to: Destination
+    deadline_s: _Seconds
+
+    def __post_init__(self) -> None:
+        check_places(self.keys, self.offsets)
+
+
+class Confirm(msgspec.Struct, frozen=True):
+    """Report of a trainer rank that it has the tensors of its shard.
+
+    Attributes:
+        keys: keys of the tensors of the shard.
+        lost: keys of those tensors that no process holds any more.
+    """
+
+    step: _Count
+    rank: _Count
+    world_size: Annotated[int, msgspec.Meta(ge=1)]
+    keys: tuple[str, ...]
+    lost: tuple[str, ...]
+    deadline_s: _Seconds
+
+
+class Confirmed(msgspec.Struct, frozen=True):
+    """Answer to `Confirm` when all ranks have confirmed. `usable` is False if a tensor of any rank is lost."""
+
+    usable: bool
+
+
+FETCHES: Codec[Fetch] = Codec(Fetch, "fetch", max_nbytes=64 << 20)
+CONFIRMS: Codec[Confirm] = Codec(Confirm, "confirm", max_nbytes=64 << 20)
+WRITTEN: Codec[TensorsWritten] = Codec(TensorsWritten, "answer to a fetch")
+CONFIRMED: Codec[Confirmed] = Codec(Confirmed, "answer to a confirm")
+
+
+def held_in(samples: Iterable[TrainingSample]) -> dict[str, tuple[HeldTensor, str]]:
+    """Return key -> (place, task id of the sample) of all held tensors."""
+    return {
+        held.key: (held, sample.task_id) for sample in samples for held in held_of(sample.tensors)
+    }
+
+
+# --- controller ----------------------------------------------------------------------------
+
+
+class Confirmations:
+    """Confirmations of the ranks for one put of one batch.
+
+    Attributes:
+        usable: whether all ranks have all tensors of the batch.
+        lost: task ids of samples with lost tensors.
+    """
+
+    def __init__(self) -> None:
+        self._world_size = 0
+        self._ranks: set[int] = set()
+        self.usable = False
+        self.lost: tuple[str, ...] = ()
+
+    def add(self, rank: int, world_size: int, lost: Iterable[str]) -> None:
+        """Record the confirmation of a rank. A request with another world size starts the record again."""
+        if world_size != self._world_size:
+            self._world_size = world_size
+            self._ranks.clear()
+        self._ranks.add(rank)
+        self.lost += tuple(lost)
+        self.usable |= not self.lost and len(self._ranks) == world_size
+
+
+async def write_tensors(
+    known: Mapping[str, tuple[HeldTensor, str]], asked: Fetch, own: TensorStore, write: WriteWith
+) -> TensorsWritten:
+    """Let each holder write its tensors into the memory of a rank; return the keys of lost tensors.
+
+    Args:
+        known: tensors of the rank's shard, see `held_in`.
+        asked: request of the rank.
+        own: tensors that this process holds.
+        write: function for the tensors of other processes.
+    """
+    places = zip(asked.keys, asked.offsets, strict=True)
+    wanted = sorted(
+        ((known[key][0], at) for key, at in places if key in known),
+        key=lambda each: (each[0].holder, each[0].incarnation),
+    )
+    missing = [key for key in asked.keys if key not in known]
+    jobs: list[Awaitable[TensorsWritten]] = []
+    for (holder, _), group in groupby(wanted, lambda each: (each[0].holder, each[0].incarnation)):
+        part = list(group)
+        keys, offsets = tuple(h.key for h, _ in part), tuple(at for _, at in part)
+        command = WriteTensors(keys, offsets, asked.to, min(asked.deadline_s, WRITE_S))
+        if holder == LOCAL_WORKER:
+            jobs.append(asyncio.to_thread(own.write, command))
+        else:
+            jobs.append(_written(write, part[0][0], command))
+    errors = []
+    for done in await asyncio.gather(*jobs):
+        missing += done.missing
+        if done.error:
+            errors.append(done.error)
+    return TensorsWritten(tuple(missing), "; ".join(errors))
+
+
+async def _written(write: WriteWith, held: HeldTensor, command: WriteTensors) -> TensorsWritten:
+    try:
+        return await write(held, command)
+    except PeerUnreachable as error:
+        _log.warning("%d tensors are lost: %s", len(command.keys), error)
+        return TensorsWritten(command.keys)
+    except PeerTimeout as error:
+        return TensorsWritten(error=str(error))
+
+
+# --- trainer rank --------------------------------------------------------------------------
+
+
+@final
+class RankTensors(Closing):
+    """Memory of a trainer rank for held tensors. Use it in one thread.
+
+    The memory of a batch is used again once no tensor of the batch is in use.
+
+    Args:
+        towards: URL of the controller; see `TransportConfig.create`.
+        transport: name or JSON of the transport. It starts with the first tensor.
+    """
+
+    def __init__(self, towards: str, transport: str) -> None:
+        self._config, self._towards = parse_transport(transport), towards
+        self._transport: OneSidedTransport | None = None
+        self._arenas: list[tuple[Arena, Callable[[], object]]] = []
+
+    def fetch(
+        self,
+        batch: TrainingBatch,
+        ask: Callable[[tuple[str, ...], tuple[int, ...], Destination], TensorsWritten],
+    ) -> tuple[TrainingBatch, tuple[str, ...]]:
+        """Return the batch with the elements of all its tensors, and the keys of lost tensors.
+
+        A tensor whose elements do not have its digest is lost, too.
+
+        Args:
+            batch: shard of this rank.
+            ask: function that lets the holders write: keys and offsets of the tensors, and the memory.
+
+        Raises:
+            TransferFailed: a write failed.
+            TransportUnavailable: the transport cannot be started, or there is too little memory.
+        """
+        found = [
+            tensor
+            for sample in batch.samples
+            for tensor in sample.tensors.values()
+            if tensor.held is not None
+        ]
+        if not found:
+            return batch, ()
+        offsets, nbytes = aligned_offsets(tensor.nbytes for tensor in found)
+        transport = self._started()
+        arena = self._arena(transport, nbytes)
+        keys = tuple(tensor.held.key for tensor in found if tensor.held is not None)
+        try:
+            answer = ask(keys, offsets, destination_of(transport, arena.region))
+        except BaseException:
+            # Holders may still write.
+            self._abandon(arena)
+            raise
+        if answer.error:
+            self._abandon(arena)
+            raise TransferFailed(f"tensors of step {batch.step}: {answer.error}")
+        if answer.missing:
+            # All writes that were sent have ended.
+            self._arenas.append((arena, _nothing))
+            return batch, answer.missing
+        owner: Any = arena.bytes[:]
+        self._arenas.append((arena, weakref.ref(owner)))
+        whole = memoryview(owner)
+        views = {
+            key: whole[at : at + tensor.nbytes]
+            for key, at, tensor in zip(keys, offsets, found, strict=True)
+        }
+        wrong = tuple(
+            tensor.held.key
+            for tensor in found
+            if tensor.held is not None and not _has_digest(tensor, views[tensor.held.key])
+        )
+        if wrong:
+            return batch, wrong
+        samples = [_with_elements(sample, views) for sample in batch.samples]
+        return msgspec.structs.replace(batch, samples=tuple(samples)), ()
+
+    def _started(self) -> OneSidedTransport:
+        if self._transport is None:
+            self._transport = self._config.create(towards=self._towards)
+        return self._transport
+
+    def _arena(self, transport: OneSidedTransport, nbytes: int) -> Arena:
+        """Return unused memory of at least `nbytes` bytes; free unused memory that is too small or superfluous."""
+        free = [arena for arena, owner in self._arenas if owner() is None]
+        self._arenas = [each for each in self._arenas if each[1]() is not None]
+        free.sort(key=lambda arena: arena.nbytes)
+        chosen = next((arena for arena in free if arena.nbytes >= nbytes), None)
+        kept = [arena for arena in free if arena is not chosen and arena.nbytes >= nbytes]
+        kept = kept[: KEPT_ARENAS - 1]
+        for arena in free:
+            if arena is not chosen and arena not in kept:
+                arena.close()
+        self._arenas += [(arena, _nothing) for arena in kept]
+        return Arena(transport, max(nbytes, 1)) if chosen is None else chosen
+
+    def _abandon(self, arena: Arena) -> None:
+        """Never use an arena again, because bytes may still arrive in it."""
+        keep_mapped(arena)
+
+    def close(self) -> None:
+        """Free the memory of batches that are not in use, and close the transport. Idempotent.
+
+        Tensors that are in use stay valid. If their memory belongs to the transport, the transport stays open with them.
+        """
+        used = [arena for arena, owner in self._arenas if owner() is not None]
+        for arena, owner in self._arenas:
+            if owner() is None:
+                arena.close()
+        self._arenas = []
+        transport, self._transport = self._transport, None
+        if transport is None:
+            return
+        if used and transport.allocator is not None:
+            keep_mapped((transport, used))
+            return
+        for arena in used:
+            arena.close()
+        transport.close()
+
+
+def _has_digest(tensor: SampleTensor, elements: memoryview) -> bool:
+    """Return whether elements have the digest of a held tensor; log an error if not."""
+    digest = digest_of(elements)
+    if tensor.held is None or digest == tensor.held.digest:
+        return True
+    _log.error(
+        "%d bytes of a tensor in the memory of %s must have digest %s, got %s; the sample is lost",
+        *(tensor.nbytes, tensor.held.holder, tensor.held.digest, digest),
+    )
+    return False
+
+
+def _nothing() -> None:
+    """Stand in for a reference to an object that has been freed."""
+
+
+def _with_elements(sample: TrainingSample, views: Mapping[str, memoryview]) -> TrainingSample:
+    """Return a sample whose held tensors have their elements."""
+    if not held_of(sample.tensors):
+        return sample
+    tensors: dict[str, SampleTensor] = {}
+    for name, tensor in sample.tensors.items():
+        data = tensor.data if tensor.held is None else views[tensor.held.key]
+        tensors[name] = msgspec.structs.replace(tensor, data=data, held=None)
+    return msgspec.structs.replace(sample, tensors=tensors)

@@ -1,0 +1,371 @@
+"""Large tensors of samples go from the worker's memory to trainer ranks, in real processes, some of which are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import math
+import os
+import pickle
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from kept_port import free_port
+from tensor_worker import elements
+
+from windlass.errors import ConfigError
+from windlass.net.server import ControlServer
+from windlass.rollout import (
+    BatchQueue,
+    RolloutConfig,
+    RolloutController,
+    RolloutGroup,
+    SampleTensor,
+    SamplingParams,
+    StalenessPolicy,
+    StaticEngines,
+    TrainingSample,
+    mount_rollout_routes,
+    training_samples,
+)
+from windlass.rollout.held import held_of
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "held-tensors"
+NUMEL = 1 << 20
+NBYTES = 8 * NUMEL
+SAMPLING = SamplingParams(max_new_tokens=4)
+WITHIN_S = 60.0
+
+
+class Rig:
+    """Controller in the test's loop; workers and trainer ranks in processes of their own."""
+
+    def __init__(self, stack: AsyncExitStack, folder: Path) -> None:
+        self.stack, self.folder, self.port = stack, folder, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def open(self, *, journal: bool = False) -> AsyncExitStack:
+        """Start a controller with a batch queue; return the stack that closes both."""
+        config = RolloutConfig(
+            retry_backoff_s=0.01,
+            worker_grace_s=1.0,
+            journal=self.folder / "journal" if journal else None,
+        )
+        engines = StaticEngines([("engine", "http://unused", 0)])
+        stack = AsyncExitStack()
+        self.stack.push_async_callback(stack.aclose)
+        self.rollouts = await stack.enter_async_context(
+            RolloutController(engines, StalenessPolicy.unbounded(64), token=TOKEN, config=config)
+        )
+        self.batches = BatchQueue()
+        stack.callback(self.batches.close)
+        server = ControlServer(host="127.0.0.1", port=self.port, token=TOKEN)
+        mount_rollout_routes(server, self.rollouts, self.batches)
+        await server.start()
+        stack.push_async_callback(server.close)
+        return stack
+
+    async def spawn(self, script: str, *words: str) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(ROOT / "tests/support" / script), *words),
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests/support'}",
+                "WINDLASS_TOKEN": TOKEN,
+            },
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        self.stack.push_async_callback(kill, process)
+        return process
+
+    async def worker(self, name: str, *words: str) -> asyncio.subprocess.Process:
+        process = await self.spawn(
+            "tensor_worker.py", "--controller", self.url, "--name", name, *words
+        )
+        await until(lambda: self.rollouts.has_worker(name))
+        return process
+
+    async def ranks(self, transport: str = "auto") -> list[asyncio.subprocess.Process]:
+        return [
+            await self.spawn("tensor_rank.py", self.url, TOKEN, str(rank), "2", transport)
+            for rank in range(2)
+        ]
+
+    async def groups(self, *numbers: int, n: int = 1) -> list[RolloutGroup]:
+        """Let workers answer these prompts, and return the groups in the order of the prompts."""
+        for number in numbers:
+            self.rollouts.submit_workflow_group(
+                "features", [number, NUMEL], n, SAMPLING, metadata=number
+            )
+        found = await self.rollouts.next_batch(len(numbers), deadline_s=WITHIN_S)
+        return sorted(found, key=lambda group: group.metadata)  # type: ignore[arg-type,return-value]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():  # noqa: ASYNC110 - the state of other processes
+            await asyncio.sleep(0.02)
+
+
+async def kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.send_signal(signal.SIGKILL)
+    await process.wait()
+
+
+def samples_of(groups: list[RolloutGroup]) -> list[tuple[TrainingSample, ...]]:
+    return [training_samples(group, [1.0] * len(group.rollouts)) for group in groups]
+
+
+async def ask(rank: asyncio.subprocess.Process, step: int, deadline_s: float = WITHIN_S) -> Any:
+    assert rank.stdin is not None
+    rank.stdin.write(f"{step} {deadline_s}\n".encode())
+    return await line_of(rank)
+
+
+async def line_of(process: asyncio.subprocess.Process) -> Any:
+    assert process.stdout is not None
+    async with asyncio.timeout(WITHIN_S):
+        return json.loads(await process.stdout.readline())
+
+
+async def resident_nbytes(process: asyncio.subprocess.Process, below: float) -> int:
+    """Return the resident memory of a process once it is below a limit, or after some seconds."""
+    found = 0
+    for _ in range(150):
+        with open(f"/proc/{process.pid}/statm", encoding="ascii") as file:  # noqa: ASYNC230
+            pages = int(file.read().split()[1])
+        found = pages * os.sysconf("SC_PAGESIZE")
+        if found < below:
+            break
+        await asyncio.sleep(0.02)
+    return found
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        made = Rig(stack, tmp_path)
+        await made.open()
+        yield made
+
+
+@pytest.mark.parametrize("transport", ["cma", "shm", "pull"])
+async def test_ranks_get_every_element_from_the_memory_of_workers(rig: Rig, transport: str) -> None:
+    workers = [
+        await rig.worker(
+            f"worker-{index}", "--tensor-transport", transport, "--max-concurrent", "4"
+        )
+        for index in range(2)
+    ]
+    ranks = await rig.ranks(transport)
+    groups = await rig.groups(0, 1, 2, 3, n=2)
+    assert {rollout.worker for group in groups for rollout in group.rollouts} == {
+        "worker-0",
+        "worker-1",
+    }
+    features = groups[0].rollouts[0].tensors["features"]
+    assert features.data == b""
+    assert (features.shape, features.nbytes) == ((NUMEL,), NBYTES)
+    with pytest.raises(ConfigError, match=r"its elements are in the memory of worker-\d; Batch"):
+        features.to_numpy()
+    assert groups[0].rollouts[0].tensors["values"].to_numpy().tolist() == [0.5] * 3
+    await rig.batches.put(0, samples_of(groups))
+    del groups, features
+    answers = await asyncio.gather(*[ask(rank, 0) for rank in ranks])
+    assert [answer["numbers"] for answer in answers] == [[0, 0, 2, 2], [1, 1, 3, 3]]
+    assert [answer["wrong"] for answer in answers] == [[], []]
+    assert await rig.batches.settled(0, deadline_s=1) == ()
+    # A repeated request for a kept step gets the same answer.
+    assert (await ask(ranks[1], 0))["numbers"] == [1, 1, 3, 3]
+
+    held = [await resident_nbytes(worker, math.inf) for worker in workers]
+    for step in (1, 2):
+        await rig.batches.put(step, samples_of(await rig.groups(step)))
+    left = [
+        await resident_nbytes(worker, before - 2 * NBYTES)
+        for worker, before in zip(workers, held, strict=True)
+    ]
+    # The workers held eight tensors of step 0, and hold at most two of steps 1 and 2.
+    assert sum(held) - sum(left) >= 5 * NBYTES
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.close()
+        assert await line_of(rank) == {"memory_files": 0}
+
+
+async def test_answers_of_a_killed_worker_are_generated_again(rig: Rig) -> None:
+    """`kill -9` after the answers are complete, and before their group is: every prompt is delivered once."""
+    first = await rig.worker("worker-0", "--max-concurrent", "8")
+    handles = [
+        rig.rollouts.submit_workflow_group("features", [n, NUMEL], 1, SAMPLING, metadata=n)
+        for n in range(4)
+    ]
+    await until(lambda: len(rig.rollouts.ready_ids()) == 4)
+    await kill(first)
+    await until(lambda: not rig.rollouts.ready_ids())
+    assert rig.rollouts.stats().retried == 4
+    await rig.worker("worker-1")
+    groups = await rig.rollouts.next_batch(4, deadline_s=WITHIN_S)
+    assert {group.rollouts[0].worker for group in groups} == {"worker-1"}
+    assert sorted(group.metadata for group in groups) == [0, 1, 2, 3]  # type: ignore[type-var]
+    stats = rig.rollouts.stats()
+    assert (stats.completed, stats.outstanding, stats.lost) == (4, 0, 0)
+    assert all(handle.done() for handle in handles)
+    ranks = await rig.ranks()
+    await rig.batches.put(0, samples_of(sorted(groups, key=lambda g: g.metadata)))  # type: ignore[arg-type,return-value]
+    answers = await asyncio.gather(*[ask(rank, 0) for rank in ranks])
+    assert [(a["numbers"], a["wrong"]) for a in answers] == [([0, 2], []), ([1, 3], [])]
+
+
+async def test_no_rank_gets_a_batch_whose_worker_was_killed(rig: Rig) -> None:
+    """`kill -9` after the batch was put: both ranks wait, and get the batch that is put in its place."""
+    workers = {name: await rig.worker(name) for name in ("worker-0", "worker-1")}
+    lost_group, kept = await rig.groups(0, 1)
+    assert lost_group.rollouts[0].worker != kept.rollouts[0].worker
+    ranks = await rig.ranks()
+    await rig.batches.put(0, samples_of([lost_group, kept]))
+    await kill(workers[lost_group.rollouts[0].worker])
+    waiting = [asyncio.create_task(ask(rank, 0)) for rank in ranks]
+    lost = await rig.batches.settled(0, deadline_s=WITHIN_S)
+    assert lost == (lost_group.rollouts[0].task_id,)
+    assert not any(each.done() for each in waiting)
+    rig.rollouts.decline(lost_group)
+    (again,) = await rig.groups(2)
+    await rig.batches.put(0, samples_of([again, kept]))
+    answers = await asyncio.gather(*waiting)
+    assert [(a["numbers"], a["wrong"]) for a in answers] == [([2], []), ([1], [])]
+    assert await rig.batches.settled(0, deadline_s=1) == ()
+
+
+async def test_a_controller_continues_with_tensors_that_workers_hold(
+    rig: Rig, tmp_path: Path
+) -> None:
+    await rig.stack.aclose()
+    first = await rig.open(journal=True)
+    await rig.worker("worker-0")
+    for number in range(2):
+        rig.rollouts.submit_workflow_group(
+            "features", [number, NUMEL], 1, SAMPLING, metadata=number
+        )
+    await until(lambda: len(rig.rollouts.ready_ids()) == 2)
+    # The journal names the place and the digest, and not the elements.
+    journal = (tmp_path / "journal").read_text()
+    assert journal.count('"digest"') == 2
+    assert len(journal) < 16_384
+    await first.aclose()
+    await rig.open(journal=True)
+    assert len(rig.rollouts.ready_ids()) == 2
+    groups = list(await rig.rollouts.next_batch(2, deadline_s=WITHIN_S))
+    ranks = await rig.ranks()
+    await rig.batches.put(0, samples_of(groups))
+    answers = await asyncio.gather(*[ask(rank, 0) for rank in ranks])
+    assert sorted(n for a in answers for n in a["numbers"]) == [0, 1]
+    assert [a["wrong"] for a in answers] == [[], []]
+
+
+async def test_a_controller_generates_again_what_a_worker_held_that_never_came_back(
+    rig: Rig,
+) -> None:
+    await rig.stack.aclose()
+    first = await rig.open(journal=True)
+    worker = await rig.worker("worker-0")
+    rig.rollouts.submit_workflow_group("features", [7, NUMEL], 1, SAMPLING, metadata=7)
+    await until(rig.rollouts.ready_ids)
+    await first.aclose()
+    await kill(worker)
+    await rig.open(journal=True)
+    assert rig.rollouts.ready_ids()
+    # The same name, and another process.
+    await rig.worker("worker-0")
+    assert rig.rollouts.stats().retried == 1
+    (group,) = await rig.rollouts.next_batch(1, deadline_s=WITHIN_S)
+    assert held_of(group.rollouts[0].tensors)
+    ranks = await rig.ranks()
+    await rig.batches.put(0, samples_of([group, group]))
+    answers = await asyncio.gather(*[ask(rank, 0) for rank in ranks])
+    assert [(a["numbers"], a["wrong"]) for a in answers] == [([7], []), ([7], [])]
+
+
+async def test_the_lease_of_a_tensor_ends(rig: Rig) -> None:
+    await rig.worker("worker-0", "--tensor-lease-s", "0.2")
+    groups = await rig.groups(0, 1)
+    await asyncio.sleep(0.3)
+    ranks = await rig.ranks()
+    await rig.batches.put(0, samples_of(groups))
+    waiting = [asyncio.create_task(ask(rank, 0, 3.0)) for rank in ranks]
+    lost = await rig.batches.settled(0, deadline_s=WITHIN_S)
+    assert set(lost) <= {group.rollouts[0].task_id for group in groups}
+    assert lost
+    for answer in await asyncio.gather(*waiting):
+        assert "got no batch of step 0" in answer["error"]
+        assert f"after the tensors of {len(lost)} samples were lost" in answer["error"]
+
+
+async def test_the_queue_holds_tensors_of_a_recipe(rig: Rig) -> None:
+    ranks = await rig.ranks()
+    made = [
+        TrainingSample(
+            prompt_ids=(1,),
+            output_ids=(number, 1, 2),
+            logprobs=(-0.5,) * 3,
+            versions=(0,) * 3,
+            reward=1.0,
+            group_id=number,
+            engine="engine",
+            tensors={
+                "features": SampleTensor.of(elements(number, NUMEL), per_token=False),
+                "values": SampleTensor.of([number + 0.5] * 3),
+            },
+        )
+        for number in range(4)
+    ]
+    await rig.batches.put(0, [[each] for each in made])
+    answers = await asyncio.gather(*[ask(rank, 0) for rank in ranks])
+    assert [(a["numbers"], a["wrong"]) for a in answers] == [([0, 2], []), ([1, 3], [])]
+    assert rig.batches.store.nbytes == 4 * NBYTES
+    for step in (1, 2):
+        await rig.batches.put(step, [[msgspec.structs.replace(made[0], tensors={})]])
+    await asyncio.sleep(0)
+    assert rig.batches.store.nbytes == 0
+
+
+async def test_a_rank_refuses_elements_with_another_digest(rig: Rig) -> None:
+    await rig.worker("worker-0")
+    groups = await rig.groups(0, 1)
+    samples = samples_of(groups)
+    (sample,) = samples[1]
+    features = sample.tensors["features"]
+    assert features.held is not None
+    forged = msgspec.structs.replace(
+        features, held=msgspec.structs.replace(features.held, digest="0" * 32)
+    )
+    samples[1] = (msgspec.structs.replace(sample, tensors={**sample.tensors, "features": forged}),)
+    ranks = await rig.ranks()
+    await rig.batches.put(0, samples)
+    waiting = [asyncio.create_task(ask(rank, 0, 20.0)) for rank in ranks]
+    # The other rank does not train on a part of the batch either.
+    assert await rig.batches.settled(0, deadline_s=WITHIN_S) == (sample.task_id,)
+    await rig.batches.put(0, samples_of(groups))
+    answers = await asyncio.gather(*waiting)
+    assert [(a["numbers"], a["wrong"]) for a in answers] == [([0], []), ([1], [])]
+
+
+def test_a_tensor_in_a_view_can_be_pickled_and_copied() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    view = memoryview(bytearray(array.tobytes()))
+    tensor = SampleTensor.of(array)
+    viewed = msgspec.structs.replace(tensor, data=view)
+    for again in (pickle.loads(pickle.dumps(viewed)), copy.deepcopy(viewed)):
+        assert again == tensor
+        assert again.to_numpy().tolist() == array.tolist()
