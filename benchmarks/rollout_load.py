@@ -36,6 +36,8 @@ SAMPLING = SamplingParams(max_new_tokens=NUM_TOKENS)
 LOGPROBS = tuple(-index / 1024 for index in range(NUM_TOKENS))
 VERSIONS = (0,) * NUM_TOKENS
 UNBOUNDED = 1 << 20
+SESSION_TURNS, TURN_TOKENS = 50, 16
+"""Turns of a session, and generated tokens of a turn."""
 
 
 def tokens_of(prompt: int) -> tuple[int, ...]:
@@ -57,6 +59,14 @@ async def instant(context: WorkflowContext) -> None:
     answer(context)
 
 
+def session_turn(prompt: int, number: int) -> Turn:
+    """Return a turn of a session. No two turns have a common token."""
+    first = (prompt * SESSION_TURNS + number) * TURN_TOKENS
+    tokens = tuple(range(first, first + TURN_TOKENS))
+    output = Partial(tokens, LOGPROBS[:TURN_TOKENS], VERSIONS[:TURN_TOKENS])
+    return Turn((prompt, number), output, "stop")
+
+
 class Held:
     """Attempts that wait. A line on stdin gives the number to release; a line on stdout reports the end."""
 
@@ -67,13 +77,24 @@ class Held:
         self.served: asyncio.Task[None] | None = None
 
     async def workflow(self, context: WorkflowContext) -> None:
+        await self.wait()
+        answer(context)
+
+    async def wait(self) -> None:
         if self.served is None:
             self.served = asyncio.create_task(self.serve())
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.waiting.append(future)
         self.arrived.set()
         await future
-        answer(context)
+
+    async def session(self, context: WorkflowContext) -> None:
+        """Wait before the last turn of a session."""
+        prompt = context.arguments
+        assert isinstance(prompt, int)
+        context.turns += [session_turn(prompt, number) for number in range(SESSION_TURNS - 1)]
+        await self.wait()
+        context.turns.append(session_turn(prompt, SESSION_TURNS - 1))
 
     async def serve(self) -> None:
         reader = asyncio.StreamReader()
@@ -107,7 +128,12 @@ class Held:
 
 
 def worker_main(arguments: list[str]) -> int:
-    workflows: dict[str, Workflow] = {"held": Held().workflow, "instant": instant}
+    held = Held()
+    workflows: dict[str, Workflow] = {
+        "held": held.workflow,
+        "session": held.session,
+        "instant": instant,
+    }
     return run_rollout_worker(workflows, arguments)
 
 
@@ -134,6 +160,14 @@ class Collector:
 
     def seen(self, rollout: Rollout, at: float = 0.0) -> None:
         self.latencies_s.append((at or time.time()) - rollout.finished_at)
+        self.check(rollout)
+        if not self.closed:
+            self.add()
+        if len(self.latencies_s) >= self.wanted:
+            self.reached.set()
+
+    def check(self, rollout: Rollout) -> None:
+        """Compare an answer with the answer that the worker gave."""
         prompt = rollout.metadata
         assert isinstance(prompt, int)
         (turn,) = rollout.turns
@@ -141,10 +175,6 @@ class Collector:
             Partial(tokens_of(prompt), LOGPROBS, VERSIONS)
         ):
             raise SystemExit(f"rollout {rollout.task_id}: wrong answer to {prompt}")
-        if not self.closed:
-            self.add()
-        if len(self.latencies_s) >= self.wanted:
-            self.reached.set()
 
     def begin(self, count: int) -> None:
         """Clear the latencies; `reached` is set after `count` further answers."""
@@ -167,6 +197,16 @@ class CallbackCollector(Collector):
     def _done(self, future: asyncio.Future[Rollout]) -> None:
         if not future.cancelled():
             self.seen(future.result())
+
+
+class SessionCollector(CallbackCollector):
+    """Collector of sessions with `SESSION_TURNS` turns."""
+
+    def check(self, rollout: Rollout) -> None:
+        prompt = rollout.metadata
+        assert isinstance(prompt, int)
+        if rollout.turns != tuple(session_turn(prompt, n) for n in range(SESSION_TURNS)):
+            raise SystemExit(f"rollout {rollout.task_id}: wrong turns of {prompt}")
 
 
 def areal_classes(folder: Path) -> tuple[type[Any], type[Any]]:

@@ -52,6 +52,7 @@ LIVE = ("--on-cpu", "--python", VLLM, "--tp", "1", "--trainers", "2", "--updates
 LIVE_BENCH = (*LIVE, "--model", "rehearsal", "--load", "2", "--log", f"{OUT}/engine.log")
 LIVE_PROOF = (*LIVE, "--case", "dense", "--case-s", "400")
 REHEARSALS = (
+    row("bench_batches.py", "--gb", "0.01", "--runs", "1", "--inline-gb", "0.01"),
     row("bench_bind.py", "--engines", "4", "--repeats", "2"),
     row("bench_capture.py", "--layers", "2", "--experts", "4"),
     row("bench_cma.py", "--runs", "1"),
@@ -61,6 +62,9 @@ REHEARSALS = (
     row("bench_heap.py", "--modules", "json", "--runs", "1"),
     row("bench_journal.py"),
     Rehearsal("bench_planner.py", ("--case", "0"), gives=""),
+    row(
+        "bench_queues.py", "--runs", "1", "--outstanding", "64", "--count", "200", "--paced", "100"
+    ),
     row(
         "bench_registration.py",
         *("--transports", "cma", "--layouts", "own", "--runs", "1"),
@@ -77,6 +81,7 @@ REHEARSALS = (
     ),
     row("bench_samples_per_hour.py", "--steps", "2", "--ways", "in_place", engine="vllm"),
     row("bench_scale.py", "--sizes", "1"),
+    row("bench_sessions.py", "--outstanding", "64", "--count", "20", "--runs", "1"),
     row("bench_simulation.py"),
     row("bench_transports.py", "--runs", "5", "--transport", "shm"),
     row("bench_update.py"),
@@ -131,6 +136,7 @@ REHEARSALS = (
 GIVEN = {"compare_checkouts.py": ("--", "--modules", "json", "--runs", "1")}
 """Script -> arguments after all others."""
 STARTED_BY_OTHERS = {
+    "batch_load.py": "the worker and the ranks of bench_batches.py",
     "harness.py": "imported by every benchmark",
     "limited_rank.py": "a rank of bench_relay.py",
     "own_transfer_trainer.py": "the trainer of bench_samples_per_hour.py for vLLM's own transfers",
