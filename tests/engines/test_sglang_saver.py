@@ -67,10 +67,21 @@ class Rank:
         monkeypatch.setattr(sleep, "free_nbytes", lambda: self.gpu.free)
         monkeypatch.setattr(sleep, "has_backup", lambda: False)
         monkeypatch.setattr(sleep, "retract", lambda _scheduler: None)
-        self.saver = RankSaver(rank, self.model, self.outdate)
+        monkeypatch.setattr(sleep, "go_on", self.run)
+        self.obeyed: list[tuple[str, str, frozenset[str]]] = []
+        self.saver = RankSaver(rank, self.model, self.outdate, self.obey)
 
     def outdate(self) -> None:
         self.num_outdated += 1
+
+    def obey(self, order: str, refusal: str) -> None:
+        self.obeyed.append((order, refusal, self.state.asleep))
+
+    def run(self, scheduler: Any) -> None:
+        vars(scheduler)["_engine_paused"] = False
+
+    def paused(self) -> bool:
+        return bool(vars(self.scheduler)["_engine_paused"])
 
     def ask(self, what: str, *tags: str) -> str:
         message = SimpleNamespace(tags=list(tags) or None)
@@ -86,14 +97,14 @@ def test_memory_is_mapped_only_if_the_gpu_has_enough(monkeypatch: pytest.MonkeyP
     assert rank.num_outdated == 1
     # The trainer takes most of the memory.
     rank.gpu.free -= 80
-    rank.gate.ask("7.1")
-    refusal = rank.ask("resume", "weights", "windlass_pause=7.1")
+    refusal = rank.ask("resume", "weights", "windlass_order=first")
     assert refusal.startswith("wake: weights need 100 bytes, and the GPU has 80 bytes free")
-    with pytest.raises(TransferFailed, match="weights need 100 bytes"):
-        rank.gate.wait("7.1", 1.0)
     assert rank.state.asleep == {*SIZES}
     rank.gpu.free += 30
-    assert rank.ask("resume", "weights", "windlass_pause=7.2") == ""
+    assert rank.ask("resume", "weights", "windlass_order=second") == ""
+    # The rank carries out an order when its weights are mapped.
+    others = frozenset({"kv_cache", "cuda_graph"})
+    assert rank.obeyed == [("first", refusal, {*SIZES}), ("second", "", others)]
     assert rank.ask("resume").startswith("wake: cuda_graph and kv_cache need 50 bytes")
     rank.gpu.free += 50
     assert rank.ask("resume") == ""
@@ -102,8 +113,40 @@ def test_memory_is_mapped_only_if_the_gpu_has_enough(monkeypatch: pytest.MonkeyP
         ["weights"],
         ["cuda_graph", "kv_cache"],
     ]
-    assert vars(rank.scheduler)["_engine_paused"]
+    assert rank.paused()
     assert rank.state.is_lost
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("by", ["round", "framework"])
+def test_the_scheduler_runs_only_when_the_round_says_so(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(monkeypatch)
+    rank.run(rank.scheduler)
+    rank.gpu.free = 1000
+    assert rank.ask("release") == ""
+    vars(rank.scheduler)["_engine_paused"] = True
+    assert rank.ask("resume", "weights", "windlass_order=rest") == ""
+    if by == "framework":
+        assert rank.ask("resume", "kv_cache", "cuda_graph") == ""
+    # APPLY: the weights are those of the new version, which is not stamped yet.
+    rank.state.is_lost = False
+    assert rank.ask("resume", "weights") == ""
+    assert rank.paused()
+    last = sorted(rank.state.asleep)
+    assert rank.ask("resume", *last, "windlass_go_on") == ""
+    assert not rank.paused()
+    assert rank.gpu.free == 1000
+
+
+@pytest.mark.usefixtures("group")
+def test_lost_weights_keep_the_scheduler_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    rank.gpu.free = 1000
+    assert rank.ask("release") == ""
+    assert rank.ask("resume", *SIZES, "windlass_go_on") == ""
+    assert rank.paused()
 
 
 @pytest.mark.usefixtures("group")

@@ -33,7 +33,7 @@ from windlass.engines.sglang.sleep import RankSaver, ServerSleep, install, is_en
 from windlass.engines.sglang.table import Parameter, RankLayout
 from windlass.engines.spec import RankStep
 from windlass.envs import environment_value
-from windlass.errors import UnsupportedLayout, WindlassError
+from windlass.errors import TransferFailed, UnsupportedLayout, WindlassError
 
 _log = logging.getLogger(__name__)
 LONGEST_BLOCK_S = 20.0
@@ -69,34 +69,26 @@ this_rank = SglangRank()
 def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Carry out an order. SGLang calls this in the main loop of every rank."""
     order: Order = msgspec.json.decode(named_tensors[0][0], type=Order)
-    rank = own_rank()
     match order:
         case Step():
             carry_out(
                 order.folder,
-                rank,
-                lambda secrets: _take(model, order, rank, secrets),
+                own_rank(),
+                lambda secrets: _take(model, order, own_rank(), secrets),
                 server_url=order.settings.url,
             )
         case Quiesce():
-            try:
-                _quiesce(order)
-            # An exception would end SGLang's loop, and the server with it.
-            except Exception as error:  # noqa: BLE001
-                _log.exception("rank %s: pause %s", rank, order.pause_id)
-                this_rank.engine_rank.gate.fail(order.pause_id, _as_refusal(error))
-            else:
-                _rest(order)
+            _come_to_rest(order)
         case Describe():
             carry_out(
                 order.folder,
-                rank,
+                own_rank(),
                 lambda _: msgspec.json.encode(described(model, this_rank.engine_rank.captured)),
             )
         case Digests():
             carry_out(
                 order.folder,
-                rank,
+                own_rank(),
                 lambda _: msgspec.json.encode(fingerprints(held_by(model))),
             )
         case _:
@@ -127,6 +119,27 @@ def described(model: torch.nn.Module, captured: Captured) -> RankLayout:
     }
     derived = {name: why for why, names in reasons.items() for name in sorted(names)}
     return RankLayout(manifest=captured.manifest.encode(), parameters=parameters, derived=derived)
+
+
+def _obey(order: str, refusal: str) -> None:
+    """Carry out the order `Quiesce` of a request to wake; let its pause fail if the rank must refuse."""
+    quiesce = msgspec.json.decode(order, type=Quiesce)
+    if refusal:
+        this_rank.engine_rank.gate.fail(quiesce.pause_id, TransferFailed(refusal))
+    else:
+        _come_to_rest(quiesce)
+
+
+def _come_to_rest(order: Quiesce) -> None:
+    """Carry out an order to quiesce; if this fails, let its pause fail with the reason."""
+    try:
+        _quiesce(order)
+    # An exception would end SGLang's loop, and the server with it.
+    except Exception as error:  # noqa: BLE001
+        _log.exception("rank %s: pause %s", own_rank(), order.pause_id)
+        this_rank.engine_rank.gate.fail(order.pause_id, _as_refusal(error))
+    else:
+        _rest(order)
 
 
 def _rest(order: Quiesce) -> None:
@@ -219,6 +232,7 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
             blocks=this_rank.can_block,
             num_stages=order.num_stages,
             can_end_requests=ends,
+            has_sessions=has_sessions(),
             sleep=sleep,
         )
 
@@ -226,7 +240,7 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
     separate_caches()
     return_sampled_logprobs()
     found = this_rank.engine_rank.capture(settings, rank, captured, api)
-    this_rank.saver = install(this_rank.engine_rank, model, _outdate_own_caches)
+    this_rank.saver = install(this_rank.engine_rank, model, _outdate_own_caches, _obey)
     return msgspec.json.encode(found)
 
 

@@ -107,17 +107,24 @@ def order_ranks(server: EngineHttp, order: Order, world_size: int, deadline_s: f
 
 
 @contextmanager
-def session(server: EngineHttp, deadline_s: float) -> Iterator[Mapping[str, str | bool]]:
+def session(
+    server: EngineHttp, deadline_s: float, *, has_sessions: bool = True
+) -> Iterator[Mapping[str, str | bool]]:
     """Open an update session of SGLang, and yield the fields that the request of every order must contain.
 
+    `has_sessions` is False if the caller knows that the release has no sessions, which saves a request.
     At the end of the `with` block, SGLang's ranks post-process weights. The block ends when the ranks of the first
     pipeline stage have done so.
     """
+    # SGLang 0.5.16 has no sessions. With a draft model, it would also pass an order to that model.
+    without = {"disable_draft_model": True}
+    if not has_sessions:
+        yield without
+        return
     try:
         _call(server, "/begin_weight_update", {"selector": "target"}, deadline_s)
-    # SGLang 0.5.16 has no sessions. With a draft model, it would also pass the order to that model.
     except NoSuchRoute:
-        yield {"disable_draft_model": True}
+        yield without
         return
     # A signal raises SystemExit in the launcher.
     except (PeerTimeout, SystemExit):
@@ -178,6 +185,7 @@ class SglangApi:
         blocks: whether updates may write weights while an order blocks the main loops.
         num_stages: number of pipeline stages.
         can_end_requests: whether every rank can end requests itself; see `windlass.engines.sglang.aborts`.
+        has_sessions: whether this release has update sessions; see `session`.
         sleep: calls that make the ranks sleep and wake; None without SGLang's memory saver.
     """
 
@@ -190,9 +198,12 @@ class SglangApi:
         blocks: bool,
         num_stages: int = 1,
         can_end_requests: bool = False,
+        has_sessions: bool = True,
         sleep: ServerSleep | None = None,
     ) -> None:
-        self._sleep = sleep
+        self._sleep, self._has_sessions = sleep, has_sessions
+        # Whether the weights are lost in this pause: the engine takes turns with its trainer.
+        self._is_turn = False
         self._server, self._world_size, self._num_stages = server, world_size, num_stages
         self._gate, self._blocks = gate, blocks
         self._can_end_requests = can_end_requests and num_stages == 1
@@ -216,6 +227,10 @@ class SglangApi:
                 f"SGLang: pause_mode must be abort with pipeline stages, whose main loops ignore other modes, "
                 f"got {mode}"
             )
+        self._is_turn = self._sleep is not None and self._sleep.is_empty
+        if self._is_turn:
+            self._ends_requests = False
+            return True
         if self._sleep is not None and self._sleep.is_at_rest:
             # No request runs. Requests that wait begin after the update.
             mode = PauseMode.IN_PLACE
@@ -229,16 +244,18 @@ class SglangApi:
         return self._blocks
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
-        """Wake the weights, send the order `Quiesce` to every rank, and return when the ranks have carried it out.
+        """Send the order `Quiesce` to every rank, and return when the ranks have carried it out.
 
-        With pipeline stages, also wait until every stage has noticed that no request is left.
+        If the weights are lost, the order travels in the request that wakes them, without a session: it need not unpack or
+        post-process weights without values. With pipeline stages, also wait until every stage has noticed that no request is left.
         """
-        if self._sleep is not None:
-            self._sleep.wake_weights(pause_id, deadline_s)
         blocked_s = deadline_s if block else None
+        answered_s = None if block else deadline_s
         order = Quiesce(pause_id, uuid.uuid4().hex, blocked_s, self._ends_requests)
-        with session(self._server, deadline_s) as selector:
-            answered_s = None if block else deadline_s
+        if self._sleep is not None and self._is_turn:
+            self._sleep.come_to_rest(msgspec.json.encode(order).decode(), answered_s)
+            return
+        with session(self._server, deadline_s, has_sessions=self._has_sessions) as selector:
             send_order(self._server, order, selector, self._world_size, answered_s)
             if block:
                 # SGLang post-processes weights at the end of the session, so do not end the session before the pause.
@@ -249,8 +266,9 @@ class SglangApi:
             self._server.post(f"/flush_cache?timeout={waits_s}", {}, deadline_s)
 
     def resume(self, deadline_s: float) -> None:
-        if self._sleep is not None:
-            self._sleep.wake_caches(deadline_s)
+        if self._sleep is not None and self._is_turn:
+            self._sleep.go_on(deadline_s)
+            return
         self._server.post("/continue_generation", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:

@@ -12,6 +12,9 @@ SGLang frees memory by tag (`weights`, `kv_cache`, `cuda_graph`) at `/release_me
 - Tensors that neither an update nor SGLang fills again are copied to host memory and back.
 - With `--enable-weights-cpu-backup`, the weights count as lost unless every byte has come back.
 
+A round needs two requests, because each request costs a passage of SGLang's main loop. The request that maps the weights also
+contains the order to come to rest (`Quiesce`). The request that maps the rest also makes the scheduler run.
+
 A refusal is the field `rid` of SGLang's answer, which is empty otherwise (`report_refusals`).
 """
 
@@ -25,20 +28,24 @@ import torch
 import torch.distributed as dist
 
 from windlass.config import PauseMode
-from windlass.engines.capture.memory import Walked, prints_of
+from windlass.engines.capture.memory import Holding, Walked, prints_of
 from windlass.engines.capture.sleeping import free_nbytes, shortage_of, unfilled
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.http import EngineHttp
 from windlass.engines.rank_sleep import RankSleep
 from windlass.errors import ConfigError, TransferFailed, WindlassError
 
+Obey = Callable[[str, str], None]
+"""Function that carries out an order in JSON. Its second argument is the reason why the rank must refuse; empty for none."""
 WEIGHTS = RankSleep.WEIGHTS
 CACHES = ("kv_cache", "cuda_graph")
 _ORDER = (CACHES[0], WEIGHTS, CACHES[1])
 """Order in which SGLang itself frees memory if a request names no tags."""
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
-_PAUSE = "windlass_pause="
-"""Beginning of a tag with the id of the pause that ends with an error if the weights do not wake."""
+_ORDER_TAG = "windlass_order="
+"""Beginning of a tag with an order that each rank carries out when it has mapped the other tags of the request."""
+_GO_ON_TAG = "windlass_go_on"
+"""Tag of a request after which the scheduler runs, as soon as it may."""
 
 
 def is_enabled() -> bool:
@@ -56,15 +63,17 @@ class RankSaver:
         rank: the rank; its `sleep` gets the state.
         model: the rank's model.
         outdate: function that makes later requests use no existing entries of the prefix cache.
+        obey: function that carries out the order of a request; it may block the main loop.
     """
 
     def __init__(
-        self, rank: EngineRank, model: torch.nn.Module, outdate: Callable[[], None]
+        self, rank: EngineRank, model: torch.nn.Module, outdate: Callable[[], None], obey: Obey
     ) -> None:
-        self._rank, self._state, self._outdate = rank, rank.sleep, outdate
+        self._rank, self._state, self._outdate, self._obey = rank, rank.sleep, outdate, obey
         self._walked = Walked(model)
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._addresses: Mapping[str, int] = {}
+        # Tensors of the model when it fell asleep, and their addresses. No code of the model runs while it sleeps.
+        self._places: list[tuple[Holding, int]] = []
         # Fingerprints of the weights, if SGLang keeps a copy of them.
         self._prints: Mapping[str, object] | None = None
         # Tag -> bytes that its memory had.
@@ -112,14 +121,16 @@ class RankSaver:
         return ""
 
     def resume(self, message: Any, updater: Any, carry_out: Callable[[], object]) -> str:
-        """Map the memory of a request's tags again; arguments and result as in `release`."""
-        pause_id = next(
-            (t.removeprefix(_PAUSE) for t in message.tags or () if t.startswith(_PAUSE)), ""
-        )
+        """Map the memory of a request's tags again, and carry out its order; arguments and result as in `release`."""
+        given = tuple(message.tags or ())
+        order = next((t.removeprefix(_ORDER_TAG) for t in given if t.startswith(_ORDER_TAG)), "")
+        if order:
+            # A framework may map the rest before the round ends, and the scheduler must not run then.
+            self.paused()
         if tags := self._tags_of(message) & self._state.asleep:
             if refusal := _agreed(updater, self._shortage(tags)):
-                if pause_id:
-                    self._rank.gate.fail(pause_id, TransferFailed(refusal))
+                if order:
+                    self._obey(order, refusal)
                 return refusal
             message.tags = sorted(tags)
             carry_out()
@@ -127,7 +138,11 @@ class RankSaver:
                 self._after_wake()
             self._state.asleep -= tags
             dist.barrier(updater.tp_cpu_group)
-            self._go_on(updater.scheduler)
+        if order:
+            self._obey(order, "")
+        elif _GO_ON_TAG in given:
+            self._runs = True
+        self._go_on(updater.scheduler)
         return ""
 
     def paused(self) -> None:
@@ -152,8 +167,7 @@ class RankSaver:
             raise TransferFailed("the engine fell asleep while the pause began")
         if not self._state.is_lost:
             return
-        found = {name: holding.address for name, holding in self._walked.held().items()}
-        moved = [name for name, at in self._addresses.items() if found.get(name) != at]
+        moved = [holding.name for holding, address in self._places if holding.address != address]
         if moved:
             raise TransferFailed(
                 f"wake: every tensor must keep its address, got {len(moved)} that have moved ({moved[0]}); start the "
@@ -163,8 +177,7 @@ class RankSaver:
     # --- parts ---------------------------------------------------------------------------------
 
     def _tags_of(self, message: Any) -> frozenset[str]:
-        given = [tag for tag in message.tags or () if not tag.startswith(_PAUSE)]
-        return frozenset(given or _ORDER) & {*_ORDER}
+        return frozenset(message.tags or _ORDER) & {*_ORDER}
 
     def _refusal(self, in_round: bool, tags: Collection[str]) -> str:
         """Return why this rank must not sleep; empty if it may."""
@@ -184,7 +197,7 @@ class RankSaver:
         If SGLang keeps a copy of the weights, record their fingerprints in place of saving.
         """
         held = self._walked.held()
-        self._addresses = {name: holding.address for name, holding in held.items()}
+        self._places = [(holding, holding.address) for holding in held.values()]
         self._prints = None
         if has_backup():
             self._prints = None if self._state.is_lost else prints_of(held)
@@ -209,7 +222,7 @@ class RankSaver:
         return shortage_of(tags, sum(self._nbytes[tag] for tag in tags), free_nbytes())
 
     def _go_on(self, scheduler: Any) -> None:
-        if self._runs and not self._state.is_at_rest:
+        if self._runs and scheduler._engine_paused and not self._state.is_at_rest:
             go_on(scheduler)
 
 
@@ -245,9 +258,9 @@ def _agreed(updater: Any, refusal: str) -> str:
 
 @functools.cache
 def install(
-    rank: EngineRank, model: torch.nn.Module, outdate: Callable[[], None]
+    rank: EngineRank, model: torch.nn.Module, outdate: Callable[[], None], obey: Obey
 ) -> RankSaver | None:
-    """Let a `RankSaver` carry out the requests of this process's scheduler. Idempotent.
+    """Let a `RankSaver` carry out the requests of this process's scheduler; for arguments see there. Idempotent.
 
     Return None if the server was started without the memory saver.
     """
@@ -256,7 +269,7 @@ def install(
     from sglang.srt.managers import io_struct
     from sglang.utils import TypeBasedDispatcher
 
-    saver = RankSaver(rank, model, outdate)
+    saver = RankSaver(rank, model, outdate, obey)
     dispatch: Callable[[Any, Any], Any] = TypeBasedDispatcher.__call__
     release, resume = (
         io_struct.ReleaseMemoryOccupationReqInput,
@@ -286,17 +299,23 @@ def install(
 
 
 def report_refusals(mixin: Any) -> None:
-    """Patch SGLang's tokenizer manager so that it raises ConfigError if a rank refuses to sleep or to wake.
+    """Patch SGLang's tokenizer manager for requests to sleep and to wake.
 
-    `mixin` is SGLang's class `TokenizerControlMixin`.
+    It raises ConfigError if a rank refuses. After a request that makes the scheduler run, it passes requests to the
+    scheduler again. `mixin` is SGLang's class `TokenizerControlMixin`.
     """
 
     def asking(name: str) -> Callable[..., Awaitable[None]]:
         async def ask(manager: Any, request: Any, received: object = None) -> None:  # noqa: ARG001
+            goes_on = _GO_ON_TAG in (request.tags or ())
             manager.auto_create_handle_loop()
             answers = await getattr(manager, f"{name}_communicator")(request)
             if refusals := [answer.rid for answer in answers if answer.rid]:
                 raise ConfigError(f"{name}: {refusals[0]}")
+            if goes_on:
+                async with manager.is_pause_cond:
+                    manager.is_pause = False
+                    manager.is_pause_cond.notify_all()
 
         return ask
 
@@ -323,6 +342,11 @@ class ServerSleep:
         """True if the scheduler is paused, because memory sleeps or the weights are lost."""
         return self._state.is_at_rest
 
+    @property
+    def is_empty(self) -> bool:
+        """True if the weights sleep or are lost. The scheduler then stays paused until a round has filled them."""
+        return self._state.is_empty
+
     def fall_asleep(self, mode: PauseMode, deadline_s: float) -> None:
         """Pause, and make all ranks sleep; see `Sleeper.sleep`.
 
@@ -334,7 +358,8 @@ class ServerSleep:
             raise ConfigError(
                 "SGLang: sleep: mode must be abort or retract, because the KV cache is freed"
             )
-        if not self._state.is_at_rest:
+        # Ranks themselves return running requests to the queue.
+        if mode is PauseMode.ABORT and not self._state.is_at_rest:
             self._server.post("/pause_generation", {"mode": str(mode)}, deadline_s)
         try:
             self._server.post(RELEASE, {}, deadline_s)
@@ -342,22 +367,25 @@ class ServerSleep:
             self._server.post("/continue_generation", {}, deadline_s)
             raise
 
-    def wake_weights(self, pause_id: str, deadline_s: float) -> None:
-        """Make all ranks map their weights, if they sleep. If a rank cannot, the pause fails on all ranks.
+    def come_to_rest(self, order: str, deadline_s: float | None) -> None:
+        """Make all ranks map their weights, if they sleep, and carry out an order. If a rank cannot, the pause fails on all.
+
+        Args:
+            order: `Quiesce` in JSON.
+            deadline_s: seconds that the server has to answer; None if the order blocks main loops.
 
         Raises:
             PeerUnreachable, PeerTimeout: the weights still sleep.
         """
-        if WEIGHTS in self._state.asleep:
-            self._server.post(RESUME, {"tags": [WEIGHTS, f"{_PAUSE}{pause_id}"]}, deadline_s)
-            self._woke = True
+        self._woke = self._woke or WEIGHTS in self._state.asleep
+        self._server.post(RESUME, {"tags": [WEIGHTS, f"{_ORDER_TAG}{order}"]}, deadline_s)
 
-    def wake_caches(self, deadline_s: float) -> None:
-        """Make all ranks map the rest of their memory, if a round woke the weights. Idempotent.
+    def go_on(self, deadline_s: float) -> None:
+        """Make all ranks map the rest of their memory, if a round woke the weights, and then run. Idempotent.
 
         Raises:
             PeerUnreachable, PeerTimeout: a rank has too little memory, or the server did not answer.
         """
-        if self._woke and self._state.asleep:
-            self._server.post(RESUME, {"tags": sorted(self._state.asleep)}, deadline_s)
+        rest = sorted(self._state.asleep) if self._woke else []
+        self._server.post(RESUME, {"tags": [*rest, _GO_ON_TAG]}, deadline_s)
         self._woke = False
