@@ -165,6 +165,7 @@ class Engine:
 
     def __init__(self, memory: Sleeping, on_cpu: bool) -> None:
         self.memory, self.is_empty, self._on_cpu = memory, False, on_cpu
+        self.caches_nbytes = 0
         self.wake_s, self.resumed_nbytes = 0.0, 0
         self.resumed = threading.Event()
 

@@ -21,7 +21,8 @@ from child_process import running
 from weight_fleet import TOKEN
 
 import windlass
-from windlass.config import ControlConfig, PauseMode, Reaction
+from windlass import UpdateReport
+from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, Reaction
 from windlass.errors import RoundAborted
 from windlass.trainers.client import TrainerClient
 
@@ -64,6 +65,31 @@ if "--follow" in sys.orig_argv:
     SleepingMemory.sleep = wait_and_free
 """
 """Python's start-up module in which the second rank waits, until the test closes a pipe, before it frees its memory."""
+WAKE = """
+import os
+import resource
+
+from windlass.memory.sleeping import SleepingMemory
+
+wake = SleepingMemory.wake
+
+def wake_as_told(memory):
+    if os.path.exists({slow!r}):
+        with open({slow!r}) as pipe:
+            pipe.read()
+    if not os.path.exists({scarce!r}):
+        return wake(memory)
+    # The kernel refuses every further page of private memory.
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.getpagesize(), before[1]))
+    try:
+        wake(memory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+SleepingMemory.wake = wake_as_told
+"""
+"""Python's start-up module with which an engine wakes slowly, or finds no memory, while a file exists."""
 
 
 @dataclass
@@ -107,9 +133,11 @@ class Turns:
     async def sleep(self, mode: str = "abort") -> None:
         await self.call("/release_memory_occupation", {"mode": mode})
 
-    async def publish(self) -> None:
+    async def publish(self) -> UpdateReport:
         self.version += 1
-        await asyncio.to_thread(self.trainer.publish, self.version, deadline_s=DEADLINE_S)
+        publish = self.trainer.publish
+        pending = await asyncio.to_thread(publish, self.version, deadline_s=DEADLINE_S)
+        return pending.result()
 
     def step(self) -> None:
         """Change every weight."""
@@ -150,9 +178,22 @@ def resident_nbytes(pid: int) -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def start_with(folder: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Python run the source `module` at the start of processes."""
+    (folder / "sitecustomize.py").write_text(module)
+    path = (str(folder), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+
+
 @asynccontextmanager
 async def taking_turns(
-    folder: Path, *, size: int = 1, transport: str = "pull", **changes: Any
+    folder: Path,
+    *,
+    size: int = 1,
+    transport: str = "pull",
+    deadlines: PhaseDeadlines | None = None,
+    max_positions: int = 512,
+    **changes: Any,
 ) -> AsyncIterator[Turns]:
     """Run an engine with `size` ranks that has version 0, and a trainer that counts calls of `release`."""
     path = folder / "config.json"
@@ -160,12 +201,16 @@ async def taking_turns(
     torch.manual_seed(0)
     model = transformers.AutoConfig.for_model(**(CONFIG | changes))
     module = transformers.AutoModelForCausalLM.from_config(model).eval()
-    config = ControlConfig(non_finite=Reaction.REFUSE, pause_mode=PauseMode.RETRACT)
+    config = ControlConfig(
+        non_finite=Reaction.REFUSE,
+        pause_mode=PauseMode.RETRACT,
+        deadlines=deadlines or PhaseDeadlines(),
+    )
     async with windlass.Controller(token=TOKEN, config=config) as controller:
         command = (
             *("-m", "windlass.engines.embedded", "--name", "a", "--model", str(path)),
             *("--controller", controller.url, "--transport", transport, "--tp", str(size)),
-            *("--max-positions", "512"),
+            *("--max-positions", str(max_positions)),
         )
         with running(*command, token=TOKEN) as process, ThreadPoolExecutor(1) as pool:
             assert process.stdout is not None
@@ -203,12 +248,16 @@ async def test_a_sleeping_engine_frees_its_weights_and_serves_the_next_version(
             awake = turns.engine_nbytes()
             await sleep()
             assert awake - turns.engine_nbytes() > 0.8 * nbytes, "the pages are freed"
+            asleep = turns.engine_nbytes()
             turns.step()
-            await turns.publish()
+            report = await turns.publish()
+            assert {*report.memory} == {"trainer/0", *(f"a/{rank}" for rank in range(size))}
+            assert report.memory["a/0"] - asleep > 0.8 * nbytes, "the weights are mapped"
+            assert report.memory["a/0"] < awake + nbytes / 2
+            assert report.memory["trainer/0"] > nbytes * size
             await turns.check_serves()
         assert turns.num_released == turns.version + 1
-        report = turns.controller.coordinator.fleet.published
-        assert report == turns.version
+        assert turns.controller.coordinator.fleet.published == turns.version
 
 
 async def test_a_request_that_runs_when_the_engine_falls_asleep_ends_after_it_wakes(
@@ -263,9 +312,7 @@ async def test_an_engine_sleeps_when_all_its_ranks_have_freed_their_memory(
 ) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    (tmp_path / "sitecustomize.py").write_text(HELD_FOLLOWER.format(pipe=str(pipe)))
-    path = (str(tmp_path), os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    start_with(tmp_path, HELD_FOLLOWER.format(pipe=str(pipe)), monkeypatch)
     async with taking_turns(tmp_path, size=2) as turns:
         (follower,) = children_of(turns.pid)
         nbytes = sum(p.nbytes for p in turns.module.parameters()) / 2
@@ -280,6 +327,69 @@ async def test_an_engine_sleeps_when_all_its_ranks_have_freed_their_memory(
         turns.step()
         await turns.publish()
         await turns.check_serves()
+
+
+async def test_an_engine_without_memory_to_wake_waits_for_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, scarce = tmp_path / "slow", tmp_path / "scarce"
+    start_with(tmp_path, WAKE.format(slow=str(slow), scarce=str(scarce)), monkeypatch)
+    async with taking_turns(tmp_path, **SMALL) as turns:
+        await turns.sleep()
+        asked = asyncio.create_task(turns.generate())
+        scarce.touch()
+        turns.step()
+        with pytest.raises(RoundAborted, match=r"a: .*wake: .* must be mapped again: Cannot alloc"):
+            await turns.publish()
+        assert "sleeps until" in await turns.refused("/continue_generation", {})
+        assert not turns.controller.coordinator.routable()
+        assert not asked.done()
+        scarce.unlink()
+        await turns.publish()
+        answer = await asked
+        assert answer["meta_info"]["output_token_versions"] == [turns.version] * NUM_TOKENS
+        await turns.check_serves()
+
+
+async def test_an_engine_that_wakes_after_the_deadline_waits_for_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, scarce = tmp_path / "slow", tmp_path / "scarce"
+    start_with(tmp_path, WAKE.format(slow=str(slow), scarce=str(scarce)), monkeypatch)
+    deadlines = PhaseDeadlines(prepare_s=2, pause_s=2)
+    async with taking_turns(tmp_path, deadlines=deadlines, **SMALL) as turns:
+        await turns.sleep()
+        asked = asyncio.create_task(turns.generate())
+        os.mkfifo(slow)
+        turns.step()
+        with pytest.raises(RoundAborted, match=r"a: a/0: no answer in phase prepare by its dead"):
+            await turns.publish()
+        # The engine wakes now, and it has the weights of no version.
+        with await asyncio.to_thread(slow.open, "w"):
+            slow.unlink()
+        assert "sleeps until" in await turns.refused("/continue_generation", {})
+        assert not turns.controller.coordinator.routable()
+        assert not asked.done()
+        await turns.publish()
+        answer = await asked
+        assert answer["meta_info"]["output_token_versions"] == [turns.version] * NUM_TOKENS
+        await turns.check_serves()
+
+
+async def test_an_engine_that_cannot_fit_beside_its_trainer_is_refused_before_it_sleeps(
+    tmp_path: Path,
+) -> None:
+    huge = 1 << 44
+    with pytest.raises(RoundAborted) as caught:
+        async with taking_turns(
+            tmp_path, max_positions=huge, max_position_embeddings=huge, **SMALL
+        ):
+            pytest.fail("version 0 must not be published")
+    assert "a/0: weights and caches need " in str(caught.value)
+    assert "while no trainer rank holds weights, but the memory of the host has " in str(
+        caught.value
+    )
+    assert "give the engine a smaller KV cache" in str(caught.value)
 
 
 async def test_an_engine_refuses_to_sleep_during_an_update(tmp_path: Path) -> None:
@@ -328,9 +438,18 @@ async def test_an_engine_whose_memory_peers_map_refuses_to_sleep(tmp_path: Path)
 
 @pytest.mark.parametrize("num_turns", [20, pytest.param(200, marks=pytest.mark.long)])
 async def test_turns_leave_no_memory_threads_or_descriptors(tmp_path: Path, num_turns: int) -> None:
-    def held(pid: int) -> tuple[int, int]:
+    def held(pid: int) -> tuple[int, int, int]:
+        """Return the numbers of threads, of descriptors, and of mapped files in shared memory."""
         kinds = (len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("task", "fd"))
-        return next(kinds), next(kinds)
+        mapped = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        shared = {line.split()[4] for line in mapped if "/dev/shm/" in line or "memfd:" in line}
+        return next(kinds), next(kinds), len(shared)
+
+    def shared_files() -> int:
+        """Return the number of this user's files in shared memory that one of the two processes made."""
+        names = (entry.name for entry in os.scandir("/dev/shm"))
+        pids = (str(turns.pid), str(os.getpid()))
+        return sum(any(pid in name for pid in pids) for name in names)
 
     async with taking_turns(tmp_path, **SMALL) as turns:
 
@@ -343,11 +462,13 @@ async def test_turns_leave_no_memory_threads_or_descriptors(tmp_path: Path, num_
         for _ in range(10):
             await turn()
             await turns.check_serves()
+        num_shared = shared_files()
         before = [(held(pid), resident_nbytes(pid)) for pid in (turns.pid, os.getpid())]
         for _ in range(num_turns):
             await turn()
         await turns.check_serves()
         after = [(held(pid), resident_nbytes(pid)) for pid in (turns.pid, os.getpid())]
+        assert shared_files() <= num_shared
         for (held_before, nbytes_before), (held_after, nbytes_after) in zip(
             before, after, strict=True
         ):

@@ -32,6 +32,7 @@ from windlass.control.links import Link
 from windlass.control.messages import Done, Failure, FailureKind, Result
 from windlass.control.report import BindCost
 from windlass.control.session import AgentSession, RankCaller, describe, failures_of
+from windlass.control.turn_room import too_large
 from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted, WindlassError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.messages import RoundId
@@ -200,6 +201,11 @@ class FleetBinder:
         if self._kept is not None and not self._engines:
             binding = Binding(signature=self._signature, engines={}, unused=self._kept.unused)
             return binding, {}, self._change_trainers(self._kept, (), {})
+        if self._of_trainers.role is Role.TRAINER:
+            hellos = (hello for engine in self._all for hello in engine.hellos)
+            large = too_large(self._of_trainers.hellos, hellos)
+            new = {name: why for name, why in large.items() if name in self._engines}
+            self._refuse(new, self._kept)
         destinations = [m for manifests in self._manifests.values() for m in manifests]
         planned = [m for m in destinations if m.worker not in self._copies.of]
         stays = self._find_kept()

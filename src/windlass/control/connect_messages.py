@@ -13,6 +13,7 @@ from windlass.config import P2pBackend, UpdateBackend, UpdateMode
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 from windlass.layout.manifest import Role
+from windlass.memory.room import HOST
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, RelayAddress
 from windlass.transports.base import TransportOffer
 
@@ -38,6 +39,28 @@ class Registered(msgspec.Struct, frozen=True):
     num_regions: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+
+
+class TurnRoom(msgspec.Struct, frozen=True):
+    """Memory on which a rank takes turns with other ranks, and the bytes of it that the rank needs in an update.
+
+    Attributes:
+        name: see `windlass.memory.room.Room`; empty if it is not known.
+        nbytes: size of the memory; 0 from an engine rank that does not sleep.
+        weights_nbytes: bytes of the rank's weights in this memory while engines read; 0 from a trainer rank with a replica
+            in other memory.
+        caches_nbytes: bytes that an engine rank maps afterwards, before it serves; 0 if they are not known.
+    """
+
+    name: str = ""
+    nbytes: int = 0
+    weights_nbytes: int = 0
+    caches_nbytes: int = 0
+
+    @property
+    def is_host(self) -> bool:
+        """Whether this is memory of the host."""
+        return self.name == HOST
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -74,6 +97,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         allow_unused: from a trainer rank, name patterns of trainer tensors that engines need not have.
         keep: from a trainer rank, name patterns of engine tensors that stay as they are if no trainer has them.
         releases: whether a trainer rank frees memory for the engines after they have verified its bytes (`Release`).
+        room: memory on which the rank takes turns.
     """
 
     protocol_version: int
@@ -100,6 +124,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     allow_unused: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     releases: bool = False
+    room: TurnRoom = TurnRoom()
 
 
 def group_and_rank(worker: str) -> tuple[str, int]:

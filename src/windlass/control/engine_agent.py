@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol, final
+
+import msgspec
 
 from windlass.config import DrivenBackend, P2pBackend, PauseMode, UpdateBackend, UpdateMode
 from windlass.control.backend import Interruptible, Listens, backend_of, carry_out
@@ -101,6 +104,11 @@ class Sleeper(Protocol):
         """True if the weights are lost, because the rank sleeps or has slept and no round has filled them since."""
         ...
 
+    @property
+    def caches_nbytes(self) -> int:
+        """Bytes that the rank maps beside its weights before it serves; 0 if they are not known."""
+        ...
+
     def sleep(self, mode: PauseMode, deadline_s: float) -> None:
         """Pause the rank, and free its weights and its caches. Arguments and errors as in `EngineHooks.pause`."""
         ...
@@ -123,6 +131,7 @@ class EngineAgent:
             with them if that version is not published.
         sleeper: memory of the rank that sleeps; None if the engine keeps its memory. While the weights are lost, the
             engine does not serve.
+        used_nbytes: function that returns the bytes in use of this rank's memory; None to report none.
 
     Attributes:
         served_version: version that this rank serves; -1 for none.
@@ -138,7 +147,9 @@ class EngineAgent:
         host: str = "127.0.0.1",
         serves_own_weights: bool = False,
         sleeper: Sleeper | None = None,
+        used_nbytes: Callable[[], int] | None = None,
     ) -> None:
+        self._used_nbytes = used_nbytes
         self._serves_own_weights, self._sleeper = serves_own_weights, sleeper
         self._one_sided, self._host = receiver, host
         self._source = None if sender is None else TrainerAgent(sender, host=host)
@@ -188,7 +199,10 @@ class EngineAgent:
             # result of this round does not change that.
             self._mixed_weights |= self._open_to_writes and round_id > self._round_id
             self._round_id = round_id
-            return self._carry_out(command)
+            result = self._carry_out(command)
+        if isinstance(result, Done) and self._used_nbytes is not None:
+            result = msgspec.structs.replace(result, memory_nbytes=self._used_nbytes())
+        return result
 
     def _carry_out(self, command: EngineCommand) -> Result:
         match command:

@@ -160,6 +160,11 @@ class Group:
         return tuple(self.agents[rank].hello.worker for rank in sorted(self.agents))
 
     @property
+    def hellos(self) -> tuple[Hello, ...]:
+        """First messages of the connected ranks, in rank order."""
+        return tuple(self.agents[rank].hello for rank in sorted(self.agents))
+
+    @property
     def manifests(self) -> tuple[ShardManifest, ...]:
         """Manifests of the connected ranks, in rank order."""
         return tuple(self.agents[rank].manifest for rank in sorted(self.agents))

@@ -244,9 +244,12 @@ class Done(msgspec.Struct, frozen=True, tag="done", omit_defaults=True):
 
     Attributes:
         not_resumed: reason why the engine does not generate although it was told to resume, or `SLEEPS`; else empty.
+        memory_nbytes: bytes of the rank's memory that are in use at the end of the command (`used_nbytes`); 0 if not
+            measured.
     """
 
     not_resumed: str = ""
+    memory_nbytes: int = 0
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 SLOWEST_LINKS = 4
 """Number of slowest links that a report names for each transport."""
 TOLD_COSTS = 64
-"""Maximum number of ranks whose bind costs are in the report to trainer ranks."""
+"""Maximum number of ranks whose bind costs or memory are in the report to trainer ranks."""
 
 
 class Measure(StrEnum):
@@ -90,11 +90,18 @@ class Figures:
 
     Attributes:
         carried: link -> bytes and seconds, for links that were measured one by one.
+        memory: rank -> largest number of bytes in use that it has reported.
     """
 
     def __init__(self) -> None:
         self._by_rank: dict[Measure, dict[str, float]] = {}
         self.carried: dict[Link, Carried] = {}
+        self.memory: dict[str, int] = {}
+
+    def note_memory(self, worker: str, nbytes: int) -> None:
+        """Record the bytes in use that a rank has reported; ignore values that are not positive."""
+        if nbytes > self.memory.get(worker, 0):
+            self.memory[worker] = nbytes
 
     def measure(self, measure: Measure, worker: str, value: float) -> None:
         """Add `value`, as the rank `worker` reported it, to this rank's figure. Negative, infinite and NaN count as 0."""
@@ -205,6 +212,9 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
             or is the first of these trainers.
         non_finite: pattern of names -> number of checked trainer parameters that contain NaN or infinity
             (`ControlConfig`).
+        memory: rank -> largest number of bytes in use at the end of its commands in the round. For a rank on a GPU, these
+            are the bytes of the GPU that all processes use; for a rank in host memory, the resident bytes of its process.
+            Trainers get the 64 highest figures, the controller's own process gets all.
     """
 
     version: int
@@ -223,6 +233,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
     kept: dict[str, int] = {}
     unchanged: int = 0
     non_finite: dict[str, int] = {}
+    memory: dict[str, int] = {}
 
     def __str__(self) -> str:
         """Return the result in one line, for people: outcome, engines, bytes and times. `repr` has all fields."""
@@ -270,13 +281,15 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
 
 
 def told_to_trainers(report: UpdateReport) -> UpdateReport:
-    """Return the report for trainer ranks: with only the `TOLD_COSTS` ranks that took longest to bind.
+    """Return the report for trainer ranks: with only the `TOLD_COSTS` ranks that took longest to bind or used most memory.
 
-    With the costs of all ranks, each of R ranks would get R costs: the bytes would grow with the square of the fleet.
+    With the figures of all ranks, each of R ranks would get R figures: the bytes would grow with the square of the fleet.
     """
     slowest = sorted(report.bound, key=lambda worker: -report.bound[worker].bind_s)
     told = {worker: report.bound[worker] for worker in slowest[:TOLD_COSTS]}
-    return msgspec.structs.replace(report, bound=told)
+    largest = sorted(report.memory, key=lambda worker: -report.memory[worker])[:TOLD_COSTS]
+    memory = {worker: report.memory[worker] for worker in largest}
+    return msgspec.structs.replace(report, bound=told, memory=memory)
 
 
 def failed_report(version: int, reason: str) -> UpdateReport:

@@ -313,6 +313,8 @@ class RoundMachine:
     # --- replies -----------------------------------------------------------------------------
 
     def _on_result(self, worker: str, command: Command, result: Result) -> None:
+        if isinstance(result, Done | Written):
+            self._figures.note_memory(worker, result.memory_nbytes)
         match command, result:
             case _, Failure():
                 self._on_failure(worker, command, result)
@@ -616,6 +618,7 @@ class RoundMachine:
             engines=tuple(engine.name for engine in self.engines.published),
             left_out=self.engines.reasons,
             measures=self._figures.of_round(self._delivery.measures),
+            memory=self._figures.memory,
             digest_ok=self._digest_ok,
         )
         self._move(Phase.DONE)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import final
 
+import msgspec
+
 from windlass.control.backend import carry_out
 from windlass.control.connect_messages import ChangeLinks, ConnectTrainer
 from windlass.control.held_weights import HeldWeights
@@ -33,6 +35,7 @@ class TrainerAgent:
         sender: sender of one-sided writes; other backends read the same parameters.
         host: address at which engines can reach this rank, for backends that listen.
         read, watch, changed, release: see `TrainerWeights`.
+        used_nbytes: see `EngineAgent`.
 
     Attributes:
         held: weights of the version that the trainer publishes now.
@@ -47,7 +50,9 @@ class TrainerAgent:
         watch: Callable[[], None] | None = None,
         changed: Callable[[], str] = str,
         release: Callable[[], None] | None = None,
+        used_nbytes: Callable[[], int] | None = None,
     ) -> None:
+        self._used_nbytes = used_nbytes
         self._release = release
         self._one_sided, self.held = sender, HeldWeights(sender, watch, changed)
         self._binding = TrainerBinding(sender, self.held, host=host, read=read)
@@ -62,6 +67,12 @@ class TrainerAgent:
         """
         if not isinstance(command, TrainerCommand):
             raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
+        result = self._carry_out(command, epoch, round_number)
+        if isinstance(result, Done | Written) and self._used_nbytes is not None:
+            result = msgspec.structs.replace(result, memory_nbytes=self._used_nbytes())
+        return result
+
+    def _carry_out(self, command: TrainerCommand, epoch: int, round_number: int) -> Result:
         match command:
             case ConnectTrainer() | ChangeLinks():
                 return self._binding.bind(command, epoch)

@@ -6,15 +6,17 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 from windlass.closing import Closing
 from windlass.control.client import CommandHandler
-from windlass.control.connect_messages import Hello, Registered, group_and_rank
+from windlass.control.connect_messages import Hello, Registered, TurnRoom, group_and_rank
 from windlass.control.engine_agent import EngineAgent, EngineHooks, Sleeper
 from windlass.control.engine_channel import EngineChannel
 from windlass.errors import ConfigError
 from windlass.layout.manifest import Role, ShardManifest
+from windlass.memory.room import room_of, used_nbytes
 from windlass.net.addresses import check_url, own_address
 from windlass.net.messages import PROTOCOL_VERSION
 from windlass.transfer.base import ParameterMemory
@@ -102,6 +104,7 @@ class EngineClient(Closing):
                 ParameterMemory(address, parameter.nbytes)
                 for address, parameter in zip(weights.addresses, manifest.parameters, strict=True)
             )
+            ordinal = transport.traits.gpu
             remote = weights.remote
             self._receiver = Receiver(transport, manifest, weights.addresses, regions, remote)
             undo.callback(self._receiver.close)
@@ -114,8 +117,10 @@ class EngineClient(Closing):
                 host=own_address(controller),
                 serves_own_weights=serves_own_weights,
                 sleeper=sleeper,
+                used_nbytes=partial(used_nbytes, ordinal),
             )
             undo.callback(agent.close)
+            nbytes = sum(m.nbytes for m in memory)
             encoded, incarnation = manifest.encode(), os.urandom(8).hex()
             offers = transport.offers() if remote else _offers_for(transport, regions)
             registered = Registered(
@@ -140,6 +145,7 @@ class EngineClient(Closing):
                     can_send=can_send,
                     comes_to_rest=comes_to_rest,
                     registered=registered,
+                    room=TurnRoom() if sleeper is None else _room(sleeper, ordinal, nbytes),
                 )
 
             self._channel = EngineChannel(
@@ -169,6 +175,12 @@ class EngineClient(Closing):
         """Leave the fleet and close the transport. Call this only if no trainer or engine writes any more. Idempotent."""
         self.leave()
         self._transport.close()
+
+
+def _room(sleeper: Sleeper, ordinal: int, nbytes: int) -> TurnRoom:
+    """Return the memory on which an engine rank takes turns, for weights of `nbytes` bytes."""
+    own = room_of(ordinal)
+    return TurnRoom(own.name, own.nbytes, nbytes, sleeper.caches_nbytes)
 
 
 def _offers_for(

@@ -196,6 +196,11 @@ class RankHooks:
         """True if the weights sleep or are lost; see `Sleeper`."""
         return self._sleep.is_empty
 
+    @property
+    def caches_nbytes(self) -> int:
+        """Bytes that the rank maps beside its weights; see `Sleeper`."""
+        return self._sleep.caches_nbytes
+
     def sleep(self, mode: PauseMode, deadline_s: float) -> None:
         """Make every rank of the engine sleep, if this rank can do so; see `Sleeper.sleep`."""
         if self._sleep.ask is not None:

@@ -18,6 +18,7 @@ class RankSleep:
         is_enabled: whether the engine was started with its sleep mode.
         asleep: kinds of memory that have no pages now, by the engine's names.
         is_lost: whether the values of the weights are lost, and no round has filled the weights since.
+        caches_nbytes: bytes that the rank maps beside its weights before it serves; 0 if they are not known.
         failure: reason why the last attempt to wake memory failed; empty if it did not fail.
         ask: function of a pause mode and a deadline that makes every rank of the engine sleep; None if another rank or
             only the trainer can do so.
@@ -30,6 +31,7 @@ class RankSleep:
         self.is_enabled = self.is_lost = False
         self.asleep: frozenset[str] = frozenset()
         self.failure = ""
+        self.caches_nbytes = 0
         self.ask: Callable[[PauseMode, float], None] | None = None
 
     @property

@@ -18,10 +18,11 @@ from typing import final
 from windlass.closing import Closing
 from windlass.config import ReplicaPlace
 from windlass.control.client import CommandHandler, TrainerChannel
-from windlass.control.connect_messages import job_of
+from windlass.control.connect_messages import TurnRoom, job_of
 from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.trainer_agent import TrainerAgent
 from windlass.errors import ConfigError, RoundAborted, WindlassError
+from windlass.memory.room import HOST, room_of, used_nbytes
 from windlass.net.addresses import check_url, own_address
 from windlass.trainers.pending_update import PendingUpdate, version_number
 from windlass.trainers.weights import TrainerWeights
@@ -80,6 +81,8 @@ class TrainerClient(Closing):
             undo.callback(transport.close)
             check_url(controller, "controller")
             job = job_of(job, world_size)
+            # Do not ask for the parameters here: they may not have memory yet.
+            ordinal = transport.traits.gpu
             self._sender = Sender(
                 transport,
                 manifest,
@@ -98,9 +101,19 @@ class TrainerClient(Closing):
                 watch=weights.watch,
                 changed=weights.changed,
                 release=weights.release,
+                used_nbytes=partial(used_nbytes, ordinal),
             )
             undo.callback(agent.close)
-            hello = weights.hello(offers=transport.offers(), job=job, world_size=world_size)
+            own = room_of(ordinal)
+            # A trainer with a replica in host memory may free its GPU before the update.
+            stays = replica is not ReplicaPlace.HOST or own.name == HOST
+            held = sum(parameter.nbytes for parameter in manifest.parameters)
+            hello = weights.hello(
+                offers=transport.offers(),
+                job=job,
+                world_size=world_size,
+                room=TurnRoom(own.name, own.nbytes, held if stays else 0),
+            )
             handler = agent if intercept is None else intercept(agent)
             self._channel = TrainerChannel(controller, token, lambda: hello, handler)
             undo.callback(self._channel.close)

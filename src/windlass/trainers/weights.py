@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from windlass.control.connect_messages import Hello, group_and_rank
+from windlass.control.connect_messages import Hello, TurnRoom, group_and_rank
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.messages import PROTOCOL_VERSION
 from windlass.transfer.base import ParameterMemory
@@ -47,7 +47,9 @@ class TrainerWeights:
     allow_unused: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
 
-    def hello(self, *, offers: tuple[TransportOffer, ...], job: str, world_size: int) -> Hello:
+    def hello(
+        self, *, offers: tuple[TransportOffer, ...], job: str, world_size: int, room: TurnRoom
+    ) -> Hello:
         """Return the first message of this rank to the controller."""
         group, rank = group_and_rank(self.manifest.worker)
         return Hello(
@@ -64,4 +66,5 @@ class TrainerWeights:
             allow_unused=self.allow_unused,
             keep=self.keep,
             releases=self.release is not None,
+            room=room,
         )

@@ -167,6 +167,7 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
         wire_s: seconds during which transport writes ran.
         register_s: seconds of registering new and moved parameters since the previous answer.
         non_finite: names of checked parameters that contain NaN or infinity.
+        memory_nbytes: bytes of the source's memory that are in use after the writes; 0 if not measured.
     """
 
     links: tuple[LinkOutcome, ...]
@@ -174,6 +175,7 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
     wire_s: float
     register_s: float = 0.0
     non_finite: tuple[str, ...] = ()
+    memory_nbytes: int = 0
 
 
 class Relayed(msgspec.Struct, frozen=True, tag="relayed"):

@@ -241,7 +241,18 @@ class ForwardRunner:
     def __init__(self, module: torch.nn.Module, *, num_slots: int, max_positions: int) -> None:
         self._module: Any = module
         self._cache = _SlotCache(num_slots, max_positions)
-        self._max_positions = max_positions
+        self._num_slots, self._max_positions = num_slots, max_positions
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Size in bytes of the KV cache of all ranks together."""
+        config: dict[str, Any] = self._module.config.to_dict()
+        heads, width = config["num_attention_heads"], config["hidden_size"]
+        kept = int(config.get("num_key_value_heads") or heads)
+        kept *= int(config.get("head_dim") or width // heads)
+        itemsize = int(next(self._module.parameters()).element_size())
+        per_layer = self._num_slots * self._max_positions * kept * itemsize
+        return 2 * int(config["num_hidden_layers"]) * per_layer
 
     def free_cache(self) -> None:
         """Free the KV cache. The next forward pass allocates it again."""

@@ -51,6 +51,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
         shard.addresses,
         lambda: parameter_addresses(shard.module),
         may_sleep=transport.traits.unpinned,
+        caches_nbytes=runner.cache_nbytes // settings.tensor_parallel_size,
     )
 
     def fall_asleep() -> None:

@@ -28,6 +28,7 @@ class SleepingWeights:
         addresses: addresses of the parameters, in manifest order.
         locate: function that returns the present addresses of the parameters.
         may_sleep: whether the transport of the arena allows it (`TransportTraits.unpinned`).
+        caches_nbytes: see `Sleeper`.
 
     Attributes:
         is_empty: whether the values are lost and no round has filled the weights since.
@@ -40,7 +41,9 @@ class SleepingWeights:
         locate: Callable[[], Sequence[int]],
         *,
         may_sleep: bool,
+        caches_nbytes: int = 0,
     ) -> None:
+        self.caches_nbytes = caches_nbytes
         self._memory = SleepingMemory(arena.address, arena.nbytes)
         self._addresses, self._locate, self._may_sleep = tuple(addresses), locate, may_sleep
         self.is_empty = False
@@ -107,6 +110,11 @@ class SleepingHooks:
     def is_empty(self) -> bool:
         """True if the weights are lost; see `Sleeper`."""
         return self._weights.is_empty
+
+    @property
+    def caches_nbytes(self) -> int:
+        """Bytes that the rank needs beside its weights; see `Sleeper`."""
+        return self._weights.caches_nbytes
 
     def sleep(self, mode: PauseMode, deadline_s: float) -> None:
         """Make every rank sleep, if this is rank 0; see `Sleeper.sleep`.

@@ -145,6 +145,15 @@ class RankSaver:
         self._go_on(updater.scheduler)
         return ""
 
+    def note_caches(self, updater: Any) -> None:
+        """Record the size of the KV cache, which the controller compares with the memory of the GPU."""
+        try:
+            pool = updater.tp_worker.model_runner.token_to_kv_pool
+        except AttributeError:  # a release that keeps the pool elsewhere
+            return
+        # A pool of several kinds of memory states no size.
+        self._state.caches_nbytes = int(vars(pool).get("mem_usage", 0) * (1 << 30))
+
     def paused(self) -> None:
         """Record that the scheduler shall stay paused: it got a request to pause."""
         self._runs = False
@@ -287,6 +296,8 @@ def install(
             updater = dispatcher._mapping[release].__self__
             refusal = saver.resume(message, updater, carry_out)
             return io_struct.ResumeMemoryOccupationReqOutput(rid=refusal or None)
+        if isinstance(message, io_struct.UpdateWeightsFromTensorReqInput):
+            saver.note_caches(dispatcher._mapping[release].__self__)
         answer = carry_out()
         if isinstance(message, io_struct.PauseGenerationReqInput):
             saver.paused()

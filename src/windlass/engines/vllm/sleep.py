@@ -60,6 +60,9 @@ class WorkerSleep:
         self._sleep, self._wake_up = worker.sleep, worker.wake_up
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         rank.sleep.is_enabled = True
+        rank.sleep.caches_nbytes = sum(
+            found.nbytes for found in allocations() if found.tag == CACHES
+        )
         worker.sleep, worker.wake_up = self.sleep, self.wake_up
 
     def sleep(self, level: int = 1) -> None:

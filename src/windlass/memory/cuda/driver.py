@@ -226,6 +226,16 @@ class Device:
         kind = getattr(driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(_call("cuDeviceGetAttribute", kind, self._device))
 
+    @property
+    def uuid(self) -> str:
+        """UUID of the GPU in hexadecimal, or of the part of it (MIG) that this process sees."""
+        return bytes(_call("cuDeviceGetUuid_v2", self._device).bytes).hex()
+
+    def memory(self) -> tuple[int, int]:
+        """Return the free bytes and all bytes of the device."""
+        free, total = self.call("cuMemGetInfo")
+        return int(free), int(total)
+
     def synchronize(self) -> None:
         """Wait for all work that this process has queued on the device, through any library."""
         self.call("cuCtxSynchronize")

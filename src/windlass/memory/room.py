@@ -1,0 +1,61 @@
+"""Size of the memory that a rank's weights are in, and the bytes of it that are in use."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from windlass.errors import WindlassError
+from windlass.memory.cuda.driver import Device
+
+HOST = "host"
+"""Name of host memory in `Room.name`; a GPU's memory has the UUID of the GPU."""
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class Room(NamedTuple):
+    """Memory of the host or of one GPU.
+
+    Attributes:
+        name: `HOST`, or the UUID of the GPU.
+        nbytes: size in bytes.
+    """
+
+    name: str
+    nbytes: int
+
+
+def room_of(ordinal: int) -> Room:
+    """Return the memory of GPU `ordinal`, or of the host if `ordinal` is -1.
+
+    The size of host memory is at most the limit of this process's control group.
+
+    Raises:
+        WindlassError: the driver does not answer.
+    """
+    if ordinal >= 0:
+        device = Device(ordinal)
+        return Room(device.uuid, device.memory()[1])
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in _LIMITS:
+        # Without a limit, the file contains the text "max".
+        with suppress(OSError, ValueError):
+            sizes.append(int(Path(path).read_text(encoding="ascii")))
+    return Room(HOST, min(sizes))
+
+
+def used_nbytes(ordinal: int) -> int:
+    """Return the bytes in use: of GPU `ordinal` by all processes, or the resident memory of this process.
+
+    Return 0 if the driver does not answer: a figure in a report must not end a round.
+    """
+    if ordinal < 0:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    try:
+        free, total = Device(ordinal).memory()
+    except WindlassError:
+        return 0
+    return total - free
