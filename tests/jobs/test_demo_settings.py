@@ -87,9 +87,20 @@ def test_colocated_engines_pull_and_retract() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--engine", "vllm"), "--colocate needs --engine embedded and --device cpu, got 'vllm'"),
+        (
+            ("--engine", "vllm"),
+            "--colocate with --engine vllm needs --device cuda, because vllm's build for CPUs .* use --engine embedded",
+        ),
+        (
+            ("--engine", "sglang"),
+            "--colocate with --engine sglang needs --device cuda, because sglang's build for CPUs",
+        ),
+        (
+            ("--engine", "vllm", "--device", "cuda", "--transport", "cuda_ipc"),
+            "--engine vllm needs --backend p2p and --transport pull, because .* 'cuda_ipc'",
+        ),
         (("--transport", "shm"), "--transport pull or cma, because others .* got 'p2p' and 'shm'"),
-        (("--backend", "disk"), "--colocate needs --backend p2p .* got 'disk'"),
+        (("--backend", "disk"), "needs --backend p2p .* got 'disk'"),
         (("--kill-engine-at", "2"), "--kill-engine-at must be 0 with --colocate, .* got 2"),
     ],
 )
@@ -154,6 +165,22 @@ def test_engines_have_gpus_of_their_own_where_there_are_enough(
     assert job.transport == "cuda_ipc"
     assert job.trainer.arguments[3] == "cuda"
     assert "--kv-cache-memory-bytes" in job.engines[0].arguments
+
+
+@pytest.mark.parametrize(
+    ("engine", "option"), [("vllm", "--enable-sleep-mode"), ("sglang", "--enable-memory-saver")]
+)
+@pytest.mark.parametrize(("gpus", "ranks"), [("0", 1), ("0,1", 2)])
+def test_colocated_servers_sleep_on_the_gpus_of_trainers(
+    monkeypatch: pytest.MonkeyPatch, engine: str, option: str, gpus: str, ranks: int
+) -> None:
+    monkeypatch.setenv("WINDLASS_SGLANG_VENV", "/venv")
+    job = on_gpus(monkeypatch, gpus, "--engine", engine, "--colocate")
+    assert (job.transport, job.trainer.world_size) == ("pull", ranks)
+    assert job.update.pause_mode is PauseMode.RETRACT
+    (section,) = job.engines
+    assert section.colocate_with == "trainer-0"
+    assert option in section.arguments
 
 
 @pytest.mark.parametrize(("gpus", "places"), [("0", "trainer-0"), ("0,1", 1)])

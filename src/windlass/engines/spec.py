@@ -205,6 +205,8 @@ class EngineSpec:
         cpu_arguments: options to serve a small model on a machine without a GPU.
         cpu_environment: environment variables to serve a small model on a machine without a GPU.
         gpu_arguments: options to serve a small model on a GPU that other processes also use.
+        sleep_arguments: options with which a server on a GPU can free its memory while a trainer steps; empty if the engine
+            needs no option, or cannot do so.
     """
 
     name: str
@@ -222,6 +224,7 @@ class EngineSpec:
     cpu_arguments: tuple[str, ...] = ()
     cpu_environment: Mapping[str, str] = field(default_factory=dict)
     gpu_arguments: tuple[str, ...] = ()
+    sleep_arguments: tuple[str, ...] = ()
 
     def num_replicas(self, dp: int, words: Sequence[str]) -> int:
         """Return the number of replicas with ranks of their own, for `--dp` and the other words of a command line."""

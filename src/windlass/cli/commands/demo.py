@@ -35,7 +35,7 @@ FOLDER = Path(jobs.__file__).parent / "demo"
 MODELS = {"cpu": "model.json", "cuda": "model_gpu.json"}
 TRANSPORTS = {
     "cpu": ("cma", "shm", "pull", "mooncake", "nixl", "auto"),
-    "cuda": ("cuda_ipc", "mooncake", "nixl", "auto"),
+    "cuda": ("cuda_ipc", "pull", "mooncake", "nixl", "auto"),
 }
 """Device -> transports of the weights; the first one is the default."""
 TRAINERS = {"fsdp": "trainer.py", "megatron": "megatron_trainer.py"}
@@ -98,8 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--colocate", action="store_true",
-        help="trainers and engines take turns: engines free their memory during each step, and read the new weights "
-        "themselves (--transport pull)",
+        help="trainers and engines take turns on the same memory: engines free it during each step, and read the new "
+        "weights themselves (--transport pull); vllm and sglang need --device cuda",
     )  # fmt: skip
     add_update_mode(parser)
     parser.add_argument(
@@ -207,7 +207,7 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
         restarts = 1 if args.kill_engine_at else 0
         engines = (*engines[:-1], replace(engines[-1], max_restarts=restarts))
     if args.device == "cuda":
-        trainer, engines = _on_gpus(trainer, engines)
+        trainer, engines = _on_gpus(trainer, engines, shares=args.colocate)
         _check_groups(args, engines)
         if args.backend == "xccl" and args.engine == "sglang":
             # SGLang sets this for its own ranks, and all ranks of an NCCL group must use the same value.
@@ -358,14 +358,21 @@ def _check_transport(args: argparse.Namespace, transport: str, *, is_server: boo
 
 def _check_colocate(args: argparse.Namespace, transport: str) -> None:
     """Check that engines can sleep with these options."""
-    if args.engine != "embedded" or args.device != "cpu":
+    is_server = args.engine != "embedded"
+    if is_server and args.device != "cuda":
+        if not ENGINES.find(args.engine).sleep_arguments:
+            raise ConfigError(
+                f"demo: --colocate needs an --engine that sleeps, got {args.engine!r}"
+            )
         raise ConfigError(
-            f"demo: --colocate needs --engine embedded and --device cpu, got {args.engine!r} and {args.device!r}"
+            f"demo: --colocate with --engine {args.engine} needs --device cuda, because {args.engine}'s build for CPUs "
+            f"cannot free its memory, got {args.device!r}; use --engine embedded on a CPU"
         )
-    if args.backend != "p2p" or transport not in {"pull", "cma"}:
+    able = ["pull"] if is_server else ["pull", "cma"]
+    if args.backend != "p2p" or transport not in able:
         raise ConfigError(
-            "demo: --colocate needs --backend p2p and --transport pull or cma, because others need the memory of "
-            f"engines to stay in place, got {args.backend!r} and {transport!r}"
+            f"demo: --colocate with --engine {args.engine} needs --backend p2p and --transport {' or '.join(able)}, because "
+            f"others need the memory of engines to stay in place, got {args.backend!r} and {transport!r}"
         )
     if args.kill_engine_at:
         raise ConfigError(
@@ -429,6 +436,7 @@ def _server(args: argparse.Namespace, folder: Path, name: str, context: int) -> 
         arguments=(
             *("--dtype", "bfloat16"),
             *_with_context(spec.gpu_arguments if on_gpu else spec.cpu_arguments, kind, context),
+            *(spec.sleep_arguments if args.colocate else ()),
         ),
         python=python,
         environment=environment,
@@ -437,11 +445,12 @@ def _server(args: argparse.Namespace, folder: Path, name: str, context: int) -> 
 
 
 def _on_gpus(
-    trainer: TrainerSection, engines: tuple[EngineSection, ...]
+    trainer: TrainerSection, engines: tuple[EngineSection, ...], *, shares: bool
 ) -> tuple[TrainerSection, tuple[EngineSection, ...]]:
     """Assign one GPU to every engine and the remaining GPUs to trainer ranks.
 
-    If no GPU remains for trainer ranks, every GPU gets a trainer rank, and each engine shares a trainer rank's GPU.
+    If `shares` is set, or no GPU remains for trainer ranks, every GPU gets a trainer rank, and each engine shares a trainer
+    rank's GPU.
 
     Raises:
         ConfigError: no GPU is visible.
@@ -449,7 +458,7 @@ def _on_gpus(
     num_gpus = len(visible_gpus())
     if not num_gpus:
         raise ConfigError("demo: --device cuda needs a GPU, none is visible")
-    num_left = num_gpus - len(engines)
+    num_left = 0 if shares else num_gpus - len(engines)
     if num_left > 0:
         engines = tuple(replace(engine, num_gpus=1) for engine in engines)
     else:

@@ -329,6 +329,7 @@ ENGINE = EngineSpec(
         *("--max-running-requests", "64"),
     ),
     cpu_environment={"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_HOST_IP": "127.0.0.1"},
+    sleep_arguments=("--enable-memory-saver",),
     gpu_arguments=(
         *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
         *("--grammar-backend", "none", "--disable-cuda-graph", "--skip-server-warmup"),

@@ -363,6 +363,7 @@ ENGINE = EngineSpec(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
     },
+    sleep_arguments=("--enable-sleep-mode",),
     gpu_arguments=(
         *("--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "64"),
         *("--max-num-seqs", "256", "--max-num-batched-tokens", "4096"),
