@@ -43,9 +43,11 @@ from windlass.transfer.sender import Sender
 
 _log = logging.getLogger(__name__)
 FENCE_S = 5.0
+"""Seconds to wait until late bytes of an ended source can no longer arrive."""
 GO_ON_S = 20.0
 """Seconds within which an engine must resume after the connection to the controller is lost."""
 MIN_RESUME_S = 0.1
+"""Seconds that an engine has to resume even if setting the version has used up the deadline."""
 
 
 class EngineHooks(Protocol):
@@ -166,7 +168,9 @@ class EngineAgent:
         self.served_version, self.lineage = -1, ""
         self._is_stamped = True
         self._mixed_weights = False
+        # Whether the current round may already have changed live weights.
         self._open_to_writes = False
+        # Whether a source may have ended during a write whose bytes may still arrive.
         self._may_be_written = False
         self._round_id = RoundId(0, 0)
         self._not_resumed = ""
@@ -314,7 +318,7 @@ class EngineAgent:
             self._receiver.interrupt(None, None)
         with self._lock:
             self._may_be_written = True
-            # The controller will not report how this round ended, so keep the mark over later rounds too.
+            # The controller will not report how this round ended, so the weights count as mixed in later rounds too.
             self._mixed_weights |= self._open_to_writes
             self._end_round(GO_ON_S)
             if self._not_resumed:

@@ -31,7 +31,7 @@ _IN_ROUND, _FAILURE = "windlass_in_round", "windlass_wake_failure"
 
 
 class _Turn:
-    """State of the turn of this process's EngineCore.
+    """State of this process's EngineCore from its sleep to the end of the next round.
 
     Attributes:
         may_be_lost: whether the engine has slept at level 2, and no round has ended since.
