@@ -337,7 +337,8 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         start_deadline_s: seconds from the start of the job until all processes must have connected.
         max_silence_s: seconds without an answer after which the job ends a running engine or rollout worker and starts
             it again.
-        shutdown_s: seconds that a running step or update has to end after SIGTERM or SIGINT.
+        shutdown_s: seconds that a running step or update has to end after SIGTERM or SIGINT. Cancelled workflows then have
+            as long to clean up.
     """
 
     steps: int

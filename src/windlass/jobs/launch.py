@@ -112,8 +112,8 @@ async def run_job(
     """Run a job until its steps are done, its tasks end, or this process gets SIGTERM or SIGINT.
 
     After a signal, a running step or weight update has `shutdown_s` to end, and a job with `trainer.save_every` then saves
-    a checkpoint; a second signal ends both waits. The job then stops, in this order: trainers and rollouts, workers and engines, the controller. All processes that the
-    scheduler started end with the job.
+    a checkpoint; a second signal ends both waits. The job then stops, in this order: trainers and rollouts, workers and
+    engines, the controller. All processes that the scheduler started end with the job.
 
     Args:
         config: configuration from `load_config`.
@@ -252,7 +252,14 @@ def _check_last_update(summary: JobSummary, version: int) -> None:
 
 @final
 class Job:
-    """See `run_job`.
+    """One run of a job; see `run_job` for the arguments.
+
+    Args:
+        output_dir: output folder of the job, which the caller has locked.
+        scheduler: scheduler of the job's processes, which the caller enters as a context.
+        token: secret of the job.
+        start: folder and record of the checkpoint that the job continues from; None for a new job.
+        scorer: object that gives rollouts their rewards, which the caller enters as a context; None if the recipe does.
 
     Attributes:
         controller: controller of the job; the caller enters it as a context.

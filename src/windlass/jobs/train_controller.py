@@ -53,7 +53,9 @@ _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 20.0
 LOG_LINES = 20
+"""Number of log lines of a rank in an error."""
 DEATH_GRACE_S = 1.0
+"""Seconds to wait, after a rank has failed, until the scheduler reports a rank that died and so caused the failure."""
 BROKEN_GRACE_S = 1.0
 """Seconds that ranks get to end after a failure. A longer time would not help ranks that wait in a collective."""
 
@@ -114,7 +116,16 @@ def rank_specs(
 
 @final
 class _Rank(Session[TrainCommand, TrainResult]):
-    """Session of one trainer rank. The session continues when the rank's process connects again."""
+    """Session of one trainer rank. The session continues when the rank's process connects again.
+
+    Attributes:
+        spec: process of the rank.
+        incarnation: incarnation of the connected process; empty before its first connection.
+        joined: event that is set when the rank has connected.
+        watch: task that waits for the end of the process and returns a text about it; None without a process.
+        data_parallel: answer to `Setup`, with the rank's data-parallel number.
+        operations: names of the operations that the rank can run.
+    """
 
     def __init__(self, spec: ProcessSpec) -> None:
         super().__init__(spec.name, keeps_calls=True)

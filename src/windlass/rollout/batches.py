@@ -556,9 +556,10 @@ class BatchClient(Closing):
         Until `deadline_s` passes, the client repeats the request after a lost connection, for example while
         the controller restarts.
 
-        If samples of the step have large tensors, holders write this rank's into its memory, and the call returns when all
-        ranks have theirs. If a tensor is lost, for example with its worker, all ranks wait until the batch is put again.
-        The memory of the tensors is used again once no tensor of the batch, and no array made from one, is in use.
+        If samples of the step have large tensors, the processes that hold the tensors of this shard write them into memory
+        of this process. The call returns when every rank has its tensors. If a tensor is lost, for example because its
+        worker has ended, all ranks wait until the batch is put again. Later batches use the memory again once no tensor
+        of this batch, and no array made from one, is in use.
 
         Raises:
             ConfigError: step < 0, the rank is not in [0, world_size), or the controller refused the request.

@@ -318,7 +318,7 @@ class RolloutController:
         return self._life.submit_group(work, size, metadata=metadata)
 
     def decline(self, result: RolloutGroup | Rollout) -> None:
-        """Uncount a delivered result that the trainer will not use, for example because all rewards are equal.
+        """Remove a delivered result, which the trainer will not use (for example because all rewards are equal), from the counts.
 
         The staleness policy admits a limited number of rollouts until the version rises, and delivered results count. A
         trainer that cannot use some of them may lack samples for its step, so that the version does not rise. Without

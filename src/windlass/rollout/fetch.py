@@ -83,7 +83,11 @@ class Confirm(msgspec.Struct, frozen=True):
 
 
 class Confirmed(msgspec.Struct, frozen=True):
-    """Answer to `Confirm` when all ranks have confirmed. `usable` is False if a tensor of any rank is lost."""
+    """Answer to `Confirm` when all ranks have confirmed.
+
+    `usable` is False if a tensor of any rank is lost, or if the batch was put again since the rank got it. The rank must
+    then request the batch again.
+    """
 
     usable: bool
 
@@ -131,7 +135,7 @@ class Confirmations:
 async def write_tensors(
     known: Mapping[str, tuple[HeldTensor, str]], asked: Fetch, own: TensorStore, write: WriteWith
 ) -> TensorsWritten:
-    """Let each holder write its tensors into the memory of a rank; return the keys of lost tensors.
+    """Let each holder write its tensors into the memory of a rank; return the keys of lost tensors, and errors of writes.
 
     Args:
         known: tensors of the rank's shard, see `held_in`.

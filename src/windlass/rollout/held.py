@@ -5,7 +5,7 @@ controller gets only the place and the digest (`HeldTensor`). A trainer rank reg
 the controller for its tensors; the controller passes the request on to the holders. Each holder writes the elements with
 the fastest transport that both processes offer, and the rank checks the digests.
 
-The holder owns the elements. It frees them when the controller refers to the tensor no longer (its batch was consumed, or
+The holder owns the elements. It frees them when the controller no longer refers to the tensor (its batch was consumed, or
 its sample was discarded), at the end of the lease, and when its process ends.
 """
 
@@ -79,8 +79,8 @@ class TensorsWritten(msgspec.Struct, frozen=True, tag="tensors_written", omit_de
     """Result of `WriteTensors`.
 
     Attributes:
-        missing: keys of tensors that the holder has freed.
-        error: reason why tensors were not written; empty if all others were.
+        missing: keys of tensors that the holder has freed. If there are any, the holder has written no tensor.
+        error: reason why a write failed; empty if none failed.
     """
 
     missing: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ def destination_of(transport: OneSidedTransport, region: MemoryRegion) -> Destin
 
 @final
 class TensorStore(Closing):
-    """Tensors that this process holds. `hold` and `keep` need the event loop; the other methods run in any thread.
+    """Tensors that this process holds. Call `hold` in the event loop, and the other methods in any thread.
 
     Args:
         holder: name of this holder.
@@ -140,7 +140,7 @@ class TensorStore(Closing):
         self._config, self.towards, self._lease_s = parse_transport(transport), towards, lease_s
         self._held: dict[str, tuple[bytes, asyncio.TimerHandle]] = {}
         self._transport: OneSidedTransport | None = None
-        # Writes take turns: a transport registers memory only once at a time.
+        # Held during a write, because a transport refuses a second registration of the same memory.
         self._writing = threading.Lock()
         self._closed = False
 
@@ -155,7 +155,7 @@ class TensorStore(Closing):
     async def hold(
         self, tensors: Mapping[str, SampleTensor], inline_nbytes: int
     ) -> dict[str, SampleTensor]:
-        """Hold those tensors that have more than `inline_nbytes` bytes; return all tensors, these without elements."""
+        """Hold the tensors that have more than `inline_nbytes` bytes. Return all tensors; the held ones have no elements."""
         large = [name for name, tensor in tensors.items() if is_large(tensor, inline_nbytes)]
         if not large:
             return dict(tensors)
@@ -214,7 +214,7 @@ class TensorStore(Closing):
 
 
 def is_large(tensor: SampleTensor, inline_nbytes: int) -> bool:
-    """Return whether a holder keeps this tensor, and no holder does yet."""
+    """Return whether a tensor has more than `inline_nbytes` bytes, and no process holds it yet."""
     return tensor.held is None and tensor.nbytes > inline_nbytes
 
 
@@ -266,7 +266,7 @@ def _drop(_: object) -> None:
 
 @final
 class References:
-    """Counts the objects of this process that name a held tensor, and releases a tensor with the last of them.
+    """Counts of the `HeldTensor` objects in this process, by tensor. After the last object of a tensor, release the tensor.
 
     A tensor has several objects if its holder sends an outcome again. Call `watch` in the event loop.
 
@@ -279,7 +279,7 @@ class References:
         self._counts: Counter[str] = Counter()
 
     def watch(self, tensors: Mapping[str, SampleTensor]) -> None:
-        """Count the held tensors among these."""
+        """Count the `HeldTensor` objects of these tensors, each until it is freed."""
         loop = asyncio.get_running_loop()
         for held in held_of(tensors):
             self._counts[held.key] += 1

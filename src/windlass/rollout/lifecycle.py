@@ -652,7 +652,7 @@ class Lifecycle:
             self._handed_out.popitem(last=False)
 
     def decline(self, task_ids: Sequence[str]) -> None:
-        """Uncount one delivered result that the trainer could not use, so that new rollouts may be admitted.
+        """Remove one delivered result, which the trainer could not use, from the counts, so that new rollouts are admitted.
 
         `task_ids` are the task ids of a delivered group, or the one id of a single rollout.
 
@@ -737,7 +737,7 @@ class Lifecycle:
         self._work_changed()
 
     def _give_up(self, record: Record) -> None:
-        """Cancel the attempt of a RUNNING record; uncount the accepted sample of a BUFFERED record."""
+        """Cancel the attempt of a RUNNING record; remove the accepted sample of a BUFFERED record from the counts."""
         if record.state is State.RUNNING:
             self._withdraw(record)
         elif record.state is State.BUFFERED:
@@ -785,7 +785,7 @@ class Lifecycle:
         self._work_changed()
 
     def _end(self, record: Record) -> None:
-        """Move a record to ENDED. If the staleness policy counts the rollout as running, uncount it."""
+        """Move a record to ENDED. The staleness policy then no longer counts the rollout as running."""
         if record.admitted:
             self._policy.release()
             record.admitted = False

@@ -151,7 +151,7 @@ class StalenessPolicy:
         self.running -= 1
 
     def discard(self) -> None:
-        """Uncount an accepted sample that became too old or was cancelled before delivery.
+        """Remove an accepted sample, which became too old or was cancelled before delivery, from the counts.
 
         Raises:
             RolloutError: no accepted sample waits for delivery.
@@ -172,7 +172,7 @@ class StalenessPolicy:
         self.consumed += num_samples
 
     def give_back(self, num_samples: int) -> None:
-        """Uncount delivered samples that the trainer could not use, so that new samples may start.
+        """Remove delivered samples, which the trainer could not use, from the counts, so that new samples may start.
 
         Raises:
             RolloutError: fewer than `num_samples` were delivered.
