@@ -170,7 +170,7 @@ class TrainerClient(Closing):
                 "publish: copy=True needs a replica when connecting, got replica=off; connect with replica='auto'"
             )
         began, copied = time.perf_counter(), threading.Event() if copy else None
-        until_over = self._begin("publish", version, deadline_s, copied)
+        until_over = self._begin("publish", version_number(version, "publish"), deadline_s, copied)
         if wait and copied is None:
             report = Future[UpdateReport]()
             report.set_result(until_over())
@@ -213,12 +213,13 @@ class TrainerClient(Closing):
             ConfigError: `version` is not an integer >= 0, or a version is still being published.
             ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
+        number = version_number(version, "prepare_publish")
         if self._prepared is not None:
             # End the wait for the previous round: either its report has arrived, or it never will.
             self._channel.give_up_expected()
             wait([self._prepared])
         copied = threading.Event() if self._sender.replica is not None else None
-        until_over = self._begin("prepare_publish", version, None, copied)
+        until_over = self._begin("prepare_publish", number, None, copied)
         self._prepared = self._background.submit(until_over)
 
     def _begin(
@@ -240,13 +241,12 @@ class TrainerClient(Closing):
         Raises:
             ConfigError, ProtocolError, PeerUnreachable: see `publish`.
         """
-        number = version_number(version, what)
         if not self._publishing.acquire(blocking=False):
             raise ConfigError(
-                f"{what}: version {number} must wait until the previous update has ended; call `result` of its "
+                f"{what}: version {version} must wait until the previous update has ended; call `result` of its "
                 "PendingUpdate first"
             )
-        self._agent.held.hold(number)
+        self._agent.held.hold(version)
         try:
             # Call this collective before any check that can raise, or the other ranks would wait in the collective.
             self.make_whole()
@@ -254,20 +254,20 @@ class TrainerClient(Closing):
             if self._channel.ended.done():
                 self._channel.ended.result()
             if copied is None:
-                self._sender.begin_version(version=number)
+                self._sender.begin_version(version=version)
             else:
                 stream = None if self._weights.step_stream is None else self._weights.step_stream()
-                self._sender.begin_version(copied.set, version=number, stream=stream)
+                self._sender.begin_version(copied.set, version=version, stream=stream)
             until_over = (
-                self._channel.begin_announcement(number, sends=False).report.result
+                self._channel.begin_announcement(version, sends=False).report.result
                 if deadline_s is None
-                else partial(self._channel.announce, number, deadline_s)
+                else partial(self._channel.announce, version, deadline_s)
             )
         except BaseException:
             self._agent.held.release()
             self._publishing.release()
             raise
-        return partial(self._end, number, until_over, copied)
+        return partial(self._end, version, until_over, copied)
 
     def _end(
         self, version: int, until_over: Callable[[], UpdateReport], copied: threading.Event | None
