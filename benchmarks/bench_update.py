@@ -29,6 +29,7 @@ from windlass.errors import TransportUnavailable
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.room import used_nbytes
 from windlass.memory.torch_dtypes import torch_dtype
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.planning.order import staggered
@@ -165,6 +166,7 @@ def serve(role: Role, rank: int, transport_name: str, store: str, pipe: Connecti
         "fill": lambda run: fill(me, run),
         "holds": lambda run: holds(me, run),
         "broadcast": lambda: broadcast_update(me, role),
+        "resident": lambda: used_nbytes(-1),
     }
     pipe.send(("ready", me.manifest))
     while (request := pipe.recv()) is not None:
@@ -207,16 +209,14 @@ class Fleet:
             self.pipes[worker].send((name, values))
         return {worker: self.pipes[worker].recv()[1] for worker in arguments}
 
-    def connect(self) -> int:
+    def connect(self, mode: UpdateMode = UpdateMode.IN_PLACE) -> int:
+        """Plan and bind all links, and return the bytes of an update."""
         plan = plan_transfer(
             [self.manifests[w] for w in self.trainers], [self.manifests[w] for w in self.engines]
         )
         bindings = self.ask_each(
             "connect_engine",
-            {
-                w: (plan.parts(sending=False, all_names=True)[w], UpdateMode.IN_PLACE)
-                for w in self.engines
-            },
+            {w: (plan.parts(sending=False, all_names=True)[w], mode) for w in self.engines},
         )
         self.ask_each(
             "connect_trainer",
@@ -254,15 +254,17 @@ class Fleet:
         return {"broadcast": time.perf_counter() - began}
 
     def timed(self, update: Callable[[], dict[str, float]], runs: int, first: int) -> list[dict[str, float]]:  # fmt: skip
-        found = []
-        for run in range(first, first + runs + 1):
-            self.ask(self.trainers, "fill", run)
-            stages = update()
-            if not all(self.ask(self.engines, "holds", run).values()):
-                raise SystemExit(f"run {run}: the engines do not hold the trainers' bytes")
-            found.append(stages)
+        found = [self.once(update, run) for run in range(first, first + runs + 1)]
         # The first run touches memory.
         return found[1:]
+
+    def once(self, update: Callable[[], dict[str, float]], run: int) -> dict[str, float]:
+        """Let trainers make version `run`, update, check every byte, and return the seconds per stage."""
+        self.ask(self.trainers, "fill", run)
+        stages = update()
+        if not all(self.ask(self.engines, "holds", run).values()):
+            raise SystemExit(f"run {run}: the engines do not hold the trainers' bytes")
+        return stages
 
     def close(self) -> None:
         for pipe in self.pipes.values():

@@ -84,6 +84,7 @@ REHEARSALS = (
     row("bench_sessions.py", "--outstanding", "64", "--count", "20", "--runs", "1"),
     row("bench_simulation.py"),
     row("bench_transports.py", "--runs", "5", "--transport", "shm"),
+    row("bench_staged_pull.py", "--runs", "1"),
     row("bench_update.py"),
     row("bench_xccl.py", "--mib", "64", "--bucket-mib", "4"),
     row(
