@@ -65,4 +65,8 @@ def _shortage(engines: list[Hello], trainers: list[Hello]) -> str:
 
 def _holding(trainers: list[Hello], nbytes: int) -> str:
     names = [rank.worker for rank in trainers if rank.room.weights_nbytes]
-    return f"{listed(names)} hold {nbytes} bytes" if names else "no trainer rank holds weights"
+    return (
+        f"the weights of {listed(names)} have {nbytes} bytes"
+        if names
+        else "no trainer rank holds weights"
+    )
