@@ -39,6 +39,7 @@ def make_data(folder: Path) -> list[dict[str, str]]:
 
 def make_model(folder: Path, num_steps: int = 200) -> None:
     """Write a chat model that knows the form of an answer, and gives the right number about a third of the time."""
+    print("importing torch and transformers", flush=True)
     import tokenizers
     import torch
     import transformers
@@ -105,6 +106,8 @@ def make_model(folder: Path, num_steps: int = 200) -> None:
         loss.backward()
         optimizer.step()
         rates.step()
+        if step % 10 == 0:
+            print(f"step {step} of {num_steps}: loss {loss.item():.3f}", flush=True)
     model.save_pretrained(folder)
 
 

@@ -31,7 +31,12 @@ pytestmark = [pytest.mark.rollouts, pytest.mark.timeout(900)]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arithmetic") / "model"
     command = (sys.executable, str(EXAMPLE / "arithmetic.py"), str(folder))
-    subprocess.run(command, check=True, timeout=DEADLINE_S)
+    done = subprocess.run(
+        command, check=True, timeout=DEADLINE_S, stdout=subprocess.PIPE, text=True
+    )
+    printed = done.stdout.splitlines()
+    assert printed[0] == "importing torch and transformers"
+    assert len([line for line in printed if line.startswith("step ")]) == 20
     return folder
 
 

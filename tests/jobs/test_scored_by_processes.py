@@ -199,6 +199,10 @@ def test_job_with_rewards_in_processes_names_the_failures_in_its_summary(tmp_pat
     )
     status, printed = launch(job)
     assert status == 0, printed
+    name = f"reward of {tmp_path}/recipe.py"
+    said = f"starting the scheduler, the controller and the processes of {name}"
+    assert printed.count(f"{said} took ") == 1
+    assert printed.index(f"{said}\n") < printed.index("controller http://")
     summary = msgspec.json.decode((tmp_path / "out" / "summary.json").read_bytes())
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2

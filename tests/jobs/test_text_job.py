@@ -36,6 +36,7 @@ def test_a_job_trains_and_evaluates_on_messages_and_text(tmp_path: Path) -> None
     job.write_text(f"{job.read_text()}\n[evaluation]\nevery = 2\n")
     with launched(job) as running:
         assert running.end() == 0, running.text
+    assert "loading the tokenizer, while engines start\n" in running.text, running.text
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
     rendered, plain = (len(tokenizer.encode(text)) for text in ("<user>3 + 4<assistant>", "3 + 4"))
     assert f"step 2: reward {rendered:.4f}, 4 samples" in running.text, running.text

@@ -215,8 +215,13 @@ async def _run_in(
             loop.add_signal_handler(number, job.signals.put_nowait, number)
 
     listen()
+    what = "starting the scheduler and the controller"
+    if isinstance(scorer, RewardPool):
+        what = f"starting the scheduler, the controller and the processes of {scorer.name}"
+    progress.begin(what)
     try:
         async with scheduler, scorer or nullcontext(), job.controller:
+            progress.end()
             # Ray replaces the signal handlers when it starts, so set them again.
             listen()
             with recipe_code("started"):
@@ -232,6 +237,7 @@ async def _run_in(
                 error.add_note("next: read the log of each process that did not connect or answer")
         raise
     finally:
+        progress.end(done=False)
         for number in SIGNALS:
             loop.remove_signal_handler(number)
     return summary
@@ -700,8 +706,10 @@ class Job:
         config, controller, progress = self._config, self.controller, self._progress
         deadline_s = config.start_deadline_s
         if config.rollout.tokenizer:
+            progress.begin("loading the tokenizer, while engines start")
             # Load it in a thread: transformers would block the loop when a local worker begins.
             await asyncio.to_thread(load_text, config.rollout.tokenizer)
+            progress.end()
         if not config.rollout.num_workers:
             with recipe_code("workflows"):
                 workflows = self._recipe.workflows()
