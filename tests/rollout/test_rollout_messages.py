@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import tracemalloc
 
 import msgspec
@@ -23,10 +24,12 @@ from windlass.rollout.messages import (
     RolloutOutcome,
     RolloutTask,
     TaskBatch,
+    Turn,
     WorkerHello,
     decode_outcome,
     decode_outcomes,
 )
+from windlass.rollout.trajectories import whole_turns
 from windlass.rollout.values import MAX_VALUE_ITEMS, MAX_VALUE_NBYTES, encode_value
 from windlass.rollout.worker import MAX_OUTCOME_NBYTES, encode_for_controller
 
@@ -163,3 +166,45 @@ def test_an_outcome_that_the_controller_would_refuse_is_sent_as_an_error() -> No
             assert "the outcome cannot be sent: it must be of at most" in sent.error
         else:
             assert sent == large
+
+
+def test_whole_turns_of_an_older_journal_are_read() -> None:
+    part = Partial((3, 4), (-0.5, -0.25), (7, 8))
+    turns = (Turn((1, 2), part, "stop", "ab"), Turn((1, 2, 3, 4, 5), part, "length"))
+    old = msgspec.to_builtins(outcome())
+    old["turns"] = msgspec.to_builtins(turns)
+    read = msgspec.json.decode(msgspec.json.encode(old), type=RolloutOutcome)
+    assert whole_turns(read.turns) == turns
+
+
+@pytest.mark.parametrize(
+    ("turn", "says"),
+    [
+        ({"earlier": 0, "num_shared": 5}, "turns[1] must share at most 4 tokens with an earlier turn"),
+        ({"earlier": 1, "num_shared": 1}, "at most 0 tokens with an earlier turn, got 1 of turn 1"),
+        ({"earlier": 0, "num_shared": -1}, "got -1 of turn 0"),
+    ],
+)  # fmt: skip
+def test_an_outcome_with_tokens_that_no_turn_has_is_refused(
+    turn: dict[str, int], says: str
+) -> None:
+    part = Partial((3, 4), (-0.5, -0.25), (7, 8))
+    first = msgspec.to_builtins(Turn((1, 2), part, "stop"))
+    wrong = {
+        **msgspec.to_builtins(outcome(), builtin_types=(bytes,)),
+        "turns": [first, {**first, **turn}],
+    }
+    with pytest.raises(ProtocolError, match=re.escape(says)):
+        decode_outcome(encode(wrong))
+
+
+def test_an_outcome_of_few_bytes_does_not_become_a_large_one() -> None:
+    part = Partial()
+    first = msgspec.to_builtins(Turn((1,) * 100_000, part, "stop"))
+    again = {**msgspec.to_builtins(Turn((), part, "stop")), "earlier": 0, "num_shared": 100_000}
+    wrong = {
+        **msgspec.to_builtins(outcome(), builtin_types=(bytes,)),
+        "turns": [first, *[again] * 200],
+    }
+    with pytest.raises(ProtocolError, match=f"must share at most {1 << 24} tokens, got 20000000"):
+        decode_outcome(encode(wrong))

@@ -40,6 +40,8 @@ MAX_BATCH_NBYTES = 16 << 30
 """Largest size of one trainer rank's part of a batch."""
 MAX_TOKENS = 1 << 22
 """Largest number of tokens in a prompt or an answer."""
+MAX_SHARED_TOKENS = 1 << 24
+"""Largest sum of `TurnIncrement.num_shared` in an outcome."""
 MAX_WORKFLOWS, MAX_ATTEMPTS = 1 << 12, 1 << 18
 """Largest numbers of workflows and of concurrent attempts of one worker."""
 MAX_OUTCOMES = 64
@@ -140,6 +142,27 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     text: str = ""
 
 
+class TurnIncrement(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """A `Turn` without the tokens that its prompt shares with an earlier turn; see `trajectories.increments`.
+
+    Without this, the size of a conversation's outcome grows with the square of its turns. A journal that was written before
+    Windlass had this type contains whole turns, which are increments without shared tokens.
+
+    Attributes:
+        prompt_ids: tokens of the prompt after the shared ones.
+        output, finish_reason, text: see `Turn`.
+        earlier: index of the earlier turn; -1 for none.
+        num_shared: number of tokens that the prompt shares with the beginning of the earlier turn's prompt and output.
+    """
+
+    prompt_ids: TokenIds
+    output: Partial
+    finish_reason: str
+    text: str = ""
+    earlier: int = -1
+    num_shared: int = 0
+
+
 class Work(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Content of a rollout: a prompt, or a workflow with its arguments.
 
@@ -205,7 +228,7 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         error_kind: kind of the error.
         engine: name of the engine that made the last token.
         finished_at: Unix time in seconds on the worker's clock.
-        turns: engine calls of a workflow.
+        turns: engine calls of a workflow, see `trajectories.whole_turns`.
         value: return value of a workflow, encoded as msgpack.
         prompt_ids: token ids of a prompt of text or messages.
         text: decoded answer to a prompt of text or messages.
@@ -222,7 +245,7 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     finish_reason: str = ""
     error: str = ""
     error_kind: ErrorKind = ErrorKind.PASSING
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[TurnIncrement, ...] = ()
     value: bytes = b""
     prompt_ids: TokenIds = ()
     text: str = ""
@@ -231,6 +254,30 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     def __post_init__(self) -> None:
         if self.value:
             check_value("value", self.value)
+        if self.turns:
+            self._check_turns()
+
+    def _check_turns(self) -> None:
+        """Check that shared tokens exist, and that the whole turns are not much larger than a worker may send.
+
+        Raises:
+            ProtocolError: they do not, or they are.
+        """
+        lengths: list[int] = []
+        num_shared = 0
+        for index, turn in enumerate(self.turns):
+            most = lengths[turn.earlier] if 0 <= turn.earlier < index else 0
+            if not 0 <= turn.num_shared <= most:
+                raise ProtocolError(
+                    f"outcome: turns[{index}] must share at most {most} tokens with an earlier turn, got "
+                    f"{turn.num_shared} of turn {turn.earlier}"
+                )
+            lengths.append(turn.num_shared + len(turn.prompt_ids) + len(turn.output.output_ids))
+            num_shared += turn.num_shared
+        if num_shared > MAX_SHARED_TOKENS:
+            raise ProtocolError(
+                f"outcome: turns must share at most {MAX_SHARED_TOKENS} tokens, got {num_shared}"
+            )
 
     def versions(self) -> tuple[int, ...]:
         """Return the weight version of every generated token, over all turns."""

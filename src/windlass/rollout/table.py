@@ -18,6 +18,7 @@ import msgspec
 from windlass.errors import ConfigError
 from windlass.rollout.handles import Counts, Rollout
 from windlass.rollout.messages import AttemptKey, Partial, RolloutOutcome, Work
+from windlass.rollout.trajectories import whole_turns
 from windlass.sampling import SamplingParams, is_count
 
 NOTHING = Partial()
@@ -291,7 +292,7 @@ class Record(msgspec.Struct, eq=False):
             metadata=self.metadata,
             finished_at=self.outcome.finished_at,
             seconds=self.finished_at - self.submitted_at,
-            turns=self.outcome.turns,
+            turns=whole_turns(self.outcome.turns),
             value=msgspec.msgpack.decode(self.outcome.value) if self.outcome.value else None,
             sampling_seed=self.sampling().sampling_seed,
             text=self.outcome.text,

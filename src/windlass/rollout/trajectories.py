@@ -8,12 +8,14 @@ each generated token is an output token of exactly one trajectory, and no token 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from windlass.rollout.messages import Turn
+from windlass.rollout.messages import Turn, TurnIncrement
 
+MAX_COMPARED = 16
+"""Number of newest turns with which `increments` compares a turn that does not continue the turn before it."""
 INSERTED_VERSION, INSERTED_LOGPROB = -1, 0.0
 """Version and log-probability of an output token that the model did not generate."""
 
@@ -64,6 +66,39 @@ def merge_turns(turns: Iterable[Turn]) -> tuple[Trajectory, ...]:
         most = max(shared, default=0)
         growing.append(_Growing(turn, shared.index(most) if most else -1, most))
     return tuple(each.trajectory() for each in growing)
+
+
+def increments(turns: Sequence[Turn]) -> tuple[TurnIncrement, ...]:
+    """Return the turns without the tokens that they share with earlier turns, for an outcome. See `whole_turns`."""
+    found: list[TurnIncrement] = []
+    complete: list[tuple[int, ...]] = []
+    for turn in turns:
+        earlier, num_shared = -1, 0
+        if complete and complete[-1] and _begins_with(turn.prompt_ids, complete[-1]):
+            earlier, num_shared = len(complete) - 1, len(complete[-1])
+        else:
+            for index in range(max(0, len(complete) - MAX_COMPARED), len(complete)):
+                if (shared := _num_shared(turn.prompt_ids, complete[index])) > num_shared:
+                    earlier, num_shared = index, shared
+        added = turn.prompt_ids[num_shared:]
+        complete.append(turn.prompt_ids + turn.output.output_ids)
+        found.append(
+            TurnIncrement(added, turn.output, turn.finish_reason, turn.text, earlier, num_shared)
+        )
+    return tuple(found)
+
+
+def whole_turns(found: Iterable[TurnIncrement]) -> tuple[Turn, ...]:
+    """Return the turns of an outcome with their whole prompts; the inverse of `increments`."""
+    turns: list[Turn] = []
+    for each in found:
+        prompt_ids = each.prompt_ids
+        if each.num_shared:
+            before = turns[each.earlier]
+            whole = before.prompt_ids + before.output.output_ids
+            prompt_ids = whole[: each.num_shared] + prompt_ids
+        turns.append(Turn(prompt_ids, each.output, each.finish_reason, each.text))
+    return tuple(turns)
 
 
 class _Growing:

@@ -34,6 +34,7 @@ from windlass.rollout.messages import (
 )
 from windlass.rollout.tensors import SampleTensor, check_tensors
 from windlass.rollout.text import Chat, Message, TextCodec, TextPrompts
+from windlass.rollout.trajectories import increments
 from windlass.rollout.values import encode_value, plain_integers
 from windlass.sampling import SamplingParams
 
@@ -512,7 +513,7 @@ class Attempts:
             finish_reason=result.finish_reason,
             error=error,
             error_kind=kind,
-            turns=result.turns,
+            turns=increments(result.turns),
             value=result.value,
             prompt_ids=self._prompt_ids.pop((task.task_id, task.attempt), ()),
             text=result.text,
