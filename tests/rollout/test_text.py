@@ -30,6 +30,9 @@ from windlass.rollout import (
     text,
     training_samples,
 )
+from windlass.rollout.chat.conversations import REWRITES, Conversations
+from windlass.rollout.chat.messages import NO_TOOLS, Message
+from windlass.rollout.chat.session import Branch
 from windlass.rollout.text import ModelText, TextPrompts, encode_prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -279,24 +282,70 @@ async def test_a_chat_continues_with_the_ids_that_the_engine_generated(
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["stop", "length"])
-def test_a_continued_prompt_equals_a_whole_rendering(prompts: TextPrompts, ended: bool) -> None:
-    answer = "It is 7."
-    added = ({"role": "user", "content": "And 5 + 6?"},)
-    messages = (QUESTION, {"role": "assistant", "content": answer}, *added)
-    so_far = prompts.render(Chat((QUESTION,))) + prompts.encode(answer)
-    if ended:
-        so_far += prompts.encode("<end>")
-    chat = Chat(messages)
-    assert prompts.continued(so_far, chat, 2) == prompts.render(chat)
+async def test_a_continued_prompt_equals_a_whole_rendering(
+    prompts: TextPrompts, ended: bool
+) -> None:
+    messages = [QUESTION, {"role": "assistant", "content": "It is 7."}]
+    conversations = Conversations(prompts.codec)
+    first = await conversations.prompt([Message.of(QUESTION)], NO_TOOLS)
+    output = prompts.encode("It is 7.") + (prompts.encode("<end>") if ended else ())
+    conversations.answered(first, NO_TOOLS, Message.of(messages[1]), output)
+    messages.append({"role": "user", "content": "And 5 + 6?"})
+    second = await conversations.prompt([Message.of(each) for each in messages], NO_TOOLS)
+    assert (first.ids, second.ids) == (
+        prompts.render(Chat((QUESTION,))),
+        prompts.render(Chat(tuple(messages))),
+    )
+    assert second.ids[: len(first.ids + output)] == first.ids + output
 
 
-def test_a_template_without_the_answer_cannot_be_continued(tmp_path: Path) -> None:
-    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    folder = write_checkpoint(tmp_path / "forgetful", chat_template=template)
-    forgetful = TextPrompts(ModelText(str(folder)))
-    chat = Chat((QUESTION, {"role": "assistant", "content": "7"}, QUESTION))
-    with pytest.raises(ConfigError, match="chat template cannot be continued"):
-        forgetful.continued((1, 2), chat, 2)
+FORGETS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content if m.role == 'user' or loop.last else m.content.split('</think>')[-1] }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+async def test_a_chat_branches_if_the_template_drops_an_earlier_reasoning(
+    rig: Rig, prompts: TextPrompts, tmp_path: Path
+) -> None:
+    """The endpoint of OpenAI's API has the same rule."""
+    folder = str(write_checkpoint(tmp_path / "forgets", chat_template=FORGETS))
+    engine = Echo("e")
+    engine.answers = texts(prompts, "<think>3</think>7<end>", "8<end>")
+    found: list[tuple[Branch, ...]] = []
+
+    async def agent(context: WorkflowContext) -> None:
+        messages = [QUESTION]
+        for _ in range(2):
+            turn = await context.chat(messages)
+            messages += [{"role": "assistant", "content": turn.text}, QUESTION]
+        found.append(tuple(context.branches))
+
+    await rig.start(engine)
+    rig.controller.run_here({"agent": agent}, tokenizer=folder)
+    rig.controller.submit_workflow_group("agent", None, 1, SamplingParams(max_new_tokens=24))
+    (delivered,) = await rig.controller.next_batch(1, deadline_s=30)
+    assert found == [(Branch(1, REWRITES),)]
+    _, second = training_samples(delivered, [1.0])
+    question = "<user>What is 3 + 4?<end>\n"
+    assert [second.prompt_ids] == texts(
+        prompts, f"{question}<assistant>7<end>\n{question}<assistant>"
+    )
+
+
+def test_a_message_of_a_chat_reaches_the_template_unchanged() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "book", "arguments": {"seat": 4}}}
+    for message in (
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "", "tool_calls": ["a form of its own"]},
+        {"role": "tool", "content": "x", "tool_call_id": "c", "name": "book"},
+        {"role": "user", "content": "x", "weather": ["sunny"], "name": 3},
+        {"role": "assistant", "content": "x", "reasoning_content": "y"},
+    ):
+        assert Message.of(message).for_template() == message
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert Message.of({"role": "user", "content": parts}).content == "one\ntwo"
 
 
 def test_arguments_of_tool_calls_and_parts_of_contents_reach_the_template(

@@ -17,8 +17,6 @@ Message: TypeAlias = Mapping[str, object]
 
 MAX_CACHED_PROMPTS = 1024
 """Number of prompts for which a worker keeps the token ids, so that it tokenises the prompt of a group once."""
-_END = "WindlassAnswerEndsHere"
-"""Text in place of an answer, to find the text that the chat template puts after the answer."""
 _RESERVED = [
     "conversation",
     "messages",
@@ -37,8 +35,6 @@ _RESERVED = [
     "tokenizer_kwargs",
 ]
 """Arguments of transformers' `apply_chat_template` that are not arguments of the template."""
-_LONGEST_END = 4
-"""Largest number of tokens after an answer among which `TextPrompts.continued` searches the answer's end token."""
 
 
 class Chat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -140,10 +136,6 @@ class TextCodec(Protocol):
         """
         ...
 
-    def is_special(self, token_id: int) -> bool:
-        """Return whether a token is special, such as the end of an answer."""
-        ...
-
 
 @final
 class ModelText:
@@ -175,9 +167,6 @@ class ModelText:
         if not found:
             # Without tokenizer files, transformers makes an empty tokenizer.
             raise self._refusal("it has no tokens")
-        added = self._tokenizer.added_tokens_decoder
-        self._special = {*self._tokenizer.all_special_ids}
-        self._special.update(number for number, token in added.items() if token.special)
 
     def _refusal(self, reason: str) -> ConfigError:
         return ConfigError(
@@ -212,9 +201,6 @@ class ModelText:
             ) from error
         return text
 
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
-
 
 @lru_cache(maxsize=4)
 def load_text(folder: str) -> ModelText:
@@ -228,10 +214,13 @@ class TextPrompts:
 
     Args:
         codec: tokenizer of the model that the engines serve.
+
+    Attributes:
+        codec: as given.
     """
 
     def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
+        self.codec = codec
         self.encode, self.decode = codec.encode, codec.decode
         self.token_ids = lru_cache(MAX_CACHED_PROMPTS)(self._token_ids)
         """Return the token ids of an encoded prompt, see `encode_prompt`; raise ConfigError if there are none."""
@@ -248,40 +237,8 @@ class TextPrompts:
 
     def render(self, chat: Chat) -> tuple[int, ...]:
         """Return the token ids of messages in the model's chat template, with the beginning of an answer."""
-        text = self._codec.template_text(_plain(chat), add_generation_prompt=True)
+        text = self.codec.template_text(_plain(chat), add_generation_prompt=True)
         return self.encode(text)
-
-    def continued(self, token_ids: Sequence[int], chat: Chat, num_known: int) -> tuple[int, ...]:
-        """Return a prompt that continues a conversation: the earlier tokens, and the tokens of the new messages.
-
-        The earlier tokens do not change. The engine generated some of them, and the tokenizer might split their text in
-        another way.
-
-        Args:
-            token_ids: tokens of the first messages, up to and including the last token of the last answer.
-            chat: the whole conversation.
-            num_known: number of messages that `token_ids` contain. The last one of them is the last answer.
-
-        Raises:
-            ConfigError: the chat template does not put the last answer as it is into the text, so the tokens after the
-                answer are unknown.
-        """
-        answer = {"role": chat.messages[num_known - 1]["role"], "content": _END}
-        messages = (*chat.messages[: num_known - 1], answer, *chat.messages[num_known:])
-        marked = msgspec.structs.replace(chat, messages=messages)
-        text = self._codec.template_text(_plain(marked), add_generation_prompt=True)
-        _, found, after = text.partition(_END)
-        if not found or _END in after:
-            raise ConfigError(
-                "chat: the model's chat template cannot be continued, because it does not contain the last answer exactly "
-                "once; call generate with token ids"
-            )
-        added = self.encode(after)
-        last = token_ids[-1]
-        # The template repeats the end token of the answer, which the engine has generated.
-        if self._codec.is_special(last) and last in added[:_LONGEST_END]:
-            added = added[added.index(last) + 1 :]
-        return (*token_ids, *added)
 
 
 def _plain(chat: Chat) -> Chat:

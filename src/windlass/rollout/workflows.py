@@ -20,8 +20,11 @@ import msgspec
 
 from windlass.errors import ConfigError, RolloutError
 from windlass.net.logs import TRACEBACK_EVERY_S, LineLimit, log_fields
+from windlass.rollout.chat.conversations import Conversations
+from windlass.rollout.chat.messages import Message as ChatMessage
+from windlass.rollout.chat.messages import Template
 from windlass.rollout.chat.server import ChatServer
-from windlass.rollout.chat.session import ChatSession
+from windlass.rollout.chat.session import Branch, ChatSession
 from windlass.rollout.generate import AttemptError, AttemptResult, generate
 from windlass.rollout.messages import (
     ErrorKind,
@@ -66,12 +69,13 @@ class WorkflowContext:
         arguments: the submitter's arguments, as msgpack-plain values.
         sampling: the submitter's sampling parameters, for calls that pass none.
         turns: finished engine calls, in the order in which they ended.
+        branches: calls of `chat` after the first one that do not continue an earlier call.
         tensors: named tensors that the workflow adds, such as routed experts or features of images; see `Rollout.tensors`.
     """
 
     __slots__ = (
-        *("_answers", "_chat", "_num_calls", "_prompts", "_session", "_task", "_versions"),
-        *("arguments", "attempt", "sampling", "task_id", "tensors", "turns"),
+        *("_chat", "_conversations", "_num_calls", "_prompts", "_session", "_task", "_versions"),
+        *("arguments", "attempt", "branches", "sampling", "task_id", "tensors", "turns"),
     )
 
     def __init__(
@@ -82,7 +86,8 @@ class WorkflowContext:
         prompts: TextPrompts | None,
     ) -> None:
         self._session, self._prompts = session, prompts
-        self._answers: list[tuple[Chat, Turn]] = []
+        self._conversations: Conversations | None = None
+        self.branches: list[Branch] = []
         self._task = task
         self._chat = chat
         self._num_calls = 0
@@ -194,8 +199,10 @@ class WorkflowContext:
     ) -> Turn:
         """Generate an answer to messages, and return the `Turn` with the answer's `text`.
 
-        If the messages begin with the messages of an earlier call, followed by a message with the role `assistant` and the text
-        of its answer, the prompt continues that call's tokens. Nothing is tokenised again, and the calls are one sample.
+        If the messages begin with the messages of an earlier call and its answer, the prompt continues that call's tokens:
+        nothing is tokenised again, and the calls are one sample. Other messages begin a branch, and so do messages for
+        which the chat template renders the earlier answer in another way. `chat_endpoint` has the same rule, see
+        `Conversations`.
 
         Args:
             messages: the whole conversation.
@@ -203,35 +210,28 @@ class WorkflowContext:
             sampling: sampling parameters of this call; by default the submitter's.
 
         Raises:
-            ConfigError: as for `render`, or the chat template cannot be continued.
+            ConfigError: as for `render`.
             RolloutError: as for `generate`.
         """
         chat, prompts = _chat(messages, tools), self._tokenizer()
-        continued = self._continued(chat)
-        if continued is None:
-            prompt_ids = await asyncio.to_thread(prompts.render, chat)
-        else:
-            before, turn = continued
-            tokens = turn.prompt_ids + turn.output.output_ids
-            num_known = len(before.messages) + 1
-            prompt_ids = await asyncio.to_thread(prompts.continued, tokens, chat, num_known)
-        turn = await self.generate(prompt_ids, sampling)
-        text = await asyncio.to_thread(prompts.decode, turn.output.output_ids)
+        if self._conversations is None:
+            self._conversations = Conversations(prompts.codec)
+        template = Template(chat.tools, chat.template_arguments)
+        prompt = await self._conversations.prompt(
+            [ChatMessage.of(message) for message in chat.messages], template
+        )
+        turn = await self.generate(prompt.ids, sampling)
+        output_ids = turn.output.output_ids
+        text = await asyncio.to_thread(prompts.decode, output_ids)
         with_text = msgspec.structs.replace(turn, text=text)
-        self.turns[self.turns.index(turn)] = with_text
-        if turn.output.output_ids:
-            self._answers.append((chat, with_text))
+        place = self.turns.index(turn)
+        self.turns[place] = with_text
+        if prompt.branch:
+            self.branches.append(Branch(place, prompt.branch))
+        if output_ids:
+            answer = ChatMessage("assistant", text)
+            self._conversations.answered(prompt, template, answer, output_ids)
         return with_text
-
-    def _continued(self, chat: Chat) -> tuple[Chat, Turn] | None:
-        """Return the longest earlier call of `chat` that these messages continue, or None."""
-        found = [
-            (before, turn)
-            for before, turn in self._answers
-            if (before.tools, before.template_arguments) == (chat.tools, chat.template_arguments)
-            and _is_continued(before.messages, turn.text, chat.messages)
-        ]
-        return max(found, key=lambda each: len(each[0].messages), default=None)
 
     def _tokenizer(self) -> TextPrompts:
         if self._prompts is None:
@@ -254,15 +254,6 @@ def _chat(messages: Sequence[Message] | Chat, tools: Sequence[Mapping[str, objec
     if not isinstance(messages, Chat):
         return Chat(tuple(messages), tuple(tools))
     return msgspec.structs.replace(messages, tools=tuple(tools)) if tools else messages
-
-
-def _is_continued(before: Sequence[Message], answer: str, messages: Sequence[Message]) -> bool:
-    """Return whether `messages` starts with the messages of an earlier call, followed by the answer of that call."""
-    length = len(before)
-    if len(messages) <= length or tuple(messages[:length]) != tuple(before):
-        return False
-    said = messages[length]
-    return said["role"] == "assistant" and said.get("content") == answer
 
 
 Workflow = Callable[[WorkflowContext], Awaitable[object]]

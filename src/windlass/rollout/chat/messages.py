@@ -26,6 +26,7 @@ class Message(msgspec.Struct, frozen=True):
         reasoning: text that the model wrote before its answer, between `<think>` tags.
         tool_call_id: id of the call that a message of role `tool` answers.
         name: name of the function or participant; may be empty.
+        more: further keys, which only the chat template knows.
     """
 
     role: str
@@ -34,6 +35,27 @@ class Message(msgspec.Struct, frozen=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    more: Mapping[str, Any] = {}
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Message:
+        """Return a message of a `Chat`, which is in the form of chat completions, with calls of any form."""
+        content = given.get("content")
+        if isinstance(content, list):
+            content = "\n".join(part["text"] for part in content)
+        calls = given.get("tool_calls")
+        found = [_call_of(each) for each in calls] if isinstance(calls, list) else []
+        of_client = {"role", "content"}
+        known: dict[str, Any] = {}
+        if all(call is not None for call in found):
+            of_client.add("tool_calls")
+            known["tool_calls"] = tuple(found)
+        for key, name in (("reasoning_content", "reasoning"), ("tool_call_id",) * 2, ("name",) * 2):
+            if isinstance(given.get(key), str):
+                of_client.add(key)
+                known[name] = given[key]
+        more = {key: value for key, value in given.items() if key not in of_client}
+        return cls(given["role"], content or "", **known, more=more)
 
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form that chat templates take: arguments are values and not JSON."""
@@ -50,7 +72,7 @@ class Message(msgspec.Struct, frozen=True):
                 for call in self.tool_calls
             ]
         more = {"tool_call_id": self.tool_call_id, "name": self.name}
-        return {**found, **{name: value for name, value in more.items() if value}}
+        return {**found, **{name: value for name, value in more.items() if value}, **self.more}
 
     def identity(self) -> bytes:
         """Return bytes that are equal for equal messages.
@@ -60,7 +82,7 @@ class Message(msgspec.Struct, frozen=True):
         calls = [(call.id, call.name, _value(call.arguments)) for call in self.tool_calls]
         content = self.content.strip() if self.role == "assistant" else self.content
         return msgspec.json.encode(
-            (self.role, content, calls, self.tool_call_id, self.name), order="sorted"
+            (self.role, content, calls, self.tool_call_id, self.name, self.more), order="sorted"
         )
 
 
@@ -88,6 +110,17 @@ def fingerprints(messages: Sequence[Message], template: Template) -> list[bytes]
         digest.update(len(identity).to_bytes(8) + identity)
         found.append(digest.digest())
     return found
+
+
+def _call_of(call: Any) -> ToolCall | None:
+    """Return a call in the form of chat completions; None for another form. The arguments may be values or JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return None
+    arguments = function.get("arguments", {})
+    if not isinstance(arguments, str):
+        arguments = msgspec.json.encode(arguments).decode()
+    return ToolCall(str(call.get("id", "")), function["name"], arguments)
 
 
 def _value(arguments: str) -> object:
